@@ -1,0 +1,63 @@
+"""The failures kvd tells its clients about, one HTTP status each.
+
+State and faces raise these; `kvd.http.errors` is the only place that turns one into a response.
+Anything else that is raised while a request is served is a bug and is answered with 500.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvdError(Exception):
+    """An expected failure whose text is fit for the client."""
+
+    status: ClassVar[int] = 500
+
+
+class BadJson(KvdError):
+    """The body is not JSON."""
+
+    status = 400
+
+
+class BadRequest(KvdError):
+    """The request is understood, but a value in it cannot be used (an endpoint, a parameter)."""
+
+    status = 400
+
+
+class NotFound(KvdError):
+    """The request names something that is not there."""
+
+    status = 404
+
+
+class Conflict(KvdError):
+    """The request contradicts what is registered already."""
+
+    status = 409
+
+
+class TooLarge(KvdError):
+    """The body is longer than the route allows."""
+
+    status = 413
+
+
+class UnsupportedMedia(KvdError):
+    """The body is not announced as JSON."""
+
+    status = 415
+
+
+class Invalid(KvdError):
+    """The body is JSON of the wrong shape: a missing, duplicate or mistyped member."""
+
+    status = 422
+
+
+class Unavailable(KvdError):
+    """A bound is reached; the same request may succeed later."""
+
+    status = 503
