@@ -1,0 +1,180 @@
+// Storage that never moves what it holds, addressed by dense 32-bit ids.
+//
+//   ids     0 .. 255         256 .. 511         ...
+//          +-----------+    +-----------+
+//          | T T T ... |    | T T T ... |      one segment = 256 entries
+//          +-----------+    +-----------+
+//
+// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size.
+//
+// Invariants
+//   1. an id is either live or on the free list, never both;
+//   2. the first `pinned` ids are taken once and never given back; when only they are live, every
+//      segment they do not need has been freed.
+//
+// Costs: take, give and operator[] O(1); memory = live high-water mark rounded up to a segment.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+namespace kvd {
+
+template <class T>
+class Arena {
+ public:
+  static constexpr uint32_t kSegmentBits = 8;
+  static constexpr uint32_t kSegment = 1u << kSegmentBits;
+
+  // `max_ids` is exclusive; callers that steal high bits of an id pass a smaller bound.
+  explicit Arena(uint32_t pinned = 0, uint32_t max_ids = 0xfffffff0u)
+      : pinned_(pinned), max_ids_(max_ids) {}
+
+  T& operator[](uint32_t id) { return segments_[id >> kSegmentBits][id & (kSegment - 1)]; }
+  const T& operator[](uint32_t id) const {
+    return segments_[id >> kSegmentBits][id & (kSegment - 1)];
+  }
+
+  uint32_t take() {
+    ++live_;
+    if (!free_.empty()) {
+      const uint32_t id = free_.back();
+      free_.pop_back();
+      return id;
+    }
+    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
+    if ((end_ >> kSegmentBits) == segments_.size()) {
+      segments_.emplace_back(new T[kSegment]());
+    }
+    return end_++;
+  }
+
+  void give(uint32_t id) {
+    if (--live_ == pinned_) {
+      release();
+    } else {
+      free_.push_back(id);
+    }
+  }
+
+  uint32_t live() const { return live_; }
+  uint32_t end() const { return end_; }  // every live id is below it
+
+  size_t bytes() const {
+    return segments_.size() * kSegment * sizeof(T) + free_.capacity() * sizeof(uint32_t);
+  }
+
+ private:
+  void release() {
+    segments_.resize((pinned_ + kSegment - 1) >> kSegmentBits);
+    std::vector<uint32_t>().swap(free_);
+    end_ = pinned_;
+  }
+
+  std::vector<std::unique_ptr<T[]>> segments_;
+  std::vector<uint32_t> free_;
+  uint32_t pinned_;
+  uint32_t max_ids_;
+  uint32_t end_ = 0;
+  uint32_t live_ = 0;
+};
+
+// Spreads engine-chosen keys (often small consecutive integers) over all 64 bits.
+// Constants of the splitmix64 finalizer (Steele, Lea, Flood 2014).
+inline uint64_t mix64(uint64_t x) {
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9ull;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+// Open addressing over 32-bit values whose keys live elsewhere. Linear probing, and deletion by
+// moving later entries back: a delete leaves nothing behind, so millions of deletes of absent
+// keys cost nothing and change nothing (deletes of unknown blocks are normal traffic).
+//
+// `Keys` supplies `uint64_t hash_of(uint32_t value) const`.
+class ProbeTable {
+ public:
+  static constexpr uint32_t kEmpty = 0xffffffffu;
+
+  uint32_t size() const { return count_; }
+  uint32_t capacity() const { return static_cast<uint32_t>(slots_.size()); }
+  uint32_t at(uint32_t index) const { return slots_[index]; }
+  void set(uint32_t index, uint32_t value) { slots_[index] = value; }
+  size_t bytes() const { return slots_.capacity() * sizeof(uint32_t); }
+
+  // Index of the entry for which `same(value)` holds, or kEmpty.
+  template <class Same>
+  uint32_t find(uint64_t hash, Same&& same) const {
+    if (slots_.empty()) return kEmpty;
+    for (uint32_t i = home(hash);; i = next(i)) {
+      const uint32_t value = slots_[i];
+      if (value == kEmpty) return kEmpty;
+      if (same(value)) return i;
+    }
+  }
+
+  // The key must be absent.
+  template <class Keys>
+  void insert(uint64_t hash, uint32_t value, const Keys& keys) {
+    if ((count_ + 1) * 5ull > slots_.size() * 4ull) resize(slots_.empty() ? 8 : capacity() * 2, keys);
+    place(hash, value);
+    ++count_;
+  }
+
+  template <class Keys>
+  void erase(uint32_t index, const Keys& keys) {
+    uint32_t hole = index;
+    for (uint32_t i = next(hole); slots_[i] != kEmpty; i = next(i)) {
+      const uint32_t want = home(keys.hash_of(slots_[i]));
+      // The entry may move back only if its home is not between the hole and itself.
+      if (((i - want) & mask_) >= ((i - hole) & mask_)) {
+        slots_[hole] = slots_[i];
+        hole = i;
+      }
+    }
+    slots_[hole] = kEmpty;
+    --count_;
+  }
+
+  // Gives memory back after many erases; not called by erase, so that scans by index stay valid.
+  template <class Keys>
+  void shrink(const Keys& keys) {
+    if (count_ == 0) {
+      std::vector<uint32_t>().swap(slots_);
+      mask_ = 0;
+    } else if (slots_.size() > 64 && count_ * 8ull < slots_.size()) {
+      resize(capacity() / 4, keys);
+    }
+  }
+
+ private:
+  uint32_t home(uint64_t hash) const { return static_cast<uint32_t>(hash >> 32) & mask_; }
+  uint32_t next(uint32_t i) const { return (i + 1) & mask_; }
+
+  void place(uint64_t hash, uint32_t value) {
+    uint32_t i = home(hash);
+    while (slots_[i] != kEmpty) i = next(i);
+    slots_[i] = value;
+  }
+
+  template <class Keys>
+  void resize(uint32_t capacity, const Keys& keys) {
+    std::vector<uint32_t> old(capacity, kEmpty);
+    old.swap(slots_);
+    mask_ = capacity - 1;
+    for (const uint32_t value : old) {
+      if (value != kEmpty) place(keys.hash_of(value), value);
+    }
+  }
+
+  std::vector<uint32_t> slots_;
+  uint32_t mask_ = 0;
+  uint32_t count_ = 0;
+};
+
+}  // namespace kvd

@@ -1,0 +1,171 @@
+# cython: language_level=3
+"""Data sheet of the prefix index: the C++ types it is made of and the classes Python sees."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.pair cimport pair
+from libcpp.string cimport string
+from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
+
+
+cdef extern from "index.hpp" namespace "kvd" nogil:
+    ctypedef uint32_t RankId
+    ctypedef uint32_t LayerId
+    uint32_t kNone
+    LayerId kTierLayers
+    LayerId kGhostLayer
+    uint32_t kAllLayers
+
+    cppclass CTally "kvd::Tally":
+        uint64_t stored             # blocks gained by a rank on a layer
+        uint64_t refreshed          # blocks announced again
+        uint64_t copies             # second and further copies of a block
+        uint64_t rebound            # names that came back with other content
+        uint64_t removed            # blocks lost by a rank on a layer
+        uint64_t removed_copies     # removals that a further copy survived
+        uint64_t removed_unknown    # removals of names not held
+        uint64_t parked             # blocks set aside: parent or content unknown
+        uint64_t unparked           # blocks placed after all
+        uint64_t parked_dropped     # blocks lost to the bound on parked ones
+        uint64_t self_references    # events refused: a name repeated, or equal to its parent
+
+    cppclass CRank "kvd::Rank":
+        cbool live
+        cbool listed                # registered: shown without a match too
+        cbool salted
+        cbool offloads
+        uint32_t dp_rank
+
+    cppclass CStore "kvd::Store":
+        const uint64_t* names       # what the rank calls the blocks, in path order
+        const uint64_t* locals      # their local hashes
+        uint32_t n
+        cbool has_parent
+        uint64_t parent             # the rank's name of the block before the first
+        LayerId layer
+        uint64_t salt               # salt term of the local hashes, 0 without
+
+    cppclass CTree "kvd::Tree":
+        uint32_t node_count()
+        uint32_t block_count()
+
+    cppclass CIndex "kvd::Index":
+        CIndex(uint32_t) except +
+        uint32_t block_size()
+        CTree& tree()
+        const CTally& tally()
+        uint64_t held(LayerId)
+        CRank& rank(RankId)
+        RankId rank_end()
+        cbool sweep(uint32_t) except +
+        cbool has_retired()
+        void store(RankId, const CStore&) except +
+        void store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
+        void remove(RankId, uint64_t, LayerId) except +
+        void clear(RankId, uint32_t) except +
+        size_t parked_count()
+        size_t record_count()
+        size_t exception_count()
+        size_t bytes()
+
+cdef extern from "worker.hpp" namespace "kvd" nogil:
+    cppclass CWorker "kvd::Worker":
+        string key
+        string number
+        vector[pair[uint32_t, RankId]] ranks
+        RankId find(uint32_t)
+        RankId rank(CIndex&, uint32_t) except +
+        void retire(CIndex&, uint32_t) except +
+        void retire_all(CIndex&) except +
+
+cdef extern from "stream.hpp" namespace "kvd" nogil:
+    size_t kIgnored
+    size_t kReasons
+
+    cppclass CStreamCounters "kvd::StreamCounters":
+        uint64_t batches
+        uint64_t stored             # events
+        uint64_t removed            # events
+        uint64_t cleared            # events
+        uint64_t* ignored           # by kvd::Ignored
+        uint64_t* bad               # by kvd::Reason
+
+    cppclass CStream "kvd::Stream":
+        CStream(CIndex&, CWorker&, uint32_t, CStreamCounters&) except +
+        void apply(const uint8_t*, size_t) except +
+
+cdef extern from "match.hpp" namespace "kvd" nogil:
+    cppclass CDepth "kvd::Match::Depth":
+        uint32_t device             # blocks
+        uint32_t host               # blocks, device included
+        uint32_t disk               # blocks, device, host and external included
+
+    enum Only "kvd::Match::Only":
+        kAll "kvd::Match::Only::kAll"
+        kSalted "kvd::Match::Only::kSalted"
+        kUnsalted "kvd::Match::Only::kUnsalted"
+
+    cppclass CMatch "kvd::Match":
+        void reset(const CIndex&) except +
+        void add(const CIndex&, const uint64_t*, size_t, Only) except +
+        CDepth depth(RankId)
+        const vector[RankId]& touched()
+        const vector[uint32_t]& frequencies()
+
+cdef extern from "answer.hpp" namespace "kvd" nogil:
+    cppclass CAnswer "kvd::Answer":
+        CAnswer(const CIndex&, const CMatch&, string&)
+        void render(const vector[const CWorker*]&) except +
+
+cdef extern from "dump.hpp" namespace "kvd" nogil:
+    cppclass CDump "kvd::Dump":
+        CDump(CIndex&) except +
+        cbool fill(const vector[const CWorker*]&, string&, size_t) except +
+
+cdef extern from "verify.hpp" namespace "kvd" nogil:
+    cppclass CVerifier "kvd::Verifier":
+        CVerifier(const CIndex&)
+        void run() except +
+    void verify_if_debug(const CIndex&) except +
+
+cdef extern from "hash.hpp" namespace "kvd" nogil:
+    uint64_t local_hash_seed(string_view, string_view)
+    void local_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
+
+
+cdef class IngestCounters:
+    cdef CStreamCounters c
+
+
+cdef class PrefixIndex:
+    cdef CIndex* c
+    cdef readonly IngestCounters counters
+    cdef list workers                   # of Worker, in the order they were added
+    cdef vector[const CWorker*] order   # the same, for rendering
+    cdef CMatch match_scratch
+    cdef vector[uint64_t] locals
+    cdef string text
+
+    cdef bytes answer(self)
+    cdef vector[const CWorker*] owners(self)
+
+
+cdef class Worker:
+    cdef CWorker c
+    cdef PrefixIndex index              # None once the worker is removed
+    cdef readonly object worker_id
+
+    cdef RankId rank_of(self, uint32_t dp_rank) except? 0xffffffff
+
+
+cdef class Stream:
+    cdef CStream* c
+    cdef Worker worker
+
+
+cdef class Dump:
+    cdef CDump* c
+    cdef PrefixIndex index
+    cdef string text

@@ -1,0 +1,302 @@
+"""The prefix index of one partition (model, tenant): who holds which blocks on which tier.
+
+The structure and its rules are in the C++ headers this module binds: `tree.hpp` (the radix tree
+and the holders), `names.hpp` (what ranks call their blocks), `index.hpp` (the rules),
+`stream.hpp` (from engine events to operations), `match.hpp` (queries), `dump.hpp`.
+
+One thread owns an index. Nothing here does I/O, reads a clock or logs.
+"""
+
+import json
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cython.operator cimport dereference as deref
+
+from kvd_core.decoder import REASONS
+from kvd_core.scan cimport BodyScanner
+
+TIERS = ("device", "host", "disk", "external")
+IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks")
+
+
+cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
+    cdef bytes lora = (lora_name or "").encode()
+    cdef bytes salt = (cache_salt or "").encode()
+    return local_hash_seed(
+        string_view(PyBytes_AS_STRING(lora), PyBytes_GET_SIZE(lora)),
+        string_view(PyBytes_AS_STRING(salt), PyBytes_GET_SIZE(salt)),
+    )
+
+
+cdef class IngestCounters:
+    """Totals over the events of every stream that was given this object."""
+
+    def as_dict(self):
+        """Events and batches by kind; `ignored` and `bad` by reason."""
+        cdef size_t i
+        return {
+            "batches": self.c.batches,
+            "stored": self.c.stored,
+            "removed": self.c.removed,
+            "cleared": self.c.cleared,
+            "ignored": {IGNORED[i]: self.c.ignored[i] for i in range(kIgnored)},
+            "bad": {REASONS[i]: self.c.bad[i] for i in range(kReasons)},
+        }
+
+
+cdef class PrefixIndex:
+    """Blocks of `block_size` tokens and their holders.
+
+    `counters` receives the event totals of this index's streams; several indexes may share one.
+    """
+
+    def __cinit__(self, uint32_t block_size, IngestCounters counters not None):
+        self.c = new CIndex(block_size)
+        self.counters = counters
+        self.workers = []
+
+    def __dealloc__(self):
+        del self.c
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.c.block_size()
+
+    def add_worker(self, worker_id):
+        """Adds a worker (an int or a str id) without ranks and returns it."""
+        cdef Worker worker = Worker.__new__(Worker)
+        worker.index = self
+        worker.worker_id = worker_id
+        worker.c.key = json.dumps(str(worker_id)).encode()
+        worker.c.number = json.dumps(worker_id).encode()
+        self.workers.append(worker)
+        self.order.push_back(&worker.c)
+        return worker
+
+    def sweep(self, uint32_t max_blocks):
+        """Frees up to about `max_blocks` blocks of removed ranks; True while there are more."""
+        return self.c.sweep(max_blocks)
+
+    def query_tokens(self, BodyScanner scanner not None, int array, str lora_name=None, str cache_salt=None):
+        """Answers with the matches of a prompt, as JSON bytes (see `answer.hpp`).
+
+        `array` is the position of the u32 token array in the scanner. A salted query counts
+        salted blocks on ranks whose stream tells salts, and unsalted blocks on the others.
+        """
+        cdef size_t n = 0
+        cdef const uint32_t* tokens = scanner.u32(array, &n)
+        cdef uint32_t size = self.c.block_size()
+        n = n // size if size != 0 else 0
+        self.locals.resize(n)
+        self.match_scratch.reset(deref(self.c))
+        if cache_salt:
+            local_hashes(tokens, n, size, seed_of(lora_name, cache_salt), self.locals.data())
+            self.match_scratch.add(deref(self.c), self.locals.data(), n, kSalted)
+        local_hashes(tokens, n, size, seed_of(lora_name, None), self.locals.data())
+        self.match_scratch.add(deref(self.c), self.locals.data(), n, kUnsalted if cache_salt else kAll)
+        return self.answer()
+
+    def query_hashes(self, BodyScanner scanner not None, int array):
+        """Answers with the matches of a list of local hashes, as JSON bytes."""
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = scanner.u64(array, &n)
+        self.match_scratch.reset(deref(self.c))
+        self.match_scratch.add(deref(self.c), hashes, n, kAll)
+        return self.answer()
+
+    cdef bytes answer(self):
+        cdef CAnswer* renderer = new CAnswer(deref(self.c), self.match_scratch, self.text)
+        try:
+            renderer.render(self.order)
+        finally:
+            del renderer
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
+    def match(self, locals):
+        """Depths in blocks of every rank that matches a list of local hashes.
+
+        Returns {(worker id, dp rank): (device, host, disk)}, cumulative over the tiers, and the
+        number of device holders of each block of the longest device match.
+        """
+        cdef vector[uint64_t] hashes = locals
+        cdef Worker worker
+        cdef CDepth depth
+        self.match_scratch.reset(deref(self.c))
+        self.match_scratch.add(deref(self.c), hashes.data(), hashes.size(), kAll)
+        found = {}
+        for worker in self.workers:
+            for entry in worker.c.ranks:
+                depth = self.match_scratch.depth(entry.second)
+                if depth.disk:
+                    found[worker.worker_id, entry.first] = (depth.device, depth.host, depth.disk)
+        return found, list(self.match_scratch.frequencies())
+
+    def dump(self):
+        """Starts a dump of all blocks; it stays valid while the index changes."""
+        cdef Dump dump = Dump.__new__(Dump)
+        dump.index = self
+        dump.c = new CDump(deref(self.c))
+        return dump
+
+    cdef vector[const CWorker*] owners(self):
+        cdef vector[const CWorker*] owners
+        cdef Worker worker
+        owners.resize(self.c.rank_end(), NULL)
+        for worker in self.workers:
+            for entry in worker.c.ranks:
+                owners[entry.second] = &worker.c
+        return owners
+
+    def stats(self):
+        """Sizes now and totals since the start, all in blocks unless the name says otherwise."""
+        cdef const CTally* t = &self.c.tally()
+        return {
+            "blocks": self.c.tree().block_count(),
+            "chains": self.c.tree().node_count(),
+            "bytes": self.c.bytes(),
+            "held": {TIERS[i]: self.c.held(i) for i in range(kTierLayers)},
+            "parked_now": self.c.parked_count(),
+            "records": self.c.record_count(),
+            "exceptions": self.c.exception_count(),
+            "stored": t.stored,
+            "refreshed": t.refreshed,
+            "copies": t.copies,
+            "rebound": t.rebound,
+            "removed": t.removed,
+            "removed_copies": t.removed_copies,
+            "removed_unknown": t.removed_unknown,
+            "parked": t.parked,
+            "unparked": t.unparked,
+            "parked_dropped": t.parked_dropped,
+            "self_references": t.self_references,
+        }
+
+    def verify(self):
+        """Checks every invariant of the index; RuntimeError names the first broken one."""
+        cdef CVerifier* verifier = new CVerifier(deref(self.c))
+        try:
+            verifier.run()
+        finally:
+            del verifier
+
+
+cdef class Worker:
+    """A worker of one index. Made by `PrefixIndex.add_worker`."""
+
+    def __init__(self):
+        raise TypeError("use PrefixIndex.add_worker")
+
+    cdef RankId rank_of(self, uint32_t dp_rank) except? 0xffffffff:
+        if self.index is None:
+            raise RuntimeError("the worker was removed")
+        cdef RankId rank = self.c.rank(deref(self.index.c), dp_rank)
+        if rank == kNone:
+            raise OverflowError(f"worker {self.worker_id} has too many ranks")
+        return rank
+
+    def register(self, uint32_t dp_rank):
+        """Lists the rank in every answer from now on, matched or not."""
+        cdef RankId rank = self.rank_of(dp_rank)
+        self.index.c.rank(rank).listed = True
+
+    def unregister(self, uint32_t dp_rank):
+        """Removes one rank with its blocks, which `PrefixIndex.sweep` frees; KeyError if absent."""
+        if self.index is None or self.c.find(dp_rank) == kNone:
+            raise KeyError(dp_rank)
+        self.c.retire(deref(self.index.c), dp_rank)
+
+    def remove(self):
+        """Removes the worker with all its ranks, also those only seen in batches."""
+        if self.index is None:
+            return
+        self.c.retire_all(deref(self.index.c))
+        cdef size_t at = self.index.workers.index(self)
+        del self.index.workers[at]
+        self.index.order.erase(self.index.order.begin() + at)
+        self.index = None
+
+    def stream(self, uint32_t dp_rank):
+        """A stream whose batches speak for `dp_rank` unless they name a rank themselves."""
+        if self.index is None:
+            raise RuntimeError("the worker was removed")
+        cdef Stream stream = Stream.__new__(Stream)
+        stream.worker = self
+        stream.c = new CStream(deref(self.index.c), self.c, dp_rank, self.index.counters.c)
+        return stream
+
+    # The operations behind a stream, for tests and tools. Hashes are unsigned 64-bit integers.
+
+    def store(self, uint32_t dp_rank, names, locals, parent=None, LayerId tier=0, uint64_t salt=0):
+        """Stores blocks in path order below `parent` (a name of this rank) or at the root."""
+        cdef vector[uint64_t] n = names
+        cdef vector[uint64_t] l = locals
+        if n.size() != l.size() or tier >= kTierLayers:
+            raise ValueError("as many local hashes as names, and a tier of 0..3")
+        cdef CStore s
+        s.names = n.data()
+        s.locals = l.data()
+        s.n = <uint32_t>n.size()
+        s.has_parent = parent is not None
+        s.parent = parent if parent is not None else 0
+        s.layer = tier
+        s.salt = salt
+        self.index.c.store(self.rank_of(dp_rank), s)
+
+    def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):
+        """Stores blocks known by name alone; `offload` marks the rank's stream as one that does."""
+        cdef vector[uint64_t] n = names
+        cdef RankId rank = self.rank_of(dp_rank)
+        if offload:
+            self.index.c.rank(rank).offloads = True
+        self.index.c.store_named(rank, n.data(), <uint32_t>n.size(), tier, False)
+
+    def drop(self, uint32_t dp_rank, names, LayerId tier=0):
+        """Removes blocks of one tier by name; unknown names are counted."""
+        cdef RankId rank = self.rank_of(dp_rank)
+        for name in names:
+            self.index.c.remove(rank, name, tier)
+
+    def clear(self, uint32_t dp_rank, tier=None):
+        """Removes everything the rank holds, or holds on one tier."""
+        self.index.c.clear(self.rank_of(dp_rank), kAllLayers if tier is None else 1 << tier)
+
+
+cdef class Stream:
+    """The events of one registered (worker, rank). Made by `Worker.stream`."""
+
+    def __init__(self):
+        raise TypeError("use Worker.stream")
+
+    def __dealloc__(self):
+        del self.c
+
+    def apply(self, bytes payload not None):
+        """Applies one batch as it came off the wire.
+
+        Bad input is counted by reason and never raises. RuntimeError when the worker was removed.
+        """
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        self.c.apply(<const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
+        verify_if_debug(deref(self.worker.index.c))
+
+
+cdef class Dump:
+    """A dump in progress. Made by `PrefixIndex.dump`."""
+
+    def __init__(self):
+        raise TypeError("use PrefixIndex.dump")
+
+    def __dealloc__(self):
+        del self.c
+
+    def read(self, size_t enough):
+        """The next events as JSON text, separated by commas; empty when all is written.
+
+        Returns as soon as there are at least `enough` bytes; one chain of one rank (at most
+        1,024 blocks) is never divided.
+        """
+        self.text.clear()
+        self.c.fill(self.index.owners(), self.text, enough)
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())

@@ -1,0 +1,295 @@
+// From one worker's events to index operations: what an event means for the rank it came from.
+//
+//   batch [ts, events, rank] ── decode ──> stored / removed / cleared
+//                                              │  tier and group -> layer, or ignored by reason
+//                                              │  tokens + lora + salt + images -> local hashes
+//                                              v
+//                                            Index
+//
+// A stream belongs to one worker; a batch that names a rank speaks for that rank, else for the
+// registered one. What earlier events taught (which cache group is of which kind, which engine
+// dialect a clear follows) is remembered per rank.
+//
+// Costs: those of decoding, one XXH3 a block, and of the index operation; no allocation in the
+// steady state.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "events.hpp"
+#include "hash.hpp"
+#include "index.hpp"
+#include "worker.hpp"
+
+namespace kvd {
+
+// Why an event that was understood had no effect.
+enum class Ignored : uint8_t {
+  MEDIUM,        // a medium that names no tier
+  REMOTE,        // locality says the blocks live elsewhere
+  KIND,          // an attention kind whose blocks say nothing about a prefix
+  GROUP,         // a cache group of unknown kind, or one too many
+  BLOCK_SIZE,    // not the registered block size
+  TOKENS,        // fewer tokens than hashes
+  TOO_MANY_RANKS // the worker's ranks exceed kMaxRanksPerWorker
+};
+constexpr size_t kIgnored = 7;
+
+struct StreamCounters {
+  uint64_t batches = 0;
+  uint64_t stored = 0;   // events
+  uint64_t removed = 0;  // events
+  uint64_t cleared = 0;  // events
+  uint64_t ignored[kIgnored] = {};
+  uint64_t bad[kReasons] = {};
+};
+
+class Stream {
+ public:
+  Stream(Index& index, Worker& worker, uint32_t dp_rank, StreamCounters& counters)
+      : index_(index), worker_(worker), dp_rank_(dp_rank), counters_(counters) {}
+
+  void apply(const uint8_t* payload, size_t size) {
+    ++counters_.batches;
+    decode_batch(payload, size, scratch_, *this);
+  }
+
+  // ---- the decoder's sink
+
+  void begin(bool has_rank, uint32_t dp_rank) {
+    const uint32_t wanted = has_rank ? dp_rank : dp_rank_;
+    rank_ = worker_.rank(index_, wanted);
+    state_ = rank_ == kNone ? nullptr : &states_[wanted];
+  }
+
+  void stored(const StoredEvent& e) {
+    ++counters_.stored;
+    const Place place = place_of(e);
+    if (place.layer == kNone) return;
+    if (place.by_name) {
+      index_.store_named(rank_, e.hashes, e.n_hashes, place.layer, e.has_parent);
+    } else {
+      store_blocks(e, place.layer);
+    }
+  }
+
+  void removed(const RemovedEvent& e) {
+    ++counters_.removed;
+    const LayerId layer = layer_of(e);
+    if (layer == kNone) return;
+    for (uint32_t i = 0; i < e.n_hashes; ++i) index_.remove(rank_, e.hashes[i], layer);
+  }
+
+  // Without a medium a clear means what the engine means by it: vLLM resets its device cache and
+  // keeps the offloaded blocks, SGLang flushes every tier. Only vLLM numbers its cache groups.
+  void cleared(const ClearedEvent& e) {
+    ++counters_.cleared;
+    if (ignored_rank()) return;
+    if (e.has_tier && e.tier == Tier::UNKNOWN) {
+      ignore(Ignored::MEDIUM);
+    } else if (e.has_tier) {
+      index_.clear(rank_, index_.tier_mask(static_cast<uint32_t>(e.tier)));
+    } else if (state_->numbers_groups) {
+      index_.clear(rank_, index_.tier_mask(kDeviceLayer));
+    } else {
+      index_.clear(rank_, kAllLayers);
+    }
+  }
+
+  void bad(Reason reason) { ++counters_.bad[static_cast<size_t>(reason)]; }
+
+ private:
+  struct Group {
+    int32_t id;
+    Kind kind;
+    int64_t window;  // tokens, 0 unknown
+  };
+  struct RankState {
+    std::vector<Group> groups;
+    int32_t main_group = -1;  // the full-attention group whose blocks are the prefix
+    bool numbers_groups = false;
+  };
+  struct Place {
+    LayerId layer;
+    bool by_name;
+  };
+
+  static constexpr Place kNowhere{kNone, false};
+  static constexpr size_t kMaxGroups = 64;  // a hybrid model has a handful
+
+  void ignore(Ignored why) { ++counters_.ignored[static_cast<size_t>(why)]; }
+
+  bool ignored_rank() {
+    if (rank_ != kNone) return false;
+    ignore(Ignored::TOO_MANY_RANKS);
+    return true;
+  }
+
+  // False when the event is not about a cache of this rank at all.
+  template <class Event>
+  bool ours(const Event& e) {
+    if (ignored_rank()) return false;
+    if (e.group >= 0) state_->numbers_groups = true;
+    if (e.remote) {
+      ignore(Ignored::REMOTE);
+      return false;
+    }
+    if (e.tier == Tier::UNKNOWN) {
+      ignore(Ignored::MEDIUM);
+      return false;
+    }
+    return true;
+  }
+
+  Group* known_group(int32_t id) {
+    for (Group& group : state_->groups) {
+      if (group.id == id) return &group;
+    }
+    return nullptr;
+  }
+
+  void learn(const StoredEvent& e) {
+    if (e.kind == Kind::NONE || e.group < 0) return;
+    Group* group = known_group(e.group);
+    if (group == nullptr) {
+      if (state_->groups.size() == kMaxGroups) return;
+      state_->groups.push_back({e.group, e.kind, e.window});
+    } else {
+      group->kind = e.kind;
+      if (e.window > 0) group->window = e.window;
+    }
+  }
+
+  // The kind an event is about: its own, else what was taught about its group; the first group
+  // of an engine that does not say is the one that counts.
+  template <class Event>
+  Kind kind_of(const Event& e) {
+    if (e.kind != Kind::NONE) return e.kind;
+    if (e.group < 0) return Kind::FULL;
+    const Group* group = known_group(e.group);
+    if (group != nullptr) return group->kind;
+    return e.group == 0 ? Kind::FULL : Kind::NONE;
+  }
+
+  Place place_of(const StoredEvent& e) {
+    if (!ours(e)) return kNowhere;
+    learn(e);
+    const Kind kind = kind_of(e);
+    if (kind == Kind::WINDOW) return window_place(e);
+    if (kind != Kind::FULL) {
+      ignore(kind == Kind::NONE ? Ignored::GROUP : Ignored::KIND);
+      return kNowhere;
+    }
+    if (is_further_full_group(e.group)) return whole_prefix_place(e);
+    if (e.n_tokens != 0) {
+      if (state_->main_group < 0) state_->main_group = e.group < 0 ? 0 : e.group;
+      return {static_cast<LayerId>(e.tier), false};
+    }
+    if (e.n_hashes != 0) index_.rank(rank_).offloads = true;
+    return {static_cast<LayerId>(e.tier), true};
+  }
+
+  bool is_further_full_group(int32_t group) const {
+    return group > 0 && state_->main_group >= 0 && group != state_->main_group;
+  }
+
+  Place window_place(const StoredEvent& e) {
+    const Group* group = known_group(e.group);
+    const int64_t window = e.window > 0 ? e.window : group != nullptr ? group->window : 0;
+    if (e.group < 0 || window <= 0) {
+      ignore(Ignored::KIND);
+      return kNowhere;
+    }
+    // The next token attends to itself and the window - 1 tokens before it.
+    const uint64_t size = index_.block_size();
+    const uint64_t blocks = (static_cast<uint64_t>(window) - 1 + size - 1) / size;
+    return group_place(e, static_cast<uint32_t>(std::min<uint64_t>(blocks, kNone)));
+  }
+
+  // A second full-attention group must hold a prefix whole.
+  Place whole_prefix_place(const StoredEvent& e) { return group_place(e, kNone); }
+
+  Place group_place(const StoredEvent& e, uint32_t blocks) {
+    const LayerId layer = index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
+    if (layer == kNone) {
+      ignore(Ignored::GROUP);
+      return kNowhere;
+    }
+    if (e.tier == Tier::DEVICE && blocks != 0) index_.set_window(rank_, layer, blocks);
+    return {layer, true};
+  }
+
+  LayerId layer_of(const RemovedEvent& e) {
+    if (!ours(e)) return kNone;
+    const Kind kind = kind_of(e);
+    const bool of_group = e.group >= 0 && (kind == Kind::WINDOW || is_further_full_group(e.group));
+    if (of_group) {
+      return index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
+    }
+    if (kind == Kind::FULL) return static_cast<LayerId>(e.tier);
+    ignore(kind == Kind::NONE ? Ignored::GROUP : Ignored::KIND);
+    return kNone;
+  }
+
+  void store_blocks(const StoredEvent& e, LayerId layer) {
+    const size_t size = index_.block_size();
+    if (e.block_size != size || size == 0) {
+      ignore(Ignored::BLOCK_SIZE);
+      return;
+    }
+    const size_t tokens = e.pairs ? e.n_tokens - 1 : e.n_tokens;
+    const size_t n = std::min<size_t>(e.n_hashes, tokens / size);
+    if (n < e.n_hashes) ignore(Ignored::TOKENS);
+    const uint64_t salt = salt_of(e);
+    const uint64_t seed = local_hash_seed({}, {}) + adapter_term(e) + salt;
+    locals_.resize(n);
+    if (e.pairs) {
+      eagle_hashes(e.tokens, n, size, seed, locals_.data());
+    } else {
+      local_hashes(e.tokens, n, size, seed, locals_.data());
+    }
+    if (e.mm_begin != nullptr) hash_images(e, n, seed);
+    index_.store(rank_, {e.hashes, locals_.data(), static_cast<uint32_t>(n), e.has_parent, e.parent,
+                         layer, salt});
+  }
+
+  // Blocks that images reach into carry the images' identity beside their tokens.
+  void hash_images(const StoredEvent& e, size_t n, uint64_t seed) {
+    const size_t size = index_.block_size();
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t from = e.mm_begin[i], to = e.mm_begin[i + 1];
+      if (from != to) locals_[i] = local_hash_mm(e.tokens + i * size, size, e.mm + from, to - from, seed);
+    }
+  }
+
+  // An adapter known by number only is named "#number", so that base prompts never match it.
+  uint64_t adapter_term(const StoredEvent& e) {
+    if (!e.lora_name.empty()) return lora_term(e.lora_name);
+    if (!e.has_lora_id || e.lora_id <= 0) return 0;
+    return lora_term("#" + std::to_string(e.lora_id));
+  }
+
+  // A block below a salted one is salted with it; engines say the salt once.
+  uint64_t salt_of(const StoredEvent& e) {
+    if (!e.salt.empty()) {
+      index_.rank(rank_).salted = true;
+      return salt_term(e.salt);
+    }
+    return e.has_parent ? index_.salt_of(rank_, e.parent) : 0;
+  }
+
+  Index& index_;
+  Worker& worker_;
+  uint32_t dp_rank_;
+  StreamCounters& counters_;
+  std::unordered_map<uint32_t, RankState> states_;
+  Scratch scratch_;
+  std::vector<uint64_t> locals_;
+  RankId rank_ = kNone;
+  RankState* state_ = nullptr;
+};
+
+}  // namespace kvd

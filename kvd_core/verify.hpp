@@ -1,0 +1,196 @@
+// Checks every numbered invariant of tree.hpp, ranksets.hpp, names.hpp and index.hpp.
+// For tests and debug builds: O(everything).
+#pragma once
+
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "index.hpp"
+
+namespace kvd {
+
+class Verifier {
+ public:
+  explicit Verifier(const Index& index) : index_(index), tree_(index.tree()) {}
+
+  // Throws std::logic_error with the first violation.
+  void run() {
+    check_nodes();
+    check_sets();
+    check_names();
+    check_parked();
+  }
+
+ private:
+  static void require(bool holds, const std::string& what) {
+    if (!holds) throw std::logic_error("kvd_core invariant broken: " + what);
+  }
+
+  void check_nodes() {
+    uint32_t nodes = 0, blocks = 0;
+    for (NodeId id = tree_.successor(Tree::kRoot); id != kNone; id = tree_.successor(id)) {
+      const Node& n = tree_.node(id);
+      ++nodes;
+      blocks += n.chain.len();
+      require(n.chain.len() >= 1, "tree 2: a node holds a block");
+      require(n.chain.len() <= Tree::kMaxChain, "tree: chains are bounded");
+      for (uint32_t i = 0; i < n.chain.len(); ++i) {
+        const Block& b = tree_.block(n.chain.block()[i]);
+        require(b.node == id && b.offset == i, "tree 1: a block knows its place");
+      }
+      require(tree_.child(n.parent, n.chain.local()[0]) == id, "tree 2: children are found");
+      check_shape(n);
+      check_runs(n);
+    }
+    require(nodes == tree_.node_count(), "tree: every node is reachable");
+    require(blocks == tree_.block_count(), "tree 1: every block is in a chain");
+  }
+
+  void check_shape(const Node& n) {
+    uint32_t children = 0;
+    for (NodeId c = n.first_child; c != kNone; c = tree_.node(c).next) ++children;
+    require(children == n.children, "tree: children are counted");
+    if (children == 1) {
+      const uint32_t sum = n.chain.len() + tree_.node(n.first_child).chain.len();
+      require(sum > Tree::kMaxChain, "tree 3: an only child is joined to its parent");
+    }
+  }
+
+  void check_runs(const Node& n) {
+    uint32_t held = 0;
+    for (size_t i = 0; i < n.runs.size(); ++i) {
+      const Run& run = n.runs[i];
+      const bool first = i == 0 || n.runs[i - 1].layer != run.layer;
+      const bool last = i + 1 == n.runs.size() || n.runs[i + 1].layer != run.layer;
+      require(run.end <= n.chain.len() && run.end > (first ? 0 : n.runs[i - 1].end), "tree 5: ends ascend");
+      require(i == 0 || n.runs[i - 1].layer <= run.layer, "tree 5: layers ascend");
+      require(first || n.runs[i - 1].set != run.set, "tree 5: neighbouring runs differ");
+      require(!last || run.set != RankSets::kEmptySet, "tree 5: the last run is held");
+      held = std::max(held, run.end);
+      if (run.set != RankSets::kEmptySet) ++refs_[run.set];
+      expand(n, first ? 0 : n.runs[i - 1].end, run);
+    }
+    require(n.children != 0 || held == n.chain.len(), "tree 4: a leaf ends in a held block");
+  }
+
+  void expand(const Node& n, uint32_t from, const Run& run) {
+    for (const RankId rank : tree_.sets().members(run.set)) {
+      for (uint32_t i = from; i < run.end; ++i) {
+        held_.insert({n.chain.block()[i], rank, run.layer});
+      }
+    }
+  }
+
+  void check_sets() {
+    require(refs_.size() == tree_.sets().count(), "sets 2: every set is named by a run");
+    std::set<std::vector<RankId>> distinct;
+    for (const auto& [id, refs] : refs_) {
+      const auto& members = tree_.sets().members(id);
+      require(tree_.sets().refs(id) == refs, "sets 2: references are counted");
+      require(std::is_sorted(members.begin(), members.end()), "sets 1: members ascend");
+      require(distinct.insert(members).second, "sets 1: sets are distinct");
+    }
+  }
+
+  void check_names() {
+    std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t> named;
+    size_t records = 0;
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      const Rank& rank = index_.rank(id);
+      uint32_t count = 0;
+      for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
+        const uint32_t value = rank.names.value(slot);
+        if (value == Names::kAbsent) continue;
+        ++count;
+        records += (value & NameKeys::kRecordBit) != 0;
+        check_name(id, slot, value);
+        for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+          if ((index_.keys().layers(value) >> layer & 1) != 0) {
+            ++named[{index_.keys().block(value), id, layer}];
+          }
+        }
+      }
+      require(count == rank.names.size(), "names: entries are counted");
+    }
+    require(records == index_.record_count(), "names 1: every record is some rank's");
+    check_presence(named);
+  }
+
+  void check_name(RankId id, uint32_t slot, uint32_t value) {
+    const Rank& rank = index_.rank(id);
+    const uint64_t name = index_.keys().name(value);
+    const LayerMask layers = index_.keys().layers(value);
+    require(rank.names.find(name, index_.keys()) == slot, "names 1: a name is found where it is");
+    require(layers != 0, "names 1: a name has layers");
+    const Block& b = tree_.block(index_.keys().block(value));
+    require(tree_.node(b.node).chain.len() > b.offset, "names 2: a name means a live block");
+    if ((layers >> kGhostLayer & 1) != 0) {
+      require(layers == 1u << kGhostLayer, "index 3: a ghost has no other layer");
+      require(std::find(rank.ghosts.begin(), rank.ghosts.end(), name) != rank.ghosts.end(),
+              "index 3: a ghost is in the ring");
+    }
+  }
+
+  void check_presence(const std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t>& named) {
+    require(named.size() == held_.size(), "index 1: as many holders as named blocks");
+    size_t shared = 0;
+    uint64_t per_layer[kMaxLayers] = {};
+    for (const auto& [key, names] : named) {
+      const auto [block, rank, layer] = key;
+      require(held_.count({block, rank, layer}) == 1, "index 1: a named block is held");
+      ++per_layer[layer];
+      const auto it = index_.shared_.find({block, rank, layer});
+      require((it == index_.shared_.end() ? 0 : it->second) == names - 1,
+              "index 1: further names are counted");
+      shared += names > 1;
+    }
+    require(shared == index_.shared_.size(), "index 1: no stale counts of further names");
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      require(layer == kGhostLayer || per_layer[layer] == index_.held(layer),
+              "index: blocks held per layer are counted");
+    }
+    for (const auto& entry : index_.copies_) {
+      const Names& names = index_.rank(entry.first.rank).names;
+      const uint32_t slot = names.find(entry.first.id, index_.keys());
+      require(slot != Names::kAbsent && entry.second != 0 &&
+                  (index_.keys().layers(names.value(slot)) >> entry.first.layer & 1) != 0,
+              "index 2: a copied name is held");
+    }
+  }
+
+  void check_parked() {
+    std::map<RankId, uint32_t> parked;
+    size_t waiting = 0;
+    for (const auto& [key, p] : index_.parked_) {
+      ++parked[key.rank];
+      waiting += p.has_content;
+      const Names& names = index_.rank(key.rank).names;
+      require(names.find(key.id, index_.keys()) == Names::kAbsent, "index 4: a parked name is unknown");
+      require(!p.has_content || names.find(p.parent, index_.keys()) == Names::kAbsent,
+              "index 4: a parked block's parent is unknown");
+    }
+    require(waiting == index_.waiting_.size(), "index 4: parked children are indexed");
+    require(index_.parked_.size() <= kMaxParked, "index 4: parked blocks are bounded");
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      require(index_.rank(id).parked == parked[id], "index 4: parked blocks are counted");
+    }
+  }
+
+  const Index& index_;
+  const Tree& tree_;
+  std::map<SetId, uint32_t> refs_;
+  std::set<std::tuple<BlockId, RankId, LayerId>> held_;
+};
+
+// A build with KVD_VERIFY checks everything after every applied batch.
+inline void verify_if_debug([[maybe_unused]] const Index& index) {
+#ifdef KVD_VERIFY
+  Verifier(index).run();
+#endif
+}
+
+}  // namespace kvd

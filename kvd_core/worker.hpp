@@ -1,0 +1,54 @@
+// A worker and its data-parallel ranks, as one partition knows them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "index.hpp"
+
+namespace kvd {
+
+// Ranks one worker may have. Engines run at most some hundred data-parallel ranks; the bound
+// keeps a mad publisher from making one index entry per random number.
+constexpr size_t kMaxRanksPerWorker = 4096;
+
+struct Worker {
+  std::string key;     // the worker's id as a JSON member name, quotes included
+  std::string number;  // the worker's id as a JSON value
+  std::vector<std::pair<uint32_t, RankId>> ranks;  // ascending by dp rank
+
+  RankId find(uint32_t dp_rank) const {
+    const auto it = at(dp_rank);
+    return it != ranks.end() && it->first == dp_rank ? it->second : kNone;
+  }
+
+  // The rank, made when it is new; kNone when the worker has too many.
+  RankId rank(Index& index, uint32_t dp_rank) {
+    const RankId known = find(dp_rank);
+    if (known != kNone || ranks.size() == kMaxRanksPerWorker) return known;
+    const RankId id = index.add_rank(dp_rank);
+    ranks.insert(at(dp_rank), {dp_rank, id});
+    return id;
+  }
+
+  void retire(Index& index, uint32_t dp_rank) {
+    const auto it = at(dp_rank);
+    index.retire_rank(it->second);
+    ranks.erase(it);
+  }
+
+  void retire_all(Index& index) {
+    for (const auto& entry : ranks) index.retire_rank(entry.second);
+    ranks.clear();
+  }
+
+ private:
+  std::vector<std::pair<uint32_t, RankId>>::const_iterator at(uint32_t dp_rank) const {
+    return std::lower_bound(ranks.begin(), ranks.end(), std::make_pair(dp_rank, RankId{0}));
+  }
+};
+
+}  // namespace kvd

@@ -1,0 +1,1 @@
+"""Slow, obvious models that the fast code is compared with."""
