@@ -1,0 +1,80 @@
+"""Checks the ZMQ addresses that clients register.
+
+Rules and texts are those of Dynamo's standalone indexer 1.6.1, as seen on a live one:
+`tcp://HOST:PORT` with a u16 port (0 passes) and IPv6 hosts in brackets, `ipc://` and `inproc://`
+with any address. On top of them kvd refuses what libzmq would read differently than it looks: a
+NUL byte cuts the rest off, a `;` splits source from destination, blanks and control characters are
+never part of an address. What passes may still not be connectable (`tcp://*:5557`): that shows in
+the listener's status.
+"""
+
+from __future__ import annotations
+
+from kvd.errors import BadRequest
+
+MAX_PORT = 65_535
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises BadRequest, naming the endpoint and its fault, unless a SUB may connect to it."""
+    fault = _fault(endpoint)
+    if fault:
+        raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: {fault}")
+
+
+def check_replay_endpoint(endpoint: str) -> None:
+    """Raises BadRequest, saying that it is the replay endpoint that is faulty."""
+    try:
+        check_endpoint(endpoint)
+    except BadRequest as error:
+        raise BadRequest(f"invalid replay endpoint `{endpoint}`: {error}") from None
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Says whether the host is written as an IPv6 address, that is, in brackets."""
+    return endpoint.startswith("tcp://[")
+
+
+def _fault(endpoint: str) -> str | None:
+    scheme, separator, address = endpoint.partition("://")
+    if not separator:
+        return "missing scheme"
+    if not address:
+        return "missing address"
+    if scheme not in ("tcp", "ipc", "inproc"):
+        return f"unsupported scheme `{scheme}`"
+    return (_tcp_fault(address) if scheme == "tcp" else None) or _character_fault(address)
+
+
+def _tcp_fault(address: str) -> str | None:
+    if address.startswith("["):
+        host, separator, port = address[1:].partition("]:")
+        if not separator:
+            return "missing closing `]`"
+    else:
+        host, separator, port = address.partition(":")
+        if not separator or ":" in port:
+            return "missing TCP port"
+    if not host:
+        return "missing TCP host"
+    fault = _port_fault(port)
+    return f"invalid TCP port: {fault}" if fault else None
+
+
+def _port_fault(port: str) -> str | None:
+    if not port:
+        return "cannot parse integer from empty string"
+    if not (port.isascii() and port.isdigit()):
+        return "invalid digit found in string"
+    # Leading zeros are fine at any length; int() refuses texts of thousands of digits.
+    digits = port.lstrip("0")
+    if len(digits) > len(str(MAX_PORT)) or int(digits or "0") > MAX_PORT:
+        return "number too large to fit in target type"
+    return None
+
+
+def _character_fault(address: str) -> str | None:
+    for char in address:
+        if char in " ;" or not char.isprintable():
+            return f"invalid character {char!a}"
+    return None
