@@ -100,7 +100,7 @@ struct Store {
   bool has_parent;
   uint64_t parent;
   LayerId layer;
-  uint64_t salt;  // salt term of the blocks' hashes, 0 without a salt
+  uint64_t term;  // what the local hashes' seed has inherited from the prompt's first block, or 0
 };
 
 class Index {
@@ -273,18 +273,18 @@ class Index {
     ranks_[id].ghosts.clear();
   }
 
-  // Salt term under which a block that the rank calls `name` was stored, 0 without one.
-  uint64_t salt_of(RankId id, uint64_t name) const {
-    if (salts_.empty()) return 0;
+  // The inherited hash term of the block that the rank calls `name`, 0 without one.
+  uint64_t term_of(RankId id, uint64_t name) const {
+    if (terms_.empty()) return 0;
     const uint32_t slot = ranks_[id].names.find(name, keys());
     if (slot == Names::kAbsent) return 0;
-    const auto it = salts_.find(keys().block(ranks_[id].names.value(slot)));
-    return it == salts_.end() ? 0 : it->second;
+    const auto it = terms_.find(keys().block(ranks_[id].names.value(slot)));
+    return it == terms_.end() ? 0 : it->second;
   }
 
   size_t parked_count() const { return parked_.size(); }
   size_t record_count() const { return records_.live(); }
-  size_t exception_count() const { return copies_.size() + shared_.size() + salts_.size(); }
+  size_t exception_count() const { return copies_.size() + shared_.size() + terms_.size(); }
 
   size_t bytes() const {
     size_t total = tree_.bytes() + records_.bytes() + ranks_.capacity() * sizeof(Rank);
@@ -307,10 +307,10 @@ class Index {
     }
   };
   struct Parked {
-    bool has_content;  // false: only named so far, `parent`, `local` and `salt` mean nothing
+    bool has_content;  // false: only named so far, `parent`, `local` and `term` mean nothing
     uint64_t parent;
     uint64_t local;
-    uint64_t salt;
+    uint64_t term;
     LayerMask layers;
     uint64_t stamp;
   };
@@ -381,7 +381,7 @@ class Index {
     gained_.assign(s.n, 0);
     uint32_t gained = 0;
     for (uint32_t i = 0; i < s.n; ++i) {
-      if (s.salt != 0) salts_[ids_[i]] = s.salt;
+      if (s.term != 0) terms_[ids_[i]] = s.term;
       const uint32_t slot = rank.names.find(s.names[i], keys());
       if (slot == Names::kAbsent) {
         rank.names.insert(s.names[i], ids_[i], 1u << s.layer, keys(), records_);
@@ -483,7 +483,7 @@ class Index {
 
   void trim(NodeId node) {
     tree_.trim(node, [&](BlockId block) {
-      if (!salts_.empty()) salts_.erase(block);
+      if (!terms_.empty()) terms_.erase(block);
     });
   }
 
@@ -517,7 +517,7 @@ class Index {
       one.parent = i == 0 ? s.parent : s.names[i - 1];
       if (ranks_[id].names.find(s.names[i], keys()) != Names::kAbsent) {
         store_named(id, s.names + i, 1, s.layer, false);
-        store(id, {s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i], s.layer, s.salt});
+        store(id, {s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i], s.layer, s.term});
         return;
       }
       park(id, s.names[i], s.layer, &one);
@@ -540,7 +540,7 @@ class Index {
       p.has_content = true;
       p.parent = content->parent;
       p.local = content->locals[0];
-      p.salt = content->salt;
+      p.term = content->term;
       waiting_.emplace(Key{content->parent, id, 0}, name);
     }
     bound_parked();
@@ -636,7 +636,7 @@ class Index {
     ++tally_.unparked;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((p.layers >> layer & 1) == 0) continue;
-      const Store s{&name, &p.local, 1, true, parent, layer, p.salt};
+      const Store s{&name, &p.local, 1, true, parent, layer, p.term};
       place(id, s, tree_.after(block_of(id, parent)));
     }
     work_.push_back(name);
@@ -735,7 +735,7 @@ class Index {
   std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
   std::unordered_map<Key, uint32_t, KeyHash> copies_;
   std::unordered_map<Key, uint32_t, KeyHash> shared_;
-  std::unordered_map<BlockId, uint64_t> salts_;
+  std::unordered_map<BlockId, uint64_t> terms_;
   std::unordered_map<Key, Parked, KeyHash> parked_;
   std::unordered_multimap<Key, uint64_t, KeyHash> waiting_;  // parent -> parked children
   std::deque<std::pair<Key, uint64_t>> order_;               // parked blocks, oldest first

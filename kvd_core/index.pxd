@@ -45,7 +45,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         cbool has_parent
         uint64_t parent             # the rank's name of the block before the first
         LayerId layer
-        uint64_t salt               # salt term of the local hashes, 0 without
+        uint64_t term               # inherited part of the local hashes' seed, 0 without
 
     cppclass CTree "kvd::Tree":
         uint32_t node_count()

@@ -227,7 +227,7 @@ cdef class Worker:
 
     # The operations behind a stream, for tests and tools. Hashes are unsigned 64-bit integers.
 
-    def store(self, uint32_t dp_rank, names, locals, parent=None, LayerId tier=0, uint64_t salt=0):
+    def store(self, uint32_t dp_rank, names, locals, parent=None, LayerId tier=0):
         """Stores blocks in path order below `parent` (a name of this rank) or at the root."""
         cdef vector[uint64_t] n = names
         cdef vector[uint64_t] l = locals
@@ -240,7 +240,7 @@ cdef class Worker:
         s.has_parent = parent is not None
         s.parent = parent if parent is not None else 0
         s.layer = tier
-        s.salt = salt
+        s.term = 0
         self.index.c.store(self.rank_of(dp_rank), s)
 
     def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):

@@ -73,6 +73,9 @@ class Stream {
       index_.store_named(rank_, e.hashes, e.n_hashes, place.layer, e.has_parent);
     } else {
       store_blocks(e, place.layer);
+      for (const Window& window : windows_of_all(e)) {
+        index_.store_named(rank_, e.hashes, e.n_hashes, window.layer, e.has_parent);
+      }
     }
   }
 
@@ -80,7 +83,10 @@ class Stream {
     ++counters_.removed;
     const LayerId layer = layer_of(e);
     if (layer == kNone) return;
-    for (uint32_t i = 0; i < e.n_hashes; ++i) index_.remove(rank_, e.hashes[i], layer);
+    for (uint32_t i = 0; i < e.n_hashes; ++i) {
+      index_.remove(rank_, e.hashes[i], layer);
+      for (const Window& window : windows_of_all(e)) index_.remove(rank_, e.hashes[i], window.layer);
+    }
   }
 
   // Without a medium a clear means what the engine means by it: vLLM resets its device cache and
@@ -234,6 +240,13 @@ class Stream {
     return kNone;
   }
 
+  // An event that names no cache group is about all of them.
+  template <class Event>
+  const std::vector<Window>& windows_of_all(const Event& e) const {
+    static const std::vector<Window> none;
+    return e.group < 0 && e.tier == Tier::DEVICE ? index_.rank(rank_).windows : none;
+  }
+
   void store_blocks(const StoredEvent& e, LayerId layer) {
     const size_t size = index_.block_size();
     if (e.block_size != size || size == 0) {
@@ -243,8 +256,8 @@ class Stream {
     const size_t tokens = e.pairs ? e.n_tokens - 1 : e.n_tokens;
     const size_t n = std::min<size_t>(e.n_hashes, tokens / size);
     if (n < e.n_hashes) ignore(Ignored::TOKENS);
-    const uint64_t salt = salt_of(e);
-    const uint64_t seed = local_hash_seed({}, {}) + adapter_term(e) + salt;
+    const uint64_t inherited = prompt_term(e);
+    const uint64_t seed = local_hash_seed(e.lora_name, {}) + inherited;
     locals_.resize(n);
     if (e.pairs) {
       eagle_hashes(e.tokens, n, size, seed, locals_.data());
@@ -253,7 +266,7 @@ class Stream {
     }
     if (e.mm_begin != nullptr) hash_images(e, n, seed);
     index_.store(rank_, {e.hashes, locals_.data(), static_cast<uint32_t>(n), e.has_parent, e.parent,
-                         layer, salt});
+                         layer, inherited});
   }
 
   // Blocks that images reach into carry the images' identity beside their tokens.
@@ -265,20 +278,18 @@ class Stream {
     }
   }
 
-  // An adapter known by number only is named "#number", so that base prompts never match it.
-  uint64_t adapter_term(const StoredEvent& e) {
-    if (!e.lora_name.empty()) return lora_term(e.lora_name);
-    if (!e.has_lora_id || e.lora_id <= 0) return 0;
-    return lora_term("#" + std::to_string(e.lora_id));
+  // What an engine says once, with a prompt's first block, and what holds for all blocks below it:
+  // the cache salt, and an adapter known by number only, which counts as one named "#number".
+  uint64_t prompt_term(const StoredEvent& e) {
+    if (!e.salt.empty()) index_.rank(rank_).salted = true;
+    if (!e.has_parent) return salt_term(e.salt) + numbered_adapter_term(e);
+    const uint64_t above = index_.term_of(rank_, e.parent);
+    return above != 0 ? above : salt_term(e.salt);
   }
 
-  // A block below a salted one is salted with it; engines say the salt once.
-  uint64_t salt_of(const StoredEvent& e) {
-    if (!e.salt.empty()) {
-      index_.rank(rank_).salted = true;
-      return salt_term(e.salt);
-    }
-    return e.has_parent ? index_.salt_of(rank_, e.parent) : 0;
+  static uint64_t numbered_adapter_term(const StoredEvent& e) {
+    if (!e.has_lora_id || e.lora_id <= 0 || !e.lora_name.empty()) return 0;
+    return lora_term("#" + std::to_string(e.lora_id));
   }
 
   Index& index_;

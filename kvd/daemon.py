@@ -1,0 +1,180 @@
+"""The daemon: everything it runs, in the order it starts, and the reverse in which it stops.
+
+    root: signals, sweep of removed ranks, watchdog
+     └ listeners: one task per registered rank                      stop last
+        └ faces: one front per bind, TLS beside it, the demo        stop first
+
+SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
+second signal ends the process at once. An exception that reaches a nursery here is a bug: the
+daemon dies with its traceback, and whoever supervises it starts it again.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from kvd._version import VERSION
+from kvd.config import Config, StartError
+from kvd.demo import DemoStats, run_demo
+from kvd.faces import indexer
+from kvd.http.app import build_app
+from kvd.http.front import Front
+from kvd.http.listeners import open_listeners
+from kvd.http.tls import TlsServer
+from kvd.logs import get_logger
+from kvd.net import sdnotify
+from kvd.net.listener import LinkOptions
+from kvd.net.listeners import ListenerTasks
+from kvd.net.zsocket import make_context
+from kvd.registry import Registry
+from kvd.state import State
+
+EXIT_SECOND_SIGNAL = 130
+
+# A removed rank is invisible at once; its memory comes back in slices of about 1 ms.
+SWEEP_BLOCKS = 8192
+SWEEP_PAUSE_S = 0.05
+
+log = get_logger(__name__)
+
+
+def run(config: Config) -> int:
+    """Runs until a signal ends it and returns the exit code; raises StartError."""
+    return trio.run(_Daemon(config).run)
+
+
+class _Daemon:
+    """One process's daemon."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._state = State()
+        self._signalled = trio.Event()
+
+    async def run(self) -> int:
+        config = self._config
+        sockets = await _open(str(config.indexer_bind))
+        context = make_context()
+        try:
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async with self._background(signals), trio.open_nursery() as listening:
+                    ready = trio.Event()
+                    options = LinkOptions(
+                        heartbeat_s=config.engine.heartbeat_s,
+                        heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
+                        queue_messages=config.engine.queue_messages,
+                    )
+                    tasks = ListenerTasks(listening, context, ready, options)
+                    registry = Registry(self._state, tasks)
+                    for worker in config.workers:
+                        registry.register(worker.key, worker.endpoint, worker.block_size, None)
+                    ready.set()
+                    await self._serve(registry, sockets)
+                    listening.cancel_scope.cancel()
+        finally:
+            context.destroy(linger=0)
+        log.info("stopped")
+        return 0
+
+    @asynccontextmanager
+    async def _background(self, signals: AsyncIterator[int]) -> AsyncIterator[None]:
+        """Runs what lives as long as the daemon."""
+        async with trio.open_nursery() as root:
+            root.start_soon(self._watch_signals, signals)
+            root.start_soon(self._sweep)
+            root.start_soon(_feed_watchdog)
+            yield
+            root.cancel_scope.cancel()
+
+    async def _watch_signals(self, signals: AsyncIterator[int]) -> None:
+        async for number in signals:
+            if self._signalled.is_set():
+                os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
+            log.info("stopping", signal=signal.Signals(number).name)
+            _notify(sdnotify.STOPPING)
+            self._signalled.set()
+
+    async def _sweep(self) -> None:
+        while True:
+            if self._state.sweep(SWEEP_BLOCKS):
+                await trio.lowlevel.checkpoint()
+            else:
+                await trio.sleep(SWEEP_PAUSE_S)
+
+    async def _serve(self, registry: Registry, sockets: list[socket.socket]) -> None:
+        """Serves the faces until a signal, then until what is under way is answered."""
+        config = self._config
+        routes = indexer.routes(self._state, registry)
+        app = build_app(routes, config.http)
+        front = Front(routes, app, config.http)
+        stop = trio.Event()
+        async with trio.open_nursery() as faces:
+            await faces.start(front.serve, sockets, stop)
+            if config.indexer_tls is not None:
+                tls = config.indexer_tls
+                server = TlsServer(app, config.http, tls.certfile, tls.keyfile)
+                await faces.start(server.serve, await _open(str(tls.bind)), stop)
+            addresses = [_address(sock) for sock in sockets]
+            log.info("serving", version=VERSION, face="indexer", bind=" ".join(addresses))
+            _notify(sdnotify.READY)
+            # What exists now stays: the garbage collector need not look at it ever again.
+            gc.collect()
+            gc.freeze()
+            if config.demo:
+                await self._run_demo(f"http://{addresses[0]}", front)
+            await self._signalled.wait()
+            stop.set()
+
+    async def _run_demo(self, base_url: str, front: Front) -> None:
+        """Runs the demo until a signal."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: run_demo(base_url, stats=lambda: self._totals(front)))
+            await self._signalled.wait()
+            nursery.cancel_scope.cancel()
+
+    def _totals(self, front: Front) -> DemoStats:
+        ingest = self._state.ingest.as_dict()
+        indexes = [partition.index for partition in self._state.partitions.values()]
+        return DemoStats(
+            events=ingest["stored"] + ingest["removed"] + ingest["cleared"],
+            blocks=sum(index.stats()["blocks"] for index in indexes),
+            queries=front.stats.requests - front.stats.requests_app,
+        )
+
+
+async def _open(bind: str) -> list[socket.socket]:
+    try:
+        return await open_listeners(bind)
+    except (OSError, ValueError) as error:
+        raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
+
+
+def _address(sock: socket.socket) -> str:
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _notify(message: bytes) -> None:
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        sdnotify.notify(message, address)
+
+
+async def _feed_watchdog() -> None:
+    """Tells systemd that this loop turns, twice as often as it wants to know."""
+    limit_us = os.environ.get("WATCHDOG_USEC")
+    if limit_us is None:
+        return
+    while True:
+        _notify(sdnotify.WATCHDOG)
+        await trio.sleep(int(limit_us) / 2_000_000)

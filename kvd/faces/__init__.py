@@ -1,0 +1,1 @@
+"""The APIs that clients already speak: routes, names, shapes and statuses, and nothing else."""

@@ -1,0 +1,85 @@
+"""Reads the members of request bodies, strictly.
+
+Bodies are JSON objects whose members are checked one by one; what is missing, mistyped or out of
+range is Invalid (422) with the member's name, what is no JSON at all is BadJson (400).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.errors import BadJson, Invalid
+from kvd.model import DEFAULT_TENANT
+from kvd_core.scan import BodyScanner
+
+U32_MAX = 2**32 - 1
+U64_MAX = 2**64 - 1
+
+Members = dict[str, Any]
+
+
+def scan(scanner: BodyScanner, body: bytes) -> Members:
+    """Returns the members of a body that the scanner knows."""
+    try:
+        return scanner.scan(body)
+    except ValueError as error:
+        raise BadJson(f"the body is not valid JSON: {error}") from None
+    except TypeError as error:
+        raise Invalid(str(error)) from None
+
+
+def require(members: Members, name: str) -> Any:
+    if name not in members:
+        raise Invalid(f"missing member `{name}`")
+    return members[name]
+
+
+def text(members: Members, name: str) -> str:
+    return _text(require(members, name), name)
+
+
+def optional_text(members: Members, name: str) -> str | None:
+    """Returns a text, or None when the member is absent or null."""
+    value = members.get(name)
+    return None if value is None else _text(value, name)
+
+
+def uint(members: Members, name: str, maximum: int) -> int:
+    return _uint(require(members, name), name, maximum)
+
+
+def optional_uint(members: Members, name: str, maximum: int) -> int | None:
+    """Returns a number, or None when the member is absent or null."""
+    value = members.get(name)
+    return None if value is None else _uint(value, name, maximum)
+
+
+def alias(members: Members, *names: str) -> str | None:
+    """Returns the one member of several names for the same text; None when none is given.
+
+    Both names with one value are fine, with two values an error. A given member must not be null.
+    """
+    given = {name: text(members, name) for name in names if name in members}
+    if len(set(given.values())) > 1:
+        raise Invalid(f"`{'` and `'.join(given)}` are the same member and differ")
+    return next(iter(given.values()), None)
+
+
+def tenant(members: Members) -> str:
+    """Returns the tenant under its documented or its newer name, else the default one."""
+    given = alias(members, "tenant_id", "routing_group")
+    return DEFAULT_TENANT if given is None else given
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise Invalid(f"{name}: expected a text")
+    return value
+
+
+def _uint(value: Any, name: str, maximum: int) -> int:
+    if type(value) is not int:  # bool is an int to Python, and not to JSON
+        raise Invalid(f"{name}: expected a whole number")
+    if not 0 <= value <= maximum:
+        raise Invalid(f"{name}: expected a number from 0 to {maximum}")
+    return value

@@ -1,0 +1,207 @@
+"""The KV indexer's API, as Dynamo's standalone indexer serves it (docs/faces/indexer.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qsl
+
+import trio
+
+from kvd.errors import BadRequest, Invalid
+from kvd.faces import bodies
+from kvd.http.types import Request, Response, Route
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import Registration, Registry, by_instance
+from kvd.state import Partition, State
+from kvd.wire.listener import ListenerStatus
+from kvd_core.scan import BodyScanner
+
+QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
+OK = b'{"status":"ok"}'
+
+TENANT = ("tenant_id", "routing_group")
+SALT = ("additional_salt", "additionalsalt")
+
+QUERY = BodyScanner({"token_ids": "u32"}, ("model_name", *TENANT, "lora_name", "cache_salt"))
+QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, ("model_name", *TENANT, "cache_salt"))
+REGISTER = BodyScanner(
+    {},
+    (
+        "instance_id",
+        "endpoint",
+        "model_name",
+        "block_size",
+        *TENANT,
+        "dp_rank",
+        "replay_endpoint",
+        *SALT,
+    ),
+)
+UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *TENANT, "dp_rank"))
+
+# An instance shows the most alarming status of its listeners.
+STATUS_ORDER = (
+    ListenerStatus.FAILED,
+    ListenerStatus.PENDING,
+    ListenerStatus.ACTIVE,
+    ListenerStatus.PAUSED,
+)
+
+
+def routes(state: State, registry: Registry) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's state."""
+    return (
+        Route("GET", "/health", health, hot=True),
+        Route("POST", "/query", partial(query, state), hot=True, body_limit=QUERY_BODY_LIMIT),
+        Route(
+            "POST",
+            "/query_by_hash",
+            partial(query_by_hash, state),
+            hot=True,
+            body_limit=QUERY_BODY_LIMIT,
+        ),
+        Route("POST", "/register", partial(register, registry)),
+        Route("POST", "/unregister", partial(unregister, registry)),
+        Route("GET", "/workers", partial(workers, state, registry)),
+        Route("GET", "/dump", partial(dump, state)),
+    )
+
+
+def health(request: Request) -> Response:
+    """Answers as long as the daemon lives, whatever it knows."""
+    return Response(200, b"", content_type=b"")
+
+
+def query(state: State, request: Request) -> Response:
+    """Says how much of a prompt, given as token ids, every rank holds."""
+    members = bodies.scan(QUERY, request.body)
+    bodies.require(members, "token_ids")
+    partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
+    lora_name = bodies.optional_text(members, "lora_name")
+    cache_salt = bodies.optional_text(members, "cache_salt")
+    return Response(200, partition.index.query_tokens(QUERY, 0, lora_name, cache_salt))
+
+
+def query_by_hash(state: State, request: Request) -> Response:
+    """Says how much of a prompt, given as local hashes, every rank holds.
+
+    Local hashes carry adapter and salt already, so a salt given beside them changes nothing.
+    """
+    members = bodies.scan(QUERY_BY_HASH, request.body)
+    bodies.require(members, "block_hashes")
+    bodies.optional_text(members, "cache_salt")
+    partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
+    return Response(200, partition.index.query_hashes(QUERY_BY_HASH, 0))
+
+
+def register(registry: Registry, request: Request) -> Response:
+    members = bodies.scan(REGISTER, request.body)
+    # Read for its type only: engines salt by themselves today.
+    if all(name in members for name in SALT):
+        raise Invalid("`additional_salt` and `additionalsalt` are the same member")
+    for name in SALT:
+        bodies.optional_text(members, name)
+    key = RankKey(
+        PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members)),
+        bodies.uint(members, "instance_id", bodies.U64_MAX),
+        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
+    )
+    registry.register(
+        key,
+        bodies.text(members, "endpoint"),
+        bodies.uint(members, "block_size", bodies.U32_MAX),
+        bodies.optional_text(members, "replay_endpoint"),
+    )
+    return Response(201, OK)
+
+
+async def unregister(registry: Registry, request: Request) -> Response:
+    members = bodies.scan(UNREGISTER, request.body)
+    await registry.unregister(
+        bodies.uint(members, "instance_id", bodies.U64_MAX),
+        bodies.text(members, "model_name"),
+        _optional_tenant(members),
+        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX),
+    )
+    return Response(200, OK)
+
+
+def workers(state: State, registry: Registry, request: Request) -> Response:
+    """Lists instances; `?model_name=`, `?tenant_id=` and its newer name narrow the list."""
+    wanted = _parameters(request.query)
+    model_name = wanted.get("model_name")
+    tenant_id = bodies.alias(wanted, *TENANT)
+    rows = [
+        _instance(state.partitions[partition], ranks)
+        for (partition, _), ranks in by_instance(registry.registrations()).items()
+        if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
+    ]
+    return Response(200, json.dumps(rows).encode())
+
+
+def dump(state: State, request: Request) -> Response:
+    """Streams all blocks of all partitions; memory stays bounded by one slice of the text."""
+    return Response(200, _dump(state))
+
+
+async def _dump(state: State) -> AsyncIterator[bytes]:
+    separator = b"{"
+    for partition, events in state.dump():
+        yield separator + _dump_head(partition)
+        for piece in events:
+            yield piece
+            await trio.lowlevel.checkpoint()
+        yield b"]}"
+        separator = b","
+    yield b"{}" if separator == b"{" else b"}"
+
+
+def _dump_head(partition: Partition) -> bytes:
+    """Opens one partition's entry; the key alone cannot tell `a:b` of `c` from `a` of `b:c`."""
+    key = partition.key
+    head = {
+        "model_name": key.model_name,
+        "tenant_id": key.tenant_id,
+        "block_size": partition.block_size,
+    }
+    return f'{json.dumps(str(key))}:{json.dumps(head)[:-1]},"events":['.encode()
+
+
+def _optional_tenant(members: bodies.Members) -> str | None:
+    """Returns the tenant to unregister from; absent or null is every tenant of the model."""
+    given = {name: members[name] for name in TENANT if members.get(name) is not None}
+    return bodies.alias(given, *TENANT)
+
+
+def _instance(partition: Partition, ranks: list[Registration]) -> dict[str, Any]:
+    statuses = {registration.listener.status for registration in ranks}
+    return {
+        "instance_id": ranks[0].key.instance_id,
+        "source": "zmq",
+        "status": next(status for status in STATUS_ORDER if status in statuses),
+        "model_name": partition.key.model_name,
+        "tenant_id": partition.key.tenant_id,
+        "block_size": partition.block_size,
+        "endpoints": {str(rank.key.dp_rank): rank.listener.endpoint for rank in ranks},
+        "listeners": {str(rank.key.dp_rank): dict(_listener(rank)) for rank in ranks},
+    }
+
+
+def _listener(registration: Registration) -> Iterator[tuple[str, str]]:
+    listener = registration.listener
+    yield "endpoint", listener.endpoint
+    yield "status", listener.status
+    if listener.last_error is not None:
+        yield "last_error", listener.last_error
+
+
+def _parameters(query_string: bytes) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for name, value in parse_qsl(query_string.decode("latin-1"), keep_blank_values=True):
+        if name in parameters:
+            raise BadRequest(f"the parameter `{name}` is given twice")
+        parameters[name] = value
+    return parameters

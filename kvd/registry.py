@@ -1,0 +1,138 @@
+"""Who is registered on the indexer face, and the listener of every registered rank.
+
+    register ──> State.add_rank ──> Listener ──> Listeners.start     (net: a supervised task)
+    unregister ──> Listeners.stop, awaited ──> State.remove_rank
+
+A rank's place in its engine's event stream outlives the registration: a worker that is registered
+again at the same endpoint goes on where it was, and what it missed shows as a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from kvd.errors import Conflict, NotFound
+from kvd.model import InstanceId, PartitionKey, RankKey
+from kvd.state import State
+from kvd.wire.cursor import Cursor
+from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
+from kvd.wire.listener import Listener
+
+# Places remembered for ranks that are not registered now, ~200 bytes each; the one left longest
+# ago goes first. A fleet replaces its pods many times over before that many have gone.
+MAX_LEFT_CURSORS = 65_536
+
+
+class Listeners(Protocol):
+    """What runs listeners; `kvd.net` provides it."""
+
+    def start(self, key: RankKey, listener: Listener) -> None:
+        """Starts the listener's task; KeyError while `key` has one."""
+
+    async def stop(self, key: RankKey) -> None:
+        """Returns when the listener's task has ended; at once when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One rank as it was registered, and its listener."""
+
+    key: RankKey
+    replay_endpoint: str | None
+    listener: Listener
+
+
+class Registry:
+    """The indexer face's registrations."""
+
+    def __init__(self, state: State, listeners: Listeners) -> None:
+        self._state = state
+        self._listeners = listeners
+        self._ranks: dict[RankKey, Registration] = {}
+        self._left: dict[tuple[RankKey, str], Cursor] = {}  # by rank and endpoint
+        self.forgotten_cursors = 0
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def registrations(self) -> Iterable[Registration]:
+        return self._ranks.values()
+
+    def register(
+        self, key: RankKey, endpoint: str, block_size: int, replay_endpoint: str | None
+    ) -> None:
+        """Registers a rank and starts to listen to it, whether its worker is up or not.
+
+        Raises BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts
+        what is registered; nothing has changed then.
+        """
+        check_endpoint(endpoint)
+        if replay_endpoint is not None:
+            check_replay_endpoint(replay_endpoint)
+        if key in self._ranks:
+            raise Conflict(f"instance {key.instance_id} dp_rank {key.dp_rank} already registered")
+        apply = self._state.add_rank(key, block_size)
+        listener = Listener(str(key), endpoint, apply, self._left.pop((key, endpoint), None))
+        self._ranks[key] = Registration(key, replay_endpoint, listener)
+        self._listeners.start(key, listener)
+
+    async def unregister(
+        self, instance_id: InstanceId, model_name: str, tenant_id: str | None, dp_rank: int | None
+    ) -> None:
+        """Removes an instance, or one rank of it, from one tenant or from all of the model.
+
+        Raises NotFound when nothing of that is registered. Returns when its listeners have ended
+        and its blocks no longer count.
+        """
+        leaving = [
+            registration
+            for key, registration in self._ranks.items()
+            if key.instance_id == instance_id
+            and key.partition.model_name == model_name
+            and tenant_id in (None, key.partition.tenant_id)
+            and dp_rank in (None, key.dp_rank)
+        ]
+        if not leaving:
+            raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
+        # Shielded: a client that goes away must not leave a rank registered without its listener.
+        # Listeners end at their next checkpoint, so this takes no time to speak of.
+        with trio.CancelScope(shield=True):
+            for registration in leaving:
+                await self._listeners.stop(registration.key)
+                # Another call may have removed it, and registered it anew, while this one waited.
+                if self._ranks.get(registration.key) is registration:
+                    self._remove(registration)
+
+    def _remove(self, registration: Registration) -> None:
+        key = registration.key
+        del self._ranks[key]
+        self._state.remove_rank(key)
+        self._left[key, registration.listener.endpoint] = registration.listener.cursor
+        if len(self._left) > MAX_LEFT_CURSORS:
+            del self._left[next(iter(self._left))]
+            self.forgotten_cursors += 1
+
+
+def _not_found(
+    instance_id: InstanceId, model_name: str, tenant_id: str | None, dp_rank: int | None
+) -> str:
+    rank = "" if dp_rank is None else f" dp_rank {dp_rank}"
+    tenant = "" if tenant_id is None else f" tenant_id={tenant_id}"
+    return f"instance {instance_id}{rank} not found for model={model_name}{tenant}"
+
+
+def by_instance(
+    registrations: Iterable[Registration],
+) -> dict[tuple[PartitionKey, InstanceId], list[Registration]]:
+    """Groups registrations by instance, its ranks ascending."""
+    groups: dict[tuple[PartitionKey, InstanceId], list[Registration]] = {}
+    for registration in registrations:
+        key = registration.key
+        groups.setdefault((key.partition, key.instance_id), []).append(registration)
+    for group in groups.values():
+        group.sort(key=lambda registration: registration.key.dp_rank)
+    return groups
