@@ -1,0 +1,53 @@
+# make run    sets everything up on a plain Debian 12 (or newer) and starts kvd with a live demo
+# make test   sets everything up and runs linters, type checker and the whole test suite
+# make clean  removes what these made
+#
+# PYTHON=/path/to/python3 chooses the interpreter (>= 3.11) at first use;
+# KVD_DEBUG=1 builds the core with assertions and with every invariant checked after each mutation.
+
+PYTHON  ?= python3
+VENV    := .venv
+PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
+FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
+CORE    := $(VENV)/.core-$(FLAVOUR)
+
+.PHONY: run test lint build clean
+
+run: $(CORE) $(VENV)/.run
+	@exec $(VENV)/bin/kvd serve --demo
+
+test: lint
+	@$(VENV)/bin/python -m pytest
+
+lint: $(CORE) $(VENV)/.test
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+build: $(CORE)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info kvd_core/*.so kvd_core/*.cpp
+
+# Stamps: each file is as new as the last time its step was done.
+$(VENV)/.tools: tools/system-packages
+	@tools/system-packages $(PYTHON)
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install 'setuptools>=77' 'cython>=3.1'
+	@touch $@
+
+$(CORE): $(VENV)/.tools setup.py $(wildcard kvd_core/*.pyx kvd_core/*.pxd kvd_core/*.hpp)
+	@echo 'building kvd_core ($(FLAVOUR)) ...'
+	@$(VENV)/bin/python setup.py -q build_ext --inplace
+	@rm -f $(VENV)/.core-*
+	@touch $@
+
+$(VENV)/.run: pyproject.toml | $(CORE)
+	@echo 'installing kvd and what it needs into $(VENV) ...'
+	@$(PIP) install --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(CORE)
+	@echo 'installing kvd and its test tools into $(VENV) ...'
+	@$(PIP) install --no-build-isolation -e '.[test]'
+	@touch $@ $(VENV)/.run

@@ -1,0 +1,54 @@
+// kvbench: load generator for KV-cache index daemons. One mode a run, one JSON line a result.
+//
+//   ingest   engines publish a data set; rate, server CPU and RSS until all of it is queryable
+//   hold     the same, then the engines stay up and obey commands on standard input
+//   http     closed-loop HTTP load; rate, latencies, server CPU per request
+//   bodies   print request bodies, one a line, as `http` would send them
+//
+// See README.md for what the figures mean.
+#include <cstdio>
+#include <cstring>
+#include <exception>
+
+#include "loadgen/hold.hpp"
+#include "loadgen/ingest.hpp"
+#include "loadgen/load.hpp"
+#include "loadgen/options.hpp"
+
+namespace {
+
+using namespace kvbench;
+
+struct Mode {
+    const char* name;
+    int (*run)(const Options&);
+};
+
+constexpr Mode kModes[] = {
+    {"ingest", run_ingest},
+    {"hold", run_hold},
+    {"http", run_http},
+    {"bodies", run_bodies},
+};
+
+int usage() {
+    std::fprintf(stderr, "usage: kvbench ingest|hold|http|bodies [--option value]...\n");
+    for (const OptionSpec& option : kOptions)
+        std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
+    return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    for (const Mode& mode : kModes) {
+        if (argc < 2 || std::strcmp(argv[1], mode.name)) continue;
+        try {
+            return mode.run(Options(argc, argv, 2));
+        } catch (const std::exception& error) {
+            std::fprintf(stderr, "kvbench %s: %s\n", mode.name, error.what());
+            return 1;
+        }
+    }
+    return usage();
+}

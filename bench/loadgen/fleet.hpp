@@ -1,0 +1,113 @@
+// Engines together with the server they are registered at: register, publish, wait until applied.
+#pragma once
+
+#include <string>
+
+#include "bodies.hpp"
+#include "dataset.hpp"
+#include "engines.hpp"
+#include "events.hpp"
+#include "http.hpp"
+#include "measure.hpp"
+
+namespace kvbench {
+
+// How often a reply (blanks aside, which JSON writers place as they like) holds `part`.
+inline long occurrences(const std::string& reply, const std::string& part) {
+    std::string dense;
+    for (char c : reply)
+        if (c != ' ') dense.push_back(c);
+    long count = 0;
+    for (size_t at = dense.find(part); at != std::string::npos; at = dense.find(part, at + 1))
+        count++;
+    return count;
+}
+
+class Fleet {
+public:
+    Fleet(const Options& options, const DataSet& data)
+        : data_(data),
+          bodies_(options),
+          server_(options.text("url")),
+          engines_(data.workers),
+          timeout_(options.number("timeout")) {}
+
+    void register_all() {
+        for (long worker = 0; worker < engines_.count(); worker++)
+            server_.call(post_request(
+                "/register",
+                bodies_.registration(worker + 1, engines_.endpoint(worker), data_.block_size)));
+        engines_.wait_subscribed();
+    }
+
+    void publish(long worker, const std::string& payload) { engines_.publish(worker, payload); }
+
+    // Returns once everything published so far is applied: a worker's events are applied in
+    // order, so a sentinel block published last on every worker is visible last.
+    void wait_applied() {
+        const Sentinel sentinel = next_sentinel();
+        for (long worker = 0; worker < engines_.count(); worker++)
+            publish(worker, sentinel.payload);
+        // Long enough that asking costs the server next to nothing beside applying, short
+        // against a run of a second.
+        constexpr double kPollEvery = 0.005;
+        wait_visible(sentinel, engines_.count(), kPollEvery);
+    }
+
+    // Publishes one block on `worker` and asks for it back to back; seconds until it is found.
+    double publish_and_find(long worker) {
+        const Sentinel sentinel = next_sentinel();
+        const double start = now();
+        publish(worker, sentinel.payload);
+        wait_visible(sentinel, 1, 0);
+        return now() - start;
+    }
+
+    // Asks for the whole of a chain; throws unless one worker at least holds all of it.
+    void check_chain(long worker, long chain) {
+        const Tokens tokens = data_.tokens(worker, chain, 0, data_.depth);
+        const std::string reply = server_.call(post_request("/query", bodies_.query(tokens)));
+        if (!occurrences(reply, found(data_.depth)))
+            throw std::runtime_error("chain " + std::to_string(chain) + " of worker " +
+                                     std::to_string(worker + 1) + " is not indexed in full: " +
+                                     reply.substr(0, 300));
+    }
+
+private:
+    struct Sentinel {
+        std::string payload, request;
+    };
+
+    Sentinel next_sentinel() {
+        Tokens tokens;
+        for (long slot = 0; slot < data_.block_size; slot++)
+            tokens.push_back(kSentinelTokens + uint32_t(sentinels_ * data_.block_size + slot));
+        sentinels_++;
+        Batch batch;
+        batch.stored(local_hashes(tokens, size_t(data_.block_size)), nullptr, tokens,
+                     data_.block_size);
+        return {batch.take(), post_request("/query", bodies_.query(tokens))};
+    }
+
+    void wait_visible(const Sentinel& sentinel, long workers, double poll_every) {
+        const double deadline = now() + timeout_;
+        while (occurrences(server_.call(sentinel.request), found(1)) < workers) {
+            if (now() > deadline) throw std::runtime_error("events were not applied in time");
+            sleep_seconds(poll_every);
+        }
+    }
+
+    // What a reply says of a worker that holds all `blocks` blocks asked for.
+    std::string found(long blocks) const {
+        return "\"longest_matched\":" + std::to_string(blocks * data_.block_size);
+    }
+
+    const DataSet& data_;
+    Bodies bodies_;
+    Caller server_;
+    Engines engines_;
+    double timeout_;
+    long sentinels_ = 0;
+};
+
+}  // namespace kvbench

@@ -1,0 +1,93 @@
+// Command-line options: one table of everything that may be given, with default and meaning.
+//
+// An option nobody knows is an error: a misspelt --conns would otherwise measure the default and
+// look like a result.
+#pragma once
+
+#include <cstdlib>
+#include <map>
+#include <stdexcept>
+#include <string>
+
+namespace kvbench {
+
+struct OptionSpec {
+    const char* name;
+    const char* fallback;
+    const char* help;
+};
+
+inline constexpr OptionSpec kOptions[] = {
+    {"url", "127.0.0.1:8090", "server: HOST:PORT or unix:/path"},
+    {"pid", "0", "process of the server, for its CPU and RSS; 0 leaves those figures out"},
+    {"model", "bench", "model name to register and to ask for"},
+    // data set
+    {"workers", "8", "workers (one engine socket each)"},
+    {"pairs", "1000000", "(worker, block) pairs in all"},
+    {"depth", "1024", "blocks in a chain"},
+    {"prefix", "256", "leading blocks of a chain that are a system prompt shared by all workers"},
+    {"block-size", "16", "tokens in a block"},
+    {"replicated", "0", "1: every worker holds the same chains"},
+    {"seed", "1", "number the token ids are derived from"},
+    // ingest and hold
+    {"event-blocks", "8", "blocks in an event"},
+    {"batch-events", "1", "events in a batch (one ZMQ message)"},
+    {"window", "0", "blocks published but not yet seen applied, at most; 0: no bound"},
+    {"timeout", "120", "seconds until an unapplied event is an error"},
+    // http
+    {"kind", "query", "query | query_by_hash | get | raw"},
+    {"tokens", "2048", "tokens in a prompt"},
+    {"hit", "0.5", "leading share of a prompt that is indexed"},
+    {"conns", "1", "connections"},
+    {"secs", "3", "measured seconds"},
+    {"warm", "0.5", "seconds before the measurement starts"},
+    {"spaces", "0", "1: JSON arrays with \", \" between items, as Python's json.dumps writes them"},
+    {"path", "/health", "path of kinds get and raw"},
+    {"body", "{}", "body of kind raw (POST, application/json)"},
+    // bodies
+    {"count", "16", "bodies to print"},
+};
+
+class Options {
+public:
+    // Reads `--name value` pairs from argv[first] on; throws on anything else.
+    Options(int argc, char** argv, int first) {
+        for (const OptionSpec& spec : kOptions) values_[spec.name] = spec.fallback;
+        for (int i = first; i < argc; i += 2) {
+            const std::string flag = argv[i];
+            const std::string name = flag.rfind("--", 0) == 0 ? flag.substr(2) : "";
+            if (!values_.count(name)) throw std::runtime_error("unknown option " + flag);
+            if (i + 1 == argc) throw std::runtime_error("no value for " + flag);
+            values_[name] = argv[i + 1];
+        }
+    }
+
+    const std::string& text(const std::string& name) const { return values_.at(name); }
+
+    // A whole number >= `least`.
+    long integer(const std::string& name, long least) const {
+        char* end = nullptr;
+        const std::string& text = values_.at(name);
+        const long value = std::strtol(text.c_str(), &end, 10);
+        if (text.empty() || *end || value < least) bad(name, text);
+        return value;
+    }
+
+    // A number >= 0.
+    double number(const std::string& name) const {
+        char* end = nullptr;
+        const std::string& text = values_.at(name);
+        const double value = std::strtod(text.c_str(), &end);
+        if (text.empty() || *end || !(value >= 0)) bad(name, text);
+        return value;
+    }
+
+private:
+    [[noreturn]] static void bad(const std::string& name, const std::string& text) {
+        throw std::runtime_error("bad value for --" + name + ": " + text);
+    }
+
+    std::map<std::string, std::string> values_;
+};
+
+}  // namespace kvbench

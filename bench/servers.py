@@ -1,0 +1,145 @@
+"""Starts, watches and stops the servers under test."""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import BenchError
+
+START_TIMEOUT = 30.0  # seconds; both servers answer /health in about one
+STOP_TIMEOUT = 10.0  # seconds for a graceful end before SIGKILL
+POLL_EVERY = 0.02  # seconds between looks at a starting server
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What to start: `command` gets `--port N` appended and runs in `directory`."""
+
+    name: str
+    command: tuple[str, ...]
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running contender on 127.0.0.1:`port`."""
+
+    name: str
+    port: int
+    pid: int
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+Pair = tuple[Server, Server]
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this child when compare.py dies, however it dies."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Stop a child and reap it; returns within STOP_TIMEOUT and a little."""
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
+
+
+def _wait_healthy(name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while not _healthy(port):
+        if process.poll() is not None:
+            raise BenchError(f"{name} does not start")
+        if time.monotonic() > deadline:
+            raise BenchError(f"{name} is not healthy after {START_TIMEOUT:.0f} s, see {log}")
+        time.sleep(POLL_EVERY)
+
+
+def _check_alone(server: Server) -> None:
+    """CPU and RSS are read of one process; work done by children would be missed."""
+    for children in Path(f"/proc/{server.pid}/task").glob("*/children"):
+        if children.read_text().strip():
+            raise BenchError(f"{server.name} has child processes; its CPU is not all counted")
+
+
+@contextmanager
+def running(contender: Contender, log_directory: Path) -> Iterator[Server]:
+    """A healthy server; raises BenchError if it does not start or dies before the end."""
+    port = _free_port()
+    log = log_directory / f"{contender.name}.log"
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                [*contender.command, "--port", str(port)],
+                cwd=contender.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            raise BenchError(f"cannot start {contender.name}: {error}") from error
+    server = Server(contender.name, port, process.pid)
+    try:
+        _wait_healthy(contender.name, process, port, log)
+        yield server
+        if process.poll() is not None:
+            raise BenchError(f"{contender.name} did not live to the end")
+        _check_alone(server)
+    except BenchError as error:
+        # A dead server first shows as a failed run; its log says more.
+        if process.poll() is None:
+            raise
+        died = f"{contender.name} ended with {process.returncode}:\n{_tail(log)}"
+        raise BenchError(f"{error}\n{died}") from error
+    finally:
+        end(process)
+
+
+@contextmanager
+def running_pair(contenders: tuple[Contender, Contender], logs: Path) -> Iterator[Pair]:
+    """Both servers, alive together."""
+    with ExitStack() as stack:
+        first = stack.enter_context(running(contenders[0], logs))
+        second = stack.enter_context(running(contenders[1], logs))
+        yield first, second

@@ -1,0 +1,207 @@
+"""The suites: what is run against both servers, in which order, held against which targets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from generator import Generator, Hold, Option, Result
+from report import Case, Figure, Suite
+from sameness import check_equal
+from servers import Contender, Pair, Server, running_pair
+
+BLOCK = 16  # tokens
+HIT = 0.5  # leading share of a prompt that is indexed
+
+CPU = Figure("cpu_us", "CPU us/request")
+P50 = Figure("p50_us", "p50 us")
+P99 = Figure("p99_us", "p99 us")
+RPS = Figure("rps", "requests/s")
+
+QUERY = Suite("query", "/query: token ids in, scores out", (CPU, P50, P99, RPS))
+HASH = Suite("hash", "/query_by_hash: local block hashes in, scores out", (CPU, P50, P99, RPS))
+INGEST = Suite(
+    "ingest",
+    "Ingest: engine events until queryable, 8 workers",
+    (Figure("cpu_us_per_block", "CPU us/block"), Figure("blocks_per_s", "blocks/s")),
+)
+MEMORY = Suite(
+    "memory",
+    "Memory: RSS growth by the index, queues empty",
+    (Figure("rss_bytes_per_pair", "bytes/pair"), Figure("rss_after_mib", "whole RSS, MiB")),
+)
+LATENCY = Suite("latency", "From event to queryable, one block, idle server", (P50, P99))
+
+# Limits on the CPU ratio, by prompt length in tokens.
+QUERY_CPU = {512: 0.35, 2048: 0.35, 8192: 0.25, 32768: 0.25, 131072: 0.25}
+HASH_CPU = {512: 0.5, 8192: 0.5, 131072: 0.5}
+CONNECTIONS = (1, 16)
+P99_AT_MANY = 1.0  # limit on the p99 ratio with more than one connection
+
+# (blocks an event, events a batch) -> limit on the ratio of CPU per block
+INGEST_CPU = {(1, 1): 1.1, (8, 1): 0.7, (64, 1): 0.6, (1, 16): None}
+
+MEMORY_PER_PAIR = 0.75
+MEMORY_SHAPES: dict[str, dict[str, Option]] = {
+    "1 worker": {"workers": 1},
+    "8 workers": {"workers": 8},
+    "8 workers, replicated": {"workers": 8, "replicated": 1},
+}
+# Blocks on their way while memory is measured: a blast would measure socket queues instead.
+MEMORY_WINDOW = 20_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how often: `rounds` pairs of runs of `seconds` on `pairs` blocks."""
+
+    rounds: int
+    seconds: float
+    warm: float  # unmeasured seconds before each run
+    pairs: int
+    samples: int  # of the latency suite, each round
+
+
+FULL = Plan(rounds=5, seconds=1.5, warm=0.4, pairs=1_000_000, samples=200)
+QUICK = Plan(rounds=1, seconds=0.25, warm=0.1, pairs=100_000, samples=30)
+
+
+class Bench:
+    """Runs suites; results come back as cases."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        contenders: tuple[Contender, Contender],
+        logs: Path,
+        plan: Plan,
+    ) -> None:
+        self._generator = generator
+        self._contenders = contenders
+        self._logs = logs
+        self._plan = plan
+
+    def run(self, names: list[str]) -> list[Case]:
+        """The named suites, in table order."""
+        cases: list[Case] = []
+        if {QUERY.name, HASH.name, LATENCY.name} & set(names):
+            cases += self._filled_suites(names)
+        if INGEST.name in names:
+            cases += self._ingest()
+        if MEMORY.name in names:
+            cases += self._memory()
+        return cases
+
+    def _filled_suites(self, names: list[str]) -> list[Case]:
+        """Suites that ask one and the same filled pair of servers."""
+        cases: list[Case] = []
+        with self._filled_pair() as (pair, holds):
+            if QUERY.name in names:
+                cases += self._prompts(pair, QUERY, "query", QUERY_CPU, _token_case)
+            if HASH.name in names:
+                cases += self._prompts(pair, HASH, "query_by_hash", HASH_CPU, _hash_case)
+            if LATENCY.name in names:
+                cases.append(self._latency(holds))
+        return cases
+
+    @contextmanager
+    def _filled_pair(self) -> Iterator[tuple[Pair, list[Hold]]]:
+        _say(f"filling both servers with {self._plan.pairs:,} pairs")
+        with ExitStack() as stack:
+            pair = stack.enter_context(running_pair(self._contenders, self._logs))
+            data = {**self._prompt_data(), "event_blocks": 64, "window": MEMORY_WINDOW}
+            holds = [stack.enter_context(self._generator.hold(one, **data)) for one in pair]
+            yield pair, holds
+
+    def _prompt_data(self) -> dict[str, Option]:
+        """Chains long enough for half of the longest prompt."""
+        return {"pairs": self._plan.pairs, "depth": 8192, "block_size": BLOCK}
+
+    def _prompts(
+        self,
+        pair: Pair,
+        suite: Suite,
+        kind: str,
+        cpu_limits: dict[int, float],
+        case_name: Callable[[int], str],
+    ) -> list[Case]:
+        cases = []
+        for tokens, cpu_limit in cpu_limits.items():
+            prompt: dict[str, Option] = {"kind": kind, "tokens": tokens, "hit": HIT}
+            self._check_same(pair, f"/{kind}", prompt, tokens)
+            for connections in CONNECTIONS:
+                limits = {CPU.key: cpu_limit}
+                if connections > 1:
+                    limits[P99.key] = P99_AT_MANY
+                case = Case(suite, f"{case_name(tokens)}, c{connections}", limits)
+                self._load(pair, case, {**prompt, "conns": connections})
+                cases.append(case)
+        return cases
+
+    def _check_same(self, pair: Pair, path: str, prompt: dict[str, Option], tokens: int) -> None:
+        bodies = self._generator.bodies(**self._prompt_data(), **prompt, count=8)
+        check_equal(pair, path, bodies, matched=int(tokens * HIT))
+
+    def _load(self, pair: Pair, case: Case, prompt: dict[str, Option]) -> None:
+        timing = {"secs": self._plan.seconds, "warm": self._plan.warm}
+        options: dict[str, Option] = {**self._prompt_data(), **prompt, **timing}
+        self._rounds(case, pair, lambda server: self._generator.run("http", server, **options))
+
+    def _rounds(self, case: Case, pair: Pair, run: Callable[[Server], Result]) -> None:
+        """All rounds of a case on one pair of servers, in the order A, B, A, B..."""
+        _say(f"{case.suite.name}: {case.name}")
+        for _ in range(self._plan.rounds):
+            for server, results in zip(pair, case.runs, strict=True):
+                results.append(run(server))
+
+    def _latency(self, holds: list[Hold]) -> Case:
+        case = Case(LATENCY, "1-block event")
+        _say(f"{LATENCY.name}: {case.name}")
+        for hold in holds:
+            hold.ask("fresh 10")  # the first ones find cold caches and sleeping threads
+        for _ in range(self._plan.rounds):
+            for hold, results in zip(holds, case.runs, strict=True):
+                results.append(hold.ask(f"fresh {self._plan.samples}"))
+        return case
+
+    def _ingest(self) -> list[Case]:
+        cases = []
+        for (blocks, events), limit in INGEST_CPU.items():
+            name = f"{blocks} blocks/event, {events} events/batch"
+            case = Case(INGEST, name, {"cpu_us_per_block": limit} if limit else {})
+            self._fresh_rounds(case, {"event_blocks": blocks, "batch_events": events})
+            cases.append(case)
+        return cases
+
+    def _memory(self) -> list[Case]:
+        cases = []
+        for name, shape in MEMORY_SHAPES.items():
+            case = Case(MEMORY, name, {"rss_bytes_per_pair": MEMORY_PER_PAIR})
+            self._fresh_rounds(case, {**shape, "window": MEMORY_WINDOW})
+            cases.append(case)
+        return cases
+
+    def _fresh_rounds(self, case: Case, options: dict[str, Option]) -> None:
+        """Rounds that each fill a fresh pair: memory once grown is never measured again."""
+        _say(f"{case.suite.name}: {case.name}")
+        fill: dict[str, Option] = {"pairs": self._plan.pairs, "block_size": BLOCK, **options}
+        for _ in range(self._plan.rounds):
+            with running_pair(self._contenders, self._logs) as pair:
+                for server, results in zip(pair, case.runs, strict=True):
+                    results.append(self._generator.run("ingest", server, **fill))
+
+
+def _token_case(tokens: int) -> str:
+    return f"{tokens:,} tokens"
+
+
+def _hash_case(tokens: int) -> str:
+    return f"{tokens // BLOCK:,} hashes"
+
+
+def _say(text: str) -> None:
+    """Progress goes to standard error; the report alone goes to standard output."""
+    print(text, file=sys.stderr, flush=True)

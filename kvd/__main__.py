@@ -1,0 +1,10 @@
+"""Makes `python -m kvd` the same as `kvd`."""
+
+from __future__ import annotations
+
+import sys
+
+from kvd.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The command line: flags in, one daemon out, an exit code back.
+
+Exit codes: 0 done, 1 kvd could not start (one line on stderr says why), 2 the command line is
+wrong (unknown flag, bad number).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvd import config, logs, settings
+from kvd._version import VERSION
+
+DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
+EXIT_START_ERROR = 1
+EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; argparse itself exits 2 on a usage error."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        loaded = config.load(args.given(parser, args), os.environ, demo=args.demo)
+        logs.setup(loaded.log_level)
+        from kvd import daemon  # here, so that --help and --version need not load trio
+
+        return daemon.run(loaded)
+    except config.StartError as error:
+        print(f"kvd: {error}", file=sys.stderr)
+        return EXIT_START_ERROR
+    except KeyboardInterrupt:  # before the daemon took the signal over
+        return EXIT_INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("kvd", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"kvd {VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_serve(commands)
+    add_indexer(commands)
+    return parser
+
+
+def add_serve(commands: Any) -> None:  # argparse does not export the type of subparsers
+    serve = commands.add_parser(
+        "serve",
+        help="run every face",
+        description="Runs every face kvd has; today that is the KV indexer.",
+        epilog="Each flag can be given in the environment instead: --indexer-bind as "
+        "KVD_INDEXER_BIND. The flag wins.",
+        allow_abbrev=False,
+    )
+    for setting in settings.SETTINGS:
+        add_setting(serve, setting)
+    serve.add_argument(
+        "--demo", action="store_true", help="add two simulated engines and a live display"
+    )
+    serve.set_defaults(given=serve_settings)
+
+
+def add_indexer(commands: Any) -> None:
+    indexer = commands.add_parser(
+        "indexer",
+        help="run the KV indexer alone, with the flags of `python -m dynamo.indexer`",
+        description="Runs the KV indexer alone, with the flags of `python -m dynamo.indexer`.",
+        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
+        allow_abbrev=False,
+    )
+    indexer.add_argument("--host", metavar="HOST", help="listening address (default 127.0.0.1)")
+    indexer.add_argument(
+        "--port",
+        type=_usage(settings.parse_port),
+        metavar="PORT",
+        help="listening port (default 8090)",
+    )
+    indexer.add_argument(
+        "--threads",
+        type=_usage(settings.parse_u32),
+        metavar="N",
+        help="accepted and without effect: kvd indexes on one thread",
+    )
+    for setting in settings.WORKER_SETTINGS:
+        add_setting(indexer, setting)
+    indexer.add_argument("--routing-group", metavar="NAME", help="another name of --tenant-id")
+    indexer.set_defaults(given=indexer_settings, demo=False)
+
+
+def add_setting(parser: argparse.ArgumentParser, setting: settings.Setting) -> None:
+    default = "" if setting.default is None else f" (default {setting.default})"
+    parser.add_argument(
+        setting.flag,
+        type=_usage(setting.parse),
+        metavar=setting.metavar,
+        help=setting.help + default,
+    )
+
+
+def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {setting.name: getattr(args, setting.name) for setting in settings.SETTINGS}
+
+
+def indexer_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    given = {setting.name: getattr(args, setting.name) for setting in settings.WORKER_SETTINGS}
+    if args.routing_group is not None:
+        if given["tenant_id"] not in (None, args.routing_group):
+            parser.error("--tenant-id and --routing-group are one setting and differ")
+        given["tenant_id"] = args.routing_group
+    if args.host is not None or args.port is not None:
+        default = settings.DEFAULT_INDEXER_BIND
+        port = default.port if args.port is None else args.port
+        given["indexer_bind"] = settings.TcpBind(args.host or default.host, port)
+    return given
+
+
+def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """Wraps a parser of texts so that argparse shows its reason, not only that it failed."""
+
+    def convert(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return convert

@@ -1,0 +1,162 @@
+"""Turns flags and environment into one frozen, validated `Config`.
+
+The command line wins over the environment, the environment over the default; an empty variable
+counts as unset. What cannot be used is refused with one line that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvd.errors import BadRequest
+from kvd.http.limits import HttpLimits
+from kvd.model import PartitionKey, RankKey
+from kvd.settings import SETTINGS, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
+from kvd.wire.endpoints import check_endpoint
+
+
+class StartError(Exception):
+    """kvd cannot start; the text is the one line that the operator reads (exit code 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsListener:
+    """The HTTPS listener beside a face's plain one."""
+
+    bind: TcpBind
+    certfile: Path
+    keyfile: Path
+
+
+@dataclass(frozen=True, slots=True)
+class StaticWorker:
+    """A registration made before the ports open."""
+
+    key: RankKey
+    endpoint: str
+    block_size: int  # tokens per block
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """How a listener treats its connection to an engine."""
+
+    heartbeat_s: float
+    heartbeat_timeout_s: float
+    queue_messages: int  # 0 is unbounded
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything the daemon is told at start; nothing in it changes afterwards."""
+
+    indexer_bind: Bind
+    indexer_tls: TlsListener | None
+    workers: tuple[StaticWorker, ...]
+    http: HttpLimits
+    engine: EngineLimits
+    log_level: str
+    demo: bool
+
+
+def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
+    """Returns the daemon's configuration; raises `StartError` with the one line that explains.
+
+    `given` holds what the command line said, parsed already, by setting name; None is unsaid.
+    """
+    values = {setting.name: _resolve(setting, given, environ) for setting in SETTINGS}
+    if demo and not isinstance(values["indexer_bind"], TcpBind):
+        raise StartError("--demo needs an --indexer-bind of HOST:PORT")
+    return Config(
+        indexer_bind=values["indexer_bind"],
+        indexer_tls=_tls(values),
+        workers=_workers(values),
+        http=HttpLimits(
+            connections=values["http_connections"],
+            idle_seconds=values["http_idle_s"],
+            graceful_seconds=values["http_graceful_s"],
+        ),
+        engine=_engine(values),
+        log_level=values["log_level"],
+        demo=demo,
+    )
+
+
+def _resolve(
+    setting: Setting, given: Mapping[str, object], environ: Mapping[str, str]
+) -> Any:  # typed by the table's own parse function
+    if (said := given.get(setting.name)) is not None:
+        return said
+    text = environ.get(setting.variable)
+    if not text:
+        return setting.default
+    try:
+        return setting.parse(text)
+    except ValueError as error:
+        raise StartError(f"{setting.variable}={text!r}: {error}") from None
+
+
+def _tls(values: Mapping[str, Any]) -> TlsListener | None:
+    bind, certfile, keyfile = (
+        values[name] for name in ("indexer_tls_bind", "tls_certfile", "tls_keyfile")
+    )
+    if bind is None and certfile is None and keyfile is None:
+        return None
+    if bind is None or certfile is None or keyfile is None:
+        raise StartError("TLS needs all of --indexer-tls-bind, --tls-certfile and --tls-keyfile")
+    for path in (certfile, keyfile):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise StartError(f"cannot read {path}: {error.strerror}") from None
+    return TlsListener(bind, certfile, keyfile)
+
+
+def _engine(values: Mapping[str, Any]) -> EngineLimits:
+    period_s, timeout_s = values["engine_heartbeat_s"], values["engine_heartbeat_timeout_s"]
+    if timeout_s < period_s:
+        raise StartError("the engine heartbeat timeout is shorter than the time between pings")
+    return EngineLimits(period_s, timeout_s, values["engine_queue_messages"])
+
+
+def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
+    text: str | None = values["workers"]
+    if text is None:
+        return ()
+    block_size: int | None = values["block_size"]
+    if block_size is None:
+        raise StartError("--workers needs --block-size")
+    partition = PartitionKey(values["model_name"], values["tenant_id"])
+    workers: dict[RankKey, StaticWorker] = {}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        instance_id, dp_rank, endpoint = _worker_entry(entry)
+        key = RankKey(partition, instance_id, dp_rank)
+        if key in workers:
+            raise StartError(f"--workers names instance {instance_id} dp_rank {dp_rank} twice")
+        workers[key] = StaticWorker(key, endpoint, block_size)
+    return tuple(workers.values())
+
+
+def _worker_entry(entry: str) -> tuple[int, int, str]:
+    """Splits `id[:rank]=endpoint`; blanks around the id and the endpoint do not count."""
+    name, equals, endpoint = (part.strip() for part in entry.partition("="))
+    if not equals:
+        raise StartError(f"--workers entry {entry!r} is not of the form id[:rank]=endpoint")
+    identity, colon, rank = name.partition(":")
+    instance_id = _number(entry, "instance id", identity, U64_MAX)
+    dp_rank = _number(entry, "dp_rank", rank, U32_MAX) if colon else 0
+    try:
+        check_endpoint(endpoint)
+    except BadRequest as error:
+        raise StartError(f"--workers entry {entry!r}: {error}") from None
+    return instance_id, dp_rank, endpoint
+
+
+def _number(entry: str, what: str, text: str, maximum: int) -> int:
+    try:
+        return parse_uint(text, maximum)
+    except ValueError as error:
+        raise StartError(f"--workers entry {entry!r}: bad {what}: {error}") from None

@@ -1,0 +1,62 @@
+"""Calls a handler so that every outcome is a response."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from kvd.errors import KvdError, UnsupportedMedia
+from kvd.http.errors import INTERNAL_ERROR, error_response, failure_response
+from kvd.http.types import Headers, Request, Response, Route
+
+log = logging.getLogger(__name__)
+
+PlainHandler = Callable[[Request], Response]
+
+_JSON = b"application/json"
+_METHODS_WITH_JSON = frozenset(("POST", "PUT", "PATCH"))
+
+
+def answer_now(route: Route, request: Request) -> Response:
+    """Returns the response of a plain handler, whatever it raises."""
+    try:
+        require_json(request)
+        return cast(PlainHandler, route.handler)(request)
+    except Exception as error:
+        return _response_to(error, request)
+
+
+async def answer(route: Route, request: Request) -> Response:
+    """Returns the response of any handler, whatever it raises."""
+    try:
+        require_json(request)
+        result = route.handler(request)
+        return result if isinstance(result, Response) else await result
+    except Exception as error:
+        return _response_to(error, request)
+
+
+def require_json(request: Request) -> None:
+    """Raises UnsupportedMedia if the request has a body that is not announced as JSON."""
+    if request.body and request.method in _METHODS_WITH_JSON and not _is_json(request.headers):
+        raise UnsupportedMedia("Expected request with `Content-Type: application/json`")
+
+
+def _is_json(headers: Headers) -> bool:
+    for name, value in headers:
+        if name == b"content-type":
+            return value == _JSON or _is_json_type(value)
+    return False
+
+
+def _is_json_type(value: bytes) -> bool:
+    essence = value.partition(b";")[0].strip().lower()
+    return essence == _JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
+
+
+def _response_to(error: Exception, request: Request) -> Response:
+    if isinstance(error, KvdError):
+        return failure_response(error)
+    log.error("handler failed method=%s path=%s", request.method, request.path, exc_info=error)
+    return error_response(500, INTERNAL_ERROR)

@@ -1,0 +1,130 @@
+"""Passes one request to an ASGI application and its response to the client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, MutableMapping
+from math import inf
+from typing import Any
+
+import trio
+
+from kvd.http.errors import INTERNAL_ERROR, Refusal
+from kvd.http.head import Head
+from kvd.http.transport import Transport
+from kvd.http.types import Headers
+from kvd.http.writer import ResponseWriter
+
+log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+# An application takes a Message, and callables that return and take one. Loosely typed, so that
+# applications written against Quart's, hypercorn's or our types all fit.
+AsgiApp = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
+
+
+class AsgiExchange:
+    """One request and response; the application has `handler_seconds` between its messages."""
+
+    def __init__(self, transport: Transport, head: Head, body: bytes) -> None:
+        self.writer = ResponseWriter(transport, head)
+        self._transport = transport
+        self._head = head
+        self._body: bytes | None = body
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+        self._lost: OSError | None = None
+
+    async def run(self, app: AsgiApp) -> None:
+        """Returns when the response is sent.
+
+        Raises:
+            Refusal: the application did not answer, or not in time.
+            OSError: the client is gone, or the response broke off in the middle.
+        """
+        request = self._request()
+        self._extend()
+        with self._scope:
+            try:
+                await app(request, self._receive, self._send)
+            except Exception:
+                log.exception("application failed path=%s", request["path"])
+        if self._lost is not None:
+            raise self._lost
+        if self._ended.is_set():
+            return
+        if self._scope.cancelled_caught:
+            self._transport.shared.stats.handler_timeouts += 1
+        if self.writer.status:
+            raise ConnectionAbortedError("the application broke off its response")
+        if self._scope.cancelled_caught:
+            raise Refusal(503, "the request took too long")
+        raise Refusal(500, INTERNAL_ERROR)
+
+    def _extend(self) -> None:
+        self._scope.deadline = trio.current_time() + self._transport.shared.limits.handler_seconds
+
+    def _request(self) -> Message:
+        head = self._head
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1" if head.http11 else "1.0",
+            "method": head.method,
+            "scheme": "http",
+            "path": head.decoded_path(),
+            "raw_path": head.path,
+            "query_string": head.query,
+            "root_path": "",
+            "headers": head.headers,
+            "client": self._transport.client(),
+            "server": None,
+            "state": {},
+            "extensions": {},
+        }
+
+    async def _receive(self) -> Message:
+        """The request at first; then, only once the response is sent, the disconnection.
+
+        Quart-trio cancels its request when it hears of a disconnection, also while it sends.
+        """
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._ended.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._ended.is_set():
+            raise RuntimeError("the response has ended")
+        if message["type"] == "http.response.start":
+            self._start(message)
+        elif message["type"] == "http.response.body":
+            await self._send_body(message)
+
+    def _start(self, message: Message) -> None:
+        content_type, length = b"", None
+        headers: Headers = []
+        for name, value in message["headers"]:
+            name = name.lower()
+            if name == b"content-type":
+                content_type = value
+            elif name == b"content-length":
+                length = int(value)
+            else:
+                headers.append((name, value))
+        self.writer.start(message["status"], content_type, headers, length)
+
+    async def _send_body(self, message: Message) -> None:
+        self._scope.deadline = inf  # the transport bounds a send
+        try:
+            await self.writer.write(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self.writer.end()
+                self._ended.set()
+        except OSError as error:
+            # An application could not tell this from a failure of its own: end it quietly.
+            self._lost = error
+            self._scope.cancel()
+        self._extend()
+        await trio.lowlevel.checkpoint()

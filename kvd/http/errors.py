@@ -1,0 +1,38 @@
+"""The one place where a failure becomes a response: always JSON, always `{"error": text}`."""
+
+from __future__ import annotations
+
+import json
+
+from kvd.errors import KvdError
+from kvd.http.types import Response
+
+INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback
+
+
+class Refusal(Exception):
+    """The server itself refuses a request and closes the connection; `str()` is for the client."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def error_body(text: str) -> bytes:
+    """Returns the body every failure of every face has."""
+    return json.dumps({"error": text}).encode()
+
+
+def error_response(status: int, text: str) -> Response:
+    """Returns a response with that body."""
+    return Response(status, error_body(text))
+
+
+def too_large(limit: int) -> Response:
+    """Returns the response to a body of more than `limit` bytes."""
+    return error_response(413, f"the body is longer than {limit} bytes")
+
+
+def failure_response(failure: KvdError) -> Response:
+    """Returns the response to an expected failure of a handler."""
+    return error_response(failure.status, str(failure))

@@ -1,0 +1,95 @@
+"""What an ASGI application needs around it: `observed` anywhere, `guarded` under hypercorn."""
+
+from __future__ import annotations
+
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import trio
+
+from kvd.http.asgi import AsgiApp, Message
+from kvd.http.errors import error_body
+from kvd.http.types import Observer
+
+
+def observed(app: AsgiApp, paths: frozenset[str], observe: Observer) -> AsgiApp:
+    """Returns `app` with `observe` told of every request to one of `paths`."""
+
+    async def observed_app(scope: Any, receive: Any, send: Any) -> None:
+        status = 503  # of a request that is cut off before it is answered
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        started = perf_counter()
+        try:
+            await app(scope, receive, noting_send)
+        finally:
+            if scope.get("path") in paths:
+                observe(scope["path"], scope["method"], status, perf_counter() - started)
+
+    return observed_app
+
+
+def guarded(app: AsgiApp, handler_seconds: float) -> AsgiApp:
+    """Returns `app` fit for hypercorn: bounded in time, and HTTP requests only."""
+
+    async def guarded_app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})  # hypercorn answers the handshake 403
+            return
+        await _Exchange(receive, send, handler_seconds).run(app, scope)
+
+    return guarded_app
+
+
+class _Exchange:
+    """One request; the application has `handler_seconds` between its messages."""
+
+    def __init__(self, receive: Any, send: Any, handler_seconds: float) -> None:
+        self._receive = receive
+        self._send = send
+        self._handler_seconds = handler_seconds
+        self._scope = trio.CancelScope()
+        self._started = False
+        self._ended = trio.Event()
+
+    async def run(self, app: AsgiApp, scope: Message) -> None:
+        self._scope.deadline = trio.current_time() + self._handler_seconds
+        with self._scope:
+            await app(scope, self.receive, self.send)
+        if self._scope.cancelled_caught and not self._started:
+            await self._send_timeout()
+
+    async def receive(self) -> Message:
+        """Withholds the disconnection until the response is sent.
+
+        Quart-trio cancels its request when it hears of one, and with it the end of hypercorn's
+        last send, which restarts the keep-alive timer.
+        """
+        message: Message = await self._receive()
+        if message["type"] == "http.disconnect":
+            await self._ended.wait()
+        return message
+
+    async def send(self, message: Message) -> None:
+        self._started = True
+        self._scope.deadline = inf  # the connection bounds a send
+        await self._send(message)
+        self._scope.deadline = trio.current_time() + self._handler_seconds
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._ended.set()
+
+    async def _send_timeout(self) -> None:
+        body = error_body("the request took too long")
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        await self._send({"type": "http.response.start", "status": 503, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})

@@ -1,0 +1,66 @@
+"""The bounds of an HTTP listener, and the plain counters that tell when one was reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A deadline is noticed by the next sweep, so at most this much late.
+MAX_TICK_SECONDS = 0.5
+MIN_TICK_SECONDS = 0.0025
+TICKS_PER_DEADLINE = 4  # a deadline is missed by a quarter of its own length at most
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What one listener grants its clients; the body limit is the route's own."""
+
+    head_bytes: int = 16 * 1024  # nginx grants 8 KiB a line, h11 16 KiB in all
+    headers: int = 100  # Apache's default; proxies and tracers add a dozen
+    url_bytes: int = 8 * 1024  # the least RFC 9110 §4.1 asks for
+    connections: int = 1024  # well inside LimitNOFILE=65536, room for as many again in a restart
+    bodies_bytes: int = 512 * 1024 * 1024  # being received at once: 64 of the longest queries
+    head_seconds: float = 5.0  # from the first byte (or the connect) to the end of the head
+    body_seconds: float = 10.0  # 8 MiB at 7 Mbit/s; a body comes from the same data centre
+    handler_seconds: float = 30.0  # asynchronous handlers: to the first byte, then between chunks
+    send_seconds: float = 5.0  # without one byte of progress; as much buffers a client's pause
+    idle_seconds: float = 75.0  # nginx's keep-alive; above the 60 s of common client pools
+    linger_seconds: float = 2.0  # to read away what a refused client is still sending
+    graceful_seconds: float = 10.0  # systemd's TimeoutStopSec is 20
+
+    def tick_seconds(self) -> float:
+        """Returns the seconds between two sweeps over the deadlines."""
+        shortest = min(
+            self.head_seconds,
+            self.body_seconds,
+            self.send_seconds,
+            self.idle_seconds,
+            self.linger_seconds,
+        )
+        return min(MAX_TICK_SECONDS, max(MIN_TICK_SECONDS, shortest / TICKS_PER_DEADLINE))
+
+
+@dataclass(slots=True)
+class HttpStats:
+    """What happened on one listener since its start; `connections_open` is the only gauge."""
+
+    connections_open: int = 0
+    connections_total: int = 0
+    connections_refused: int = 0  # over `HttpLimits.connections`: answered 503
+    accept_pauses: int = 0  # the process had no descriptor or memory for another connection
+    requests: int = 0  # heads understood
+    requests_app: int = 0  # of these, passed to the ASGI application
+    malformed: int = 0  # 400 by the server itself: not HTTP, or HTTP it refuses
+    too_large: int = 0  # 413
+    bodies_refused: int = 0  # over `HttpLimits.bodies_bytes`: answered 503
+    head_too_large: int = 0  # 414 and 431
+    expectation_failed: int = 0  # 417
+    head_timeouts: int = 0
+    body_timeouts: int = 0
+    handler_timeouts: int = 0
+    send_timeouts: int = 0
+    idle_timeouts: int = 0
+    linger_timeouts: int = 0
+    client_gone: int = 0  # reset or closed while a request or response was under way
+    cut_at_stop: int = 0  # connections still busy when the graceful deadline passed
+    handler_bugs: int = 0  # exceptions no handler should raise: answered 500
+    bugs: int = 0  # exceptions in the server's own code

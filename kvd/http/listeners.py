@@ -1,0 +1,109 @@
+"""Opens the listening sockets a bind address names."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+
+import trio
+
+BACKLOG = 1024  # a fleet reconnecting at once; the kernel caps it at net.core.somaxconn
+UNIX_MODE = 0o660  # the socket's owner and group: a group is how a sidecar is let in
+
+_UNIX_PREFIX = "unix:"
+
+_Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # as getaddrinfo's
+
+
+async def open_listeners(bind: str) -> list[socket.socket]:
+    """Returns non-blocking listening sockets for `host:port`, `[v6]:port` or `unix:/path`.
+
+    Port 0 takes any free port. A host name opens every address it resolves to.
+
+    Raises:
+        ValueError: `bind` has none of these forms.
+        OSError: the address cannot be listened on; the text names it and the reason.
+    """
+    if bind.startswith(_UNIX_PREFIX):
+        return [_open_unix(bind.removeprefix(_UNIX_PREFIX))]
+    host, port = split_host_port(bind)
+    try:
+        found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _explained(error, bind) from None
+    with contextlib.ExitStack() as opened:
+        listeners = [
+            opened.enter_context(_open_tcp(family, address, bind))
+            for family, address in sorted({(family, address) for family, *_, address in found})
+        ]
+        opened.pop_all()
+    return listeners
+
+
+def split_host_port(bind: str) -> tuple[str, int]:
+    """Returns host and port of `host:port` or `[v6]:port`; raises ValueError."""
+    host, separator, port = bind.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not separator or not host or (":" in host and not bracketed):
+        raise ValueError(f"bind address {bind!r}: expected host:port, [v6]:port or unix:/path")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"bind address {bind!r}: the port must be a number up to 65535")
+    return host[1:-1] if bracketed else host, int(port)
+
+
+def _open_tcp(family: int, address: _Address, bind: str) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
+        sock.bind(address)
+        return _listening(sock)
+    except OSError as error:
+        sock.close()
+        raise _explained(error, bind) from None
+
+
+def _open_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        sock.bind(path)
+        os.chmod(path, UNIX_MODE)  # before listen(), so nobody connects with the umask's mode
+        return _listening(sock)
+    except OSError as error:
+        sock.close()
+        raise _explained(error, _UNIX_PREFIX + path) from None
+
+
+def _listening(sock: socket.socket) -> socket.socket:
+    sock.listen(BACKLOG)
+    sock.setblocking(False)
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Removes the socket file a dead process left behind, and nothing else."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return  # bind() will say that the address is in use
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return  # somebody listens, and is busy
+        except ConnectionRefusedError:
+            Path(path).unlink()
+
+
+def _explained(error: OSError, bind: str) -> OSError:
+    return OSError(
+        error.errno or errno.EINVAL, f"cannot listen on {bind}: {error.strerror or error}"
+    )

@@ -1,0 +1,115 @@
+"""What the plain and the TLS listener have in common: accepting, a bound, a graceful end."""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import trio
+
+from kvd.http.accept import accept_connections
+from kvd.http.limits import HttpLimits, HttpStats
+
+
+class ClientConnection(Protocol):
+    """One accepted connection."""
+
+    async def run(self) -> None:
+        """Serves it to its end and closes it; raises nothing but cancellation."""
+
+    def close_if_idle(self) -> None:
+        """Ends it if it is between requests."""
+
+
+C = TypeVar("C", bound=ClientConnection)
+
+
+class Server(ABC, Generic[C]):
+    """Runs a task per connection; `stats` counts what happens."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.stats = HttpStats()
+        self.limits = limits
+        self._running: set[C] = set()
+
+    async def serve(
+        self,
+        listeners: Sequence[socket.socket],
+        stop: trio.Event,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serves until `stop` is set and every connection has ended; closes the listeners.
+
+        After `stop` no connection is accepted, idle ones end at once and busy ones after their
+        response. What is left `graceful_seconds` later is cut off.
+        """
+        try:
+            async with trio.open_nursery() as watching:
+                watching.start_soon(self._watch)
+                async with trio.open_nursery() as serving:
+                    async with trio.open_nursery() as accepting:
+                        for listener in listeners:
+                            accepting.start_soon(self._accept, listener, serving)
+                        task_status.started()
+                        await stop.wait()
+                        accepting.cancel_scope.cancel()
+                    _close_all(listeners)
+                    await self._drain()
+                    watching.start_soon(self._cut_off, serving.cancel_scope)
+                watching.cancel_scope.cancel()
+        finally:
+            _close_all(listeners)
+
+    @abstractmethod
+    def _connect(self, sock: socket.socket) -> C:
+        """Returns the connection that serves `sock`."""
+
+    @abstractmethod
+    def _turn_away(self, sock: socket.socket) -> None:
+        """Closes a connection over the bound, without waiting."""
+
+    @abstractmethod
+    async def _watch(self) -> None:
+        """Runs beside the connections, until it is cancelled."""
+
+    async def _drain(self) -> None:
+        """Ends idle connections at once and the others after their response."""
+        for connection in self._running:
+            connection.close_if_idle()
+
+    async def _accept(self, listener: socket.socket, serving: trio.Nursery) -> None:
+        await accept_connections(listener, self.stats, partial(self._admit, serving))
+
+    def _admit(self, serving: trio.Nursery, sock: socket.socket) -> None:
+        self.stats.connections_total += 1
+        if len(self._running) >= self.limits.connections:
+            self.stats.connections_refused += 1
+            self._turn_away(sock)
+            return
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = self._connect(sock)
+        self._running.add(connection)
+        self.stats.connections_open += 1
+        serving.start_soon(self._run, connection)
+
+    async def _run(self, connection: C) -> None:
+        try:
+            await connection.run()
+        finally:
+            self._running.remove(connection)
+            self.stats.connections_open -= 1
+
+    async def _cut_off(self, serving: trio.CancelScope) -> None:
+        await trio.sleep(self.limits.graceful_seconds)
+        self.stats.cut_at_stop += len(self._running)
+        serving.cancel()
+
+
+def _close_all(listeners: Sequence[socket.socket]) -> None:
+    for listener in listeners:
+        listener.close()

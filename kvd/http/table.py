@@ -1,0 +1,27 @@
+"""Finds the route of a request without the application's router."""
+
+from __future__ import annotations
+
+from kvd.http.types import Route
+
+
+class RouteTable:
+    """The routes of one face by method and raw path."""
+
+    def __init__(self, routes: tuple[Route, ...]) -> None:
+        self._routes: dict[tuple[str, bytes], Route] = {}
+        self.paths = frozenset(route.path for route in routes)
+        for route in routes:
+            self._add(route, route.method)
+            if route.method == "GET":
+                self._add(route, "HEAD")
+
+    def _add(self, route: Route, method: str) -> None:
+        key = method, route.path.encode()
+        if key in self._routes:
+            raise ValueError(f"two routes for {method} {route.path}")
+        self._routes[key] = route
+
+    def find(self, method: str, path: bytes) -> Route | None:
+        """Returns the route whose path is spelled exactly like this."""
+        return self._routes.get((method, path))

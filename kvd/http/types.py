@@ -1,0 +1,65 @@
+"""What faces and servers exchange: a request, a response, a route.
+
+A face is a tuple of routes. The front serves the hot ones directly and the Quart application
+serves all of them; both call the same handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+Headers = list[tuple[bytes, bytes]]
+
+DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework grants by default
+
+
+@dataclass(slots=True)
+class Request:
+    """One HTTP request, its body read whole.
+
+    `path` is the decoded path without the query string; header names are lower case.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+
+
+@dataclass(slots=True)
+class Response:
+    """One HTTP response; an iterator as `body` is streamed in chunks of its own choosing.
+
+    No `content-type` header is sent for an empty `content_type`. `headers` are further ones, with
+    lower-case names.
+    """
+
+    status: int
+    body: bytes | AsyncIterator[bytes]
+    content_type: bytes = b"application/json"
+    headers: Headers = field(default_factory=list)
+
+
+Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Binds a method and an exact path to a handler.
+
+    `hot` routes have a plain function as handler and bypass the Quart application on the plain
+    port. `body_limit` is in bytes; a longer body is answered 413 before the handler is called.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    hot: bool = False
+    body_limit: int = DEFAULT_BODY_LIMIT
+
+
+# Told of every request to a path that some route has, whatever its outcome: path, method, status,
+# seconds from the whole request to the response being handed to the kernel or the first chunk.
+Observer = Callable[[str, str, int, float], None]

@@ -1,0 +1,186 @@
+"""The settings of the daemon, one row each: its name, how its text is read, its default.
+
+`--indexer-bind` of the command line is `KVD_INDEXER_BIND` in the environment and `indexer_bind`
+in code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvd.http.limits import HttpLimits
+from kvd.logs import LEVELS
+from kvd.model import DEFAULT_TENANT
+
+ENV_PREFIX = "KVD_"
+
+U16_MAX = 2**16 - 1
+U32_MAX = 2**32 - 1
+U64_MAX = 2**64 - 1
+U64_DIGITS = 20  # more digits are refused unread: int() of a long text is slow
+
+
+@dataclass(frozen=True, slots=True)
+class TcpBind:
+    """A listening TCP address; port 0 lets the system choose one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixBind:
+    """A listening unix-domain socket."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+Bind = TcpBind | UnixBind
+
+DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)  # the port of the original, on loopback only
+
+
+def parse_bind(text: str) -> Bind:
+    """Reads `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`; ValueError says what is wrong."""
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path or "\0" in path:
+            raise ValueError("the path of the unix socket is missing")
+        return UnixBind(path)
+    return parse_tcp_bind(text)
+
+
+def parse_tcp_bind(text: str) -> TcpBind:
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError("an IPv6 address needs brackets: [::1]:8090")
+    if not colon or not host:
+        raise ValueError("expected HOST:PORT or unix:PATH")
+    return TcpBind(host, parse_port(port))
+
+
+def parse_uint(text: str, maximum: int) -> int:
+    """Reads plain decimal digits, 0 to `maximum`; no sign, blank or underscore."""
+    if not (text.isascii() and text.isdigit() and len(text) <= U64_DIGITS) or int(text) > maximum:
+        raise ValueError(f"expected a whole number from 0 to {maximum}")
+    return int(text)
+
+
+def parse_port(text: str) -> int:
+    return parse_uint(text, U16_MAX)
+
+
+def parse_u32(text: str) -> int:
+    return parse_uint(text, U32_MAX)
+
+
+def parse_positive(text: str) -> int:
+    if (number := parse_u32(text)) == 0:
+        raise ValueError("expected a number greater than 0")
+    return number
+
+
+def parse_seconds(text: str) -> float:
+    """Reads a duration in seconds, from a millisecond to a day."""
+    seconds = float(text)
+    if not 0.001 <= seconds <= 86400:
+        raise ValueError("expected seconds, from 0.001 to 86400")
+    return seconds
+
+
+def parse_level(text: str) -> str:
+    if text.lower() not in LEVELS:
+        raise ValueError(f"expected one of {', '.join(LEVELS)}")
+    return text.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table: how a text becomes a value, and what holds when nobody says."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: object
+    metavar: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+HTTP_DEFAULTS = HttpLimits()
+
+WORKER_SETTINGS = (
+    Setting("block_size", parse_u32, None, "TOKENS", "block size of the workers given here"),
+    Setting("model_name", str, "default", "NAME", "model of the workers given here"),
+    Setting("tenant_id", str, DEFAULT_TENANT, "NAME", "tenant of the workers given here"),
+    Setting("workers", str, None, "ID[:RANK]=ENDPOINT,...", "engines to listen to from the start"),
+)
+
+DAEMON_SETTINGS = (
+    Setting(
+        "indexer_bind",
+        parse_bind,
+        DEFAULT_INDEXER_BIND,
+        "HOST:PORT|unix:PATH",
+        "where the KV indexer listens",
+    ),
+    Setting("indexer_tls_bind", parse_tcp_bind, None, "HOST:PORT", "where it listens with TLS"),
+    Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain for TLS"),
+    Setting("tls_keyfile", Path, None, "FILE", "PEM private key for TLS"),
+    Setting(
+        "http_connections",
+        parse_positive,
+        HTTP_DEFAULTS.connections,
+        "N",
+        "HTTP connections per listener",
+    ),
+    Setting(
+        "http_idle_s",
+        parse_seconds,
+        HTTP_DEFAULTS.idle_seconds,
+        "SECONDS",
+        "idle HTTP connections close after",
+    ),
+    Setting(
+        "http_graceful_s",
+        parse_seconds,
+        HTTP_DEFAULTS.graceful_seconds,
+        "SECONDS",
+        "time that open requests get at shutdown",
+    ),
+    Setting("engine_heartbeat_s", parse_seconds, 5.0, "SECONDS", "ping each engine every"),
+    Setting(
+        "engine_heartbeat_timeout_s",
+        parse_seconds,
+        15.0,
+        "SECONDS",
+        "a silent engine is lost after",
+    ),
+    Setting(
+        "engine_queue_messages",
+        parse_u32,
+        100_000,  # ZMQ's 1,000 lost 93,500 of a burst of 100,001, this none
+        "N",
+        "batches queued per engine before ZMQ drops; 0 is unbounded",
+    ),
+    Setting("log_level", parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}"),
+)
+
+SETTINGS = WORKER_SETTINGS + DAEMON_SETTINGS

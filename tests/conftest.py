@@ -1,0 +1,84 @@
+"""Fixtures that several test modules share: free ports, a running kvd, a live peer.
+
+A test marked `peer` compares with a live Dynamo. It needs KVD_PEER_PYTHON, an interpreter that has
+`dynamo.indexer`; without it the test is skipped, and the end of the run says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import Server, clean_environment, find_free_port
+
+PEER_VARIABLE = "KVD_PEER_PYTHON"
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """A function that returns a loopback TCP port nobody listened on a moment ago."""
+    return find_free_port
+
+
+@pytest.fixture
+def kvd_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """A function that starts `kvd indexer` with further flags (and `environ`) and waits for it.
+
+    Each one must end with exit code 0 on SIGTERM when the test is over, unless the test ended it.
+    """
+    servers: list[Server] = []
+
+    def start(*flags: str, environ: dict[str, str] | None = None) -> Server:
+        port = find_free_port()
+        command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), *flags]
+        servers.append(Server(command, tmp_path, port, clean_environment(**environ or {})))
+        servers[-1].wait_healthy()
+        return servers[-1]
+
+    yield start
+    ended_here = [server for server in servers if server.process.poll() is None]
+    codes = [server.stop() for server in servers]
+    for server, code in zip(servers, codes, strict=True):
+        if server in ended_here:
+            assert code == 0, f"exit code {code} on SIGTERM:\n{server.stderr}"
+
+
+@pytest.fixture
+def peer_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """A function that starts Dynamo's own indexer with further flags and waits for it."""
+    servers: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        port = find_free_port()
+        command = [os.environ[PEER_VARIABLE], "-m", "dynamo.indexer", "--port", str(port), *flags]
+        servers.append(Server(command, tmp_path, port, clean_environment()))
+        servers[-1].wait_healthy()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop(signal.SIGKILL)  # it has no handler for any other
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get(PEER_VARIABLE):
+        for item in items:
+            if item.get_closest_marker("peer"):
+                item.add_marker(pytest.mark.skip(reason=f"{PEER_VARIABLE} is not set"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reason = f"{PEER_VARIABLE} is not set"
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", ())
+        if reason in str(report.longrepr)
+    ]
+    if skipped:
+        terminalreporter.write_line(
+            f"NOT COMPARED WITH A LIVE PEER: {len(skipped)} tests skipped, {reason}.", yellow=True
+        )

@@ -1,0 +1,252 @@
+"""A front on loopback for the tests, and a client that sends bytes and understands replies."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from kvd.errors import NotFound
+from kvd.http.app import build_app
+from kvd.http.front import Front
+from kvd.http.limits import HttpLimits
+from kvd.http.listeners import open_listeners
+from kvd.http.types import Request, Response, Route
+
+QUICK = HttpLimits(
+    head_seconds=0.15,
+    body_seconds=0.15,
+    handler_seconds=0.15,
+    send_seconds=0.15,
+    idle_seconds=0.3,
+    linger_seconds=0.15,
+    graceful_seconds=0.4,
+)
+PATIENT = HttpLimits(linger_seconds=0.1, graceful_seconds=0.5)
+TEST_SECONDS = 10  # for any one of these tests, most of which take milliseconds
+BIG = b"x" * (16 * 1024 * 1024)  # more than loopback buffers hold
+
+
+def echo(request: Request) -> Response:
+    """Answers with what it was sent."""
+    return Response(200, request.body, b"application/octet-stream")
+
+
+def describe(request: Request) -> Response:
+    """Answers with what a handler learns of a request, but for its headers."""
+    text = f"{request.method} {request.path} {request.query!r} {len(request.body)}"
+    return Response(200, text.encode(), b"text/plain", [(b"x-kvd", b"1")])
+
+
+def health(request: Request) -> Response:
+    return Response(200, b"", b"")
+
+
+def missing(request: Request) -> Response:
+    raise NotFound("no indexer for model=m")
+
+
+def buggy(request: Request) -> Response:
+    raise RuntimeError("secret")
+
+
+def big(request: Request) -> Response:
+    return Response(200, BIG, b"text/plain")
+
+
+def counted(request: Request) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(3):
+            await trio.lowlevel.checkpoint()
+            yield b"%d" % number
+
+    return Response(200, pieces(), b"text/plain")
+
+
+def broken_off(request: Request) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"begun"
+        raise RuntimeError("secret")
+
+    return Response(200, pieces(), b"text/plain")
+
+
+async def slow(request: Request) -> Response:
+    """Takes as many milliseconds as the query says."""
+    await trio.sleep(int(request.query) / 1000)
+    return Response(200, b"late", b"text/plain")
+
+
+def both(method: str, path: str, handler: object, limit: int = 2 * 1024 * 1024) -> list[Route]:
+    """Returns a hot route, and a cold one under /app."""
+    return [
+        Route(method, path, handler, hot=True, body_limit=limit),  # type: ignore[arg-type]
+        Route(method, "/app" + path, handler, body_limit=limit),  # type: ignore[arg-type]
+    ]
+
+
+ECHO_LIMIT = 1000
+QUERY_LIMIT = 8 * 1024 * 1024
+ROUTES: tuple[Route, ...] = (
+    *both("POST", "/echo", echo, ECHO_LIMIT),
+    *both("POST", "/query", describe, QUERY_LIMIT),
+    *both("GET", "/describe", describe),
+    *both("GET", "/health", health),
+    *both("GET", "/missing", missing),
+    *both("GET", "/bug", buggy),
+    *both("GET", "/big", big),
+    *both("GET", "/counted", counted),
+    *both("GET", "/broken", broken_off),
+    Route("GET", "/slow", slow),
+)
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    def persists(self) -> bool:
+        return self.headers.get("connection") != "close"
+
+
+class Client:
+    """One connection; `read` calls raise trio.EndOfChannel where a reply ends too early."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+        self._buffer = b""
+
+    async def send(self, data: bytes) -> None:
+        await self.stream.send_all(data)
+
+    async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Reply:
+        """Sends a request and returns the reply; `content_type` etc. are its headers."""
+        lines = [f"{method} {path} HTTP/1.1", "host: kvd"]
+        if body or method == "POST":
+            headers = {"content_type": "application/json", **headers}
+            lines.append(f"content-length: {len(body)}")
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        await self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        return await self.read_reply(bodiless=method == "HEAD")
+
+    async def read_reply(self, bodiless: bool = False) -> Reply:
+        head = (await self._read_until(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head.split("\r\n")
+        reply = Reply(int(first.split(" ")[1]), dict(line.split(": ", 1) for line in lines))
+        if not bodiless and reply.status >= 200:
+            reply.body = await self._read_body(reply.headers)
+        return reply
+
+    async def _read_body(self, headers: dict[str, str]) -> bytes:
+        if headers.get("transfer-encoding") != "chunked":
+            if "content-length" not in headers:
+                return await self.read_to_end()
+            return await self._read(int(headers["content-length"]))
+        body = b""
+        while size := int(await self._read_until(b"\r\n"), 16):
+            body += await self._read(size)
+            assert await self._read(2) == b"\r\n"
+        assert await self._read(2) == b"\r\n"
+        return body
+
+    async def read_to_end(self) -> bytes:
+        """Returns everything up to the end of the connection, which may be a reset."""
+        try:
+            while data := await self.stream.receive_some():
+                self._buffer += data
+        except trio.BrokenResourceError:
+            pass
+        rest, self._buffer = self._buffer, b""
+        return rest
+
+    async def _read_until(self, end: bytes) -> bytes:
+        while end not in self._buffer:
+            await self._fill()
+        data, _, self._buffer = self._buffer.partition(end)
+        return data
+
+    async def _read(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            await self._fill()
+        data, self._buffer = self._buffer[:size], self._buffer[size:]
+        return data
+
+    async def _fill(self) -> None:
+        data = await self.stream.receive_some()
+        if not data:
+            raise trio.EndOfChannel(f"reply ends after {self._buffer!r}")
+        self._buffer += data
+
+    def reset(self) -> None:
+        """Closes so that the server sees a reset."""
+        self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.stream.socket.close()
+
+
+@dataclass
+class Running:
+    """A front that serves."""
+
+    front: Front
+    address: tuple[str, int]
+    stop: trio.Event
+    ended: trio.Event
+    observed: list[tuple[str, str, int]]
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        stream = await trio.open_tcp_stream(*self.address)
+        async with stream:
+            yield Client(stream)
+
+    async def until(self, **counters: int) -> None:
+        """Waits until each of the front's counters has this value, at least."""
+        for name, value in counters.items():
+            while getattr(self.front.stats, name) < value:
+                await trio.sleep(0.002)
+
+    async def until_empty(self) -> None:
+        """Waits until no connection is open."""
+        while self.front.stats.connections_open:
+            await trio.sleep(0.002)
+
+
+@asynccontextmanager
+async def serving(
+    limits: HttpLimits = PATIENT, routes: tuple[Route, ...] = ROUTES, **changes: float
+) -> AsyncIterator[Running]:
+    """Runs a front on a free port; `changes` are limits that differ."""
+    limits = replace(limits, **changes)  # type: ignore[arg-type]
+    listeners = await open_listeners("127.0.0.1:0")
+    observed: list[tuple[str, str, int]] = []
+
+    def observe(path: str, method: str, status: int, seconds: float) -> None:
+        assert seconds >= 0
+        observed.append((method, path, status))
+
+    front = Front(routes, build_app(routes, limits, observe), limits, observe)
+    running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event(), observed)
+
+    async def serve(task_status: trio.TaskStatus[None]) -> None:
+        await front.serve(listeners, running.stop, task_status=task_status)
+        running.ended.set()
+
+    with trio.fail_after(TEST_SECONDS):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve)
+            yield running
+            running.stop.set()
+            await running.ended.wait()
+    assert front.stats.bugs == 0
+    assert front.stats.connections_open == 0
+
+
+def open_descriptors() -> int:
+    """Returns how many file descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))

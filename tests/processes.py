@@ -1,0 +1,88 @@
+"""Servers run as processes of their own: started, waited for, stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+START_DEADLINE_S = 20.0  # imports take 0.6 s alone; the rest is for a machine that is busy
+STOP_DEADLINE_S = 10.0
+POLL_S = 0.01
+
+
+class Server:
+    """A server process under test, its standard output and error in files."""
+
+    def __init__(self, command: list[str], folder: Path, port: int, environ: dict[str, str]):
+        self.port = port
+        self.base_url = f"http://127.0.0.1:{port}"
+        self._output = folder / f"{port}.stdout"
+        self._errors = folder / f"{port}.stderr"
+        with self._output.open("wb") as output, self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environ, stdout=output, stderr=errors
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._errors.read_text()
+
+    def wait_healthy(self) -> None:
+        self.wait_until(self._is_healthy, "answering /health")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits for `condition`; fails the test when the process ends or the deadline passes."""
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not condition():
+            if self.process.poll() is not None:
+                pytest.fail(f"exited with {self.process.returncode} before {what}:\n{self.stderr}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"not {what} after {START_DEADLINE_S} s:\n{self.stderr}")
+            time.sleep(POLL_S)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.base_url}/health", trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signals the process if it is still there, and returns its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            pytest.fail(f"still there {STOP_DEADLINE_S} s after {number.name}:\n{self.stderr}")
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """Returns this environment without what would configure the daemon, and with `extra`."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVD_", "DYN_")) and name != "NOTIFY_SOCKET"
+    }
+    return inherited | extra
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,154 @@
+"""The command line as an operator meets it: exit codes, one clear line, signals."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import httpx
+import pytest
+from processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment
+
+from kvd._version import VERSION
+from kvd.cli import build_parser, indexer_settings, main, serve_settings
+from kvd.settings import SETTINGS, TcpBind
+
+ENDPOINT = "tcp://127.0.0.1:5557"
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs kvd as a process of its own, for command lines that end by themselves."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvd", *arguments],
+        cwd=REPOSITORY,
+        env=clean_environment(**environ),
+        capture_output=True,
+        text=True,
+        timeout=STOP_DEADLINE_S,
+        check=False,
+    )
+
+
+def given(*arguments: str) -> dict[str, object]:
+    """Returns what a command line says, by setting."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    settings: dict[str, object] = args.given(parser, args)
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def test_version_and_help_answer_and_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in [
+        (["--version"], f"kvd {VERSION}\n"),
+        (["--help"], "serve"),
+        (["serve", "--help"], "--indexer-bind"),
+        (["indexer", "--help"], "--workers"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["indexer", "--bogus"],
+        ["indexer", "--port", "x"],
+        ["indexer", "--port", "65536"],
+        ["indexer", "--port", "-1"],
+        ["indexer", "--threads", "four"],
+        ["indexer", "--block-size", "4294967296"],
+        ["indexer", "--work", "1=tcp://127.0.0.1:1"],
+        ["indexer", "--tenant-id", "a", "--routing-group", "b"],
+        ["serve", "--indexer-bind", "8090"],
+        ["serve", "--log-level", "loud"],
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert re.search(r"^kvd.*: error: \S", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["indexer", "--port", "65536"])
+    assert "argument --port: '65536': expected a whole number from 0 to 65535" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--block-size", "4", "--workers", "1"], "id[:rank]=endpoint"),
+        (["--block-size", "4", "--workers", "x=tcp://127.0.0.1:1"], "bad instance id"),
+        (["--block-size", "4", "--workers", "1:y=tcp://127.0.0.1:1"], "bad dp_rank"),
+        (["--block-size", "4", "--workers", "1=foo"], "invalid ZMQ endpoint `foo`"),
+        (["--block-size", "4", "--workers", "1=tcp://h:1,1=tcp://h:2"], "twice"),
+        (["--workers", f"1={ENDPOINT}"], "--block-size"),
+        (["--workers", ""], "--block-size"),
+    ],
+)
+def test_a_start_error_is_one_line_and_ends_with_1(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["indexer", *flags]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.startswith("kvd: ")
+    assert error.count("\n") == 1
+
+
+def test_the_documented_flags_mean_what_they_say() -> None:
+    assert given("indexer") == {}
+    assert given("indexer", "--port", "8091", "--threads", "4") == {
+        "indexer_bind": TcpBind("127.0.0.1", 8091)
+    }
+    assert given("indexer", "--host", "::1") == {"indexer_bind": TcpBind("::1", 8090)}
+    assert given("indexer", "--routing-group", "a", "--tenant-id", "a") == {"tenant_id": "a"}
+    assert given("indexer", "--routing-group", "a") == {"tenant_id": "a"}
+
+
+def test_every_setting_is_a_flag_of_serve() -> None:
+    parser = build_parser()
+    settings = serve_settings(parser, parser.parse_args(["serve"]))
+    assert settings == {setting.name: None for setting in SETTINGS}
+    assert given("serve", "--indexer-bind", "[::1]:1") == {"indexer_bind": TcpBind("::1", 1)}
+    assert indexer_settings(parser, parser.parse_args(["indexer"])).keys() <= settings.keys()
+
+
+def test_a_port_in_use_is_a_start_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run("indexer", "--port", str(port))
+    assert ended.returncode == 1
+    assert f"127.0.0.1:{port}" in ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_workers_of_the_command_line_are_registered(
+    kvd_process: Callable[..., Server],
+) -> None:
+    flags = ("--block-size", "16", "--model-name", "m", "--workers", f"1={ENDPOINT},1:1={ENDPOINT}")
+    server = kvd_process(*flags, "--threads", "4")
+    (worker,) = httpx.get(f"{server.base_url}/workers", trust_env=False).json()
+    assert worker["instance_id"] == 1
+    assert worker["endpoints"] == {"0": ENDPOINT, "1": ENDPOINT}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_both_signals_end_it_well(
+    number: signal.Signals, kvd_process: Callable[..., Server]
+) -> None:
+    assert kvd_process().stop(number) == 0

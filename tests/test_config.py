@@ -1,0 +1,180 @@
+"""Settings: precedence, the --workers grammar, and one clear line for everything refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.config import StartError, StaticWorker, TlsListener, load
+from kvd.model import PartitionKey, RankKey
+from kvd.settings import (
+    DEFAULT_INDEXER_BIND,
+    SETTINGS,
+    Setting,
+    TcpBind,
+    UnixBind,
+    parse_bind,
+    parse_uint,
+)
+
+ENDPOINT = "tcp://127.0.0.1:5557"
+
+
+def workers(text: str, **given: object) -> list[tuple[int, int, str]]:
+    config = load({"workers": text, "block_size": 16, **given}, {})
+    return [(one.key.instance_id, one.key.dp_rank, one.endpoint) for one in config.workers]
+
+
+def test_defaults_are_local_and_quiet() -> None:
+    config = load({}, {})
+    assert config.indexer_bind == TcpBind("127.0.0.1", 8090)
+    assert config.indexer_tls is None
+    assert config.workers == ()
+    assert config.log_level == "info"
+    assert not config.demo
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_default() -> None:
+    environ = {
+        "KVD_LOG_LEVEL": "error",
+        "KVD_INDEXER_BIND": "0.0.0.0:9000",
+        "KVD_HTTP_GRACEFUL_S": "",
+    }
+    config = load({"log_level": "debug", "indexer_bind": None}, environ)
+    assert config.log_level == "debug"
+    assert config.indexer_bind == TcpBind("0.0.0.0", 9000)
+    assert config.http == load({}, {}).http
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_default_is_what_its_own_parser_could_give(setting: Setting) -> None:
+    if setting.default is not None:
+        assert setting.parse(str(setting.default)) == setting.default
+
+
+def test_nothing_in_a_config_can_be_changed() -> None:
+    config = load({}, {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.log_level = "debug"  # type: ignore[misc]
+    assert not hasattr(config, "__dict__")
+
+
+@pytest.mark.parametrize(
+    ("text", "bind"),
+    [
+        ("127.0.0.1:8090", TcpBind("127.0.0.1", 8090)),
+        ("localhost:0", TcpBind("localhost", 0)),
+        ("[::1]:65535", TcpBind("::1", 65535)),
+        ("unix:/run/kvd.sock", UnixBind("/run/kvd.sock")),
+    ],
+)
+def test_binds_are_read_and_written_alike(text: str, bind: TcpBind | UnixBind) -> None:
+    assert parse_bind(text) == bind
+    assert str(bind) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8090", ":8090", "host:", "host:65536", "host:-1", "::1:80", "unix:", "a:b:1"]
+)
+def test_bad_binds_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_bind(text)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_number_in_range_or_refused(text: str) -> None:
+    try:
+        number = parse_uint(text, 2**64 - 1)
+    except ValueError:
+        return
+    assert 0 <= number < 2**64
+    assert text.lstrip("0") in (str(number), "")
+
+
+def test_workers_are_split_as_documented() -> None:
+    assert workers(f"1={ENDPOINT}, 2:1 = {ENDPOINT} ,,") == [(1, 0, ENDPOINT), (2, 1, ENDPOINT)]
+    assert workers("") == []
+    assert workers(f"18446744073709551615:4294967295={ENDPOINT}") == [
+        (2**64 - 1, 2**32 - 1, ENDPOINT)
+    ]
+
+
+def test_workers_carry_what_a_registration_needs() -> None:
+    given = {"workers": f"7={ENDPOINT}", "block_size": 64, "model_name": "m", "tenant_id": "t"}
+    key = RankKey(PartitionKey("m", "t"), 7, 0)
+    assert load(given, {}).workers == (StaticWorker(key, ENDPOINT, 64),)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("1", "not of the form"),
+        ("x=tcp://127.0.0.1:1", "bad instance id"),
+        ("=tcp://127.0.0.1:1", "bad instance id"),
+        ("-1=tcp://127.0.0.1:1", "bad instance id"),
+        ("18446744073709551616=tcp://127.0.0.1:1", "bad instance id"),
+        ("1:=tcp://127.0.0.1:1", "bad dp_rank"),
+        ("1:4294967296=tcp://127.0.0.1:1", "bad dp_rank"),
+        ("1=", "missing scheme"),
+        ("1=foo", "missing scheme"),
+        ("1=http://127.0.0.1:1", "unsupported scheme"),
+        ("1=tcp://127.0.0.1", "missing TCP port"),
+        ("1=tcp://127.0.0.1:1,1:0=tcp://127.0.0.1:2", "twice"),
+    ],
+)
+def test_bad_workers_are_refused_with_their_reason(text: str, complaint: str) -> None:
+    with pytest.raises(StartError, match=complaint) as caught:
+        workers(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", f"1={ENDPOINT}"])
+def test_workers_need_a_block_size(text: str) -> None:
+    with pytest.raises(StartError, match="--block-size"):
+        load({"workers": text}, {})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("KVD_INDEXER_BIND", "nowhere"),
+        ("KVD_LOG_LEVEL", "loud"),
+        ("KVD_HTTP_CONNECTIONS", "0"),
+        ("KVD_HTTP_IDLE_S", "nan"),
+        ("KVD_HTTP_GRACEFUL_S", "-1"),
+        ("KVD_ENGINE_QUEUE_MESSAGES", "many"),
+    ],
+)
+def test_a_bad_variable_is_named(variable: str, text: str) -> None:
+    with pytest.raises(StartError, match=f"{variable}='{text}'"):
+        load({}, {variable: text})
+
+
+def test_heartbeats_must_fit_their_timeout() -> None:
+    with pytest.raises(StartError, match="shorter"):
+        load({"engine_heartbeat_s": 20.0}, {})
+
+
+def test_tls_is_all_or_nothing_and_its_files_are_readable(tmp_path: Path) -> None:
+    bind, present = TcpBind("127.0.0.1", 8443), tmp_path / "present.pem"
+    present.write_bytes(b"")
+    whole = {"indexer_tls_bind": bind, "tls_certfile": present, "tls_keyfile": present}
+    assert load(whole, {}).indexer_tls == TlsListener(bind, present, present)
+    with pytest.raises(StartError, match="needs all of"):
+        load(whole | {"tls_keyfile": None}, {})
+    with pytest.raises(StartError, match=r"cannot read .*absent\.pem: No such file"):
+        load(whole | {"tls_keyfile": tmp_path / "absent.pem"}, {})
+
+
+def test_the_demo_needs_a_port() -> None:
+    assert load({}, {}, demo=True).demo
+    with pytest.raises(StartError, match="--demo"):
+        load({"indexer_bind": UnixBind("/tmp/kvd.sock")}, {}, demo=True)
+
+
+def test_the_default_bind_is_the_one_of_the_original_on_loopback() -> None:
+    assert str(DEFAULT_INDEXER_BIND) == "127.0.0.1:8090"
