@@ -30,8 +30,8 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info kvd_core/*.so kvd_core/*.cpp
 
 # Stamps: each file is as new as the last time its step was done.
-$(VENV)/.tools: tools/system-packages
-	@tools/system-packages $(PYTHON)
+$(VENV)/.tools: packaging/system-packages
+	@packaging/system-packages $(PYTHON)
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install 'setuptools>=77' 'cython>=3.1'
 	@touch $@
