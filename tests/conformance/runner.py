@@ -1,0 +1,68 @@
+"""Loads scenarios and plays them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .failure import Failure
+from .steps import Stage, Step, Target
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One scenario, as FORMAT.md says."""
+
+    name: str
+    about: str
+    source: str
+    face: str
+    steps: list[Step]
+    finally_: list[Step]
+    spawns: bool
+    peer_differs: str | None
+
+    @classmethod
+    def load(cls, path: Path) -> Scenario:
+        members: dict[str, Any] = json.loads(path.read_text())
+        return cls(
+            name=members["name"],
+            about=members["about"],
+            source=members["source"],
+            face=members["face"],
+            steps=members["steps"],
+            finally_=members.get("finally", []),
+            spawns="spawn" in members.get("needs", []),
+            peer_differs=members.get("peer_differs"),
+        )
+
+
+def load_all(paths: Iterable[Path]) -> list[Scenario]:
+    return [Scenario.load(path) for path in sorted(paths)]
+
+
+def play(
+    scenario: Scenario,
+    target: Target,
+    client: httpx.Client,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Plays one scenario and undoes what it did; raises Failure."""
+    stage = Stage(target, client, say)
+    try:
+        for number, step in enumerate(scenario.steps, 1):
+            try:
+                stage.play(step)
+            except Failure as failure:
+                raise Failure(f"{scenario.about}\nstep {number}: {failure}") from None
+    finally:
+        for step in scenario.finally_:
+            with contextlib.suppress(Failure):
+                stage.play(step)
+        stage.close()
