@@ -119,7 +119,7 @@ class _Daemon:
             await faces.start(front.serve, sockets, stop)
             if config.indexer_tls is not None:
                 tls = config.indexer_tls
-                server = TlsServer(app, config.http, tls.certfile, tls.keyfile)
+                server = TlsServer(app, tls.certfile, tls.keyfile, config.http)
                 await faces.start(server.serve, await _open(str(tls.bind)), stop)
             addresses = [_address(sock) for sock in sockets]
             log.info("serving", version=VERSION, face="indexer", bind=" ".join(addresses))

@@ -48,7 +48,7 @@ class State:
     def partition(self, model_name: str, tenant_id: str) -> Partition:
         """Returns the partition or raises NotFound."""
         # A plain tuple finds the key that equals it, for a third of what making a key costs.
-        found = self.partitions.get((model_name, tenant_id))  # type: ignore[call-overload]
+        found: Partition | None = self.partitions.get((model_name, tenant_id))  # type: ignore[call-overload]
         if found is None:
             raise NotFound(f"no indexer for model={model_name} tenant_id={tenant_id}")
         return found

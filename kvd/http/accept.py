@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 from collections.abc import Callable
 
 import trio
 
 from kvd.http.limits import HttpStats
+from kvd.logs import RateLimit, get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 # Out of descriptors or memory: connections wait in the backlog until others have closed.
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
 PAUSE_SECONDS = 0.1  # as trio's own accept loop does
+SHORTAGE_LOG_SECONDS = 10.0  # between lines about it: one every second pause would be noise
 ACCEPTS_PER_TURN = 64  # of a burst, before other tasks run: about 2 ms
 
 # accept(2): errors of the connection about to be accepted, not of the listener.
@@ -37,6 +38,7 @@ async def accept_connections(
     listener: socket.socket, stats: HttpStats, admit: Callable[[socket.socket], None]
 ) -> None:
     """Hands every connection of a non-blocking listener to `admit`, as a non-blocking socket."""
+    lines = RateLimit(SHORTAGE_LOG_SECONDS)
     while True:
         await trio.lowlevel.wait_readable(listener)
         try:
@@ -47,13 +49,10 @@ async def accept_connections(
         except BlockingIOError:
             pass
         except OSError as error:
-            await _sit_out(error, stats)
-
-
-async def _sit_out(error: OSError, stats: HttpStats) -> None:
-    if error.errno in SHORTAGES:
-        stats.accept_pauses += 1
-        log.warning("accept paused error=%s", error)
-        await trio.sleep(PAUSE_SECONDS)
-    elif error.errno not in _PASSING:
-        raise error
+            if error.errno in SHORTAGES:
+                stats.accept_pauses += 1
+                if lines.admit(error.errno, trio.current_time()) is not None:
+                    log.warning("accept_paused", error=error)
+                await trio.sleep(PAUSE_SECONDS)
+            elif error.errno not in _PASSING:
+                raise

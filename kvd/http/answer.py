@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import cast
 
 from kvd.errors import KvdError, UnsupportedMedia
 from kvd.http.errors import INTERNAL_ERROR, error_response, failure_response
 from kvd.http.types import Headers, Request, Response, Route
+from kvd.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 PlainHandler = Callable[[Request], Response]
 
@@ -58,5 +58,5 @@ def _is_json_type(value: bytes) -> bool:
 def _response_to(error: Exception, request: Request) -> Response:
     if isinstance(error, KvdError):
         return failure_response(error)
-    log.error("handler failed method=%s path=%s", request.method, request.path, exc_info=error)
+    log.exception("handler_failed", method=request.method, path=request.path)
     return error_response(500, INTERNAL_ERROR)

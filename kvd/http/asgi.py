@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Coroutine, MutableMapping
 from math import inf
 from typing import Any
@@ -14,8 +13,9 @@ from kvd.http.head import Head
 from kvd.http.transport import Transport
 from kvd.http.types import Headers
 from kvd.http.writer import ResponseWriter
+from kvd.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Message = MutableMapping[str, Any]
 # An application takes a Message, and callables that return and take one. Loosely typed, so that
@@ -48,7 +48,8 @@ class AsgiExchange:
             try:
                 await app(request, self._receive, self._send)
             except Exception:
-                log.exception("application failed path=%s", request["path"])
+                self._transport.shared.stats.handler_bugs += 1
+                log.exception("application_failed", path=request["path"])
         if self._lost is not None:
             raise self._lost
         if self._ended.is_set():

@@ -24,7 +24,7 @@ from kvd.http.limits import HttpLimits
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
-from kvd.http.transport import RECEIVE_BYTES, UNSENT_BYTES, Shared
+from kvd.http.transport import RECEIVE_BYTES, Shared
 from kvd.http.types import Observer, Response, Route
 
 _BUSY_BODY = error_body("too many connections")
@@ -47,8 +47,6 @@ class Front(Server[Connection]):
         self._shared = Shared(limits, self.stats, limits.tick_seconds(), now=0.0, date_line=b"")
 
     def _connect(self, sock: socket.socket) -> Connection:
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         return Connection(sock, self._shared, self._service)
 
     def _turn_away(self, sock: socket.socket) -> None:

@@ -17,20 +17,25 @@ def observed(app: AsgiApp, paths: frozenset[str], observe: Observer) -> AsgiApp:
     """Returns `app` with `observe` told of every request to one of `paths`."""
 
     async def observed_app(scope: Any, receive: Any, send: Any) -> None:
-        status = 503  # of a request that is cut off before it is answered
+        started = perf_counter()
+        answered = False
+
+        def note(status: int) -> None:
+            nonlocal answered
+            answered = True
+            if scope.get("path") in paths:
+                observe(scope["path"], scope["method"], status, perf_counter() - started)
 
         async def noting_send(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                note(message["status"])
             await send(message)
 
-        started = perf_counter()
         try:
             await app(scope, receive, noting_send)
         finally:
-            if scope.get("path") in paths:
-                observe(scope["path"], scope["method"], status, perf_counter() - started)
+            if not answered:  # the server answers in its place
+                note(503)
 
     return observed_app
 

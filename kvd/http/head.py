@@ -128,7 +128,9 @@ def _origin_form(target: bytes) -> bytes:
     scheme, separator, rest = target.partition(b"://")
     if not separator or scheme.lower() not in (b"http", b"https"):
         raise Refusal(400, "malformed request target")
-    return rest[len(rest.partition(b"/")[0].partition(b"?")[0]) :] or b"/"
+    authority = rest.partition(b"/")[0].partition(b"?")[0]
+    path = rest[len(authority) :]
+    return path if path.startswith(b"/") else b"/" + path
 
 
 class HeadParser:

@@ -13,6 +13,10 @@ import trio
 from kvd.http.accept import accept_connections
 from kvd.http.limits import HttpLimits, HttpStats
 
+# Unsent bytes the kernel holds for a client. It wakes us at half of that, so a slow reader shows
+# progress within the send deadline, and a silent one pins no more.
+UNSENT_BYTES = 256 * 1024
+
 
 class ClientConnection(Protocol):
     """One accepted connection."""
@@ -47,6 +51,8 @@ class Server(ABC, Generic[C]):
         After `stop` no connection is accepted, idle ones end at once and busy ones after their
         response. What is left `graceful_seconds` later is cut off.
         """
+        for listener in listeners:
+            _set_options(listener)
         try:
             async with trio.open_nursery() as watching:
                 watching.start_soon(self._watch)
@@ -90,8 +96,6 @@ class Server(ABC, Generic[C]):
             self.stats.connections_refused += 1
             self._turn_away(sock)
             return
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self._connect(sock)
         self._running.add(connection)
         self.stats.connections_open += 1
@@ -108,6 +112,13 @@ class Server(ABC, Generic[C]):
         await trio.sleep(self.limits.graceful_seconds)
         self.stats.cut_at_stop += len(self._running)
         serving.cancel()
+
+
+def _set_options(listener: socket.socket) -> None:
+    """Sets what the kernel copies to every accepted connection."""
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def _close_all(listeners: Sequence[socket.socket]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 
 import trio
@@ -11,8 +10,9 @@ from kvd.http.head import Head
 from kvd.http.transport import Transport
 from kvd.http.types import Response
 from kvd.http.writer import ResponseWriter
+from kvd.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 async def stream(
@@ -32,6 +32,7 @@ async def stream(
         if head.method != "HEAD":
             while (piece := await _next(transport, pieces)) is not None:
                 await writer.write(piece)
+                await trio.lowlevel.checkpoint()  # a fast reader never makes a send wait
         await writer.end()
     finally:
         await _close(pieces)
@@ -46,7 +47,7 @@ async def _next(transport: Transport, pieces: AsyncIterator[bytes]) -> bytes | N
             return await anext(pieces, None)
         except Exception as error:
             stats.handler_bugs += 1
-            log.exception("streamed response failed")
+            log.exception("stream_failed")
             raise ConnectionAbortedError("the response broke off") from error
     stats.handler_timeouts += 1
     raise ConnectionAbortedError("the response took too long")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import iscoroutinefunction
+
 from kvd.http.types import Route
 
 
@@ -17,6 +19,8 @@ class RouteTable:
                 self._add(route, "HEAD")
 
     def _add(self, route: Route, method: str) -> None:
+        if route.hot and iscoroutinefunction(route.handler):
+            raise ValueError(f"the hot route {method} {route.path} has an asynchronous handler")
         key = method, route.path.encode()
         if key in self._routes:
             raise ValueError(f"two routes for {method} {route.path}")

@@ -7,7 +7,6 @@ nursery. Here a connection has one cancel scope, whose deadline moves whenever b
 
 from __future__ import annotations
 
-import logging
 import socket
 from pathlib import Path
 
@@ -26,9 +25,11 @@ from kvd.http.guard import guarded
 from kvd.http.limits import HttpLimits
 from kvd.http.server import Server
 from kvd.http.transport import RECEIVE_BYTES
+from kvd.logs import RateLimit, get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
+FAILURE_LOG_SECONDS = 10.0  # between two lines about the same kind of failure
 UNLIMITED_REQUESTS = 2**63  # hypercorn closes a connection after 1,000
 
 
@@ -44,6 +45,12 @@ class TlsServer(Server["TlsConnection"]):
         ssl_context = self.config.create_ssl_context()
         assert ssl_context is not None  # a certificate and a key are set
         self._ssl_context = ssl_context
+        self._lines = RateLimit(FAILURE_LOG_SECONDS)
+
+    def log_failure(self, error: Exception) -> None:
+        """Logs what ended a connection, seldom: clients can cause it at will."""
+        if self._lines.admit(type(error).__name__, trio.current_time()) is not None:
+            log.warning("tls_connection_failed", error=repr(error))
 
     def _connect(self, sock: socket.socket) -> TlsConnection:
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
@@ -95,7 +102,7 @@ class TlsConnection:
             stats.client_gone += 1
         except* Exception as errors:
             stats.malformed += 1  # hypercorn raises on what it did not expect of a client
-            log.warning("tls connection failed error=%r", errors.exceptions[0])
+            self._server.log_failure(errors.exceptions[0])
         finally:
             await trio.aclose_forcefully(self._stream)
 

@@ -19,9 +19,6 @@ import trio
 from kvd.http.limits import HttpLimits, HttpStats
 
 RECEIVE_BYTES = 64 * 1024  # above 128 KiB malloc maps fresh pages for every call: 17 µs, not 3
-# Unsent bytes the kernel holds for a client. It wakes us at half of that, so a slow reader shows
-# progress within the send deadline, and a silent one pins no more.
-UNSENT_BYTES = 256 * 1024
 # Tries after an empty read, each after letting all other tasks run, before the connection is
 # parked: a closed-loop client on the same machine has answered by then, which saves 25 µs.
 READ_RETRIES = 1

@@ -60,6 +60,6 @@ class Route:
     body_limit: int = DEFAULT_BODY_LIMIT
 
 
-# Told of every request to a path that some route has, whatever its outcome: path, method, status,
-# seconds from the whole request to the response being handed to the kernel or the first chunk.
+# Told of every request to a path that some route has, whatever its outcome, just before it is
+# answered: path, method, status, seconds since the request was there as a whole.
 Observer = Callable[[str, str, int, float], None]

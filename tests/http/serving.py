@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -138,7 +138,8 @@ class Client:
     async def read_reply(self, bodiless: bool = False) -> Reply:
         head = (await self._read_until(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.split("\r\n")
-        reply = Reply(int(first.split(" ")[1]), dict(line.split(": ", 1) for line in lines))
+        headers = (line.partition(": ") for line in lines)
+        reply = Reply(int(first.split(" ")[1]), {name.lower(): text for name, _, text in headers})
         if not bodiless and reply.status >= 200:
             reply.body = await self._read_body(reply.headers)
         return reply
@@ -197,7 +198,8 @@ class Running:
     address: tuple[str, int]
     stop: trio.Event
     ended: trio.Event
-    observed: list[tuple[str, str, int]]
+    observed: list[tuple[str, str, int]] = field(default_factory=list)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
@@ -207,14 +209,20 @@ class Running:
 
     async def until(self, **counters: int) -> None:
         """Waits until each of the front's counters has this value, at least."""
-        for name, value in counters.items():
-            while getattr(self.front.stats, name) < value:
-                await trio.sleep(0.002)
+        stats = self.front.stats
+        await eventually(lambda: all(getattr(stats, n) >= v for n, v in counters.items()))
+
+    async def until_refusing(self) -> None:
+        """Waits until the front accepts no connection any more."""
+        while True:
+            try:
+                await (await trio.open_tcp_stream(*self.address)).aclose()
+            except OSError:
+                return
 
     async def until_empty(self) -> None:
         """Waits until no connection is open."""
-        while self.front.stats.connections_open:
-            await trio.sleep(0.002)
+        await eventually(lambda: not self.front.stats.connections_open)
 
 
 @asynccontextmanager
@@ -224,17 +232,17 @@ async def serving(
     """Runs a front on a free port; `changes` are limits that differ."""
     limits = replace(limits, **changes)  # type: ignore[arg-type]
     listeners = await open_listeners("127.0.0.1:0")
-    observed: list[tuple[str, str, int]] = []
 
     def observe(path: str, method: str, status: int, seconds: float) -> None:
         assert seconds >= 0
-        observed.append((method, path, status))
+        running.observed.append((method, path, status))
 
     front = Front(routes, build_app(routes, limits, observe), limits, observe)
-    running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event(), observed)
+    running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event())
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:
-        await front.serve(listeners, running.stop, task_status=task_status)
+        with running.scope:
+            await front.serve(listeners, running.stop, task_status=task_status)
         running.ended.set()
 
     with trio.fail_after(TEST_SECONDS):
@@ -245,6 +253,12 @@ async def serving(
             await running.ended.wait()
     assert front.stats.bugs == 0
     assert front.stats.connections_open == 0
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until `condition` holds; counters have nobody to wait on."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.002)
 
 
 def open_descriptors() -> int:
