@@ -84,7 +84,7 @@ setup(
     options={"build_ext": {"parallel": os.cpu_count()}},
     ext_modules=cythonize(
         [extension(source) for source in sorted(CORE.glob("*.pyx"))],
-        build_dir="build/cython",
         compiler_directives=DIRECTIVES,
+        quiet=True,
     ),
 )

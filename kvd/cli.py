@@ -27,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         loaded = config.load(args.given(parser, args), os.environ, demo=args.demo)
         logs.setup(loaded.log_level)
-        from kvd import daemon  # here, so that --help and --version need not load trio
+        from kvd.daemon import run  # here, so that --help and --version need not load trio
 
-        return daemon.run(loaded)
+        return run(loaded)
     except config.StartError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return EXIT_START_ERROR

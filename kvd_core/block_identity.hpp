@@ -5,9 +5,9 @@
 //        ──▶ event.salt, and mm[mm_begin[i] .. mm_begin[i + 1]) for block i
 //
 // Invariants
-//  1. Objects come from block_mm_infos where it names any, else from extra_keys; salts from a member of
-//     their own where given, else from the first block's extra_keys, and never below a parent:
-//     the parent's chain has its salt already.
+//  1. Objects come from block_mm_infos where it names any, else from extra_keys. The salt comes
+//     from a member of its own where given, else from the first block's extra_keys; those never
+//     salt a block below a parent: its chain has its salt already.
 //  2. mm_begin is made only when some block has an object; lists may be longer or shorter than the
 //     hashes, blocks without an entry have nothing.
 //  3. A list that is not as above leaves the vectors as they were.

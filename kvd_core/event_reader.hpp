@@ -9,7 +9,8 @@
 //  2. A value of a wrong type is noted and skipped; whether that costs the event is decided when
 //     the event's type is known, by the members that type has.
 //  3. An event that is refused leaves Scratch as it was.
-// Cost: 40 ns an event in array form, 100 ns as a map of 11 members, and 1 ns a token.
+// Cost (one core of an EPYC, g++ 12 -O3): 60 ns an event in array form, 115 ns as a map of 11
+// members, and 1.3 ns a token; 2 ns where a vocabulary above 65,536 mixes the tokens' widths.
 #pragma once
 
 #include <algorithm>
@@ -508,7 +509,8 @@ class EventReader {
 
   bool read_identity() {
     if (mm_infos_ == nullptr && extra_keys_ == nullptr) return true;
-    return BlockIdentity(in_.end(), scratch_, *pending_).read(mm_infos_, mm_from_tail_, extra_keys_);
+    BlockIdentity identity(in_.end(), scratch_, *pending_);
+    return identity.read(mm_infos_, mm_from_tail_, extra_keys_);
   }
 
   Cursor& in_;

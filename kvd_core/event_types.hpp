@@ -72,8 +72,8 @@ enum class Reason : uint8_t {
   FIELD_TYPE,    // another member that decides what the event means is of a wrong type
 };
 constexpr const char* kReasonNames[] = {
-    "too_large",   "not_msgpack",  "truncated", "trailing", "batch_shape", "timestamp",  "rank",
-    "event_shape", "unknown_type", "hashes",    "parent",   "tokens",      "block_size", "field_type",
+    "too_large", "not_msgpack", "truncated",    "trailing", "batch_shape", "timestamp", "rank",
+    "event_shape", "unknown_type", "hashes", "parent", "tokens", "block_size", "field_type",
 };
 constexpr size_t kReasons = sizeof kReasonNames / sizeof *kReasonNames;
 static_assert(kReasons == static_cast<size_t>(Reason::FIELD_TYPE) + 1, "a name for every reason");

@@ -11,7 +11,7 @@
 //     reader returns false and skip() does nothing. Where the next value starts is unknown then.
 //  4. skip() keeps a count of values to come instead of a stack, so nesting of any depth costs no
 //     memory and a claimed length of 2^32 - 1 ends at the first missing byte.
-// Cost: skip is one table look-up a value; read_u32s below 1 ns an element on predictable tokens.
+// Cost: skip is one switch a value; read_u32s 1.3 ns an element, 2 ns where widths mix.
 #pragma once
 
 #include <algorithm>

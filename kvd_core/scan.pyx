@@ -16,7 +16,7 @@ cdef Py_ssize_t SHORT_INTEGER = 18
 
 
 cdef class BodyScanner:
-    """The scanner of one route's bodies: what it knows is fixed, its memory is used again and again.
+    """The scanner of one route's bodies: what it knows is fixed, its memory is used again.
 
     `arrays` maps the members that are long arrays of integers to "u32" (0..2^32-1) or "hash64"
     (-2^63..2^64-1, negative ones as two's complement); `fields` names the others that are wanted.
@@ -102,7 +102,8 @@ cdef class BodyScanner:
         for i in range(len(self.field_names)):
             value = &self.core.value(i)
             if value.kind != Kind.absent:
-                members[self.field_names[i]] = python_value(self.core, value[0], self.field_names[i])
+                name = self.field_names[i]
+                members[name] = python_value(self.core, value[0], name)
         return members
 
 

@@ -9,7 +9,8 @@
 //  2. A lone surrogate, written or encoded, is an error: no text of ours holds one.
 //  3. unescape expects a string that find_end has accepted.
 //
-// Costs: plain text 0.1 ns a byte, text beyond ASCII about 1 ns a byte, an escape 2-3 ns.
+// Costs (EPYC 7003 at 3.2 GHz): ASCII 0.05 ns a byte (portable 0.12), other text 0.7 ns a byte, an
+// escape 6 ns.
 #pragma once
 
 #include <cstddef>
@@ -31,9 +32,10 @@ struct TextEnd {
 // The first byte from p on that needs a look: quote, backslash, control character, beyond ASCII.
 inline const uint8_t* plain_run(const uint8_t* p, const uint8_t* end) {
 #if defined(__SSE2__)
-    const __m128i quote = _mm_set1_epi8('"'), slash = _mm_set1_epi8('\\'), space = _mm_set1_epi8(' ');
+    const __m128i quote = _mm_set1_epi8('"'), slash = _mm_set1_epi8('\\');
+    const __m128i space = _mm_set1_epi8(' ');
     for (; end - p >= 16; p += 16) {
-        const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+        const __m128i v = load_sixteen(p);
         const __m128i below = _mm_cmplt_epi8(v, space);  // signed: 128 and more are below as well
         const __m128i marks = _mm_or_si128(_mm_cmpeq_epi8(v, quote), _mm_cmpeq_epi8(v, slash));
         const int mask = _mm_movemask_epi8(_mm_or_si128(below, marks));

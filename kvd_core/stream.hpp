@@ -272,9 +272,11 @@ class Stream {
   // Blocks that images reach into carry the images' identity beside their tokens.
   void hash_images(const StoredEvent& e, size_t n, uint64_t seed) {
     const size_t size = index_.block_size();
+    const size_t window = e.pairs ? size + 1 : size;
     for (size_t i = 0; i < n; ++i) {
       const uint32_t from = e.mm_begin[i], to = e.mm_begin[i + 1];
-      if (from != to) locals_[i] = local_hash_mm(e.tokens + i * size, size, e.mm + from, to - from, seed);
+      if (from == to) continue;
+      locals_[i] = local_hash_mm(e.tokens + i * size, window, e.mm + from, to - from, seed);
     }
   }
 

@@ -49,6 +49,9 @@ The answer at this moment, counted in tokens:
 
 More to ask: {base_url}/workers  {base_url}/metrics  {base_url}/dump
 
+Below: "cached" is the share of prompt tokens that an engine need not compute, because the demo's
+router sends each prompt where kvd says; "exact" are answers equal to what the engines really hold.
+
 """
 
 
@@ -71,7 +74,7 @@ def live_text(before: DemoStats, now: DemoStats, seconds: float, traffic: Traffi
     events = (now.events - before.events) / seconds
     queries = (now.queries - before.queries) / seconds
     cached = 100 * traffic.cached_tokens // max(traffic.prompt_tokens, 1)
-    return (
-        f"{events:.0f} events/s | {now.blocks} blocks indexed | {queries:.0f} queries/s | "
-        f"{cached}% of prompt tokens cached | {traffic.right} of {traffic.turns} answers exact"
+    return (  # short enough for 80 columns, as a wrapped line cannot be written over
+        f"{events:.0f} events/s, {now.blocks} blocks, {queries:.0f} queries/s, "
+        f"{cached}% cached, {traffic.right}/{traffic.turns} answers exact"
     )

@@ -92,7 +92,7 @@ class Pair:
         model.clear(set(TIERS) if tier is None else {tier})
 
     def unregister(self) -> None:
-        worker, dp_rank, model = self.rank()
+        worker, dp_rank, _ = self.rank()
         if self.rng.random() < 0.5:
             worker.remove()
             del self.workers[worker.worker_id]
@@ -106,8 +106,15 @@ class Pair:
         self.index.sweep(self.rng.choice((1, 5, 1000)))
 
     def step(self) -> None:
-        operations = (self.store, self.drop, self.store_named, self.clear, self.unregister, self.sweep)
-        self.rng.choices(operations, weights=(60, 40, 8, 1, 0.5, 3))[0]()
+        weights = {
+            self.store: 60,
+            self.drop: 40,
+            self.store_named: 8,
+            self.clear: 1,
+            self.unregister: 0.5,
+            self.sweep: 3,
+        }
+        self.rng.choices(list(weights), weights=list(weights.values()))[0]()
 
     def compare(self) -> None:
         local = self.question()
@@ -247,7 +254,9 @@ def test_dropped_names_of_an_offloading_rank_are_remembered_for_a_while() -> Non
     assert index.stats()["blocks"] == 0
 
 
-@pytest.mark.parametrize("names, parent", [([1, 1], None), ([1, 2, 1], None), ([3], 3), ([4, 3], 3)])
+@pytest.mark.parametrize(
+    "names, parent", [([1, 1], None), ([1, 2, 1], None), ([3], 3), ([4, 3], 3)]
+)
 def test_a_store_that_refers_to_itself_is_refused(names: list[int], parent: int | None) -> None:
     index = PrefixIndex(16, IngestCounters())
     worker = index.add_worker(1)

@@ -99,7 +99,9 @@ class ModelRank:
         self.names[name].tiers.pop(GHOST, None)
         self.names[name].tiers[tier] = 1
 
-    def _place(self, names: list[int], local: list[int], base: Path, tier: int, single: bool) -> None:
+    def _place(
+        self, names: list[int], local: list[int], base: Path, tier: int, single: bool
+    ) -> None:
         paths = [base + tuple(local[: i + 1]) for i in range(len(names))]
         for name, path in zip(names, paths, strict=True):
             if name in self.names and self.names[name].path != path:
@@ -136,7 +138,7 @@ class ModelRank:
                             self._gain(name, tier)
                 elif waiting.content is not None and waiting.content[0] in self.names:
                     path = (*self.names[waiting.content[0]].path, waiting.content[1])
-                    self.names[name] = Name(path, {tier: 1 for tier in waiting.tiers})
+                    self.names[name] = Name(path, dict.fromkeys(waiting.tiers, 1))
                 else:
                     continue
                 del self.parked[name]
@@ -146,6 +148,4 @@ class ModelRank:
 def frequencies(ranks: list[ModelRank], local: list[int]) -> list[int]:
     """Device holders of each block of the longest device match."""
     longest = max((rank.depths(local)[0] for rank in ranks), default=0)
-    return [
-        sum(rank.holds(tuple(local[: i + 1]), 0) for rank in ranks) for i in range(longest)
-    ]
+    return [sum(rank.holds(tuple(local[: i + 1]), 0) for rank in ranks) for i in range(longest)]
