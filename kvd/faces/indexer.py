@@ -12,21 +12,24 @@ import trio
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
-from kvd.http.types import Request, Response, Route
-from kvd.model import PartitionKey, RankKey
+from kvd.http.types import Handler, Request, Response, Route
+from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.registry import Registration, Registry, by_instance
 from kvd.state import Partition, State
 from kvd.wire.listener import ListenerStatus
+from kvd_core.lane import Answerer
+from kvd_core.plain import PlainQuery
 from kvd_core.scan import BodyScanner
 
 QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
 OK = b'{"status":"ok"}'
 
 TENANT = ("tenant_id", "routing_group")
+QUERY_FIELDS = ("model_name", *TENANT, "cache_salt", "lora_name")
 SALT = ("additional_salt", "additionalsalt")
 
-QUERY = BodyScanner({"token_ids": "u32"}, ("model_name", *TENANT, "lora_name", "cache_salt"))
-QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, ("model_name", *TENANT, "cache_salt"))
+QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
+QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
 REGISTER = BodyScanner(
     {},
     (
@@ -53,21 +56,20 @@ STATUS_ORDER = (
 
 def routes(state: State, registry: Registry) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's state."""
+    known = state.partitions, DEFAULT_TENANT
     return (
         Route("GET", "/health", health, hot=True),
-        Route("POST", "/query", partial(query, state), hot=True, body_limit=QUERY_BODY_LIMIT),
-        Route(
-            "POST",
-            "/query_by_hash",
-            partial(query_by_hash, state),
-            hot=True,
-            body_limit=QUERY_BODY_LIMIT,
-        ),
+        _hot("/query", partial(query, state), PlainQuery(QUERY, *known)),
+        _hot("/query_by_hash", partial(query_by_hash, state), PlainQuery(QUERY_BY_HASH, *known)),
         Route("POST", "/register", partial(register, registry)),
         Route("POST", "/unregister", partial(unregister, registry)),
         Route("GET", "/workers", partial(workers, state, registry)),
         Route("GET", "/dump", partial(dump, state)),
     )
+
+
+def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
+    return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT)
 
 
 def health(request: Request) -> Response:
