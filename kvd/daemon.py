@@ -29,6 +29,7 @@ from kvd.http.front import Front
 from kvd.http.listeners import open_listeners
 from kvd.http.tls import TlsServer
 from kvd.logs import get_logger
+from kvd.memory import keep_freed_memory
 from kvd.net import sdnotify
 from kvd.net.listener import LinkOptions
 from kvd.net.listeners import ListenerTasks
@@ -47,6 +48,7 @@ log = get_logger(__name__)
 
 def run(config: Config) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError."""
+    keep_freed_memory()
     return trio.run(_Daemon(config).run)
 
 
