@@ -78,7 +78,7 @@ inline uint64_t local_hash_mm(const uint32_t* tokens, size_t block_size, const u
   const size_t token_bytes = block_size * sizeof(uint32_t);
   const size_t mm_bytes = n * sizeof(uint64_t);
   const size_t total = token_bytes + mm_bytes;
-  uint8_t stack[kStackBytes];
+  uint8_t stack[kStackBytes] = {};
   std::vector<uint8_t> heap;
   uint8_t* buffer = stack;
   if (total > kStackBytes) {

@@ -202,7 +202,7 @@ inline BodyScan::Bytes BodyScan::member(Bytes p) {
         if (known.value.kind != Kind::absent) return wrong("duplicate member `" + known.name + "`");
         return (p = colon(p)) != nullptr ? field(p, known) : nullptr;
     }
-    Kind kind;
+    Kind kind = Kind::absent;
     size_t depth;
     return (p = colon(p)) != nullptr ? any(p, &kind, &depth) : nullptr;
 }
@@ -228,8 +228,8 @@ inline BodyScan::Bytes BodyScan::colon(Bytes p) {
 }
 
 inline BodyScan::Bytes BodyScan::field(Bytes p, Field& into) {
-    Kind kind;
-    size_t depth;
+    Kind kind = Kind::absent;
+    size_t depth = 0;
     const Bytes end = any(p, &kind, &depth);
     if (end == nullptr) return nullptr;
     if (depth > MAX_FIELD_DEPTH)
@@ -271,7 +271,7 @@ template <class E>
 BodyScan::Bytes BodyScan::element(Bytes p, const std::string& name, Column<typename E::type>& out) {
     if (at(p) != '-' && !is_digit(at(p)))
         return unexpected(p, name + "[" + std::to_string(out.size()) + "]: expected an integer");
-    Kind kind;
+    Kind kind = Kind::absent;
     const Bytes end = number(p, &kind);
     if (end == nullptr) return nullptr;
     const bool minus = *p == '-';
@@ -366,7 +366,7 @@ inline BodyScan::Bytes BodyScan::container(Bytes p, size_t* deepest) {
                 continue;
             }
         } else {
-            Kind kind;
+            Kind kind = Kind::absent;
             if ((p = scalar(p, &kind)) == nullptr) return nullptr;
             p = white(p);
         }
@@ -413,7 +413,7 @@ inline BodyScan::Bytes BodyScan::wrong(const std::string& what) {
 inline BodyScan::Bytes BodyScan::unexpected(Bytes p, const std::string& expected) {
     if (at(p) == '{') return wrong(expected + ", found an object");
     if (at(p) == '[') return wrong(expected + ", found an array");
-    Kind kind;
+    Kind kind = Kind::absent;
     if (scalar(p, &kind) == nullptr) return nullptr;
     const bool number = kind == Kind::integer || kind == Kind::real;
     return wrong(expected + ", found " +
