@@ -49,10 +49,9 @@ class Replayer:
 
     async def fetch(self, listener: Listener) -> ReplayEnd:
         """Has `listener` take what it wants to be replayed; returns why no more of it came."""
-        end = ReplayEnd.BUSY
+        end = ReplayEnd.LATE
         with trio.move_on_after(self.options.total_s):
             async with self._turns:
-                end = ReplayEnd.LATE
                 end = await self._ask(listener)
         listener.replay_ended(end)
         return end

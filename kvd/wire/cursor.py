@@ -91,7 +91,10 @@ class Cursor:
         self._recent.note(seq, payload)
 
     def holds(self, seq: int, payload: bytes) -> bool:
-        """Whether this very batch was accepted, as far as the last 128 are remembered."""
+        """Whether this very batch was accepted, as far as the last 128 are remembered.
+
+        Those of the engine before a restart are, until the new one's take their places.
+        """
         return self._recent.holds(seq, payload)
 
     def rejoined(self) -> None:

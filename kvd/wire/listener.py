@@ -190,16 +190,17 @@ class Listener(StreamCounts):
     def take_replayed(self, seq: int, payload: bytes) -> ReplayEnd | None:
         """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
         wanted = self.wanted()
-        if seq not in wanted:
-            self.strays += 1
+        known = self.cursor.holds(seq, payload)
+        if seq not in wanted or (known and seq >= self.cursor.expected):
+            self.strays += 1  # one that is known and yet to come was the last engine's
             return ReplayEnd.REACHED if seq >= wanted.stop else None
-        if seq < self.cursor.expected and not self.cursor.holds(seq, payload):
-            self._restart()
-            return ReplayEnd.OTHER_ENGINE
-        self._proving = False
         if seq >= self.cursor.expected:
             self.replayed += 1
             self._continue(seq, payload)
+        elif not known:
+            self._restart()
+            return ReplayEnd.OTHER_ENGINE
+        self._proving = False
         return ReplayEnd.REACHED if seq + 1 == wanted.stop else None
 
     def settle(self) -> str:

@@ -24,9 +24,8 @@ class ReplayEnd(StrEnum):
     REACHED = "reached"  # the last number asked for has come, or a later one
     MARKER = "marker"  # the engine says that it has no more
     SILENT = "silent"  # nothing of use came for the idle time
-    LATE = "late"  # the whole took too long
+    LATE = "late"  # the whole took too long, with the wait for a turn
     TOO_MUCH = "too_much"  # more messages or bytes than any buffer holds
-    BUSY = "busy"  # other replays were under way all the time
     FAILED = "failed"  # no socket could be had
     OTHER_ENGINE = "other_engine"  # what came proves that the engine was started again
 

@@ -29,7 +29,12 @@ async def test_batches_are_applied_in_order(publish: Publish, listen: Listen) ->
     await until(lambda: len(listening.applied) == 3)
     assert listening.applied == [b"a", b"", b"c" * 100_000]
     listener = listening.listener
-    assert (listener.messages, listener.payload_bytes, listener.gaps, listener.stale) == (3, 100_001, 0, 0)
+    assert (listener.messages, listener.payload_bytes, listener.gaps, listener.stale) == (
+        3,
+        100_001,
+        0,
+        0,
+    )
     assert (listener.connected, listener.joins, listener.last_error) == (True, 1, None)
 
 

@@ -174,6 +174,18 @@ def test_a_connection_lost_during_a_replay_is_asked_about_next_time() -> None:
     assert listener.take(3, b"d") is True
 
 
+def test_batches_of_the_last_engine_are_not_replayed_into_the_next() -> None:
+    listener, applied = make(replay=True)
+    feed(listener, *((seq, b"old %d" % seq) for seq in range(10)))
+    listener.joined()
+    listener.take(3, b"new 3")
+    assert listener.judge() is Verdict.RESTART
+    for seq, payload in (0, b"old 0"), (1, b"old 1"), (2, b"new 2"):
+        listener.take_replayed(seq, payload)
+    assert listener.settle() == "0..1"
+    assert (applied, listener.strays) == ([b"new 2", b"new 3"], 2)
+
+
 def test_refused_messages_are_counted_by_reason() -> None:
     listener, _ = make()
     listener.take(0, b"")
