@@ -122,7 +122,7 @@ class Stream {
     } else {
       index_.clear(rank_, kAllLayers);
     }
-    if (holds_nothing()) outcome_ = kEmptied;
+    if (holds_nothing()) outcome_ |= kEmptied;
   }
 
   void bad(Reason reason) {

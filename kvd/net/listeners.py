@@ -38,6 +38,7 @@ class ListenerTasks:
         ready: trio.Event,
         options: LinkOptions,
         replays: ReplayOptions | None = None,
+        health_every_s: float = HEALTH_EVERY_S,
     ) -> None:
         self._tasks: Supervisor[RankKey] = Supervisor(nursery)
         self._context = context
@@ -45,7 +46,7 @@ class ListenerTasks:
         self._options = options
         self._replayer = Replayer(context, options, replays or ReplayOptions())
         self._health: dict[Listener, StreamHealth] = {}  # as last said
-        nursery.start_soon(self._watch_health)
+        nursery.start_soon(self._watch_health, health_every_s)
 
     def start(self, key: RankKey, listener: Listener) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
@@ -62,10 +63,10 @@ class ListenerTasks:
         finally:
             del self._health[listener]
 
-    async def _watch_health(self) -> None:
+    async def _watch_health(self, every_s: float) -> None:
         """Logs every change of a stream's health that lasts."""
         while True:
-            await trio.sleep(HEALTH_EVERY_S)
+            await trio.sleep(every_s)
             for at, listener in enumerate(list(self._health), 1):
                 if at % HEALTH_SLICE == 0:
                     await trio.lowlevel.checkpoint()

@@ -18,8 +18,8 @@ A batch that is next in the stream is applied at once. Any other is held back, a
 it before it takes another one:
 
     take ── next ──> applied
-      └─ held ── judge ── stale ───────────────────────────────> ignored
-                   └─ gap or restart ─ take_replayed ... settle ─> applied; what did not come is lost
+      └─ held ── judge ── stale ──────────────────────────────> ignored
+                   └─ gap or restart ─ take_replayed .. settle ─> applied; what did not come is lost
 
 `health` says whether the index can be believed for what the stream speaks of (docs/reliability.md).
 No clock, no sockets, no logging: moments come in as arguments (seconds, monotonic).
@@ -275,7 +275,7 @@ class Listener(StreamCounts):
             self._unproved = self.replay_endpoint is not None and self.cursor.last is not None
 
     def failed(self, why: str, now: float) -> None:
-        """Drops the held batch, too: it shows as missing on the next socket, which may ask for it."""
+        """Drops the held batch, too: it shows as missing later, and may be replayed then."""
         self.lost_connection(why, now)
         self.failures += 1
         self.held = None

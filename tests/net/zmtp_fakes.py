@@ -47,7 +47,11 @@ class Publisher:
         self.socket.linger = 0
         self.socket.sndhwm = send_queue
         self.socket.ipv6 = "[" in endpoint
-        self.socket.bind(endpoint)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
         self.endpoint = self.socket.last_endpoint.decode()
         self.seq = 0
 
