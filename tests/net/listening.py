@@ -23,7 +23,7 @@ HASTY = LinkOptions(
     max_message_bytes=1024 * 1024,
 )
 
-HASTY_REPLAYS = ReplayOptions(idle_s=0.1, total_s=2.0, spare_s=0.0)
+HASTY_REPLAYS = ReplayOptions(idle_s=0.25, total_s=4.0, spare_s=0.0)
 
 
 class Applied:

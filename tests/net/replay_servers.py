@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from functools import partial
 
 import trio
@@ -29,21 +30,20 @@ class ReplayServer:
         self.askers: list[bytes] = []
 
     async def run(self) -> None:
-        while True:
-            asker, empty, start = await self.router.receive()
-            assert empty == b"" and len(start) == 8
-            self.requests.append(int.from_bytes(start))
-            self.askers.append(asker)
-            await self.answer(self, self.requests[-1], partial(self.reply, asker))
+        """Serves until cancelled."""
+        with closing(self.router):
+            while True:
+                asker, empty, start = await self.router.receive()
+                assert empty == b"" and len(start) == 8
+                self.requests.append(int.from_bytes(start))
+                self.askers.append(asker)
+                await self.answer(self, self.requests[-1], partial(self.reply, asker))
 
     def reply(self, asker: bytes, frames: Frames) -> None:
         self.router.socket.send_multipart([asker, b"", *frames])
 
     def kept(self, start: int) -> list[tuple[int, bytes]]:
         return sorted((seq, batch) for seq, batch in self.buffer.items() if seq >= start)
-
-    def close(self) -> None:
-        self.router.close()
 
 
 def batch(seq: int) -> Frames:

@@ -80,14 +80,12 @@ class Daemon:
 @pytest.fixture
 async def daemon(
     nursery: trio.Nursery, context: zmq.Context, publish: Callable[..., Publisher]
-) -> Iterator[Daemon]:
+) -> Daemon:
     made = Daemon(nursery, context, publish())
     nursery.start_soon(made.server.run)
     made.register()
     await made.worker.subscribed()
-    yield made
-    nursery.cancel_scope.cancel()
-    made.server.close()
+    return made
 
 
 async def test_a_paused_listener_misses_and_catches_up(daemon: Daemon) -> None:

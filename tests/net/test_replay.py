@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import trio
@@ -31,17 +31,15 @@ Serve = Callable[..., ReplayServer]
 
 
 @pytest.fixture
-def serve(context: zmq.Context, nursery: trio.Nursery) -> Iterator[Serve]:
-    """Starts replay servers that end with the test."""
-    with ExitStack() as stack:
+def serve(context: zmq.Context, nursery: trio.Nursery) -> Serve:
+    """Starts replay servers."""
 
-        def start(answer: Answer, buffer: range = range(100)) -> ReplayServer:
-            server = stack.enter_context(closing(ReplayServer(context, answer, buffer)))
-            nursery.start_soon(server.run)
-            return server
+    def start(answer: Answer, buffer: range = range(100)) -> ReplayServer:
+        server = ReplayServer(context, answer, buffer)
+        nursery.start_soon(server.run)
+        return server
 
-        yield start
-        nursery.cancel_scope.cancel()
+    return start
 
 
 class Stream:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
 
 import pytest
 import trio
 import zmq
 from listening import HASTY, Listening
-from replay_servers import ReplayServer, silent, three_frames
+from replay_servers import ReplayServer, three_frames
 from zmtp_fakes import Publisher, until
 
 Publish = Callable[..., Publisher]
@@ -19,16 +18,18 @@ Publish = Callable[..., Publisher]
 class Engine:
     """One engine life after another at the same publishing address, with a replay server."""
 
-    def __init__(self, context: zmq.Context, publish: Publish, replay: bool) -> None:
+    def __init__(self, context: zmq.Context, publish: Publish) -> None:
         self._publish = publish
         self.worker = publish()
-        self.server = ReplayServer(context, three_frames if replay else silent)
-        self.life = 0
+        self.server = ReplayServer(context, three_frames)
+        self.life = 0  # what its batches say
+        self.restarts = 0
 
     async def restart(self) -> None:
         self.worker.close()
         self.server.buffer.clear()
         self.life += 1
+        self.restarts += 1
         endpoint = self.worker.endpoint
         with trio.fail_after(5):
             while True:  # libzmq frees an address some time after the close
@@ -58,19 +59,10 @@ class Engine:
 
 
 @pytest.fixture
-def engine(
-    context: zmq.Context, publish: Publish, nursery: trio.Nursery
-) -> Iterator[Callable[..., Engine]]:
-    with ExitStack() as stack:
-
-        def start(replay: bool = True) -> Engine:
-            made = Engine(context, publish, replay)
-            stack.enter_context(closing(made.server))
-            nursery.start_soon(made.server.run)
-            return made
-
-        yield start
-        nursery.cancel_scope.cancel()
+def engine(context: zmq.Context, publish: Publish, nursery: trio.Nursery) -> Engine:
+    made = Engine(context, publish)
+    nursery.start_soon(made.server.run)
+    return made
 
 
 async def listen(
@@ -84,7 +76,7 @@ async def listen(
 
 
 async def lost_and_found(listening: Listening, engine: Engine) -> None:
-    await until(lambda: not listening.listener.connected)
+    await until(lambda: listening.listener.losses == engine.restarts)
     await engine.worker.subscribed()
 
 
@@ -97,143 +89,134 @@ def now_held(listening: Listening) -> list[bytes | None]:
 
 @pytest.mark.parametrize("replay", [False, True])
 async def test_it_begins_with_0(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery, replay: bool
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, replay: bool
 ) -> None:
-    made = engine()
-    listening = await listen(made, context, nursery, replay)
-    made.send(*range(58))
+    listening = await listen(engine, context, nursery, replay)
+    engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
-    await made.restart()
-    await lost_and_found(listening, made)
-    made.send(0)
-    await until(lambda: now_held(listening) == made.batches(1))
-    made.send(1, 2)
-    await until(lambda: now_held(listening) == made.batches(3))
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    engine.send(0)
+    await until(lambda: now_held(listening) == engine.batches(1))
+    engine.send(1, 2)
+    await until(lambda: now_held(listening) == engine.batches(3))
     assert (listening.listener.restarts, listening.listener.stale) == (1, 0)
     assert listening.listener.health(trio.current_time()) == "exact"
-    assert made.server.requests == []
+    assert engine.server.requests == []
 
 
 async def test_it_is_heard_late(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
     """What the new engine had published before it was heard is replayed from 0."""
-    made = engine()
-    listening = await listen(made, context, nursery)
-    made.send(*range(58))
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
-    await made.restart()
-    await lost_and_found(listening, made)
-    made.keep(*range(7))
-    made.send(7, 8)
-    await until(lambda: now_held(listening) == made.batches(9))
-    assert (listening.listener.restarts, made.server.requests) == (1, [0])
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    engine.keep(*range(7))
+    engine.send(7, 8)
+    await until(lambda: now_held(listening) == engine.batches(9))
+    assert (listening.listener.restarts, engine.server.requests) == (1, [0])
     assert listening.listener.health(trio.current_time()) == "exact"
 
 
 @pytest.mark.parametrize("first_heard", [5, 6, 9])
 async def test_it_has_come_as_far_as_the_old_one(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery, first_heard: int
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, first_heard: int
 ) -> None:
     """No number goes back; only the replay shows that the last batch is another one."""
-    made = engine()
-    listening = await listen(made, context, nursery)
-    made.send(*range(5))
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
-    await made.restart()
-    await lost_and_found(listening, made)
-    made.keep(*range(first_heard))
-    made.send(first_heard, first_heard + 1)
-    await until(lambda: now_held(listening) == made.batches(first_heard + 2))
-    assert (listening.listener.restarts, made.server.requests) == (1, [4, 0])
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    engine.keep(*range(first_heard))
+    engine.send(first_heard, first_heard + 1)
+    await until(lambda: now_held(listening) == engine.batches(first_heard + 2))
+    assert (listening.listener.restarts, engine.server.requests) == (1, [4, 0])
 
 
 @pytest.mark.parametrize("first_heard", [5, 6, 9])
 async def test_a_lost_connection_is_no_restart(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery, first_heard: int
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, first_heard: int
 ) -> None:
-    made = engine()
-    listening = await listen(made, context, nursery)
-    made.send(*range(5))
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
-    kept = dict(made.server.buffer)
-    await made.restart()
-    made.life, made.server.buffer = 0, kept
-    await lost_and_found(listening, made)
-    made.keep(*range(5, first_heard))
-    made.send(first_heard, first_heard + 1)
-    await until(lambda: listening.applied == made.batches(first_heard + 2))
-    assert (listening.listener.restarts, made.server.requests) == (0, [4])
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    engine.life, engine.server.buffer = 0, kept
+    await lost_and_found(listening, engine)
+    engine.keep(*range(5, first_heard))
+    engine.send(first_heard, first_heard + 1)
+    await until(lambda: listening.applied == engine.batches(first_heard + 2))
+    assert (listening.listener.restarts, engine.server.requests) == (0, [4])
 
 
 async def test_behind_a_proxy_no_connection_is_lost(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    made = engine()
-    listening = await listen(made, context, nursery)
-    made.send(*range(58))
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
-    made.server.buffer.clear()
-    made.life = 1
-    made.send(0, 1, 2)
-    await until(lambda: now_held(listening) == made.batches(3))
-    assert (listening.listener.restarts, made.server.requests) == (1, [0])
+    engine.server.buffer.clear()
+    engine.life = 1
+    engine.send(0, 1, 2)
+    await until(lambda: now_held(listening) == engine.batches(3))
+    assert (listening.listener.restarts, engine.server.requests) == (1, [0])
 
 
 async def test_late_duplicates_are_no_restart(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    made = engine()
-    listening = await listen(made, context, nursery)
-    made.send(*range(58), *range(58), 57, 0, 1, 2, 58)
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58), *range(58), 57, 0, 1, 2, 58)
     await until(lambda: len(listening.applied) == 59)
-    assert listening.applied == made.batches(59)
+    assert listening.applied == engine.batches(59)
     assert (listening.listener.restarts, listening.listener.stale) == (0, 62)
-    assert made.server.requests == []
+    assert engine.server.requests == []
 
 
 async def test_a_server_that_still_holds_the_old_engine_does_not_feed_the_new(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    made = engine()
-    listening = await listen(made, context, nursery)
-    made.send(*range(58))
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
-    kept = dict(made.server.buffer)
-    await made.restart()
-    await lost_and_found(listening, made)
-    made.server.buffer = kept
-    made.worker.seq = 3
-    made.worker.send(made.batch(3))
-    await until(lambda: now_held(listening) == [made.batch(3)])
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    engine.server.buffer = kept
+    engine.worker.seq = 3
+    engine.worker.send(engine.batch(3))
+    await until(lambda: now_held(listening) == [engine.batch(3)])
     assert listening.listener.health(trio.current_time()) == "degraded"
     assert listening.listener.loss == "missing 0..2"
 
 
 async def test_a_restart_without_a_server_degrades(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    made = engine()
-    listening = await listen(made, context, nursery, replay=False)
-    made.send(*range(58))
+    listening = await listen(engine, context, nursery, replay=False)
+    engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
-    await made.restart()
-    await lost_and_found(listening, made)
-    made.send(2)
-    await until(lambda: now_held(listening) == [made.batch(2)])
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    engine.send(2)
+    await until(lambda: now_held(listening) == [engine.batch(2)])
     assert listening.listener.health(trio.current_time()) == "degraded"
 
 
 async def test_restarts_one_after_the_other(
-    engine: Callable, context: zmq.Context, nursery: trio.Nursery
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    made = engine()
-    listening = await listen(made, context, nursery)
+    listening = await listen(engine, context, nursery)
     for life in range(6):
-        made.send(*range(life, 2 * life + 2))
-        made.keep(*range(life))
-        expected = made.batches(2 * life + 2)
+        engine.send(*range(life, 2 * life + 2))
+        engine.keep(*range(life))
+        expected = engine.batches(2 * life + 2)
         await until(lambda expected=expected: now_held(listening) == expected)
         assert listening.listener.restarts == life
-        await made.restart()
-        await lost_and_found(listening, made)
+        await engine.restart()
+        await lost_and_found(listening, engine)
