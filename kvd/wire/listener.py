@@ -195,6 +195,7 @@ class Listener(StreamCounts):
             self.strays += 1  # one that is known and yet to come was the last engine's
             return ReplayEnd.REACHED if seq >= wanted.stop else None
         if seq >= self.cursor.expected:
+            self._give_up_proof()
             self.replayed += 1
             self._continue(seq, payload)
         elif not known:
@@ -202,6 +203,11 @@ class Listener(StreamCounts):
             return ReplayEnd.OTHER_ENGINE
         self._proving = False
         return ReplayEnd.REACHED if seq + 1 == wanted.stop else None
+
+    def replay_ended(self, end: ReplayEnd) -> None:
+        self.replays[end] = self.replays.get(end, 0) + 1
+        if end in (ReplayEnd.REACHED, ReplayEnd.MARKER):
+            self._give_up_proof()
 
     def settle(self) -> str:
         """Applies the batch held back and returns which numbers before it are lost, if any."""
@@ -218,9 +224,6 @@ class Listener(StreamCounts):
         self.refused += 1
         self.bad_frames[reason] = self.bad_frames.get(reason, 0) + 1
 
-    def replay_ended(self, end: ReplayEnd) -> None:
-        self.replays[end] = self.replays.get(end, 0) + 1
-
     def _held(self) -> tuple[int, bytes]:
         assert self.held is not None
         return self.held
@@ -234,6 +237,12 @@ class Listener(StreamCounts):
             self.loss = f"missing {_ranges(self._holes)}"
         self.cursor.accept(seq, payload)
         self._learn(seq, self._apply(payload))
+
+    def _give_up_proof(self) -> None:
+        """The engine has answered, and does not hold what would show that it is the same."""
+        if self._proving:
+            self._proving = False
+            self.loss = "not known to be the same engine"
 
     def _learn(self, seq: int, shown: int) -> None:
         if shown & EMPTIED:

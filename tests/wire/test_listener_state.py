@@ -162,6 +162,22 @@ def test_the_same_engine_is_told_by_its_replay_and_asked_once() -> None:
     assert listener.take(5, b"") is False
 
 
+@pytest.mark.parametrize("seqs", [[], [2, 3]])
+def test_an_answer_without_the_proof_degrades(seqs: list[int]) -> None:
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"0"), (1, b"1"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    listener.take(2 + len(seqs), b"last")
+    listener.judge()
+    for seq in seqs:
+        listener.take_replayed(seq, b"%d" % seq)
+    listener.replay_ended(ReplayEnd.REACHED if seqs else ReplayEnd.MARKER)
+    assert listener.settle() == ""
+    assert listener.loss == "not known to be the same engine"
+    assert applied == [b"0", b"1", *(b"%d" % seq for seq in seqs), b"last"]
+
+
 def test_a_connection_lost_during_a_replay_is_asked_about_next_time() -> None:
     listener, _ = make(replay=True)
     feed(listener, (0, b"a"))
