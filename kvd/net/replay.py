@@ -29,7 +29,7 @@ class ReplayOptions:
     """What a replay may take."""
 
     idle_s: float = 2.0  # without a batch of use; vLLM's server answers within 0.1 s when idle
-    total_s: float = 30.0  # waiting for its turn included; 10,000 batches take about 0.2 s
+    total_s: float = 30.0  # waiting for its turn included; 10,000 batches take about 0.3 s
     spare_s: float = 10.0  # after one that brought nothing: else every gap would wait for `idle_s`
     max_messages: int = (
         1_000_000  # of one answer; engines keep 10,000 batches unless told otherwise
