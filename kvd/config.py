@@ -17,6 +17,10 @@ from kvd.model import PartitionKey, RankKey
 from kvd.settings import SETTINGS, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
 from kvd.wire.endpoints import check_endpoint
 
+# The original's name and spellings for what its own end-to-end tests switch on.
+TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
+YES = ("1", "true", "yes", "on")
+
 
 class StartError(Exception):
     """kvd cannot start; the text is the one line that the operator reads (exit code 1)."""
@@ -60,6 +64,7 @@ class Config:
     engine: EngineLimits
     log_level: str
     demo: bool
+    test_endpoints: bool  # whether the indexer face can pause and resume listeners
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
@@ -82,6 +87,7 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
         engine=_engine(values),
         log_level=values["log_level"],
         demo=demo,
+        test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
     )
 
 

@@ -31,7 +31,7 @@ from kvd.http.tls import TlsServer
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
 from kvd.net import sdnotify
-from kvd.net.listener import LinkOptions
+from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.zsocket import make_context
 from kvd.registry import Registry
@@ -113,7 +113,7 @@ class _Daemon:
     async def _serve(self, registry: Registry, sockets: list[socket.socket]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         config = self._config
-        routes = indexer.routes(self._state, registry)
+        routes = indexer.routes(self._state, registry, test_endpoints=config.test_endpoints)
         app = build_app(routes, config.http)
         front = Front(routes, app, config.http)
         stop = trio.Event()

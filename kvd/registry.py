@@ -18,13 +18,13 @@ import trio
 from kvd.errors import Conflict, NotFound
 from kvd.model import InstanceId, PartitionKey, RankKey
 from kvd.state import State
-from kvd.wire.cursor import Cursor
+from kvd.wire.counts import StreamCounts
 from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
-from kvd.wire.listener import Listener
+from kvd.wire.listener import Listener, ListenerStatus
 
-# Places remembered for ranks that are not registered now, ~200 bytes each; the one left longest
+# Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
-MAX_LEFT_CURSORS = 65_536
+MAX_LEFT_PLACES = 65_536
 
 
 class Listeners(Protocol):
@@ -42,7 +42,6 @@ class Registration:
     """One rank as it was registered, and its listener."""
 
     key: RankKey
-    replay_endpoint: str | None
     listener: Listener
 
 
@@ -53,8 +52,9 @@ class Registry:
         self._state = state
         self._listeners = listeners
         self._ranks: dict[RankKey, Registration] = {}
-        self._left: dict[tuple[RankKey, str], Cursor] = {}  # by rank and endpoint
-        self.forgotten_cursors = 0
+        self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
+        self.left_counts = StreamCounts()  # of listeners that are no more
+        self.forgotten_places = 0
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -75,9 +75,10 @@ class Registry:
             check_replay_endpoint(replay_endpoint)
         if key in self._ranks:
             raise Conflict(f"instance {key.instance_id} dp_rank {key.dp_rank} already registered")
-        apply = self._state.add_rank(key, block_size)
-        listener = Listener(str(key), endpoint, apply, self._left.pop((key, endpoint), None))
-        self._ranks[key] = Registration(key, replay_endpoint, listener)
+        stream = self._state.add_rank(key, block_size)
+        expected = self._left.pop((key, endpoint), 0)
+        listener = Listener(str(key), endpoint, stream, replay_endpoint, expected)
+        self._ranks[key] = Registration(key, listener)
         self._listeners.start(key, listener)
 
     async def unregister(
@@ -107,14 +108,55 @@ class Registry:
                 if self._ranks.get(registration.key) is registration:
                     self._remove(registration)
 
+    async def pause(self, instance_id: InstanceId, dp_rank: int) -> None:
+        """Stops listening to a rank, which keeps its blocks; returns when that has ended.
+
+        Raises NotFound when it is not registered, Conflict when it is paused already.
+        """
+        for registration in self._in_state(instance_id, dp_rank, paused=False):
+            with trio.CancelScope(shield=True):
+                await self._listeners.stop(registration.key)
+            registration.listener.paused(trio.current_time())
+
+    def resume(self, instance_id: InstanceId, dp_rank: int) -> None:
+        """Listens to a paused rank again: what was missed shows as a gap.
+
+        Raises NotFound when it is not registered, Conflict when it is not paused.
+        """
+        for registration in self._in_state(instance_id, dp_rank, paused=True):
+            registration.listener.connecting()
+            self._listeners.start(registration.key, registration.listener)
+
+    def _in_state(
+        self, instance_id: InstanceId, dp_rank: int, *, paused: bool
+    ) -> list[Registration]:
+        """Returns the rank's registrations, one per partition, that are paused, or are not."""
+        named = [
+            registration
+            for key, registration in self._ranks.items()
+            if key.instance_id == instance_id and key.dp_rank == dp_rank
+        ]
+        if not named:
+            raise NotFound(f"instance {instance_id} dp_rank {dp_rank} not found")
+        found = [
+            registration
+            for registration in named
+            if (registration.listener.status is ListenerStatus.PAUSED) is paused
+        ]
+        if not found:
+            state = "not paused" if paused else "paused already"
+            raise Conflict(f"instance {instance_id} dp_rank {dp_rank} is {state}")
+        return found
+
     def _remove(self, registration: Registration) -> None:
-        key = registration.key
+        key, listener = registration.key, registration.listener
         del self._ranks[key]
         self._state.remove_rank(key)
-        self._left[key, registration.listener.endpoint] = registration.listener.cursor
-        if len(self._left) > MAX_LEFT_CURSORS:
+        self.left_counts.add(listener)
+        self._left[key, listener.endpoint] = listener.cursor.expected
+        if len(self._left) > MAX_LEFT_PLACES:
             del self._left[next(iter(self._left))]
-            self.forgotten_cursors += 1
+            self.forgotten_places += 1
 
 
 def _not_found(

@@ -11,12 +11,12 @@ All of it is touched by one thread only, and no method awaits: each call is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
-from kvd_core.index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index import IngestCounters, PrefixIndex, Stream, Worker
 
 # An empty partition costs about 31 KB; 16,384 of them 640 MB. Real fleets have some hundred.
 MAX_PARTITIONS = 16_384
@@ -53,7 +53,7 @@ class State:
             raise NotFound(f"no indexer for model={model_name} tenant_id={tenant_id}")
         return found
 
-    def add_rank(self, key: RankKey, block_size: int) -> Callable[[bytes], None]:
+    def add_rank(self, key: RankKey, block_size: int) -> Stream:
         """Registers a rank and returns what its event batches are to be given to.
 
         Makes the partition when it is the first. Raises Conflict on another block size.
@@ -66,7 +66,7 @@ class State:
             )
         worker.register(key.dp_rank)
         partition.ranks.add((key.instance_id, key.dp_rank))
-        return worker.stream(key.dp_rank).apply
+        return worker.stream(key.dp_rank)
 
     def remove_rank(self, key: RankKey) -> None:
         """Removes one registered rank with its blocks; the last one takes the instance along."""

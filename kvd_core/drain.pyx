@@ -34,11 +34,11 @@ def drain(size_t socket, take, refuse, int max_messages, int64_t budget_ns):
     """Takes waiting messages off a SUB socket; returns whether it stopped before that was empty.
 
     Per well-formed message (topic, 8-byte big-endian number, payload) calls `take(seq, payload)`,
-    for any other `refuse(reason)` with one of this module's BAD_ texts. Stops after `max_messages`
-    messages, or after the first that ends later than `budget_ns` from the start. `socket` is the
-    address that pyzmq's `Socket.underlying` gives; neither callable may close it. Raises
-    zmq.ZMQError where libzmq refuses, and whatever the callables raise: the message it was raised
-    for is gone then, later ones are not.
+    for any other `refuse(reason)` with one of this module's BAD_ texts. Stops after a message for
+    which `take` returns True, after `max_messages` messages, or after the first that ends later
+    than `budget_ns` from the start. `socket` is the address that pyzmq's `Socket.underlying` gives;
+    neither callable may close it. Raises zmq.ZMQError where libzmq refuses, and whatever the
+    callables raise: the message it was raised for is gone then, later ones are not.
     """
     if socket == 0:
         raise ValueError("the socket is closed")
@@ -62,7 +62,9 @@ cdef bint _drain(
         if got == Got.empty:
             return False
         if got == Got.event:
-            take(reader.seq(), PyBytes_FromStringAndSize(reader.payload(), reader.size()))
+            payload = PyBytes_FromStringAndSize(reader.payload(), reader.size())
+            if take(reader.seq(), payload) is True:
+                return True
         elif got == Got.failed:
             fault = errno
             raise zmq.ZMQError(fault)

@@ -265,6 +265,11 @@ class Index {
     if (ranks_[id].ghosts.size() > kMaxGhosts) lay_oldest_ghost(id);
   }
 
+  // Whether nothing is known of the rank's cache: no block, no copy, nothing set aside.
+  bool holds_nothing(RankId id) const {
+    return ranks_[id].names.size() == 0 && ranks_[id].parked == 0;
+  }
+
   // Drops everything the rank holds on the layers of `mask`.
   void clear(RankId id, LayerMask mask) {
     drop_parked(id, mask);

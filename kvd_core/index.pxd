@@ -83,6 +83,8 @@ cdef extern from "worker.hpp" namespace "kvd" nogil:
         void retire_all(CIndex&) except +
 
 cdef extern from "stream.hpp" namespace "kvd" nogil:
+    uint32_t kEmptied
+    uint32_t kFlawed
     size_t kIgnored
     size_t kReasons
 
@@ -96,7 +98,8 @@ cdef extern from "stream.hpp" namespace "kvd" nogil:
 
     cppclass CStream "kvd::Stream":
         CStream(CIndex&, CWorker&, uint32_t, CStreamCounters&) except +
-        void apply(const uint8_t*, size_t) except +
+        uint32_t apply(const uint8_t*, size_t) except +
+        void clear() except +
 
 cdef extern from "match.hpp" namespace "kvd" nogil:
     cppclass CDepth "kvd::Match::Depth":

@@ -4,6 +4,8 @@ from typing import Final, TypedDict
 from kvd_core.scan import BodyScanner
 
 TIERS: Final[tuple[str, ...]]
+EMPTIED: Final[int]
+FLAWED: Final[int]
 IGNORED: Final[tuple[str, ...]]
 
 class IngestTotals(TypedDict):
@@ -80,7 +82,8 @@ class Worker:
     def clear(self, dp_rank: int, tier: int | None = None) -> None: ...
 
 class Stream:
-    def apply(self, payload: bytes) -> None: ...
+    def apply(self, payload: bytes) -> int: ...
+    def clear(self) -> None: ...
 
 class Dump:
     def read(self, enough: int) -> bytes: ...

@@ -15,6 +15,8 @@ from cython.operator cimport dereference as deref
 from kvd_core.decoder import REASONS
 
 TIERS = ("device", "host", "disk", "external")
+EMPTIED = kEmptied
+FLAWED = kFlawed
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks")
 
 
@@ -273,11 +275,27 @@ cdef class Stream:
     def apply(self, bytes payload not None):
         """Applies one batch as it came off the wire.
 
-        Bad input is counted by reason and never raises. RuntimeError when the worker was removed.
+        Bad input is counted by reason and never raises. Returns 0, or bits: EMPTIED when a clear
+        has left nothing of this stream's ranks, FLAWED when part of the batch could not be
+        understood. RuntimeError when the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
-        self.c.apply(<const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
+        cdef uint32_t outcome = self.c.apply(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
+        )
+        verify_if_debug(deref(self.worker.index.c))
+        return outcome
+
+    def clear(self):
+        """Drops the blocks of every rank this stream has spoken for, also in batches only.
+
+        They are invisible at once; `PrefixIndex.sweep` frees them. RuntimeError when the worker
+        was removed.
+        """
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        self.c.clear()
         verify_if_debug(deref(self.worker.index.c))
 
 

@@ -38,6 +38,12 @@ enum class Ignored : uint8_t {
 };
 constexpr size_t kIgnored = 7;
 
+// What one batch has shown about how far the stream's blocks can be believed, as bits.
+enum Outcome : uint32_t {
+  kEmptied = 1,  // a clear left nothing of the stream's ranks: what was missed no longer matters
+  kFlawed = 2,   // part of the batch could not be understood: its events are lost
+};
+
 struct StreamCounters {
   uint64_t batches = 0;
   uint64_t stored = 0;   // events
@@ -52,9 +58,22 @@ class Stream {
   Stream(Index& index, Worker& worker, uint32_t dp_rank, StreamCounters& counters)
       : index_(index), worker_(worker), dp_rank_(dp_rank), counters_(counters) {}
 
-  void apply(const uint8_t* payload, size_t size) {
+  // Returns the batch's Outcome bits.
+  uint32_t apply(const uint8_t* payload, size_t size) {
     ++counters_.batches;
+    outcome_ = 0;
     decode_batch(payload, size, scratch_, *this);
+    return outcome_;
+  }
+
+  // Drops every block of every rank this stream has spoken for, and what it was taught: another
+  // engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
+  void clear() {
+    worker_.renew(index_, dp_rank_);
+    for (const auto& entry : states_) {
+      if (entry.first != dp_rank_) worker_.renew(index_, entry.first);
+    }
+    states_.clear();
   }
 
   // ---- the decoder's sink
@@ -103,9 +122,14 @@ class Stream {
     } else {
       index_.clear(rank_, kAllLayers);
     }
+    if (holds_nothing()) outcome_ |= kEmptied;
   }
 
-  void bad(Reason reason) { ++counters_.bad[static_cast<size_t>(reason)]; }
+  void bad(Reason reason) {
+    ++counters_.bad[static_cast<size_t>(reason)];
+    // Bytes behind a batch take nothing from it, and events of other types are about other things.
+    if (reason != Reason::TRAILING && reason != Reason::UNKNOWN_TYPE) outcome_ |= kFlawed;
+  }
 
  private:
   struct Group {
@@ -125,6 +149,14 @@ class Stream {
 
   static constexpr Place kNowhere{kNone, false};
   static constexpr size_t kMaxGroups = 64;  // a hybrid model has a handful
+
+  bool holds_nothing() const {
+    for (const auto& entry : states_) {
+      const RankId rank = worker_.find(entry.first);
+      if (rank != kNone && !index_.holds_nothing(rank)) return false;
+    }
+    return true;
+  }
 
   void ignore(Ignored why) { ++counters_.ignored[static_cast<size_t>(why)]; }
 
@@ -302,6 +334,7 @@ class Stream {
   Scratch scratch_;
   std::vector<uint64_t> locals_;
   RankId rank_ = kNone;
+  uint32_t outcome_ = 0;
   RankState* state_ = nullptr;
 };
 

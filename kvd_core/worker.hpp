@@ -40,6 +40,18 @@ struct Worker {
     ranks.erase(it);
   }
 
+  // The rank, if there is one, goes on without its blocks: they are invisible at once, whatever
+  // their number, and `Index::sweep` frees them.
+  void renew(Index& index, uint32_t dp_rank) {
+    const RankId old = find(dp_rank);
+    if (old == kNone) return;
+    const bool listed = index.rank(old).listed;
+    index.retire_rank(old);
+    const RankId id = index.add_rank(dp_rank);
+    index.rank(id).listed = listed;
+    ranks[static_cast<size_t>(at(dp_rank) - ranks.begin())].second = id;
+  }
+
   void retire_all(Index& index) {
     for (const auto& entry : ranks) index.retire_rank(entry.second);
     ranks.clear();

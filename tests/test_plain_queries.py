@@ -28,10 +28,10 @@ def filled_state() -> State:
     """Returns a state with one worker's chain of blocks in two partitions."""
     state = State()
     for tenant in (DEFAULT_TENANT, "other"):
-        apply = state.add_rank(RankKey(PartitionKey("m", tenant), 7, 0), BLOCK_SIZE)
+        stream = state.add_rank(RankKey(PartitionKey("m", tenant), 7, 0), BLOCK_SIZE)
         for lora in (None, "adapter"):
             event = ["BlockStored", [1, 2, 3], None, TOKENS[:12], BLOCK_SIZE, None, "GPU", lora]
-            apply(msgpack.packb([0.0, [event]]))
+            stream.apply(msgpack.packb([0.0, [event]]))
     return state
 
 

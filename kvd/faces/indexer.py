@@ -16,7 +16,7 @@ from kvd.http.types import Handler, Request, Response, Route
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.registry import Registration, Registry, by_instance
 from kvd.state import Partition, State
-from kvd.wire.listener import ListenerStatus
+from kvd.wire.listener import Listener, ListenerStatus, StreamHealth
 from kvd_core.lane import Answerer
 from kvd_core.plain import PlainQuery
 from kvd_core.scan import BodyScanner
@@ -44,6 +44,7 @@ REGISTER = BodyScanner(
     ),
 )
 UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *TENANT, "dp_rank"))
+RANK = BodyScanner({}, ("instance_id", "dp_rank"))
 
 # An instance shows the most alarming status of its listeners.
 STATUS_ORDER = (
@@ -54,8 +55,12 @@ STATUS_ORDER = (
 )
 
 
-def routes(state: State, registry: Registry) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's state."""
+def routes(state: State, registry: Registry, *, test_endpoints: bool = False) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's state, with `test_endpoints` all of them."""
+    control = (
+        Route("POST", "/test/pause_listener", partial(pause_listener, registry)),
+        Route("POST", "/test/resume_listener", partial(resume_listener, registry)),
+    )
     known = state.partitions, DEFAULT_TENANT
     return (
         Route("GET", "/health", health, hot=True),
@@ -65,6 +70,7 @@ def routes(state: State, registry: Registry) -> tuple[Route, ...]:
         Route("POST", "/unregister", partial(unregister, registry)),
         Route("GET", "/workers", partial(workers, state, registry)),
         Route("GET", "/dump", partial(dump, state)),
+        *(control if test_endpoints else ()),
     )
 
 
@@ -131,13 +137,33 @@ async def unregister(registry: Registry, request: Request) -> Response:
     return Response(200, OK)
 
 
+async def pause_listener(registry: Registry, request: Request) -> Response:
+    """Makes a rank's stream lose what is published until it is resumed."""
+    await registry.pause(*_rank(request))
+    return Response(200, OK)
+
+
+def resume_listener(registry: Registry, request: Request) -> Response:
+    registry.resume(*_rank(request))
+    return Response(200, OK)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    members = bodies.scan(RANK, request.body)
+    return (
+        bodies.uint(members, "instance_id", bodies.U64_MAX),
+        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
+    )
+
+
 def workers(state: State, registry: Registry, request: Request) -> Response:
     """Lists instances; `?model_name=`, `?tenant_id=` and its newer name narrow the list."""
+    now = trio.current_time()
     wanted = _parameters(request.query)
     model_name = wanted.get("model_name")
     tenant_id = bodies.alias(wanted, *TENANT)
     rows = [
-        _instance(state.partitions[partition], ranks)
+        _instance(state.partitions[partition], ranks, now)
         for (partition, _), ranks in by_instance(registry.registrations()).items()
         if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
     ]
@@ -178,26 +204,32 @@ def _optional_tenant(members: bodies.Members) -> str | None:
     return bodies.alias(given, *TENANT)
 
 
-def _instance(partition: Partition, ranks: list[Registration]) -> dict[str, Any]:
+def _instance(partition: Partition, ranks: list[Registration], now: float) -> dict[str, Any]:
     statuses = {registration.listener.status for registration in ranks}
+    streams = {registration.listener.health(now) for registration in ranks}
     return {
         "instance_id": ranks[0].key.instance_id,
         "source": "zmq",
         "status": next(status for status in STATUS_ORDER if status in statuses),
+        "stream": next(health for health in StreamHealth if health in streams),
         "model_name": partition.key.model_name,
         "tenant_id": partition.key.tenant_id,
         "block_size": partition.block_size,
         "endpoints": {str(rank.key.dp_rank): rank.listener.endpoint for rank in ranks},
-        "listeners": {str(rank.key.dp_rank): dict(_listener(rank)) for rank in ranks},
+        "listeners": {str(rank.key.dp_rank): dict(_listener(rank.listener, now)) for rank in ranks},
     }
 
 
-def _listener(registration: Registration) -> Iterator[tuple[str, str]]:
-    listener = registration.listener
+def _listener(listener: Listener, now: float) -> Iterator[tuple[str, str | int]]:
     yield "endpoint", listener.endpoint
     yield "status", listener.status
     if listener.last_error is not None:
         yield "last_error", listener.last_error
+    yield "stream", listener.health(now)
+    if listener.loss:
+        yield "loss", listener.loss
+    if (last := listener.cursor.last) is not None:
+        yield "last_seq", last
 
 
 def _parameters(query_string: bytes) -> dict[str, Any]:

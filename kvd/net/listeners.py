@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.net.listener import LinkOptions, run_listener
+from kvd.logs import get_logger
+from kvd.net.listener import run_listener
+from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
+from kvd.wire.listener import StreamHealth
 
 if TYPE_CHECKING:
     from kvd.model import RankKey
+    from kvd.net.link import LinkOptions
     from kvd.net.zsocket import Context
     from kvd.wire.listener import Listener
+
+HEALTH_EVERY_S = 1.0  # how long a change of health may last unsaid; shorter ones are not said
+HEALTH_SLICE = 256  # listeners looked at between two checkpoints, 0.1 ms
+
+log = get_logger(__name__)
 
 
 class ListenerTasks:
@@ -23,18 +32,50 @@ class ListenerTasks:
     """
 
     def __init__(
-        self, nursery: trio.Nursery, context: Context, ready: trio.Event, options: LinkOptions
+        self,
+        nursery: trio.Nursery,
+        context: Context,
+        ready: trio.Event,
+        options: LinkOptions,
+        replays: ReplayOptions | None = None,
+        health_every_s: float = HEALTH_EVERY_S,
     ) -> None:
         self._tasks: Supervisor[RankKey] = Supervisor(nursery)
         self._context = context
         self._ready = ready
         self._options = options
+        self._replayer = Replayer(context, options, replays or ReplayOptions())
+        self._health: dict[Listener, StreamHealth] = {}  # as last said
+        nursery.start_soon(self._watch_health, health_every_s)
 
     def start(self, key: RankKey, listener: Listener) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
-        run = partial(run_listener, listener, self._context, self._ready, self._options)
-        self._tasks.start(key, run)
+        self._tasks.start(key, partial(self._run, listener))
 
     async def stop(self, key: RankKey) -> None:
         """Returns when the listener's task has ended; at once when there is none."""
         await self._tasks.stop(key)
+
+    async def _run(self, listener: Listener) -> None:
+        self._health[listener] = StreamHealth.RECOVERING
+        try:
+            await run_listener(listener, self._context, self._ready, self._options, self._replayer)
+        finally:
+            del self._health[listener]
+
+    async def _watch_health(self, every_s: float) -> None:
+        """Logs every change of a stream's health that lasts."""
+        while True:
+            await trio.sleep(every_s)
+            for at, listener in enumerate(list(self._health), 1):
+                if at % HEALTH_SLICE == 0:
+                    await trio.lowlevel.checkpoint()
+                self._say_health(listener)
+
+    def _say_health(self, listener: Listener) -> None:
+        before, now = self._health.get(listener), listener.health(trio.current_time())
+        if before is None or before is now:
+            return
+        self._health[listener] = now
+        say = log.info if now in (StreamHealth.EXACT, StreamHealth.RECOVERING) else log.warning
+        say("stream", listener=listener.name, health=now, was=before, loss=listener.loss)

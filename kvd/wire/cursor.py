@@ -1,59 +1,124 @@
-"""Tells from sequence numbers whether a stream of event batches is complete.
+"""Tells from sequence numbers whether a stream of event batches is complete, and whose it is.
 
 Every message of an engine carries a number one higher than the one before; PUB/SUB may lose some.
-A cursor holds the number that should come next and judges each number that does come:
+An engine that is started again begins anew at 0, and nothing else says that its cache is another.
+A cursor holds the number that should come next (`expected`) and judges each batch that does come:
 
-    expected   seq                     verdict   missing            the batch is
-    --------   ---------------------   -------   ----------------   ------------
-    0          0                       FIRST     -                  applied
-    0          > 0                     GAP       0 .. seq-1         applied
-    n > 0      n                       NEXT      -                  applied
-    n > 0      > n                     GAP       n .. seq-1         applied
-    n > 0      < n                     STALE     -                  ignored
+    seq           the batch is                                  verdict   it is to be
+    -----------   -------------------------------------------   -------   ------------------------
+    = expected                                                  NEXT      applied
+    > expected                                                  GAP       applied after the missing
+    < expected    one of the last 128, unchanged: a duplicate   STALE     ignored
+    < expected    of the last 128, skipped: it comes late       STALE     ignored
+    < expected    other, and not yet enough of these in a row   STALE     ignored
+    < expected    other, and the one that decides               RESTART   applied after `restart`
 
-Nothing accepted yet and 0 expected are the same state. Source: the peer, Dynamo's standalone
-indexer 1.6.1, was seen to do exactly this. Judging changes nothing; the cursor moves by `accept`
-only, so that a caller may first fetch what a gap is missing and then judge the same number again.
+"Other" is what cannot be shown to be an old batch of this engine. How many in a row, numbered one
+by one, decide:
+
+    over a connection made since         1    numbers do not go back within one engine's life, and a
+                                              publisher repeats nothing to who connects again
+    beginning with the number 0 or 1     2    a restart behind a proxy, which hides it; one alone
+                                              may be any stray message
+    else                                 3    late duplicates of long ago come in rows, too, but
+                                              nothing the engines do makes even one
+
+Whatever else comes between them, a duplicate too, ends a row. A restart that was none costs a
+replay from 0; one not seen would credit a dead cache, so what is in doubt counts as one.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
+from kvd_core.recent import SIZE, Recent
+
+RUN_AFTER_JOIN = 1
+RUN_FROM_START = 2
+RUN_ANYWHERE = 3
+
+FIRST_NUMBERS = (0, 1)  # engines begin with 0; whoever joins SGLang late, and Mooncake, with 1
+
 
 class Verdict(Enum):
-    """What a sequence number means for the batch that carries it."""
+    """What a batch's number and content mean."""
 
-    FIRST = "first"
     NEXT = "next"
     GAP = "gap"
     STALE = "stale"
+    RESTART = "restart"
 
 
 class Cursor:
-    """The place in one stream of batches; outlives the connections it is read over."""
+    """The place in one engine's stream of batches."""
 
-    __slots__ = ("expected",)
+    __slots__ = ("_doubt_below", "_recent", "_row", "_row_at", "expected")
 
-    def __init__(self) -> None:
-        self.expected = 0  # the sequence number that continues the stream; 0 = nothing accepted yet
+    def __init__(self, expected: int = 0) -> None:
+        """Begins before the number `expected`, where an earlier cursor left off; 0 is anew."""
+        self.expected = expected
+        self._recent = Recent()
+        self._row = range(0)  # the numbers of the others that came last
+        self._row_at = 0  # what was expected when they came
+        self.rejoined()
 
     @property
     def last(self) -> int | None:
-        """The highest accepted sequence number, None before the first."""
+        """The highest accepted number, None before the first."""
         return self.expected - 1 if self.expected else None
 
-    def observe(self, seq: int) -> Verdict:
-        """Judges a sequence number (0 .. 2^64-1) without moving."""
-        expected = self.expected
-        if seq == expected:
-            return Verdict.NEXT if expected else Verdict.FIRST
-        return Verdict.GAP if seq > expected else Verdict.STALE
+    def judge(self, seq: int, payload: bytes) -> Verdict:
+        """Judges a batch by its number (0 .. 2^64-1) and content; call it once per batch."""
+        if seq == self.expected:
+            return Verdict.NEXT
+        if seq > self.expected:
+            return Verdict.GAP
+        if not self._is_other(seq, payload):
+            self._row = range(0)
+            return Verdict.STALE
+        if self._row_at == self.expected and seq == self._row.stop and self._row:
+            self._row = range(self._row.start, seq + 1)
+        else:
+            self._row, self._row_at = range(seq, seq + 1), self.expected
+        decided = seq + 1 - self._row.start >= self._needed()
+        return Verdict.RESTART if decided else Verdict.STALE
 
-    def missing(self, seq: int) -> range:
-        """Returns the numbers between the stream's end and `seq`: empty unless that is a gap."""
-        return range(self.expected, seq)
-
-    def accept(self, seq: int) -> None:
-        """Moves behind `seq`: its batch counts as applied, and whatever is missing as lost."""
+    def accept(self, seq: int, payload: bytes) -> None:
+        """Moves behind `seq`: its batch counts as applied, and what it skips as lost."""
+        if seq != self.expected:
+            self._recent.skip(self.expected, seq)
         self.expected = seq + 1
+        self._recent.note(seq, payload)
+
+    def holds(self, seq: int, payload: bytes) -> bool:
+        """Whether this very batch was accepted, as far as the last 128 are remembered.
+
+        Those of the engine before a restart are, until the new one's take their places.
+        """
+        return self._recent.holds(seq, payload)
+
+    def rejoined(self) -> None:
+        """Says that from some batch on, all come over another connection than those before.
+
+        Those before may be waiting still, so the doubt goes only with as many as are remembered.
+        """
+        self._doubt_below = self.expected + SIZE if self.expected else 0
+
+    def restart(self) -> None:
+        """Begins anew: another engine speaks."""
+        self.expected = self._doubt_below = 0
+        self._row = range(0)
+
+    def _is_other(self, seq: int, payload: bytes) -> bool:
+        if self.holds(seq, payload):
+            return False
+        late = seq >= self.expected - SIZE and self._recent.skipped(seq)
+        return self._in_doubt() or not late
+
+    def _needed(self) -> int:
+        if self._in_doubt():
+            return RUN_AFTER_JOIN
+        return RUN_FROM_START if self._row.start in FIRST_NUMBERS else RUN_ANYWHERE
+
+    def _in_doubt(self) -> bool:
+        return self.expected < self._doubt_below

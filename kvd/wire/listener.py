@@ -1,4 +1,4 @@
-"""What is known about one listener: its counters, its place in the stream and its status.
+"""What is known about one listener: its counters, its place in the stream, its status and health.
 
 A listener reads the event stream of one (worker, rank). This is the part of it that others look
 at; the task that owns the socket, `kvd.net.listener.run_listener`, tells it what happens:
@@ -6,22 +6,40 @@ at; the task that owns the socket, `kvd.net.listener.run_listener`, tells it wha
     told              effect                              documented status
     ---------------   ---------------------------------   ---------------------------------------
     (nothing yet)                                         pending
-    connecting()      a new socket                        pending; failed is over
+    connecting()      a new socket                        pending; failed and paused are over
     joined()          the worker answers; error is over   active once the gate is open, too
     receiving()       the gate is open                    active once joined, too
     lost(why)         the connection broke, or broke      unchanged: a worker that was there once
                       off early; libzmq tries again       stays active, last_error says the rest
     failed(why)       the socket is of no more use        failed
+    paused()          nobody listens, by request          paused
 
+A batch that is next in the stream is applied at once. Any other is held back, and the task settles
+it before it takes another one:
+
+    take ── next ──> applied
+      └─ held ── judge ── stale ──────────────────────────────> ignored
+                   └─ gap or restart ─ take_replayed .. settle ─> applied; what did not come is lost
+
+`health` says whether the index can be believed for what the stream speaks of (docs/reliability.md).
 No clock, no sockets, no logging: moments come in as arguments (seconds, monotonic).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
+from typing import Protocol
 
+from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor, Verdict
+from kvd.wire.replay import ReplayEnd
+from kvd_core.index import EMPTIED, FLAWED
+
+# A rolling restart or a network that is rewired takes seconds; an engine that is away for longer
+# has most likely lost its cache, and evicts or stores unheard in any case.
+STALE_AFTER_S = 30.0
+
+MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
 
 
 class ListenerStatus(StrEnum):
@@ -33,54 +51,76 @@ class ListenerStatus(StrEnum):
     FAILED = "failed"
 
 
-class Listener:
-    """One (worker, rank) stream: every payload that continues it goes to `apply`.
+class StreamHealth(StrEnum):
+    """How far the index can be believed for a stream, worst first."""
 
-    `name` is for logs. `cursor` is given where the place in the stream outlives the listener (a
-    worker that registers again). All counters are plain ints that only grow.
+    STALE = "stale"  # disconnected for longer than STALE_AFTER_S
+    DEGRADED = "degraded"  # batches are lost or were not understood; `Listener.loss` says which
+    RECOVERING = "recovering"  # no batch since the connection was made, or a gap is being replayed
+    EXACT = "exact"  # every batch of this engine process has been applied
+
+
+class Stream(Protocol):
+    """Where batches go; `kvd_core.index.Stream` is one."""
+
+    def apply(self, payload: bytes) -> int:
+        """Applies a batch and returns what it has shown, as bits: EMPTIED, FLAWED."""
+
+    def clear(self) -> None:
+        """Drops all that earlier batches have stored."""
+
+
+class Listener(StreamCounts):
+    """One (worker, rank) stream: every batch that continues it goes to `stream`.
+
+    `name` is for logs. `expected` is the number to continue from where a worker registers again:
+    its blocks were dropped, so what came before that number is lost.
     """
 
     __slots__ = (
         "_apply",
         "_failed",
+        "_holes",
         "_joined",
+        "_joined_at",
+        "_paused",
+        "_proving",
         "_receiving",
-        "bad_frames",
-        "bytes",
+        "_stream",
+        "_unproved",
         "connected",
         "cursor",
         "disconnected_since",
         "endpoint",
-        "failures",
-        "gaps",
-        "joins",
+        "held",
         "last_error",
-        "losses",
-        "messages",
-        "missing",
+        "loss",
         "name",
-        "refused",
-        "stale",
+        "replay_endpoint",
     )
 
     def __init__(
-        self, name: str, endpoint: str, apply: Callable[[bytes], None], cursor: Cursor | None = None
+        self,
+        name: str,
+        endpoint: str,
+        stream: Stream,
+        replay_endpoint: str | None = None,
+        expected: int = 0,
     ) -> None:
+        super().__init__()
         self.name = name
         self.endpoint = endpoint
-        self.cursor = cursor or Cursor()
-        self._apply = apply
+        self.replay_endpoint = replay_endpoint
+        self.cursor = Cursor(expected)
+        self._stream = stream
+        self._apply = stream.apply
 
-        self.messages = 0  # well-formed ones, stale ones included
-        self.bytes = 0  # payload bytes of these
-        self.gaps = 0  # times that messages were missing
-        self.missing = 0  # messages that were missing
-        self.stale = 0  # messages ignored because their number had been passed
-        self.refused = 0  # messages of a wrong shape
-        self.bad_frames: dict[str, int] = {}  # the same per reason
-        self.joins = 0  # connections on which the worker answered
-        self.losses = 0  # of these, how many broke
-        self.failures = 0  # sockets that could not be connected or had to be given up
+        self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
+        self.loss = "registered again" if expected else ""  # why degraded, empty if not
+        self._holes: list[range] = []  # numbers lost before the held batch
+        self._joined_at = expected  # what was expected when the connection was made, -1 is over
+        self._unproved = False  # the engine may be another one since the connection broke,
+        self._proving = False  # and the held batch's replay is to tell
 
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
@@ -88,38 +128,143 @@ class Listener:
         self._joined = False
         self._receiving = False
         self._failed = False
+        self._paused = False
 
     @property
     def status(self) -> ListenerStatus:
+        if self._paused:
+            return ListenerStatus.PAUSED
         if self._failed:
             return ListenerStatus.FAILED
         if self._joined and self._receiving:
             return ListenerStatus.ACTIVE
         return ListenerStatus.PENDING
 
-    def take(self, seq: int, payload: bytes) -> None:
-        """Applies one batch, unless its number was passed before; a gap before it is counted."""
+    def health(self, now: float) -> StreamHealth:
+        since = self.disconnected_since
+        if since is not None and now - since > STALE_AFTER_S:
+            return StreamHealth.STALE
+        if self.held is not None or self.cursor.expected == self._joined_at:
+            return StreamHealth.RECOVERING
+        return StreamHealth.DEGRADED if self.loss else StreamHealth.EXACT
+
+    # ---- batches
+
+    def take(self, seq: int, payload: bytes) -> bool:
+        """Applies the batch that is next; holds any other back and returns True."""
         self.messages += 1
-        self.bytes += len(payload)
+        self.payload_bytes += len(payload)
         cursor = self.cursor
-        verdict = cursor.observe(seq)
+        if seq == cursor.expected and not self._unproved:
+            cursor.accept(seq, payload)
+            shown = self._apply(payload)
+            if shown:
+                self._learn(seq, shown)
+            return False
+        self.held = seq, payload
+        return True
+
+    def judge(self) -> Verdict:
+        """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart."""
+        seq, payload = self._held()
+        self._proving, self._unproved = self._unproved, False
+        verdict = self.cursor.judge(seq, payload)
         if verdict is Verdict.STALE:
             self.stale += 1
-            return
-        if verdict is Verdict.GAP:
-            self.gaps += 1
-            gap = cursor.missing(seq)
-            self.missing += gap.stop - gap.start  # len() fails from 2^63 on
-        cursor.accept(seq)
-        self._apply(payload)
+            self.held = None
+            return verdict
+        if verdict is Verdict.RESTART:
+            self._restart()
+        self.gaps += seq > self.cursor.expected
+        return verdict
+
+    def wanted(self) -> range:
+        """Returns the numbers that a replay should bring before the held batch.
+
+        After a broken connection the last accepted number is among them: a new engine may have
+        come as far meanwhile, and then its batch of that number is another one.
+        """
+        seq, _ = self._held()
+        return range(self.cursor.expected - self._proving, seq)
+
+    def take_replayed(self, seq: int, payload: bytes) -> ReplayEnd | None:
+        """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
+        wanted = self.wanted()
+        known = self.cursor.holds(seq, payload)
+        if seq not in wanted or (known and seq >= self.cursor.expected):
+            self.strays += 1  # one that is known and yet to come was the last engine's
+            return ReplayEnd.REACHED if seq >= wanted.stop else None
+        if seq >= self.cursor.expected:
+            self._give_up_proof()
+            self.replayed += 1
+            self._continue(seq, payload)
+        elif not known:
+            self._restart()
+            return ReplayEnd.OTHER_ENGINE
+        self._proving = False
+        return ReplayEnd.REACHED if seq + 1 == wanted.stop else None
+
+    def replay_ended(self, end: ReplayEnd) -> None:
+        self.replays[end] = self.replays.get(end, 0) + 1
+        if end in (ReplayEnd.REACHED, ReplayEnd.MARKER):
+            self._give_up_proof()
+
+    def settle(self) -> str:
+        """Applies the batch held back and returns which numbers before it are lost, if any."""
+        seq, payload = self._held()
+        self.held = None
+        self._proving = False
+        self._continue(seq, payload)
+        lost = _ranges(self._holes)
+        self._holes.clear()
+        return lost
 
     def refuse(self, reason: str) -> None:
         """Counts a message of a wrong shape; the stream's place stays where it is."""
         self.refused += 1
         self.bad_frames[reason] = self.bad_frames.get(reason, 0) + 1
 
+    def _held(self) -> tuple[int, bytes]:
+        assert self.held is not None
+        return self.held
+
+    def _continue(self, seq: int, payload: bytes) -> None:
+        """Applies a batch that is next, or lies behind numbers that will not come any more."""
+        hole = range(self.cursor.expected, seq)
+        if hole:
+            self.lost += hole.stop - hole.start  # len() fails from 2^63 on
+            self._holes.append(hole)
+            self.loss = f"missing {_ranges(self._holes)}"
+        self.cursor.accept(seq, payload)
+        self._learn(seq, self._apply(payload))
+
+    def _give_up_proof(self) -> None:
+        """The engine has answered, and does not hold what would show that it is the same."""
+        if self._proving:
+            self._proving = False
+            self.loss = "not known to be the same engine"
+
+    def _learn(self, seq: int, shown: int) -> None:
+        if shown & EMPTIED:
+            self.loss = ""
+        if shown & FLAWED:
+            self.flawed += 1
+            self.loss = f"batch {seq} not understood"
+
+    def _restart(self) -> None:
+        """Another engine speaks: nothing that the last one cached is there any more."""
+        self.restarts += 1
+        self._stream.clear()
+        self.cursor.restart()
+        self._holes.clear()
+        self._proving = False
+        self._joined_at = -1
+        self.loss = ""
+
+    # ---- connections
+
     def connecting(self) -> None:
-        self._failed = self._joined = self._receiving = self.connected = False
+        self._failed = self._joined = self._receiving = self.connected = self._paused = False
 
     def receiving(self) -> None:
         self._receiving = True
@@ -128,15 +273,37 @@ class Listener:
         self.joins += 1
         self._joined = self.connected = True
         self.disconnected_since = self.last_error = None
+        self.cursor.rejoined()
+        self._joined_at = self.cursor.expected
 
-    def lost(self, why: str, now: float) -> None:
+    def lost_connection(self, why: str, now: float) -> None:
         self.last_error = why
         if self.connected:
             self.losses += 1
+            self._disconnected(now)
+            self._unproved = self.replay_endpoint is not None and self.cursor.last is not None
+
+    def failed(self, why: str, now: float) -> None:
+        """Drops the held batch, too: it shows as missing later, and may be replayed then."""
+        self.lost_connection(why, now)
+        self.failures += 1
+        self.held = None
+        self._failed = True
+
+    def paused(self, now: float) -> None:
+        self._disconnected(now)
+        self.held = None
+        self._paused = True
+
+    def _disconnected(self, now: float) -> None:
+        if self.connected:
             self.connected = False
             self.disconnected_since = now
 
-    def failed(self, why: str, now: float) -> None:
-        self.lost(why, now)
-        self.failures += 1
-        self._failed = True
+
+def _ranges(numbers: list[range]) -> str:
+    shown = [
+        f"{some.start}..{some.stop - 1}" if some.stop - some.start > 1 else str(some.start)
+        for some in numbers[:MAX_HOLES_SHOWN]
+    ]
+    return ",".join(shown + ["..."] * (len(numbers) > MAX_HOLES_SHOWN))

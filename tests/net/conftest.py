@@ -9,7 +9,7 @@ import zmq
 from listening import HASTY, Listening
 from zmtp_fakes import Publisher
 
-from kvd.net.listener import LinkOptions
+from kvd.net.link import LinkOptions
 from kvd.net.zsocket import make_context
 
 

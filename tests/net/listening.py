@@ -7,7 +7,9 @@ from collections.abc import Callable
 import trio
 import zmq
 
-from kvd.net.listener import LinkOptions, run_listener
+from kvd.net.link import LinkOptions
+from kvd.net.listener import run_listener
+from kvd.net.replay import Replayer, ReplayOptions
 from kvd.wire.listener import Listener
 
 # Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
@@ -21,14 +23,31 @@ HASTY = LinkOptions(
     max_message_bytes=1024 * 1024,
 )
 
+HASTY_REPLAYS = ReplayOptions(idle_s=0.25, total_s=4.0, spare_s=0.0)
+
+
+class Applied:
+    """A stream that remembers its batches; one that was cleared is None there."""
+
+    def __init__(self) -> None:
+        self.batches: list[bytes | None] = []
+        self.on_batch: Callable[[bytes], object] = self.batches.append
+
+    def apply(self, payload: bytes) -> int:
+        self.on_batch(payload)
+        return 0
+
+    def clear(self) -> None:
+        self.batches.append(None)
+
 
 class Listening:
     """A listener, what it applied, its gate and its task."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.applied: list[bytes] = []
-        self.apply: Callable[[bytes], None] = self.applied.append
-        self.listener = Listener("1:0", endpoint, lambda payload: self.apply(payload))
+    def __init__(self, endpoint: str, replay_endpoint: str | None = None) -> None:
+        self.stream = Applied()
+        self.applied = self.stream.batches
+        self.listener = Listener("1:0", endpoint, self.stream, replay_endpoint)
         self.ready = trio.Event()
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
@@ -36,9 +55,12 @@ class Listening:
     def is_(self, status: str) -> Callable[[], bool]:
         return lambda: self.listener.status == status
 
-    async def run(self, context: zmq.Context, options: LinkOptions) -> None:
+    async def run(
+        self, context: zmq.Context, options: LinkOptions, replayer: Replayer | None = None
+    ) -> None:
+        replayer = replayer or Replayer(context, options, HASTY_REPLAYS)
         with self.scope:
-            await run_listener(self.listener, context, self.ready, options)
+            await run_listener(self.listener, context, self.ready, options, replayer)
         self.ended.set()
 
     async def stop(self) -> None:

@@ -13,8 +13,8 @@ import zmq
 from listening import HASTY, Listening
 from zmtp_fakes import ChildPublisher, Publisher, open_descriptors, reserved_endpoint, until
 
-from kvd.net.listener import MAX_BATCH_MESSAGES, MAX_BATCH_NS, run_listener
-from kvd.wire.listener import Listener
+from kvd.net.link import MAX_TURN_NS
+from kvd.net.listener import MAX_TURN_MESSAGES
 
 Publish = Callable[..., Publisher]
 Listen = Callable[..., Listening]
@@ -29,7 +29,12 @@ async def test_batches_are_applied_in_order(publish: Publish, listen: Listen) ->
     await until(lambda: len(listening.applied) == 3)
     assert listening.applied == [b"a", b"", b"c" * 100_000]
     listener = listening.listener
-    assert (listener.messages, listener.bytes, listener.gaps, listener.stale) == (3, 100_001, 0, 0)
+    assert (listener.messages, listener.payload_bytes, listener.gaps, listener.stale) == (
+        3,
+        100_001,
+        0,
+        0,
+    )
     assert (listener.connected, listener.joins, listener.last_error) == (True, 1, None)
 
 
@@ -68,7 +73,7 @@ async def test_gaps_and_stale_batches_are_counted(publish: Publish, listen: List
     await until(lambda: listening.listener.messages == 7)
     assert listening.applied == [b"0", b"1", b"4", b"5", b"10"]
     listener = listening.listener
-    assert (listener.gaps, listener.missing, listener.stale) == (2, 6, 2)
+    assert (listener.gaps, listener.lost, listener.stale) == (2, 6, 2)
 
 
 async def test_wrong_shapes_are_counted_and_leave_the_stream_alone(
@@ -172,7 +177,7 @@ async def test_a_burst_leaves_room_for_other_tasks(
     await worker.subscribed()
     worker.send(*[b"x" * 100] * 5000)
     await until(lambda: listening.listener.connected)
-    await applied_between_turns(listening, nursery, 5000, at_most=2 * MAX_BATCH_MESSAGES)
+    await applied_between_turns(listening, nursery, 5000, at_most=2 * MAX_TURN_MESSAGES)
 
 
 async def test_slow_batches_leave_room_for_other_tasks(
@@ -186,7 +191,7 @@ async def test_slow_batches_leave_room_for_other_tasks(
 
     def take_long() -> None:
         start = time.perf_counter()
-        while time.perf_counter() - start < 2 * MAX_BATCH_NS / 1e9:
+        while time.perf_counter() - start < 2 * MAX_TURN_NS / 1e9:
             pass
 
     await applied_between_turns(listening, nursery, 20, at_most=2, work=take_long)
@@ -209,7 +214,7 @@ async def applied_between_turns(
         since_turn += 1
         most = max(most, since_turn)
 
-    listening.apply = apply
+    listening.stream.on_batch = apply
     listening.ready.set()
     with trio.fail_after(8):
         while total < messages:
@@ -223,15 +228,12 @@ async def test_a_fault_of_apply_comes_out(
     publish: Publish, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
     worker = publish()
-    ready = trio.Event()
-    ready.set()
-
-    def broken(payload: bytes) -> None:
-        raise LookupError(payload)
-
+    listening = Listening(worker.endpoint)
+    listening.stream.on_batch = {}.__getitem__
+    listening.ready.set()
     nursery.start_soon(announce, worker)
     with trio.fail_after(5), pytest.raises(ExceptionGroup) as caught:
-        await run_listener(Listener("1:0", worker.endpoint, broken), context, ready, HASTY)
+        await listening.run(context, HASTY)
     assert caught.group_contains(LookupError)
 
 
@@ -269,11 +271,11 @@ class TestCancelled:
         await worker.subscribed()
         worker.send(*[b"x"] * 1000)
         await until(lambda: listening.listener.connected)
-        listening.apply = lambda payload: listening.scope.cancel()
+        listening.stream.on_batch = lambda payload: listening.scope.cancel()
         listening.ready.set()
         with trio.fail_after(1):
             await listening.ended.wait()
-        assert 0 < listening.listener.messages <= MAX_BATCH_MESSAGES
+        assert 0 < listening.listener.messages <= MAX_TURN_MESSAGES
         await until(lambda: open_descriptors() <= before)
 
     async def test_while_connecting_it_does_not_stall_the_others(

@@ -40,12 +40,18 @@ def reserved_endpoint() -> Iterator[str]:
 class Publisher:
     """An engine's side: numbered batches on an XPUB socket, which sees subscribers come."""
 
-    def __init__(self, context: zmq.Context, endpoint: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(
+        self, context: zmq.Context, endpoint: str = "tcp://127.0.0.1:0", send_queue: int = 0
+    ) -> None:
         self.socket = context.socket(zmq.XPUB)
         self.socket.linger = 0
-        self.socket.sndhwm = 0
+        self.socket.sndhwm = send_queue
         self.socket.ipv6 = "[" in endpoint
-        self.socket.bind(endpoint)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
         self.endpoint = self.socket.last_endpoint.decode()
         self.seq = 0
 

@@ -1,42 +1,209 @@
 from __future__ import annotations
 
-from kvd.wire.cursor import Cursor
-from kvd.wire.listener import Listener, ListenerStatus
+import pytest
+
+from kvd.wire.counts import StreamCounts
+from kvd.wire.cursor import Verdict
+from kvd.wire.listener import MAX_HOLES_SHOWN, STALE_AFTER_S, Listener, ListenerStatus
+from kvd.wire.replay import ReplayEnd, read_answer, request
+from kvd_core.index import EMPTIED, FLAWED
+
+SHOWS = {b"emptied": EMPTIED, b"flawed": FLAWED, b"both": EMPTIED | FLAWED}
+END_SEQ = (2**64 - 1).to_bytes(8)
 
 
-def make(applied: list[bytes], cursor: Cursor | None = None) -> Listener:
-    return Listener("1:0", "tcp://127.0.0.1:5557", applied.append, cursor)
+class Applied(list[bytes]):
+    """A stream that keeps its batches until it is cleared."""
+
+    def apply(self, payload: bytes) -> int:
+        self.append(payload)
+        return SHOWS.get(payload, 0)
+
+
+def make(expected: int = 0, replay: bool = False) -> tuple[Listener, Applied]:
+    stream = Applied()
+    replay_endpoint = "tcp://127.0.0.1:5558" if replay else None
+    listener = Listener("1:0", "tcp://127.0.0.1:5557", stream, replay_endpoint, expected)
+    listener.connecting()
+    listener.receiving()
+    listener.joined()
+    return listener, stream
+
+
+def feed(listener: Listener, *batches: tuple[int, bytes]) -> list[str]:
+    """Feeds batches as the listener's task does when no replay brings anything."""
+    lost = []
+    for seq, payload in batches:
+        if listener.take(seq, payload) and listener.judge() is not Verdict.STALE:
+            lost.append(listener.settle())
+    return lost
+
+
+def health(listener: Listener, now: float = 0.0) -> str:
+    return listener.health(now)
+
+
+# ---- batches
 
 
 def test_batches_are_applied_and_counted() -> None:
-    applied: list[bytes] = []
-    listener = make(applied)
-    for seq, payload in [(0, b"a"), (1, b"bc"), (1, b"again"), (0, b"old"), (5, b"d"), (6, b"")]:
-        listener.take(seq, payload)
+    listener, applied = make()
+    batches = [(0, b"a"), (1, b"bc"), (1, b"bc"), (0, b"old"), (5, b"d"), (6, b"")]
+    assert feed(listener, *batches) == ["2..4"]
     assert applied == [b"a", b"bc", b"d", b""]
-    assert (listener.messages, listener.bytes) == (6, 12)
-    assert (listener.gaps, listener.missing, listener.stale) == (1, 3, 2)
+    assert (listener.messages, listener.payload_bytes) == (6, 9)
+    assert (listener.gaps, listener.lost, listener.stale, listener.replayed) == (1, 3, 2, 0)
     assert listener.cursor.last == 6
 
 
 def test_a_gap_of_any_width_is_counted() -> None:
-    listener = make([])
-    listener.take(2**64 - 1, b"")
-    assert (listener.gaps, listener.missing) == (1, 2**64 - 1)
+    listener, _ = make()
+    assert feed(listener, (2**64 - 1, b"")) == ["0..18446744073709551614"]
+    assert (listener.gaps, listener.lost) == (1, 2**64 - 1)
 
 
-def test_the_place_in_the_stream_outlives_the_listener() -> None:
-    applied: list[bytes] = []
-    cursor = Cursor()
-    make(applied, cursor).take(0, b"a")
-    again = make(applied, cursor)
-    again.take(0, b"a")
-    again.take(1, b"b")
-    assert (applied, again.stale, again.gaps) == ([b"a", b"b"], 1, 0)
+def test_a_batch_that_is_not_next_is_held_until_settled() -> None:
+    listener, applied = make()
+    assert listener.take(0, b"0") is False
+    assert listener.take(3, b"3") is True
+    assert listener.judge() is Verdict.GAP
+    assert (listener.held, listener.wanted(), applied) == ((3, b"3"), range(1, 3), [b"0"])
+    assert listener.take_replayed(1, b"1") is None
+    assert listener.take_replayed(2, b"2") is ReplayEnd.REACHED
+    assert listener.settle() == ""
+    assert (listener.held, applied) == (None, [b"0", b"1", b"2", b"3"])
+    assert (listener.gaps, listener.replayed, listener.lost, health(listener)) == (1, 2, 0, "exact")
+
+
+# what a replay of 1 .. 5 brings, what of it is applied, what is lost, strays
+REPLAYS = {
+    "all": ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], "", 0),
+    "nothing": ([], [], "1..5", 0),
+    "the buffer has wrapped": ([4, 5], [4, 5], "1..3", 0),
+    "it ends early": ([1, 2], [1, 2], "3..5", 0),
+    "holes": ([1, 3, 5], [1, 3, 5], "2,4", 0),
+    "twice each": ([1, 1, 2, 2, 3, 3, 4, 4, 5], [1, 2, 3, 4, 5], "", 4),
+    "from before": ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], "", 1),
+    "reordered": ([2, 1, 4, 3, 5], [2, 4, 5], "1,3", 2),
+    "downward": ([5, 4, 3, 2, 1], [5], "1..4", 0),
+    "beyond": ([6], [], "1..5", 1),
+    "far beyond": ([1, 2**64 - 2], [1], "2..5", 1),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_only_what_is_wanted_is_taken_from_a_replay(name: str) -> None:
+    seqs, taken, lost, strays = REPLAYS[name]
+    listener, applied = make()
+    feed(listener, (0, b"0"))
+    listener.take(6, b"6")
+    listener.judge()
+    for seq in seqs:
+        if listener.take_replayed(seq, b"%d" % seq) is not None:
+            break
+    assert listener.settle() == lost
+    assert applied == [b"%d" % seq for seq in [0, *taken, 6]]
+    assert (listener.replayed, listener.lost) == (len(taken), 5 - len(taken))
+    assert listener.strays == strays
+    assert listener.loss == (f"missing {lost}" if lost else "")
+    assert feed(listener, (7, b"7")) == []
+
+
+def test_a_text_names_so_many_holes_only() -> None:
+    listener, _ = make()
+    last = 2 * (MAX_HOLES_SHOWN + 3)
+    listener.take(last, b"")
+    listener.judge()
+    for seq in range(1, last, 2):
+        listener.take_replayed(seq, b"")
+    assert listener.settle() == "0,2,4,6,8,10,12,14,..."
+    assert listener.lost == MAX_HOLES_SHOWN + 3
+
+
+def test_a_restart_drops_what_was_applied() -> None:
+    listener, applied = make()
+    feed(listener, (0, b"a"), (1, b"b"), (7, b"c"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    assert feed(listener, (0, b"x"), (1, b"y")) == [""]
+    assert (applied, listener.restarts, listener.cursor.last) == ([b"x", b"y"], 1, 1)
+    assert (health(listener), listener.loss) == ("exact", "")
+
+
+def test_an_engine_that_has_come_as_far_is_told_by_its_replay() -> None:
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"a"), (1, b"b"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    assert listener.take(2, b"z") is True  # the very number that was expected
+    listener.judge()
+    assert listener.wanted() == range(1, 2)
+    assert listener.take_replayed(1, b"y") is ReplayEnd.OTHER_ENGINE
+    assert (applied, listener.wanted()) == ([], range(2))
+    for seq, payload in enumerate((b"x", b"y")):
+        listener.take_replayed(seq, payload)
+    assert listener.settle() == ""
+    assert (applied, listener.restarts) == ([b"x", b"y", b"z"], 1)
+    assert listener.take(3, b"") is False
+
+
+def test_the_same_engine_is_told_by_its_replay_and_asked_once() -> None:
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"a"), (1, b"b"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    listener.take(4, b"e")
+    listener.judge()
+    assert listener.wanted() == range(1, 4)
+    for seq, payload in (1, b"b"), (2, b"c"), (3, b"d"):
+        end = listener.take_replayed(seq, payload)
+    assert (end, listener.settle()) == (ReplayEnd.REACHED, "")
+    assert (applied, listener.replayed, listener.restarts) == ([b"a", b"b", b"c", b"d", b"e"], 2, 0)
+    assert listener.take(5, b"") is False
+
+
+@pytest.mark.parametrize("seqs", [[], [2, 3]])
+def test_an_answer_without_the_proof_degrades(seqs: list[int]) -> None:
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"0"), (1, b"1"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    listener.take(2 + len(seqs), b"last")
+    listener.judge()
+    for seq in seqs:
+        listener.take_replayed(seq, b"%d" % seq)
+    listener.replay_ended(ReplayEnd.REACHED if seqs else ReplayEnd.MARKER)
+    assert listener.settle() == ""
+    assert listener.loss == "not known to be the same engine"
+    assert applied == [b"0", b"1", *(b"%d" % seq for seq in seqs), b"last"]
+
+
+def test_a_connection_lost_during_a_replay_is_asked_about_next_time() -> None:
+    listener, _ = make(replay=True)
+    feed(listener, (0, b"a"))
+    listener.take(2, b"c")
+    listener.judge()
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    assert listener.wanted() == range(1, 2)
+    listener.settle()
+    assert listener.take(3, b"d") is True
+
+
+def test_batches_of_the_last_engine_are_not_replayed_into_the_next() -> None:
+    listener, applied = make(replay=True)
+    feed(listener, *((seq, b"old %d" % seq) for seq in range(10)))
+    listener.joined()
+    listener.take(3, b"new 3")
+    assert listener.judge() is Verdict.RESTART
+    for seq, payload in (0, b"old 0"), (1, b"old 1"), (2, b"new 2"):
+        listener.take_replayed(seq, payload)
+    assert listener.settle() == "0..1"
+    assert (applied, listener.strays) == ([b"new 2", b"new 3"], 2)
 
 
 def test_refused_messages_are_counted_by_reason() -> None:
-    listener = make([])
+    listener, _ = make()
     listener.take(0, b"")
     for reason in ("frame_count", "sequence_length", "frame_count"):
         listener.refuse(reason)
@@ -44,8 +211,80 @@ def test_refused_messages_are_counted_by_reason() -> None:
     assert (listener.refused, listener.messages, listener.cursor.last) == (3, 1, 0)
 
 
+def test_counts_add_up() -> None:
+    total = StreamCounts(messages=1, bad_frames={"a": 1})
+    listener, _ = make()
+    feed(listener, (0, b"abc"))
+    listener.refuse("a")
+    listener.refuse("b")
+    total.add(listener)
+    assert (total.messages, total.payload_bytes, total.joins) == (2, 3, 1)
+    assert total.bad_frames == {"a": 2, "b": 1}
+
+
+# ---- health
+
+
+def test_before_the_first_batch_nothing_is_known() -> None:
+    listener, _ = make()
+    assert health(listener) == "recovering"
+    feed(listener, (0, b""))
+    assert health(listener) == "exact"
+
+
+def test_a_gap_recovers_and_degrades() -> None:
+    listener, _ = make()
+    feed(listener, (0, b""))
+    listener.take(3, b"")
+    listener.judge()
+    assert health(listener) == "recovering"
+    listener.settle()
+    assert (health(listener), listener.loss) == ("degraded", "missing 1..2")
+
+
+def test_a_batch_that_is_not_understood_is_lost() -> None:
+    listener, _ = make()
+    feed(listener, (0, b""), (1, b"flawed"), (2, b""))
+    assert (health(listener), listener.loss) == ("degraded", "batch 1 not understood")
+    assert listener.flawed == 1
+
+
+def test_an_all_clear_ends_a_loss() -> None:
+    listener, _ = make()
+    feed(listener, (1, b""), (2, b"flawed"), (3, b"emptied"))
+    assert (health(listener), listener.loss) == ("exact", "")
+    feed(listener, (9, b"emptied"))  # even if it comes behind a gap
+    assert health(listener) == "exact"
+    feed(listener, (10, b"both"))
+    assert health(listener) == "degraded"
+
+
+def test_a_worker_registered_again_has_lost_what_it_had() -> None:
+    listener, applied = make(expected=5)
+    assert (health(listener), listener.cursor.last) == ("recovering", 4)
+    feed(listener, (5, b"a"))
+    assert (health(listener), listener.loss, applied) == ("degraded", "registered again", [b"a"])
+    feed(listener, (0, b"b"))  # the engine was started again meanwhile
+    assert (health(listener), applied) == ("exact", [b"b"])
+
+
+def test_after_a_lost_connection_the_next_batch_tells() -> None:
+    listener, _ = make()
+    feed(listener, (0, b""))
+    listener.lost_connection("gone", 1.0)
+    assert health(listener, 1.0 + STALE_AFTER_S) == "exact"
+    assert health(listener, 1.1 + STALE_AFTER_S) == "stale"
+    listener.joined()
+    assert health(listener, 100.0) == "recovering"
+    feed(listener, (1, b""))
+    assert health(listener, 100.0) == "exact"
+
+
+# ---- status
+
+
 def test_active_needs_a_worker_and_an_open_gate() -> None:
-    listener = make([])
+    listener = Listener("1:0", "tcp://127.0.0.1:5557", Applied())
     assert listener.status is ListenerStatus.PENDING
     listener.connecting()
     listener.joined()
@@ -55,16 +294,16 @@ def test_active_needs_a_worker_and_an_open_gate() -> None:
 
 
 def test_a_lost_connection_is_remembered_but_stays_active() -> None:
-    listener = make([])
+    listener = Listener("1:0", "tcp://127.0.0.1:5557", Applied())
     listener.connecting()
     listener.receiving()
-    listener.lost("handshake failed", 1.0)
+    listener.lost_connection("handshake failed", 1.0)
     assert (listener.status, listener.last_error) == ("pending", "handshake failed")
     assert (listener.losses, listener.disconnected_since) == (0, None)
     listener.joined()
     assert (listener.connected, listener.last_error) == (True, None)
-    listener.lost("connection lost", 2.0)
-    listener.lost("handshake failed", 3.0)
+    listener.lost_connection("connection lost", 2.0)
+    listener.lost_connection("handshake failed", 3.0)
     assert listener.status is ListenerStatus.ACTIVE
     assert (listener.connected, listener.losses, listener.disconnected_since) == (False, 1, 2.0)
     assert listener.last_error == "handshake failed"
@@ -73,15 +312,55 @@ def test_a_lost_connection_is_remembered_but_stays_active() -> None:
 
 
 def test_failed_is_over_with_the_next_socket() -> None:
-    listener = make([])
-    listener.connecting()
-    listener.receiving()
-    listener.joined()
+    listener, _ = make()
+    listener.take(3, b"")
     listener.failed("protocol error", 4.0)
     assert (listener.status, listener.failures, listener.losses) == ("failed", 1, 1)
-    assert listener.disconnected_since == 4.0
+    assert (listener.disconnected_since, listener.held) == (4.0, None)
     listener.connecting()
     assert (listener.status, listener.last_error) == ("pending", "protocol error")
     listener.joined()
     listener.receiving()
     assert (listener.status, listener.last_error) == ("active", None)
+
+
+def test_paused_keeps_the_place_and_goes_stale() -> None:
+    listener, applied = make()
+    feed(listener, (0, b"a"))
+    listener.take(2, b"c")
+    listener.paused(5.0)
+    assert (listener.status, listener.held, listener.losses) == ("paused", None, 0)
+    assert health(listener, 6.0 + STALE_AFTER_S) == "stale"
+    listener.connecting()
+    listener.joined()
+    listener.receiving()
+    assert (listener.status, health(listener)) == ("active", "recovering")
+    feed(listener, (1, b"b"))
+    assert (applied, health(listener)) == ([b"a", b"b"], "exact")
+
+
+# ---- the replay protocol
+
+ANSWERS = {
+    "3 frames": ([b"", (7).to_bytes(8), b"p"], (7, b"p")),
+    "4 frames": ([b"", b"topic", (7).to_bytes(8), b"p"], (7, b"p")),
+    "end, 3 frames": ([b"", END_SEQ, b""], (2**64 - 1, b"")),
+    "end, 4 frames": ([b"", b"", END_SEQ, b""], (2**64 - 1, b"")),
+    "no frame": ([], None),
+    "one": ([b""], None),
+    "no delimiter": ([(7).to_bytes(8), b"p"], None),
+    "a delimiter that is none": ([b"x", (7).to_bytes(8), b"p"], None),
+    "a short number": ([b"", (7).to_bytes(4), b"p"], None),
+    "a long number": ([b"", (7).to_bytes(9), b"p"], None),
+    "5 frames": ([b"", b"", b"", (7).to_bytes(8), b"p"], None),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers(name: str) -> None:
+    frames, answer = ANSWERS[name]
+    assert read_answer(frames) == answer
+
+
+def test_request() -> None:
+    assert request(258) == [b"", b"\0\0\0\0\0\0\1\2"]

@@ -1,0 +1,167 @@
+"""One SUB socket and what libzmq says of its connections.
+
+libzmq connects again by itself after a plain loss, but never after a protocol error: a frame
+beyond the limit, broken framing, a peer of the wrong type (libzmq issue 4196). Its events tell the
+two apart: after DISCONNECTED, CONNECT_RETRIED follows within a millisecond or never (seen with
+libzmq 4.3.5 on twelve kinds of misbehaving publishers). Without it the link is of no more use.
+
+libzmq tells the monitor of a connection before it hands over that connection's first message. So
+whoever holds a message and then calls `hear` knows of every connection it may have come over.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import struct
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+import zmq
+
+from kvd.net.zsocket import ZSocket
+from kvd.wire.endpoints import is_ipv6
+
+if TYPE_CHECKING:
+    from kvd.net.streamlog import StreamLog
+    from kvd.net.zsocket import Context
+    from kvd.wire.listener import Listener
+
+MAX_TURN_NS = 2_000_000  # 2 ms: what one busy worker may add to a query's latency
+
+KEEPALIVE_IDLE_S = 30  # finds dead hosts of workers whose ZMTP is too old for heartbeats
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_PROBES = 3
+
+MONITOR_EVENT = struct.Struct("=Hi")  # first frame of libzmq's monitor messages: event, value
+HANDSHAKE_FAULTS = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "protocol error in the handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "authentication failed in the handshake",
+}
+MONITORED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """How a listener treats its connection."""
+
+    heartbeat_s: float = 5.0  # like the peer; a frozen worker is noticed after the timeout
+    heartbeat_timeout_s: float = 15.0
+    connect_timeout_s: float = 5.0  # else a vanished host holds one attempt for two minutes
+    handshake_timeout_s: float = 10.0
+    reconnect_s: float = 0.1  # the first pause before another attempt; it doubles up to the longest
+    reconnect_max_s: float = 5.0
+    give_up_s: float = 1.0  # libzmq announces a retry in 1 ms; missing it costs a new socket
+    queue_messages: int = 100_000  # libzmq's 1,000 lost 93,500 of a burst of 100,001, this none
+    max_message_bytes: int = 64 * 1024 * 1024  # without, one declared frame takes any memory
+
+
+class Link:
+    """A connecting SUB socket and its monitor, closed by the stack it is given.
+
+    An event for a monitor without a reader would block libzmq's only I/O thread for good, and all
+    listeners with it. So there is a reader before the first event, without a limit (events are
+    few), and monitoring ends before the reader does. Raises zmq.ZMQError.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        context: Context,
+        listener: Listener,
+        log: StreamLog,
+        options: LinkOptions,
+    ) -> None:
+        self._listener = listener
+        self._log = log
+        self._options = options
+        self._fault = ""
+        self._patience = trio.CancelScope()  # ends when libzmq has done nothing more for too long
+        self._give_up_at = math.inf
+
+        endpoint = listener.endpoint
+        subscribed = {zmq.SUBSCRIBE: b"", **socket_options(endpoint, options)}
+        self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
+        # A secret name: who registers it as an endpoint would take our place at the monitor.
+        address = f"inproc://monitor-{secrets.token_hex(16)}"
+        pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
+        self._monitor = stack.enter_context(closing(pair))
+        self.sub.socket.monitor(address, MONITORED)
+        stack.callback(self.sub.socket.monitor, None, 0)
+        self._monitor.socket.connect(address)
+        self.sub.socket.connect(endpoint)
+
+    async def watch(self) -> str:
+        """Tells the listener what libzmq does; returns why libzmq will do nothing more."""
+        while True:
+            self.hear()
+            with trio.CancelScope(deadline=self._give_up_at) as self._patience:
+                await self._monitor.wait_readable()
+            # Look once more: it may have been this loop, not libzmq, that was late.
+            if self._patience.cancelled_caught and not self.hear():
+                return f"{self._fault or 'protocol error'}: {self._listener.endpoint}"
+
+    def hear(self) -> bool:
+        """Tells the listener what libzmq has done up to now; returns whether it was anything."""
+        heard = False
+        while (frames := self._monitor.receive_nowait()) is not None:
+            event, _ = MONITOR_EVENT.unpack(frames[0])
+            self._tell(event)
+            heard = True
+        return heard
+
+    def _tell(self, event: int) -> None:
+        listener = self._listener
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._fault = ""
+            listener.joined()
+            self._log.info("worker joined", endpoint=listener.endpoint)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._wait_until(trio.current_time() + self._options.give_up_s)
+            self._lost(f"{self._fault or 'connection lost'}: {listener.endpoint}")
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._wait_until(math.inf)
+        else:
+            self._fault = HANDSHAKE_FAULTS[zmq.Event(event)]
+
+    def _wait_until(self, moment: float) -> None:
+        self._give_up_at = self._patience.deadline = moment
+
+    def _lost(self, why: str) -> None:
+        if self._listener.connected:
+            self._log.warning("worker lost", error=why)
+        self._listener.lost_connection(why, trio.current_time())
+
+
+def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes]:
+    return {
+        # With IPv6 on, libzmq takes a host name's IPv6 address if there is one, and engines bind
+        # to IPv4 unless told otherwise: so only for hosts written as IPv6 addresses.
+        zmq.IPV6: int(is_ipv6(endpoint)),
+        zmq.RCVHWM: options.queue_messages,
+        zmq.MAXMSGSIZE: options.max_message_bytes,
+        zmq.HEARTBEAT_IVL: _ms(options.heartbeat_s),
+        zmq.HEARTBEAT_TIMEOUT: _ms(options.heartbeat_timeout_s),
+        zmq.CONNECT_TIMEOUT: _ms(options.connect_timeout_s),
+        zmq.HANDSHAKE_IVL: _ms(options.handshake_timeout_s),
+        zmq.RECONNECT_IVL: _ms(options.reconnect_s),
+        zmq.RECONNECT_IVL_MAX: _ms(options.reconnect_max_s),
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_IDLE_S,
+        zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_INTERVAL_S,
+        zmq.TCP_KEEPALIVE_CNT: KEEPALIVE_PROBES,
+    }
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

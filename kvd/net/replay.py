@@ -1,0 +1,120 @@
+"""Fetches from an engine's replay server what a stream is missing.
+
+Each request has a DEALER socket of its own, which ends with it: what an earlier request left
+unanswered can never answer a later one. Nothing a server does, or fails to do, lasts longer than
+`total_s` or goes anywhere but through `Listener.take_replayed`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+import zmq
+
+from kvd.net.link import MAX_TURN_NS, LinkOptions, socket_options
+from kvd.net.zsocket import ZSocket
+from kvd.wire.replay import ReplayEnd, read_answer, request
+
+if TYPE_CHECKING:
+    from kvd.net.zsocket import Context
+    from kvd.wire.listener import Listener
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What a replay may take."""
+
+    idle_s: float = 2.0  # without a batch of use; vLLM's server answers within 0.1 s when idle
+    total_s: float = 30.0  # waiting for its turn included; 10,000 batches take about 0.3 s
+    spare_s: float = 10.0  # after one that brought nothing: else every gap would wait for `idle_s`
+    max_messages: int = (
+        1_000_000  # of one answer; engines keep 10,000 batches unless told otherwise
+    )
+    max_bytes: int = 1 << 30  # of one answer: these 10,000 at 100 KB each
+    at_once: int = 64  # of all listeners: three descriptors each, and one turn of the loop
+
+
+class Replayer:
+    """Runs the replays of all listeners, a bounded number at a time."""
+
+    def __init__(self, context: Context, link: LinkOptions, options: ReplayOptions) -> None:
+        self._context = context
+        self._link = link
+        self.options = options
+        self._turns = trio.CapacityLimiter(options.at_once)
+
+    async def fetch(self, listener: Listener) -> ReplayEnd:
+        """Has `listener` take what it wants to be replayed; returns why no more of it came."""
+        end = ReplayEnd.LATE
+        with trio.move_on_after(self.options.total_s):
+            async with self._turns:
+                end = await self._ask(listener)
+        listener.replay_ended(end)
+        return end
+
+    async def _ask(self, listener: Listener) -> ReplayEnd:
+        endpoint = listener.replay_endpoint or ""
+        try:
+            dealer = ZSocket(self._context, zmq.DEALER, socket_options(endpoint, self._link))
+        except zmq.ZMQError:
+            return ReplayEnd.FAILED
+        with closing(dealer):
+            try:
+                dealer.socket.connect(endpoint)
+                dealer.socket.send_multipart(request(listener.wanted().start), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return ReplayEnd.FAILED
+            return await _Answer(dealer, listener, self.options).read()
+
+
+class _Answer:
+    """What comes back for one request."""
+
+    def __init__(self, dealer: ZSocket, listener: Listener, options: ReplayOptions) -> None:
+        self._dealer = dealer
+        self._listener = listener
+        self._options = options
+        self._messages = 0
+        self._bytes = 0
+
+    async def read(self) -> ReplayEnd:
+        while True:
+            replayed = self._listener.replayed
+            with trio.move_on_after(self._options.idle_s) as patience:
+                while self._listener.replayed == replayed:
+                    end = await self._read_some()
+                    if end is not None:
+                        return end
+            if patience.cancelled_caught and self._listener.replayed == replayed:
+                return ReplayEnd.SILENT
+
+    async def _read_some(self) -> ReplayEnd | None:
+        """Takes what has come, for one turn of the loop; waits when that is nothing."""
+        until = time.monotonic_ns() + MAX_TURN_NS
+        while (frames := self._dealer.receive_nowait()) is not None:
+            end = self._take(frames)
+            if end is not None:
+                return end
+            if time.monotonic_ns() >= until:
+                await trio.lowlevel.checkpoint()
+                return None
+        await self._dealer.wait_readable()
+        return None
+
+    def _take(self, frames: list[bytes]) -> ReplayEnd | None:
+        self._messages += 1
+        self._bytes += sum(map(len, frames))
+        answer = read_answer(frames)
+        if answer is None:
+            self._listener.strays += 1
+        elif not answer[1]:
+            return ReplayEnd.MARKER
+        elif (end := self._listener.take_replayed(*answer)) is not None:
+            return end
+        too_many = self._messages >= self._options.max_messages
+        too_much = self._bytes >= self._options.max_bytes
+        return ReplayEnd.TOO_MUCH if too_many or too_much else None

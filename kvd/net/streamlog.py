@@ -1,0 +1,31 @@
+"""Log lines about one listener: its name first, each kind of line at most every half minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from kvd.logs import Log, RateLimit
+
+LOG_EVERY_S = 30.0  # per listener and kind of line; what is held back shows in the counters
+
+
+class StreamLog:
+    __slots__ = ("_limit", "_log", "_name")
+
+    def __init__(self, log: Log, name: str) -> None:
+        self._log = log
+        self._name = name
+        self._limit = RateLimit(LOG_EVERY_S)
+
+    def info(self, event: str, **fields: object) -> None:
+        self._write(self._log.info, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        self._write(self._log.warning, event, fields)
+
+    def _write(self, write: Callable[..., None], event: str, fields: dict[str, object]) -> None:
+        held = self._limit.admit(event, trio.current_time())
+        if held is not None:
+            write(event, listener=self._name, **fields, held=held)

@@ -1,0 +1,146 @@
+"""What a stream says about its batches, and how it begins anew."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvd_core.index import EMPTIED, FLAWED, IngestCounters, PrefixIndex
+from kvd_core.recent import SIZE, Recent
+from kvd_core.scan import BodyScanner
+
+BLOCK = 4
+CLEARED = {"type": "AllBlocksCleared"}
+QUERY = BodyScanner({"token_ids": "u32"}, ())
+
+
+def stored(name: int, token: int, **members: Any) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [name],
+        "parent_block_hash": None,
+        "token_ids": [token] * BLOCK,
+        "block_size": BLOCK,
+        **members,
+    }
+
+
+def batch(*events: Any, rank: int | None = None) -> bytes:
+    return bytes(msgpack.packb([1.5, list(events), rank]))
+
+
+class Worker:
+    """A worker with two registered ranks, each with its stream."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex(BLOCK, IngestCounters())
+        self.worker = self.index.add_worker(1)
+        for dp_rank in (0, 1):
+            self.worker.register(dp_rank)
+        self.streams = [self.worker.stream(dp_rank) for dp_rank in (0, 1)]
+
+    def scores(self, token: int) -> dict[str, int]:
+        """Returns what each rank holds of a prompt of one block."""
+        QUERY.scan(json.dumps({"token_ids": [token] * BLOCK}).encode())
+        answer = json.loads(self.index.query_tokens(QUERY, 0, None, None))
+        scores = answer["scores"].get("1", {})
+        return {dp_rank: score for dp_rank, score in scores.items() if score}
+
+
+def test_clear_drops_the_ranks_a_stream_has_spoken_for() -> None:
+    made = Worker()
+    first, second = made.streams
+    first.apply(batch(stored(1, 7)))
+    first.apply(batch(stored(1, 7), rank=5))
+    second.apply(batch(stored(1, 7)))
+    assert made.scores(7) == {"0": 4, "1": 4, "5": 4}
+    first.clear()
+    assert made.scores(7) == {"1": 4}
+    while made.index.sweep(1):
+        pass
+    made.index.verify()
+    first.apply(batch(stored(1, 7)))
+    assert made.scores(7) == {"0": 4, "1": 4}
+
+
+def test_a_cleared_stream_forgets_names() -> None:
+    made = Worker()
+    first = made.streams[0]
+    first.apply(batch(stored(1, 7)))
+    first.clear()
+    first.apply(batch(stored(1, 8)))
+    assert (made.scores(7), made.scores(8)) == ({}, {"0": 4})
+    made.index.verify()
+
+
+def test_clear_of_a_removed_worker_is_an_error() -> None:
+    made = Worker()
+    made.worker.remove()
+    with pytest.raises(RuntimeError):
+        made.streams[0].clear()
+
+
+BAD = {"type": "BlockStored", "block_hashes": "x"}
+OTHER = {"type": "Something"}
+
+# batches, and what the last one shows
+OUTCOMES: dict[str, tuple[list[bytes], int]] = {
+    "stored": ([batch(stored(1, 7))], 0),
+    "nothing in it": ([batch()], 0),
+    "an event of another type": ([batch(OTHER)], 0),
+    "a medium that is no tier": ([batch(stored(1, 7, medium="TAPE"))], 0),
+    "no msgpack": ([b"\xc1\xc1"], FLAWED),
+    "cut off": ([batch(stored(1, 7))[:-8]], FLAWED),
+    "a bad event among good ones": ([batch(stored(1, 7), BAD, stored(2, 8))], FLAWED),
+    "cleared": ([batch(stored(1, 7)), batch(CLEARED)], EMPTIED),
+    "cleared and stored": ([batch(CLEARED, stored(1, 7))], EMPTIED),
+    "bad, then cleared": ([batch(BAD, CLEARED)], EMPTIED | FLAWED),  # what was bad is said last
+    "cleared, then bad": ([batch(CLEARED, BAD)], EMPTIED | FLAWED),
+    "another rank still holds": (
+        [batch(stored(1, 7)), batch(stored(1, 7), rank=5), batch(CLEARED, rank=5)],
+        0,
+    ),
+    "another tier still holds": (  # numbered groups: a clear is of the device only
+        [batch(stored(1, 7, group_idx=0, medium="CPU")), batch(CLEARED)],
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_outcome(name: str) -> None:
+    batches, shown = OUTCOMES[name]
+    stream = Worker().streams[0]
+    for payload in batches:
+        outcome = stream.apply(payload)
+    assert outcome == shown
+
+
+def test_recent_batches_are_known() -> None:
+    recent = Recent()
+    for number in range(2 * SIZE):
+        recent.note(number, b"%d" % number)
+    for number in range(SIZE, 2 * SIZE):
+        assert recent.holds(number, b"%d" % number)
+        assert not recent.holds(number, b"x")
+        assert not recent.skipped(number)
+    assert not recent.holds(SIZE - 1, b"%d" % (SIZE - 1))
+
+
+@pytest.mark.parametrize(
+    ("first", "stop"), [(3, 9), (0, 1), (0, 10 * SIZE), (2**64 - 500, 2**64 - 1)]
+)
+def test_skipped_numbers_are_known(first: int, stop: int) -> None:
+    recent = Recent()
+    for number in range(SIZE):
+        recent.note(number, b"")
+    recent.skip(first, stop)
+    recent.note(stop, b"")
+    for number in range(max(first, stop - SIZE + 1), stop):
+        assert recent.skipped(number)
+    assert not recent.skipped(stop)
+    recent.skip(stop, stop)
+    assert not recent.skipped(stop)

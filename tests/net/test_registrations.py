@@ -1,0 +1,217 @@
+"""Registrations over running listeners: paused, resumed and removed at any moment."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterator
+
+import msgpack
+import pytest
+import trio
+import zmq
+from listening import HASTY
+from replay_servers import ReplayServer, one_and_silence, silent, three_frames
+from zmtp_fakes import Publisher, until
+
+from kvd.errors import Conflict, NotFound
+from kvd.logs import LogfmtFormatter
+from kvd.model import PartitionKey, RankKey
+from kvd.net.listeners import ListenerTasks
+from kvd.net.replay import ReplayOptions
+from kvd.registry import Registry
+from kvd.state import State
+
+PARTITION = PartitionKey("m", "default")
+BLOCK = 4
+
+
+def stored(name: int) -> bytes:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [name],
+        "parent_block_hash": None,
+        "token_ids": [name] * BLOCK,
+        "block_size": BLOCK,
+    }
+    return bytes(msgpack.packb([1.5, [event], None]))
+
+
+class Daemon:
+    """State, registry and listener tasks, and one engine."""
+
+    def __init__(self, nursery: trio.Nursery, context: zmq.Context, worker: Publisher) -> None:
+        ready = trio.Event()
+        ready.set()
+        self.state = State()
+        tasks = ListenerTasks(
+            nursery, context, ready, HASTY, ReplayOptions(idle_s=5.0), health_every_s=0.01
+        )
+        self.registry = Registry(self.state, tasks)
+        self.worker = worker
+        self.server = ReplayServer(context, three_frames)
+
+    def register(self, dp_rank: int = 0) -> None:
+        key = RankKey(PARTITION, 1, dp_rank)
+        self.registry.register(key, self.worker.endpoint, BLOCK, self.server.endpoint)
+
+    async def unregister(self, dp_rank: int | None = None) -> None:
+        with trio.fail_after(1):
+            await self.registry.unregister(1, "m", None, dp_rank)
+
+    @property
+    def listener(self):
+        return next(iter(self.registry.registrations())).listener
+
+    def publish(self, *seqs: int, heard: bool = True) -> None:
+        for seq in seqs:
+            self.server.buffer[seq] = stored(seq)
+            self.worker.seq = seq
+            if heard:
+                self.worker.send(stored(seq))
+
+    async def reaches(self, seq: int) -> None:
+        await until(lambda: self.listener.cursor.last == seq)
+
+    def blocks(self) -> int:
+        return sum(one.index.stats()["blocks"] for one in self.state.partitions.values())
+
+
+@pytest.fixture
+async def daemon(
+    nursery: trio.Nursery, context: zmq.Context, publish: Callable[..., Publisher]
+) -> Daemon:
+    made = Daemon(nursery, context, publish())
+    nursery.start_soon(made.server.run)
+    made.register()
+    await made.worker.subscribed()
+    return made
+
+
+async def test_a_paused_listener_misses_and_catches_up(daemon: Daemon) -> None:
+    daemon.publish(0)
+    await daemon.reaches(0)
+    await daemon.registry.pause(1, 0)
+    assert (daemon.listener.status, daemon.blocks()) == ("paused", 1)
+    await until(lambda: daemon.worker.socket.poll(0))
+    assert daemon.worker.socket.recv() == b"\0"
+    daemon.publish(1, 2)
+    daemon.registry.resume(1, 0)
+    assert daemon.listener.status == "pending"
+    await daemon.worker.subscribed()
+    daemon.publish(3)
+    await daemon.reaches(3)
+    assert (daemon.listener.status, daemon.blocks()) == ("active", 4)
+    assert daemon.server.requests == [1]
+
+
+async def test_pause_and_resume_in_the_wrong_state(daemon: Daemon) -> None:
+    with pytest.raises(Conflict):
+        daemon.registry.resume(1, 0)
+    with pytest.raises(NotFound):
+        daemon.registry.resume(1, 1)
+    with pytest.raises(NotFound):
+        await daemon.registry.pause(2, 0)
+    await daemon.registry.pause(1, 0)
+    with pytest.raises(Conflict):
+        await daemon.registry.pause(1, 0)
+    daemon.registry.resume(1, 0)
+    with pytest.raises(Conflict):
+        daemon.registry.resume(1, 0)
+
+
+async def test_a_paused_listener_can_be_removed(daemon: Daemon) -> None:
+    daemon.publish(0)
+    await daemon.reaches(0)
+    await daemon.registry.pause(1, 0)
+    await daemon.unregister()
+    assert (len(daemon.registry), daemon.state.partitions) == (0, {})
+    daemon.register()
+    await until(lambda: daemon.listener.connected)
+
+
+async def test_pausing_in_the_midst_of_a_replay(daemon: Daemon) -> None:
+    daemon.server.answer = one_and_silence
+    daemon.publish(0, 9)
+    await until(lambda: daemon.listener.replayed)
+    with trio.fail_after(1):
+        await daemon.registry.pause(1, 0)
+    assert (daemon.listener.held, daemon.listener.status) == (None, "paused")
+
+
+async def test_a_rank_can_be_removed_in_the_midst_of_a_replay(daemon: Daemon) -> None:
+    daemon.server.answer = silent
+    for _ in range(3):  # each time anew: no batch was ever accepted
+        asked = len(daemon.server.requests)
+        daemon.publish(5)
+        await until(lambda asked=asked: len(daemon.server.requests) > asked)
+        assert daemon.listener.health(trio.current_time()) == "recovering"
+        await daemon.unregister()
+        assert daemon.blocks() == 0
+        await until(lambda: daemon.worker.socket.poll(0))
+        assert daemon.worker.socket.recv() == b"\0"
+        daemon.register()
+        await daemon.worker.subscribed()
+        await until(lambda: daemon.listener.connected)
+
+
+async def test_the_place_in_the_stream_outlives_the_registration(daemon: Daemon) -> None:
+    daemon.publish(0, 1)
+    await daemon.reaches(1)
+    await daemon.unregister()
+    daemon.publish(2, heard=False)
+    await until(lambda: daemon.worker.socket.poll(0))
+    assert daemon.worker.socket.recv() == b"\0"
+    daemon.register()
+    await daemon.worker.subscribed()
+    daemon.publish(3)
+    await daemon.reaches(3)
+    assert (daemon.server.requests, daemon.blocks()) == ([2], 2)
+    assert daemon.listener.health(trio.current_time()) == "degraded"
+    assert daemon.listener.loss == "registered again"
+    assert daemon.registry.left_counts.messages == 2
+
+
+async def test_an_engine_restarted_while_not_registered_is_recognised(daemon: Daemon) -> None:
+    daemon.publish(0, 1, 2)
+    await daemon.reaches(2)
+    await daemon.unregister()
+    await until(lambda: daemon.worker.socket.poll(0))
+    assert daemon.worker.socket.recv() == b"\0"
+    daemon.register()
+    await daemon.worker.subscribed()
+    daemon.publish(0)
+    await daemon.reaches(0)
+    assert daemon.listener.health(trio.current_time()) == "exact"
+    assert daemon.blocks() == 1
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What the listeners log."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LogfmtFormatter())
+    logger = logging.getLogger("kvd.net")
+    level = logger.level
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    yield stream
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+async def test_a_loss_is_said_once(daemon: Daemon, log: io.StringIO) -> None:
+    daemon.server.buffer.clear()
+    daemon.publish(0)
+    await until(lambda: "health=exact" in log.getvalue())
+    daemon.worker.seq = 4
+    daemon.worker.send(stored(4))
+    daemon.server.buffer = {2: stored(2)}
+    await daemon.reaches(4)
+    await until(lambda: "health=degraded" in log.getvalue())
+    lines = log.getvalue().splitlines()
+    [lost] = [line for line in lines if 'event="batches lost"' in line]
+    assert 'listener=m:default/1:0 missing="1,3" lost=2' in lost
+    [degraded] = [line for line in lines if "health=degraded" in line]
+    assert degraded.endswith('loss="missing 1,3"')

@@ -1,0 +1,140 @@
+"""Random lives of an engine and its stream, without sockets: what is called exact must be.
+
+The engine publishes, is started again, loses its connection; messages get lost; its replay server
+keeps the last batches only and answers or does not. After every step the batches that the stream
+has applied are compared with those that the engine process has published.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from kvd.wire.cursor import Verdict
+from kvd.wire.listener import Listener
+from kvd.wire.replay import ReplayEnd
+
+STEPS = 400
+SEEDS = 100  # ten thousand of them have passed
+
+
+class Applied(list[bytes]):
+    def apply(self, payload: bytes) -> int:
+        self.append(payload)
+        return 0
+
+
+class Life:
+    """An engine, the way to it and its listener."""
+
+    def __init__(self, seed: int, replays: bool) -> None:
+        self.chance = random.Random(seed)
+        self.replays = replays
+        self.published: list[bytes] = []  # by this engine process
+        self.process = 0
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=self.chance.choice((1, 3, 10, 1000)))
+        self.loss = self.chance.choice((0.0, 0.1, 0.5))
+        self.on_the_way: deque[tuple[int, bytes]] = deque()
+        self.applied = Applied()
+        endpoint = "tcp://127.0.0.1:2" if replays else None
+        self.listener = Listener("1:0", "tcp://127.0.0.1:1", self.applied, endpoint)
+        self.connect()
+
+    def connect(self) -> None:
+        self.listener.connecting()
+        self.listener.receiving()
+        self.listener.joined()
+
+    def step(self) -> None:
+        kinds = [self.publish, self.arrive, self.arrive, self.reconnect, self.restart]
+        self.chance.choices(kinds, (40, 40, 40, 2, 2))[0]()
+
+    def publish(self, heard: bool = True) -> None:
+        seq = len(self.published)
+        batch = b"%d of %d" % (seq, self.process)
+        self.published.append(batch)
+        self.kept.append((seq, batch))
+        if heard and self.chance.random() >= self.loss:
+            self.on_the_way.append((seq, batch))
+
+    def arrive(self) -> None:
+        if self.on_the_way and self.listener.take(*self.on_the_way.popleft()):
+            self.settle()
+
+    def settle(self) -> None:
+        if self.listener.judge() is Verdict.STALE:
+            return
+        if self.replays and self.replay() is ReplayEnd.OTHER_ENGINE:
+            self.replay()
+        self.listener.settle()
+
+    def replay(self) -> ReplayEnd | None:
+        wanted = self.listener.wanted()
+        if not wanted:
+            return None
+        end = self.answer(wanted.start)
+        self.listener.replay_ended(end)
+        return end
+
+    def answer(self, start: int) -> ReplayEnd:
+        for seq, batch in list(self.kept):
+            if seq >= start and (end := self.listener.take_replayed(seq, batch)):
+                return end
+        return ReplayEnd.MARKER
+
+    def reconnect(self) -> None:
+        self.break_off(self.chance.choice((0, 0, 3)))
+
+    def restart(self) -> None:
+        self.drain()
+        self.process += 1
+        self.published.clear()
+        self.kept.clear()
+        self.break_off(self.chance.choice((0, 0, 1, 5, 50)))
+
+    def break_off(self, unheard: int) -> None:
+        self.drain()
+        self.listener.lost_connection("gone", 0.0)
+        for _ in range(unheard):
+            self.publish(heard=False)
+        self.listener.joined()
+
+    def drain(self) -> None:
+        while self.on_the_way:
+            self.arrive()
+
+    def check(self) -> None:
+        expected = self.listener.cursor.expected
+        assert self.listener.lost + len(self.applied) >= expected
+        if self.listener.health(0.0) == "exact":
+            assert self.applied == self.published[:expected]
+        elif self.listener.loss.startswith("missing"):
+            assert self.applied != self.published[:expected]
+
+
+def play(life: Life, check: Callable[[], None]) -> None:
+    for _ in range(STEPS):
+        life.step()
+        check()
+    life.loss = 0.0
+    life.publish()
+    life.drain()
+    check()
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_with_a_replay_server_exact_is_exact(seed: int) -> None:
+    life = Life(seed, replays=True)
+    play(life, life.check)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_long_buffer_repairs_everything(seed: int) -> None:
+    life = Life(seed, replays=True)
+    life.kept = deque()
+    play(life, life.check)
+    assert life.listener.health(0.0) == "exact"
+    assert life.applied == life.published
