@@ -5,7 +5,7 @@
 //       -Ikvd_core tests/fuzz/fuzz_decoder.cpp -o fuzz_decoder
 //   ./fuzz_decoder -max_total_time=120 CORPUS_FOLDER
 //
-// A corpus that starts from real batches: the payloads of tests/data/engine_batches.jsonl.
+// A corpus that starts from real batches: tests/fuzz/corpus.py writes it.
 
 #include <algorithm>
 #include <cstddef>

@@ -1,0 +1,55 @@
+"""Writes starting corpora for the fuzz targets: python tests/fuzz/corpus.py FOLDER"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+BLOCK_SIZES = (1, 4, 16, 64)  # of fuzz_index.cpp
+LIFE_BYTES = 8192  # longer ones are mutated too slowly
+BODIES = (
+    b'{"t":[1,2,3,4294967295],"m":"a","n":null,"h":[-1,18446744073709551615]}',
+    b'{"h":[],"t":[],"x":{"a":[1,{"b":null}]},"m":"\\u00e9\\ud83d\\ude00"}',
+    b'{"n":-12.5e+3,"m":true,"t":[' + b",".join(b"%d" % (7919 * i) for i in range(300)) + b"]}",
+    b'{"h":[' + b", ".join(b"%d" % (i << 55) for i in range(100)) + b"]}",
+    b' { "t" : [ 1 , 2 ] } ',
+)
+
+
+def payloads() -> Iterator[bytes]:
+    for line in (TESTS / "data/engine_batches.jsonl").read_text().splitlines():
+        yield bytes.fromhex(json.loads(line)["payload"])
+
+
+def lives() -> Iterator[bytes]:
+    """Yields the last messages of every recording, and some steps of the other kinds."""
+    for path in sorted((TESTS / "captures/recordings").glob("*.json.xz")):
+        recording = json.loads(lzma.decompress(path.read_bytes()))
+        life = bytes([BLOCK_SIZES.index(recording["block_size"])])
+        for number, (_, _, _, payload) in enumerate(recording["messages"][-40:]):
+            piece = bytes.fromhex(payload)
+            if len(life) + len(piece) < LIFE_BYTES:
+                life += step(number % 4, piece) + step(4 + number % 4, bytes(number % 3))
+        yield life
+
+
+def step(kind: int, payload: bytes) -> bytes:
+    return struct.pack("<BH", kind, len(payload)) + payload
+
+
+def write(folder: Path, inputs: Iterator[bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(inputs):
+        (folder / f"start-{number}").write_bytes(data)
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    write(root / "decoder", payloads())
+    write(root / "scan", iter(BODIES))
+    write(root / "index", lives())

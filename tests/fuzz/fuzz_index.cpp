@@ -1,0 +1,118 @@
+// Any sequence of batches, sweeps, removals and questions into an index: its invariants hold after
+// every one of them, and once all ranks are removed and swept nothing is left.
+//
+//   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+//       -Ikvd_core tests/fuzz/fuzz_index.cpp -o fuzz_index
+//   ./fuzz_index -max_len=8192 -max_total_time=120 CORPUS_FOLDER
+//
+// The input: a byte for the block size, then steps of [kind u8][length u16 LE][length bytes].
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "answer.hpp"
+#include "dump.hpp"
+#include "index.hpp"
+#include "match.hpp"
+#include "stream.hpp"
+#include "verify.hpp"
+#include "worker.hpp"
+
+namespace {
+
+constexpr uint32_t kBlockSizes[] = {1, 4, 16, 64};
+constexpr size_t kWorkers = 2, kStreams = 4;  // two ranks of each worker
+constexpr uint32_t kSlice = 3;                // blocks swept, and bytes dumped, at a time
+
+enum Kind : uint8_t { SWEEP = kStreams, RETIRE, ASK, DUMP, kinds };
+
+void require(bool holds) {
+  if (!holds) std::abort();
+}
+
+class Life {
+ public:
+  explicit Life(uint32_t block_size) : index_(block_size) {
+    for (size_t i = 0; i < kWorkers; ++i) {
+      workers_[i].key = '"' + std::to_string(i) + '"';
+      workers_[i].number = std::to_string(i);
+    }
+    for (size_t i = 0; i < kStreams; ++i) {
+      streams_.emplace_back(new kvd::Stream(index_, workers_[i % kWorkers], i / kWorkers, counters_));
+    }
+  }
+
+  void step(uint8_t kind, const uint8_t* data, size_t size) {
+    if (kind < kStreams) streams_[kind]->apply(data, size);
+    if (kind == SWEEP) index_.sweep(kSlice);
+    if (kind == RETIRE) workers_[size % kWorkers].retire_all(index_);
+    if (kind == ASK) ask(data, size / sizeof(uint64_t));
+    if (kind == DUMP) dump();
+    kvd::Verifier(index_).run();
+  }
+
+  void end() {
+    for (kvd::Worker& worker : workers_) worker.retire_all(index_);
+    while (index_.sweep(kSlice)) kvd::Verifier(index_).run();
+    kvd::Verifier(index_).run();
+    require(index_.tree().block_count() == 0 && index_.parked_count() == 0);
+  }
+
+ private:
+  void ask(const uint8_t* data, size_t count) {
+    std::vector<uint64_t> locals(count);
+    if (count != 0) std::memcpy(locals.data(), data, count * sizeof(uint64_t));
+    match_.reset(index_);
+    match_.add(index_, locals.data(), count, kvd::Match::Only::kAll);
+    std::string text;
+    kvd::Answer(index_, match_, text).render({&workers_[0], &workers_[1]});
+    require(text.front() == '{' && text.back() == '}');
+  }
+
+  // Goes on with the dump in progress, or begins one.
+  void dump() {
+    if (dump_ == nullptr) dump_.reset(new kvd::Dump(index_));
+    std::string text;
+    if (!dump_->fill(owners(), text, kSlice)) dump_.reset();
+  }
+
+  std::vector<const kvd::Worker*> owners() const {
+    std::vector<const kvd::Worker*> owners(index_.rank_end(), nullptr);
+    for (const kvd::Worker& worker : workers_) {
+      for (const auto& entry : worker.ranks) owners[entry.second] = &worker;
+    }
+    return owners;
+  }
+
+  kvd::Index index_;
+  kvd::StreamCounters counters_;
+  kvd::Worker workers_[kWorkers];
+  kvd::Match match_;
+  std::vector<std::unique_ptr<kvd::Stream>> streams_;
+  std::unique_ptr<kvd::Dump> dump_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size == 0) return 0;
+  Life life(kBlockSizes[*data % 4]);
+  const uint8_t *at = data + 1, *end = data + size;
+  while (end - at >= 3) {
+    const uint8_t kind = at[0] % kinds;
+    const size_t wanted = at[1] | at[2] << 8, left = static_cast<size_t>(end - at) - 3;
+    const size_t length = wanted < left ? wanted : left;
+    // A copy of exactly this size: reading one byte too far is an error the sanitizer sees.
+    const std::unique_ptr<uint8_t[]> copy(new uint8_t[length]);
+    std::memcpy(copy.get(), at + 3, length);
+    life.step(kind, copy.get(), length);
+    at += 3 + length;
+  }
+  life.end();
+  return 0;
+}

@@ -1,0 +1,338 @@
+"""The indexer face over HTTP: what it refuses and how, and that refusing changes nothing.
+
+The scenarios of tests/conformance say what it does; they leave open which 4xx a fault is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from indexer_bodies import (
+    CONTRADICTIONS,
+    JSON_VALUES,
+    MODEL,
+    NO_JSON_VALUES,
+    NO_OBJECTS,
+    POSTS,
+    REQUIRED,
+    SOMEWHERE,
+    UNFIT,
+    WHOLE_BODIES,
+)
+from processes import Server
+from running import running_kvd
+
+BLOCK_SIZE = 4
+JSON = {"content-type": "application/json"}
+
+ROUTES = pytest.mark.parametrize("path", POSTS)
+
+
+@pytest.fixture(scope="module")
+def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_kvd(tmp_path_factory.mktemp("kvd")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(kvd: Server) -> Iterator[httpx.Client]:
+    """A client of a kvd where ranks 10 and 9 of instance 1 are registered and active."""
+    with (
+        httpx.Client(base_url=kvd.base_url, trust_env=False) as made,
+        zmq.Context() as context,
+        context.socket(zmq.PUB) as engine,
+    ):
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        for dp_rank in (10, 9):
+            body = {
+                "instance_id": 1,
+                "dp_rank": dp_rank,
+                "endpoint": f"tcp://127.0.0.1:{port}",
+                "model_name": MODEL,
+                "block_size": BLOCK_SIZE,
+            }
+            assert made.post("/register", json=body).status_code == 201
+        kvd.wait_until(
+            lambda: [row["status"] for row in made.get("/workers").json()] == ["active"],
+            "listening to both ranks",
+        )
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def unchanged(client: httpx.Client) -> Iterator[None]:
+    """Nothing that a test does leaves a trace."""
+    before = _state(client)
+    yield
+    assert _state(client) == before
+
+
+def _state(client: httpx.Client) -> tuple[Any, Any]:
+    return client.get("/workers").json(), client.get("/dump").json()
+
+
+def _fine(path: str) -> bytes:
+    return json.dumps(POSTS[path][0]).encode()
+
+
+def _with(path: str, member: str, value: str) -> bytes:
+    """Returns a fine body with one member that has another value, as a text of JSON."""
+    return (
+        json.dumps({**POSTS[path][0], member: 0})
+        .replace(f'"{member}": 0', f'"{member}": {value}')
+        .encode()
+    )
+
+
+def _refused(
+    client: httpx.Client, path: str, bodies: dict[str, bytes], status: int, **headers: str
+) -> list[str]:
+    """Posts bodies that are all refused with `status` and change nothing; returns the errors."""
+    before = _state(client)
+    errors = []
+    for name, body in bodies.items():
+        response = client.post(path, content=body, headers=JSON | headers)
+        assert (name, response.status_code) == (name, status), response.text
+        assert response.headers["content-type"] == "application/json"
+        members = response.json()
+        assert members.keys() == {"error"} and isinstance(members["error"], str)
+        assert _state(client) == before, name
+        errors.append(members["error"])
+    return errors
+
+
+@ROUTES
+def test_what_is_no_json_is_400(path: str, client: httpx.Client) -> None:
+    fine = _fine(path)
+    bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
+    bodies |= {name: fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()}
+    bodies["lone surrogate in a text"] = _with(path, "model_name", r'"\ud800"')
+    errors = _refused(client, path, bodies, 400)
+    assert all(error.startswith("the body is not valid JSON: ") for error in errors), errors
+
+
+@ROUTES
+def test_json_of_a_wrong_shape_is_422(path: str, client: httpx.Client) -> None:
+    fine = _fine(path)
+    bodies = {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
+    bodies["a name twice"] = fine[:-1] + b', "model_name": "m"}'
+    bodies["a name twice, once escaped"] = fine[:-1] + rb', "model\u005fname": "m"}'
+    bodies |= {repr(both): fine[:-1] + b", " + both + b"}" for both in CONTRADICTIONS[path]}
+    _refused(client, path, bodies, 422)
+
+
+@ROUTES
+def test_a_member_that_does_not_fit_is_422_and_named(path: str, client: httpx.Client) -> None:
+    for member, values in UNFIT[path].items():
+        bodies = {f"{member}: {value[:30]}": _with(path, member, value) for value in values}
+        for error in _refused(client, path, bodies, 422):
+            assert error.startswith(member), error
+            assert len(error) < 200  # and does not repeat 5,000 digits
+
+
+@ROUTES
+def test_a_member_that_is_missing_is_422_and_named(path: str, client: httpx.Client) -> None:
+    for missing in REQUIRED[path]:
+        rest = {name: value for name, value in POSTS[path][0].items() if name != missing}
+        (error,) = _refused(client, path, {missing: json.dumps(rest).encode()}, 422)
+        assert error == f"missing member `{missing}`"
+
+
+@ROUTES
+def test_what_is_no_business_of_the_route_is_ignored(path: str, client: httpx.Client) -> None:
+    fine, status = _fine(path), POSTS[path][1]
+    for name, value in JSON_VALUES.items():
+        body = fine[:-1] + b', "x": ' + value + b"}"
+        response = client.post(path, content=body, headers=JSON)
+        assert (name, response.status_code) == (name, status), response.text
+        _undo(client, path)
+
+
+CONTENT_TYPES = {
+    "application/json": True,
+    "application/json; charset=utf-8": True,
+    "Application/JSON": True,
+    "application/vnd.kvd+json": True,
+    "": False,
+    "json": False,
+    "text/json": False,
+    "text/plain": False,
+    "application/jsonx": False,
+    "application/json, text/plain": False,
+    "application/x-www-form-urlencoded": False,
+}
+
+
+@ROUTES
+def test_bodies_must_be_announced_as_json(path: str, client: httpx.Client) -> None:
+    fine, status = _fine(path), POSTS[path][1]
+    for content_type, accepted in CONTENT_TYPES.items():
+        if accepted:
+            response = client.post(path, content=fine, headers={"content-type": content_type})
+            assert (content_type, response.status_code) == (content_type, status)
+            _undo(client, path)
+        else:
+            _refused(client, path, {content_type: fine}, 415, **{"content-type": content_type})
+    assert client.post(path, content=fine).status_code == 415
+
+
+MIB = 1024 * 1024
+LIMITS = {
+    "/register": 2 * MIB,
+    "/unregister": 2 * MIB,
+    "/query": 8 * MIB,
+    "/query_by_hash": 8 * MIB,
+}
+
+
+@ROUTES
+def test_a_body_over_the_limit_is_413(path: str, client: httpx.Client) -> None:
+    fine, status = _fine(path), POSTS[path][1]
+    longest = fine + b" " * (LIMITS[path] - len(fine))
+    assert client.post(path, content=longest, headers=JSON).status_code == status
+    _undo(client, path)
+    _refused(client, path, {"a byte more": longest + b" "}, 413)
+
+
+def _undo(client: httpx.Client, path: str) -> None:
+    if path == "/register":
+        body, _ = POSTS["/unregister"]
+        assert client.post("/unregister", json=body).status_code == 200
+
+
+def test_a_registration_that_contradicts_another_is_409(client: httpx.Client) -> None:
+    fine = {**POSTS["/register"][0], "model_name": MODEL}
+    contradictions = {
+        "a registered rank": {"instance_id": 1, "dp_rank": 9},
+        "a registered rank elsewhere": {"instance_id": 1, "dp_rank": 9, "block_size": 8},
+        "another block size": {"block_size": 8},
+        "another block size for another rank": {"instance_id": 1, "block_size": 8},
+    }
+    bodies = {name: json.dumps(fine | c).encode() for name, c in contradictions.items()}
+    _refused(client, "/register", bodies, 409)
+
+
+@pytest.mark.parametrize("member", ["endpoint", "replay_endpoint"])
+def test_a_faulty_endpoint_is_400(member: str, client: httpx.Client) -> None:
+    faulty = (
+        "",
+        "127.0.0.1:5557",
+        "http://127.0.0.1:5557",
+        "tcp://",
+        "tcp://127.0.0.1",
+        "tcp://:5557",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:-1",
+        "tcp://[::1:5557",
+        "tcp://127.0.0.1:5557/",
+        " tcp://127.0.0.1:5557",
+        "tcp://127.0.0.1:5557\0",
+        "pgm://eth0;239.192.1.1:5557",
+    )
+    bodies = {text: _with("/register", member, json.dumps(text)) for text in faulty}
+    for error in _refused(client, "/register", bodies, 400):
+        assert "endpoint `" in error
+
+
+def test_a_refused_registration_leaves_no_model_behind(client: httpx.Client) -> None:
+    body = _with("/register", "replay_endpoint", '"nowhere"')
+    _refused(client, "/register", {"its replay endpoint": body}, 400)
+    for path, (query, _) in POSTS.items():
+        if path.startswith("/query"):
+            missing = json.dumps({**query, "model_name": "new"}).encode()
+            (error,) = _refused(client, path, {"unknown model": missing}, 404)
+            assert error == "no indexer for model=new tenant_id=default"
+
+
+def test_what_is_not_registered_cannot_be_unregistered(client: httpx.Client) -> None:
+    registered = {"instance_id": 1, "model_name": MODEL}
+    strangers: dict[str, dict[str, Any]] = {
+        "another instance": {"instance_id": 2},
+        "another model": {"model_name": "new"},
+        "another tenant": {"tenant_id": "other"},
+        "another tenant by its newer name": {"routing_group": "other"},
+        "another rank": {"dp_rank": 8},
+        "another rank of the tenant": {"tenant_id": "default", "dp_rank": 8},
+    }
+    bodies = {name: json.dumps(registered | s).encode() for name, s in strangers.items()}
+    _refused(client, "/unregister", bodies, 404)
+
+
+def test_methods_and_paths_that_do_not_exist(client: httpx.Client) -> None:
+    allowed = dict.fromkeys(POSTS, "POST")
+    allowed |= dict.fromkeys(("/health", "/workers", "/dump"), "GET, HEAD")
+    for path, methods in allowed.items():
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            if method not in methods:
+                response = client.request(method, path)
+                assert (path, method, response.status_code) == (path, method, 405)
+                assert response.headers["allow"] == methods
+                assert response.json().keys() == {"error"}
+        assert client.post(path + "/", json={}).status_code == 404
+        assert client.get(path.upper()).json().keys() == {"error"}
+        if methods != "POST":
+            head = client.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+
+
+def test_workers_are_listed_by_rank_and_filtered_by_both_names(client: httpx.Client) -> None:
+    (row,) = client.get("/workers").json()
+    assert list(row["endpoints"]) == list(row["listeners"]) == ["9", "10"]
+    found = {
+        "?tenant_id=default": 1,
+        "?routing_group=default": 1,
+        "?routing_group=default&tenant_id=default&model_name=face:model": 1,
+        "?model_name=face%3Amodel": 1,
+        "?routing_group=other": 0,
+        "?model_name=": 0,
+        "?unknown=1": 1,
+    }
+    for query, rows in found.items():
+        assert (query, len(client.get("/workers" + query).json())) == (query, rows)
+    refused = {"?tenant_id=a&tenant_id=a": 400, "?tenant_id=a&routing_group=b": 422}
+    for query, status in refused.items():
+        response = client.get("/workers" + query)
+        assert (query, response.status_code) == (query, status)
+        assert response.json().keys() == {"error"}
+
+
+def test_a_dump_names_model_and_tenant_apart(client: httpx.Client) -> None:
+    _check_dump_lists(client, ("face", "model:tenant"), ('q"\n', ""))
+
+
+@pytest.mark.xfail(strict=True, reason="two entries of the dump have the same key")
+def test_a_dump_lists_models_and_tenants_whose_names_look_alike(client: httpx.Client) -> None:
+    _check_dump_lists(client, ("face", "model:default"))  # beside `face:model` of `default`
+
+
+def _check_dump_lists(client: httpx.Client, *tenants: tuple[str, str]) -> None:
+    """Registers an instance for further models and tenants, for as long as it looks."""
+    instance = {"instance_id": 5, "endpoint": SOMEWHERE, "block_size": 8}
+    for model_name, tenant_id in tenants:
+        names = {"model_name": model_name, "routing_group": tenant_id}
+        assert client.post("/register", json=instance | names).status_code == 201
+    entries = client.get("/dump").json().values()
+    for model_name, _ in tenants:
+        gone = {"instance_id": 5, "model_name": model_name}
+        assert client.post("/unregister", json=gone).status_code == 200
+    assert {
+        (entry["model_name"], entry["tenant_id"], entry["block_size"]) for entry in entries
+    } == {
+        (MODEL, "default", BLOCK_SIZE),
+        *((*names, 8) for names in tenants),
+    }
+
+
+def test_an_instance_is_pending_while_one_of_its_ranks_is(client: httpx.Client) -> None:
+    names = {"instance_id": 1, "dp_rank": 1, "model_name": MODEL}
+    rank = {**names, "endpoint": SOMEWHERE, "block_size": BLOCK_SIZE}
+    assert client.post("/register", json=rank).status_code == 201
+    (row,) = client.get("/workers").json()
+    assert row["status"] == row["listeners"]["1"]["status"] == "pending"
+    assert row["listeners"]["9"]["status"] == "active"
+    assert client.post("/unregister", json=names).status_code == 200
