@@ -158,13 +158,13 @@ cdef class Restore:
     def apply(self, PrefixIndex index not None, list workers not None, uint32_t max_blocks):
         """Stores about `max_blocks` blocks; True while there are more.
 
-        `workers[i]` is the index's worker for `entry.workers()[i]`; blocks of one that has been
-        removed are passed over.
+        `workers[i]` is the index's worker for `entry.workers()[i]`; blocks of None, and of one that
+        has been removed, are passed over.
         """
         cdef vector[CWorker*] wanted
         cdef Worker worker
         if <size_t>len(workers) != self.entry.c.workers.size():
             raise ValueError("as many workers as the entry has")
         for worker in workers:
-            wanted.push_back(&worker.c if worker.index is index else NULL)
+            wanted.push_back(&worker.c if worker is not None and worker.index is index else NULL)
         return self.c.apply(deref(index.c), wanted, max_blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
@@ -13,14 +13,29 @@ import trio
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
 from kvd.http.types import Request, Response, Route
+from kvd.metrics import CONTENT_TYPE as METRICS_TYPE
+from kvd.metrics import (
+    Family,
+    RequestMetrics,
+    Source,
+    listener_families,
+    memory_families,
+    render,
+    state_families,
+)
 from kvd.model import PartitionKey, RankKey
+from kvd.peers import Peers
 from kvd.registry import Registration, Registry, by_instance
 from kvd.state import Partition, State
+from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd.wire.listener import ListenerStatus
+from kvd_core.recovery import BINARY_HEAD, binary_end, binary_entry
 from kvd_core.scan import BodyScanner
 
 QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
 OK = b'{"status":"ok"}'
+# Bytes of a long answer written between two checkpoints: about 0.2 ms of work for a dump.
+SLICE_BYTES = 64 * 1024
 
 TENANT = ("tenant_id", "routing_group")
 SALT = ("additional_salt", "additionalsalt")
@@ -41,6 +56,7 @@ REGISTER = BodyScanner(
     ),
 )
 UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *TENANT, "dp_rank"))
+PEER = BodyScanner({}, ("url",))
 
 # An instance shows the most alarming status of its listeners.
 STATUS_ORDER = (
@@ -51,8 +67,17 @@ STATUS_ORDER = (
 )
 
 
-def routes(state: State, registry: Registry) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's state."""
+def routes(
+    state: State,
+    registry: Registry,
+    peers: Peers,
+    requests: RequestMetrics,
+    sources: Sequence[Source] = (),
+) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's state.
+
+    /metrics shows `requests`, what it reads of the state, and what further `sources` say.
+    """
     return (
         Route("GET", "/health", health, hot=True),
         Route("POST", "/query", partial(query, state), hot=True, body_limit=QUERY_BODY_LIMIT),
@@ -66,7 +91,11 @@ def routes(state: State, registry: Registry) -> tuple[Route, ...]:
         Route("POST", "/register", partial(register, registry)),
         Route("POST", "/unregister", partial(unregister, registry)),
         Route("GET", "/workers", partial(workers, state, registry)),
-        Route("GET", "/dump", partial(dump, state)),
+        Route("GET", "/dump", partial(dump, state), hot=True),
+        Route("POST", "/register_peer", partial(register_peer, peers)),
+        Route("POST", "/deregister_peer", partial(deregister_peer, peers)),
+        Route("GET", "/peers", partial(list_peers, peers)),
+        Route("GET", "/metrics", partial(metrics, state, registry, requests, sources), hot=True),
     )
 
 
@@ -143,20 +172,55 @@ def workers(state: State, registry: Registry, request: Request) -> Response:
 
 
 def dump(state: State, request: Request) -> Response:
-    """Streams all blocks of all partitions; memory stays bounded by one slice of the text."""
-    return Response(200, _dump(state))
+    """Streams all blocks of all partitions; memory stays bounded by one slice.
+
+    The compact form goes to clients that ask for it by name.
+    """
+    headers = [(INSTANCE_HEADER, state.instance_id.encode())]
+    if state.recovering:
+        headers.append((RECOVERING_HEADER, b"1"))
+    accept = b",".join(value for name, value in request.headers if name == b"accept")
+    if wants_binary(accept):
+        return Response(200, _sliced(_binary_dump(state)), BINARY_DUMP, headers)
+    return Response(200, _sliced(_text_dump(state)), headers=headers)
 
 
-async def _dump(state: State) -> AsyncIterator[bytes]:
+def _text_dump(state: State) -> Iterator[bytes]:
     separator = b"{"
     for partition, events in state.dump():
         yield separator + _dump_head(partition)
-        for piece in events:
+        while piece := events.read(SLICE_BYTES):
             yield piece
-            await trio.lowlevel.checkpoint()
         yield b"]}"
         separator = b","
     yield b"{}" if separator == b"{" else b"}"
+
+
+def _binary_dump(state: State) -> Iterator[bytes]:
+    blocks = 0
+    yield BINARY_HEAD
+    for partition, runs in state.dump(binary=True):
+        yield binary_entry(*partition.key, partition.block_size)
+        while piece := runs.read(SLICE_BYTES):
+            yield piece
+        blocks += runs.blocks
+    yield binary_end(blocks)
+
+
+async def _sliced(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Joins pieces to slices and lets others run between them, and at every empty piece."""
+    waiting: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += len(piece)
+        if size >= SLICE_BYTES:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+        elif piece:
+            continue
+        await trio.lowlevel.checkpoint()
+    yield b"".join(waiting)
 
 
 def _dump_head(partition: Partition) -> bytes:
@@ -168,6 +232,45 @@ def _dump_head(partition: Partition) -> bytes:
         "block_size": partition.block_size,
     }
     return f'{json.dumps(str(key))}:{json.dumps(head)[:-1]},"events":['.encode()
+
+
+def register_peer(peers: Peers, request: Request) -> Response:
+    peers.add(bodies.text(bodies.scan(PEER, request.body), "url"))
+    return Response(201, OK)
+
+
+def deregister_peer(peers: Peers, request: Request) -> Response:
+    peers.remove(bodies.text(bodies.scan(PEER, request.body), "url"))
+    return Response(200, OK)
+
+
+def list_peers(peers: Peers, request: Request) -> Response:
+    return Response(200, json.dumps(list(peers)).encode())
+
+
+def metrics(
+    state: State,
+    registry: Registry,
+    requests: RequestMetrics,
+    sources: Sequence[Source],
+    request: Request,
+) -> Response:
+    """Streams what is counted, in Prometheus' text format."""
+    return Response(
+        200, _sliced(render(_families(state, registry, requests, sources))), METRICS_TYPE
+    )
+
+
+def _families(
+    state: State, registry: Registry, requests: RequestMetrics, sources: Sequence[Source]
+) -> Iterator[Family | None]:
+    yield from requests.families()
+    listeners = [registration.listener for registration in registry.registrations()]
+    yield from listener_families(listeners, registry.departed)
+    yield from state_families(state, registry.instances())
+    yield from memory_families()
+    for source in sources:
+        yield from source()
 
 
 def _optional_tenant(members: bodies.Members) -> str | None:

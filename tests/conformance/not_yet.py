@@ -17,20 +17,6 @@ _WAITING = {
         "replay_late_join",
         "replay_rank_in_batch",
     ],
-    "there are no peers to start from": [
-        "json_of_wrong_kind",
-        "peers",
-        "recovery_block_size_mismatch",
-        "recovery_buffers_live_events",
-        "recovery_first_peer_bad",
-        "recovery_from_peer",
-        "recovery_health_and_pending",
-        "recovery_no_peer",
-        "recovery_round_trip",
-        "recovery_then_live",
-        "unknown_route_and_method",
-    ],
-    "nothing waits for a number of workers at the start": ["cli_min_workers_bad"],
     "listeners cannot be paused": ["listener_paused"],
 }
 
