@@ -243,19 +243,24 @@ class Dump {
 
   // ---- names
 
-  // What the rank calls the block; the block's own name when the rank does not hold it (the
-  // parent of a run behind a hole).
+  // What the rank calls the block. Where the rank does not hold it (the parent of a run behind a
+  // hole), the block's own name, as far as that means nothing else to the rank.
   uint64_t name_of(RankId rank, BlockId block) {
     const uint64_t own = tree().block(block).name;
     if (means(rank, own, block)) return own;
     auto& names = other_names_[rank];
     auto it = names.find(block);
     if (it == names.end() || !means(rank, it->second, block)) {
-      if (!holds(rank, block)) return own;
+      if (!holds(rank, block)) return unused(rank, own);
       collect(rank, names);
       it = names.find(block);
     }
-    return it == names.end() ? own : it->second;
+    return it == names.end() ? unused(rank, own) : it->second;
+  }
+
+  uint64_t unused(RankId rank, uint64_t name) const {
+    while (index_.rank(rank).names.find(name, index_.keys()) != Names::kAbsent) name = mix64(name + 1);
+    return name;
   }
 
   bool means(RankId rank, uint64_t name, BlockId block) const {
