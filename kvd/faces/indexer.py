@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
-import trio
-
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
+from kvd.faces.dumps import binary_dump, sliced, text_dump
 from kvd.http.types import Request, Response, Route
 from kvd.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvd.metrics import (
@@ -29,13 +28,10 @@ from kvd.registry import Registration, Registry, by_instance
 from kvd.state import Partition, State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd.wire.listener import ListenerStatus
-from kvd_core.recovery import BINARY_HEAD, binary_end, binary_entry
 from kvd_core.scan import BodyScanner
 
 QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
 OK = b'{"status":"ok"}'
-# Bytes of a long answer written between two checkpoints: about 0.2 ms of work for a dump.
-SLICE_BYTES = 64 * 1024
 
 TENANT = ("tenant_id", "routing_group")
 SALT = ("additional_salt", "additionalsalt")
@@ -181,57 +177,8 @@ def dump(state: State, request: Request) -> Response:
         headers.append((RECOVERING_HEADER, b"1"))
     accept = b",".join(value for name, value in request.headers if name == b"accept")
     if wants_binary(accept):
-        return Response(200, _sliced(_binary_dump(state)), BINARY_DUMP, headers)
-    return Response(200, _sliced(_text_dump(state)), headers=headers)
-
-
-def _text_dump(state: State) -> Iterator[bytes]:
-    separator = b"{"
-    for partition, events in state.dump():
-        yield separator + _dump_head(partition)
-        while piece := events.read(SLICE_BYTES):
-            yield piece
-        yield b"]}"
-        separator = b","
-    yield b"{}" if separator == b"{" else b"}"
-
-
-def _binary_dump(state: State) -> Iterator[bytes]:
-    blocks = 0
-    yield BINARY_HEAD
-    for partition, runs in state.dump(binary=True):
-        yield binary_entry(*partition.key, partition.block_size)
-        while piece := runs.read(SLICE_BYTES):
-            yield piece
-        blocks += runs.blocks
-    yield binary_end(blocks)
-
-
-async def _sliced(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Joins pieces to slices and lets others run between them, and at every empty piece."""
-    waiting: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        waiting.append(piece)
-        size += len(piece)
-        if size >= SLICE_BYTES:
-            yield b"".join(waiting)
-            waiting, size = [], 0
-        elif piece:
-            continue
-        await trio.lowlevel.checkpoint()
-    yield b"".join(waiting)
-
-
-def _dump_head(partition: Partition) -> bytes:
-    """Opens one partition's entry; the key alone cannot tell `a:b` of `c` from `a` of `b:c`."""
-    key = partition.key
-    head = {
-        "model_name": key.model_name,
-        "tenant_id": key.tenant_id,
-        "block_size": partition.block_size,
-    }
-    return f'{json.dumps(str(key))}:{json.dumps(head)[:-1]},"events":['.encode()
+        return Response(200, sliced(binary_dump(state)), BINARY_DUMP, headers)
+    return Response(200, sliced(text_dump(state)), headers=headers)
 
 
 def register_peer(peers: Peers, request: Request) -> Response:
@@ -257,7 +204,7 @@ def metrics(
 ) -> Response:
     """Streams what is counted, in Prometheus' text format."""
     return Response(
-        200, _sliced(render(_families(state, registry, requests, sources))), METRICS_TYPE
+        200, sliced(render(_families(state, registry, requests, sources))), METRICS_TYPE
     )
 
 
