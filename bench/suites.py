@@ -61,7 +61,8 @@ P99_AT_MANY = 1.0  # limit on the p99 ratio with more than one connection
 # (blocks an event, events a batch) -> limit on the ratio of CPU per block
 INGEST_CPU = {(1, 1): 1.1, (8, 1): 0.7, (64, 1): 0.6, (1, 16): None}
 
-DUMP_LIMITS = {"dump_s": 0.3, "extra_mib": 0.05, P99.key: 1.0}
+# No limit on p99: the peer answers from other threads than the one that dumps.
+DUMP_LIMITS = {"dump_s": 0.3, "extra_mib": 0.05}
 REPLICA_LIMITS = {"stands_s": 0.6, "peak_mib": 0.5}
 
 MEMORY_PER_PAIR = 0.75
