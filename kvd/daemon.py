@@ -34,6 +34,7 @@ from kvd.http.front import Front
 from kvd.http.listeners import open_listeners
 from kvd.http.tls import TlsServer
 from kvd.logs import get_logger
+from kvd.memory import keep_freed_memory
 from kvd.metrics import Family, RequestMetrics, Source, by_label, gauge, stats_families
 from kvd.net import sdnotify
 from kvd.net.listener import LinkOptions
@@ -55,6 +56,7 @@ log = get_logger(__name__)
 
 def run(config: Config) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError."""
+    keep_freed_memory()
     return trio.run(_Daemon(config).run)
 
 

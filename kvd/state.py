@@ -21,7 +21,7 @@ from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
 from kvd_core.index import Dump, IngestCounters, PrefixIndex, Worker
 
-# An empty partition costs about 40 KB; 16,384 of them 640 MB. Real fleets have some hundred.
+# An empty partition costs about 31 KB; 16,384 of them 640 MB. Real fleets have some hundred.
 MAX_PARTITIONS = 16_384
 
 # Instances unregistered while a peer's dump is being taken, ~150 bytes each. Recovery takes

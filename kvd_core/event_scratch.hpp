@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "event_types.hpp"
@@ -72,7 +73,10 @@ struct Scratch {
 
   void give_back() {
     each([](auto& items) {
-      if (items.capacity() * sizeof items[0] > kScratchKeepBytes) items = {};
+      // Not `= {}`: that assigns an empty list, and keeps the capacity.
+      if (items.capacity() * sizeof items[0] > kScratchKeepBytes) {
+        std::decay_t<decltype(items)>().swap(items);
+      }
     });
   }
 

@@ -9,6 +9,8 @@ from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
+from kvd_core.scan cimport BodyScanner
+
 
 cdef extern from "index.hpp" namespace "kvd" nogil:
     ctypedef uint32_t RankId
@@ -150,6 +152,8 @@ cdef class PrefixIndex:
     cdef vector[uint64_t] locals
     cdef string text
 
+    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*, str cache_salt=*)
+    cpdef bytes query_hashes(self, BodyScanner scanner, int array)
     cdef bytes answer(self)
     cdef vector[const CWorker*] owners(self)
 

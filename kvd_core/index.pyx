@@ -13,7 +13,6 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cython.operator cimport dereference as deref
 
 from kvd_core.decoder import REASONS
-from kvd_core.scan cimport BodyScanner
 
 TIERS = ("device", "host", "disk", "external")
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks")
@@ -78,7 +77,7 @@ cdef class PrefixIndex:
         """Frees up to about `max_blocks` blocks of removed ranks; True while there are more."""
         return self.c.sweep(max_blocks)
 
-    def query_tokens(self, BodyScanner scanner not None, int array, str lora_name=None, str cache_salt=None):
+    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=None, str cache_salt=None):
         """Answers with the matches of a prompt, as JSON bytes (see `answer.hpp`).
 
         `array` is the position of the u32 token array in the scanner. A salted query counts
@@ -97,7 +96,7 @@ cdef class PrefixIndex:
         self.match_scratch.add(deref(self.c), self.locals.data(), n, kUnsalted if cache_salt else kAll)
         return self.answer()
 
-    def query_hashes(self, BodyScanner scanner not None, int array):
+    cpdef bytes query_hashes(self, BodyScanner scanner, int array):
         """Answers with the matches of a list of local hashes, as JSON bytes."""
         cdef size_t n = 0
         cdef const uint64_t* hashes = scanner.u64(array, &n)

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.registry", "kvd.restore", "kvd.peers"),
     ("kvd.metrics",),
     ("kvd.state",),
-    ("kvd.wire", "kvd.http.types", "kvd.logs"),
+    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory"),
     ("kvd.model", "kvd.errors", "kvd._version"),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

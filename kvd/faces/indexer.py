@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
 from kvd.faces.dumps import binary_dump, sliced, text_dump
-from kvd.http.types import Request, Response, Route
+from kvd.http.types import Handler, Request, Response, Route
 from kvd.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvd.metrics import (
     Family,
@@ -22,22 +22,25 @@ from kvd.metrics import (
     render,
     state_families,
 )
-from kvd.model import PartitionKey, RankKey
+from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
 from kvd.registry import Registration, Registry, by_instance
 from kvd.state import Partition, State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd.wire.listener import ListenerStatus
+from kvd_core.lane import Answerer
+from kvd_core.plain import PlainQuery
 from kvd_core.scan import BodyScanner
 
 QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
 OK = b'{"status":"ok"}'
 
 TENANT = ("tenant_id", "routing_group")
+QUERY_FIELDS = ("model_name", *TENANT, "cache_salt", "lora_name")
 SALT = ("additional_salt", "additionalsalt")
 
-QUERY = BodyScanner({"token_ids": "u32"}, ("model_name", *TENANT, "lora_name", "cache_salt"))
-QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, ("model_name", *TENANT, "cache_salt"))
+QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
+QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
 REGISTER = BodyScanner(
     {},
     (
@@ -74,25 +77,24 @@ def routes(
 
     /metrics shows `requests`, what it reads of the state, and what further `sources` say.
     """
+    known = state.partitions, DEFAULT_TENANT
     return (
         Route("GET", "/health", health, hot=True),
-        Route("POST", "/query", partial(query, state), hot=True, body_limit=QUERY_BODY_LIMIT),
-        Route(
-            "POST",
-            "/query_by_hash",
-            partial(query_by_hash, state),
-            hot=True,
-            body_limit=QUERY_BODY_LIMIT,
-        ),
+        _hot("/query", partial(query, state), PlainQuery(QUERY, *known)),
+        _hot("/query_by_hash", partial(query_by_hash, state), PlainQuery(QUERY_BY_HASH, *known)),
         Route("POST", "/register", partial(register, registry)),
         Route("POST", "/unregister", partial(unregister, registry)),
         Route("GET", "/workers", partial(workers, state, registry)),
-        Route("GET", "/dump", partial(dump, state), hot=True),
+        Route("GET", "/dump", partial(dump, state)),
         Route("POST", "/register_peer", partial(register_peer, peers)),
         Route("POST", "/deregister_peer", partial(deregister_peer, peers)),
         Route("GET", "/peers", partial(list_peers, peers)),
-        Route("GET", "/metrics", partial(metrics, state, registry, requests, sources), hot=True),
+        Route("GET", "/metrics", partial(metrics, state, registry, requests, sources)),
     )
+
+
+def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
+    return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT)
 
 
 def health(request: Request) -> Response:

@@ -7,14 +7,13 @@ from typing import cast
 
 from kvd.errors import KvdError, UnsupportedMedia
 from kvd.http.errors import INTERNAL_ERROR, error_response, failure_response
-from kvd.http.types import Headers, Request, Response, Route
+from kvd.http.types import JSON, Headers, Request, Response, Route
 from kvd.logs import get_logger
 
 log = get_logger(__name__)
 
 PlainHandler = Callable[[Request], Response]
 
-_JSON = b"application/json"
 _METHODS_WITH_JSON = frozenset(("POST", "PUT", "PATCH"))
 
 
@@ -39,20 +38,21 @@ async def answer(route: Route, request: Request) -> Response:
 
 def require_json(request: Request) -> None:
     """Raises UnsupportedMedia if the request has a body that is not announced as JSON."""
-    if request.body and request.method in _METHODS_WITH_JSON and not _is_json(request.headers):
+    if request.body and request.method in _METHODS_WITH_JSON and not is_json(request.headers):
         raise UnsupportedMedia("Expected request with `Content-Type: application/json`")
 
 
-def _is_json(headers: Headers) -> bool:
+def is_json(headers: Headers) -> bool:
+    """Returns whether the body is announced as JSON."""
     for name, value in headers:
         if name == b"content-type":
-            return value == _JSON or _is_json_type(value)
+            return value == JSON or _is_json_type(value)
     return False
 
 
 def _is_json_type(value: bytes) -> bool:
     essence = value.partition(b";")[0].strip().lower()
-    return essence == _JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
+    return essence == JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
 
 
 def _response_to(error: Exception, request: Request) -> Response:

@@ -1,7 +1,8 @@
 """One client connection: requests in, responses out, one after the other.
 
-    receive -> head -> body -> route -> handler -> one send            hot routes
-                                     -> ASGI application (asgi.py)     everything else
+    parked in the lane: a hot route's request that comes whole, with a known head
+    woken:  head -> body -> handler -> one send             hot routes
+                         -> ASGI application (asgi.py)      everything else
 
 What the server itself refuses (Refusal) is answered and ends the connection, because what follows
 on it cannot be trusted to be a request. Everything a client can do wrong ends here; what leaves
@@ -11,7 +12,6 @@ on it cannot be trusted to be a request. Everything a client can do wrong ends h
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from time import perf_counter
 
 import trio
@@ -21,20 +21,16 @@ from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.errors import Refusal, error_body, error_response
 from kvd.http.head import HEAD_END, Head, HeadCache, HeadParser
+from kvd.http.limits import HttpLimits
 from kvd.http.render import CLOSE_LINE, whole_response
-from kvd.http.stream import stream
 from kvd.http.table import RouteTable
 from kvd.http.transport import Phase, Shared, Transport
 from kvd.http.types import DEFAULT_BODY_LIMIT, Observer, Request, Route
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
+from kvd_core.lane import Lane, Leftover
 
 log = get_logger(__name__)
-
-# Requests served in a row before other tasks run, when no other connection is awake; about 80 µs.
-# With others awake it is one: at 16 connections that halves the p99 and costs nothing, because
-# the client's next request has arrived by the time its turn comes.
-YIELD_REQUESTS = 8
 
 _REFUSAL_COUNTERS = {
     400: "malformed",
@@ -45,64 +41,122 @@ _REFUSAL_COUNTERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Service:
-    """What a listener serves."""
+    """What a listener serves, and the lane its connections are parked in."""
 
-    heads: HeadCache
-    table: RouteTable
-    app: AsgiApp
-    observe: Observer | None
+    def __init__(
+        self, limits: HttpLimits, table: RouteTable, app: AsgiApp, observe: Observer | None
+    ) -> None:
+        self.heads = HeadCache(limits, table.bind)
+        self.app = app
+        self.lane = Lane(self.heads.known, Connection.serve_parked, Connection.note_answered)
+        self.observe = observe
+
+    def serve(self, shared: Shared, head: Head, route: Route, body: bytes) -> tuple[bytes, bool]:
+        """Returns the response of a hot route, rendered, and whether the connection persists."""
+        started = perf_counter()
+        response = answer_now(
+            route, Request(head.method, route.path, head.query, head.headers, body)
+        )
+        status = response.status
+        if self.observe is not None:
+            self.observe(route.path, head.method, status, perf_counter() - started)
+        shared.stats.handler_bugs += status == 500
+        persists = persists_after(status, head, shared)
+        lines = connection_lines(head, shared, persists)
+        assert isinstance(response.body, bytes)
+        return whole_response(response, response.body, lines, head.method == "HEAD"), persists
 
 
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_service", "_streak")
+    __slots__ = ("_outcome", "_service", "_task")
 
     def __init__(self, sock: socket.socket, shared: Shared, service: Service) -> None:
         super().__init__(sock, shared)
         self._service = service
-        self._streak = 0  # requests served since other tasks ran
+        self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
+        self._outcome: Leftover | Exception | None = None  # what it was woken with
 
     async def run(self) -> None:
         """Serves the connection and closes its socket; raises nothing but cancellation."""
-        shared = self.shared
-        shared.awake += 1
+        stats = self.shared.stats
         try:
+            self._service.lane.add(self.fd)
             await self._serve()
         except* OSError:  # reset, or a send without progress: nobody is left to tell
-            shared.stats.client_gone += 1
+            stats.client_gone += 1
         except* Exception:
-            shared.stats.bugs += 1
+            stats.bugs += 1
             log.exception("connection_failed")
         finally:
-            shared.awake -= 1
             self.sock.close()
 
+    def serve_parked(self, head: Head, body: bytes) -> tuple[bytes, bool]:
+        """Serves a request that the lane has received, of a head whose route is hot."""
+        shared = self.shared
+        shared.stats.requests += 1
+        self.deadline = shared.idle_deadline
+        assert head.route is not None
+        return self._service.serve(shared, head, head.route, body)
+
+    def note_answered(self, head: Head, seconds: float) -> None:
+        """Counts a request that the lane has answered with 200."""
+        self.shared.stats.requests += 1
+        self.deadline = self.shared.idle_deadline
+        if self._service.observe is not None and head.route is not None:
+            self._service.observe(head.route.path, head.method, 200, seconds)
+
+    def wake(self, outcome: Leftover | Exception) -> None:
+        """Ends the parked state of a connection that the lane has given up."""
+        assert self._task is not None
+        self._outcome = outcome
+        trio.lowlevel.reschedule(self._task)
+
     async def _serve(self) -> None:
-        limits = self.shared.limits
-        self.arm(Phase.IDLE, limits.head_seconds)
+        self.arm(Phase.IDLE, self.shared.limits.head_seconds)
         try:
-            while (head := await self._read_head()) is not None:
-                if not await self._serve_request(head):
-                    break
-                self.arm(Phase.IDLE, limits.idle_seconds)
-                self._streak += 1
-                if self.shared.awake > 1 or self._streak >= YIELD_REQUESTS:
-                    self._streak = 0
-                    await trio.lowlevel.checkpoint()
+            while await self._fill() and await self._serve_request(await self._read_head()):
+                self.arm(Phase.IDLE, self.shared.limits.idle_seconds)
+                await trio.lowlevel.checkpoint()
             if self.buffer:  # sent by a client that did not expect this to be the end
                 await self.linger()
         except Refusal as refusal:
             await self._refuse(refusal)
 
+    async def _fill(self) -> bool:
+        """Waits until there is something in the buffer; returns False if nothing will come."""
+        while not self.buffer:
+            left = await self._park()
+            self.buffer = left.received
+            await self.send(left.unsent)
+            if not left.persists:
+                return False
+        return True
+
+    async def _park(self) -> Leftover:
+        """Leaves the connection to the lane until that gives it back."""
+        lane = self._service.lane
+        outcome = lane.park(self, self.fd)
+        if outcome is None:
+            self._task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._unpark)
+            outcome = self._outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert outcome is not None
+        return outcome
+
+    def _unpark(self, _: object) -> trio.lowlevel.Abort:
+        self._service.lane.unpark(self.fd)
+        return trio.lowlevel.Abort.SUCCEEDED
+
     async def _read_head(self) -> Head | None:
-        """Returns the next head, None when the client has left."""
-        limits = self.shared.limits
-        data = self.buffer or await self.receive()
+        """Returns the next head, None when the client has left in the middle."""
+        data = self.buffer
         end = data.find(HEAD_END) + len(HEAD_END)
-        if not len(HEAD_END) <= end <= limits.head_bytes or data[0] in b"\r\n":
+        if not len(HEAD_END) <= end <= self.shared.limits.head_bytes or data[0] in b"\r\n":
             return await self._read_head_in_pieces(data)
         self.buffer = data[end:]
         return self._service.heads.parse(data[:end])
@@ -124,44 +178,33 @@ class Connection(Transport):
             parser.feed(data[parsed:end])
             if data.endswith(HEAD_END, 0, end):
                 self.buffer = data[end:]
-                return parser.finish(limits)
+                return self._service.heads.finish(parser)
             piece = await self.receive()
         if self.expired:
             raise Refusal(408, "the request head took too long")
         self.shared.stats.client_gone += bool(data)
         return None
 
-    async def _serve_request(self, head: Head) -> bool:
-        """Serves one request; returns whether the connection persists."""
+    async def _serve_request(self, head: Head | None) -> bool:
+        """Serves one request, if there is one; returns whether the connection persists."""
+        if head is None:
+            return False
         self.shared.stats.requests += 1
-        route = self._service.table.find(head.method, head.path)
-        body = b""
-        if head.length:
-            limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit
-            try:
-                body = await read_body(self, head, limit)
-            except Refusal as refusal:
-                self._observe(head, route, refusal.status, perf_counter())
-                raise
-        if route is not None and route.hot:
-            return await self._serve_hot(head, route, body)
+        body = await self._read_body(head) if head.length else b""
+        if head.route is not None and head.route.hot:
+            data, persists = self._service.serve(self.shared, head, head.route, body)
+            await self.send(data)
+            return persists
         return await self._serve_app(head, body)
 
-    async def _serve_hot(self, head: Head, route: Route, body: bytes) -> bool:
-        started = perf_counter()
-        request = Request(head.method, route.path, head.query, head.headers, body)
-        response = answer_now(route, request)
-        self._observe(head, route, response.status, started)
-        self.shared.stats.handler_bugs += response.status == 500
-        if isinstance(response.body, bytes):
-            persists = persists_after(response.status, head, self.shared)
-            lines = connection_lines(head, self.shared, persists)
-            data = whole_response(response, response.body, lines, head.method == "HEAD")
-            if (sent := self.send_now(data)) < len(data):
-                await self.send_rest(data, sent)
-        else:
-            persists = await stream(self, head, response, response.body)
-        return persists
+    async def _read_body(self, head: Head) -> bytes:
+        limit = DEFAULT_BODY_LIMIT if head.route is None else head.route.body_limit
+        try:
+            return await read_body(self, head, limit)
+        except Refusal as refusal:
+            if self._service.observe is not None and head.route is not None:
+                self._service.observe(head.route.path, head.method, refusal.status, 0.0)
+            raise
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
@@ -170,11 +213,6 @@ class Connection(Transport):
         await exchange.run(self._service.app)
         self.shared.stats.handler_bugs += exchange.writer.status == 500
         return exchange.writer.persists
-
-    def _observe(self, head: Head, route: Route | None, status: int, started: float) -> None:
-        if route is not None and self._service.observe is not None:
-            seconds = perf_counter() - started
-            self._service.observe(route.path, head.method, status, seconds)
 
     async def _refuse(self, refusal: Refusal) -> None:
         stats = self.shared.stats

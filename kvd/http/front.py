@@ -1,7 +1,8 @@
 """The HTTP/1.1 server of a face's plain port.
 
     accept ─ connection task ─ hot route: handler, one send
-           ─ connection task ─ anything else: the ASGI application
+                             ─ anything else: the ASGI application
+    lane:   requests of hot routes on connections whose task sleeps
     sweep:  deadlines of all connections, the date
 
 Stock hypercorn costs 0.9-1.4 ms of CPU a request, never expires a keep-alive connection and dies
@@ -19,16 +20,21 @@ import trio
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
 from kvd.http.errors import error_body
-from kvd.http.head import HeadCache
 from kvd.http.limits import HttpLimits
-from kvd.http.render import CLOSE_LINE, whole_response
+from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared
-from kvd.http.types import Observer, Response, Route
+from kvd.http.types import JSON, Observer, Response, Route
 
 _BUSY_BODY = error_body("too many connections")
 _BUSY = Response(503, _BUSY_BODY)
+
+TURN_NS = 500_000  # a row of requests served before other tasks run, some twenty
+
+
+def _date_line() -> bytes:
+    return b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
 
 class Front(Server[Connection]):
@@ -43,8 +49,8 @@ class Front(Server[Connection]):
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(HeadCache(limits), RouteTable(routes), app, observe)
-        self._shared = Shared(limits, self.stats, limits.tick_seconds(), now=0.0, date_line=b"")
+        self._service = Service(limits, RouteTable(routes), app, observe)
+        self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def _connect(self, sock: socket.socket) -> Connection:
         return Connection(sock, self._shared, self._service)
@@ -57,10 +63,33 @@ class Front(Server[Connection]):
             sock.recv(RECEIVE_BYTES)  # unread data would reset the connection, answer and all
 
     async def _watch(self) -> None:
-        """Sweeps over the deadlines of all connections."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._sweep)
+                nursery.start_soon(self._run_lane)
+        finally:
+            self._service.lane.close()
+
+    async def _run_lane(self) -> None:
+        """Serves what comes on parked connections, and wakes those that need more than that."""
+        lane = self._service.lane
         while True:
-            self._shared.now = trio.current_time()
-            self._shared.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
+            await trio.lowlevel.wait_readable(lane.fileno())
+            more = True
+            while more:
+                woken, more = lane.turn(TURN_NS)
+                for connection, outcome in woken:
+                    connection.wake(outcome)
+                if more:
+                    await trio.lowlevel.checkpoint()
+
+    async def _sweep(self) -> None:
+        """Ends the waits of connections whose deadline has passed."""
+        while True:
+            date_line = _date_line()
+            self._shared.sweep(trio.current_time(), date_line)
+            if not self._shared.stopping:
+                self._service.lane.lines = start_lines(200, JSON) + date_line
             for connection in self._running:
                 if connection.deadline <= self._shared.now:
                     connection.expire()
@@ -68,4 +97,5 @@ class Front(Server[Connection]):
 
     async def _drain(self) -> None:
         self._shared.stopping = True
+        self._service.lane.lines = None  # every response says now that the connection ends
         await super()._drain()

@@ -6,13 +6,15 @@ front must refuse on top (RFC 9112 §6.3, §11.2): framing that two parsers coul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from urllib.parse import unquote
 
 import httptools
 
 from kvd.http.errors import Refusal
 from kvd.http.limits import HttpLimits
-from kvd.http.types import Headers
+from kvd.http.types import Headers, Route
+from kvd_core.lane import Answerer
 
 HEAD_END = b"\r\n\r\n"
 CHUNKED = -1  # `Head.length` of a body whose length is not announced
@@ -38,6 +40,9 @@ class Head:
     expects_continue = False
     length = 0  # bytes of the body, or CHUNKED
     complete = False
+    route: Route | None = None  # of exactly this method and path
+    hot = False  # may be served by the fast lane (kvd_core/lane.pyx)
+    answerer: Answerer | None = None  # of its route, if nothing about the head is unusual
     _target = b""
     _framing: dict[bytes, bytes] | None = None
 
@@ -158,22 +163,30 @@ class HeadParser:
 class HeadCache:
     """Parses whole heads, each different one once in a while."""
 
-    def __init__(self, limits: HttpLimits) -> None:
+    def __init__(self, limits: HttpLimits, bind: Callable[[Head], None]) -> None:
+        """Takes what sets `route` and `hot` of a parsed head."""
+        self.known: dict[bytes, Head] = {}
         self._limits = limits
-        self._known: dict[bytes, Head] = {}
+        self._bind = bind
 
     def parse(self, data: bytes) -> Head:
         """Returns the head `data` consists of; raises Refusal."""
-        head = self._known.get(data)
+        head = self.known.get(data)
         if head is None:
             parser = HeadParser()
             parser.feed(data)
-            head = parser.finish(self._limits)
+            head = self.finish(parser)
             self._remember(data, head)
+        return head
+
+    def finish(self, parser: HeadParser) -> Head:
+        """Returns the head that `parser` was fed; raises Refusal."""
+        head = parser.finish(self._limits)
+        self._bind(head)
         return head
 
     def _remember(self, data: bytes, head: Head) -> None:
         if len(data) <= KNOWN_HEAD_BYTES:
-            if len(self._known) >= KNOWN_HEADS:
-                self._known.clear()
-            self._known[data] = head
+            if len(self.known) >= KNOWN_HEADS:
+                self.known.clear()
+            self.known[data] = head

@@ -20,7 +20,8 @@ _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"u
 
 
 @lru_cache(maxsize=256)  # faces use a few dozen pairs of status and content type
-def _start(status: int, content_type: bytes) -> bytes:
+def start_lines(status: int, content_type: bytes) -> bytes:
+    """Returns the lines every response head of this kind begins with."""
     phrase = HTTPStatus(status).phrase if status in _KNOWN_STATUSES else ""
     start = f"HTTP/1.1 {status} {phrase}\r\n".encode()
     return start + b"content-type: %b\r\n" % content_type if content_type else start
@@ -38,7 +39,7 @@ def response_head(
     `length` is that of the body in bytes, or None when the body is chunked or ends with the
     connection. `lines` are rendered header lines, of the date and of the connection.
     """
-    head = _start(status, content_type)
+    head = start_lines(status, content_type)
     if headers:
         head += b"".join(
             b"%b: %b\r\n" % header for header in headers if header[0] not in _HOP_BY_HOP

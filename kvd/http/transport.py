@@ -19,9 +19,6 @@ import trio
 from kvd.http.limits import HttpLimits, HttpStats
 
 RECEIVE_BYTES = 64 * 1024  # above 128 KiB malloc maps fresh pages for every call: 17 µs, not 3
-# Tries after an empty read, each after letting all other tasks run, before the connection is
-# parked: a closed-loop client on the same machine has answered by then, which saves 25 µs.
-READ_RETRIES = 1
 
 
 class Phase(Enum):
@@ -42,23 +39,33 @@ class Shared:
     limits: HttpLimits
     stats: HttpStats
     tick: float  # seconds between sweeps
-    now: float  # trio clock of the last sweep, seconds
-    date_line: bytes  # rendered, of the last sweep
+    now: float = 0.0  # trio clock of the last sweep, seconds
+    idle_deadline: float = 0.0  # of a connection that has just been served
+    date_line: bytes = b""  # rendered, of the last sweep
     body_bytes: int = 0  # of bodies being received, beyond their first read
-    awake: int = 0  # connections that are not parked
     stopping: bool = False
+
+    def sweep(self, now: float, date_line: bytes) -> None:
+        """Notes the time of a sweep."""
+        self.now = now
+        self.date_line = date_line
+        self.idle_deadline = self.deadline(self.limits.idle_seconds)
+
+    def deadline(self, seconds: float) -> float:
+        """Returns when something that begins now is `seconds` old, or up to a sweep later."""
+        return self.now + self.tick + seconds
 
 
 class Transport:
     """Receives from and sends to one client."""
 
     __slots__ = (
-        "_fd",
         "_recv",
         "_send",
         "buffer",
         "deadline",
         "expired",
+        "fd",
         "phase",
         "shared",
         "sock",
@@ -71,7 +78,7 @@ class Transport:
         self.expired = False
         self.phase = Phase.IDLE
         self.deadline = inf
-        self._fd = sock.fileno()
+        self.fd = sock.fileno()
         self._recv = sock.recv
         self._send = sock.send
 
@@ -83,7 +90,7 @@ class Transport:
     def arm(self, phase: Phase, seconds: float) -> None:
         """Enters `phase`, which ends `seconds` from now, up to two sweeps late, never early."""
         self.phase = phase
-        self.deadline = self.shared.now + self.shared.tick + seconds
+        self.deadline = self.shared.deadline(seconds)
 
     def rest(self) -> None:
         """Enters the phase in which a handler bounds itself."""
@@ -109,33 +116,12 @@ class Transport:
 
     async def receive(self, size: int = RECEIVE_BYTES) -> bytes:
         """Returns what the client sent, nothing at its end or at the deadline; may not yield."""
-        if self.expired:
-            return b""
-        try:
-            return self._recv(size)
-        except BlockingIOError:
-            pass
-        for _ in range(READ_RETRIES):
-            await trio.lowlevel.checkpoint()
+        while not self.expired:
             try:
                 return self._recv(size)
             except BlockingIOError:
-                pass
-        return await self._receive_parked(size)
-
-    async def _receive_parked(self, size: int) -> bytes:
-        self.shared.awake -= 1
-        try:
-            while True:
-                await trio.lowlevel.wait_readable(self._fd)
-                if self.expired:
-                    return b""
-                try:
-                    return self._recv(size)
-                except BlockingIOError:  # a spurious wake-up
-                    continue
-        finally:
-            self.shared.awake += 1
+                await trio.lowlevel.wait_readable(self.fd)
+        return b""
 
     async def send(self, data: bytes) -> None:
         """Sends all of `data`; may not yield."""
@@ -159,7 +145,7 @@ class Transport:
         with memoryview(data) as view:
             while sent < len(data):
                 self.arm(Phase.SENDING, self.shared.limits.send_seconds)
-                await trio.lowlevel.wait_writable(self._fd)
+                await trio.lowlevel.wait_writable(self.fd)
                 sent += self.send_now(view[sent:])
         self.rest()
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
+from kvd_core.lane import Answerer
+
 Headers = list[tuple[bytes, bytes]]
 
+JSON = b"application/json"
 DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework grants by default
 
 
@@ -38,7 +41,7 @@ class Response:
 
     status: int
     body: bytes | AsyncIterator[bytes]
-    content_type: bytes = b"application/json"
+    content_type: bytes = JSON
     headers: Headers = field(default_factory=list)
 
 
@@ -49,14 +52,16 @@ Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response
 class Route:
     """Binds a method and an exact path to a handler.
 
-    `hot` routes have a plain function as handler and bypass the Quart application on the plain
-    port. `body_limit` is in bytes; a longer body is answered 413 before the handler is called.
+    `hot` routes have a plain function as handler, which answers with bytes, and bypass the Quart
+    application on the plain port. Their `answerer` may answer in the handler's place, the same as
+    that would. `body_limit` is in bytes; a longer body is answered 413 before anyone sees it.
     """
 
     method: str
     path: str
     handler: Handler
     hot: bool = False
+    answerer: Answerer | None = None
     body_limit: int = DEFAULT_BODY_LIMIT
 
 

@@ -99,8 +99,8 @@ ROUTES: tuple[Route, ...] = (
     *both("GET", "/missing", missing),
     *both("GET", "/bug", buggy),
     *both("GET", "/big", big),
-    *both("GET", "/counted", counted),
-    *both("GET", "/broken", broken_off),
+    Route("GET", "/counted", counted),
+    Route("GET", "/broken", broken_off),
     Route("GET", "/slow", slow),
 )
 

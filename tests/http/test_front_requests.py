@@ -42,12 +42,12 @@ async def test_an_empty_response_has_no_content_type(prefix: str) -> None:
 @PREFIXES
 async def test_head_is_get_without_the_body(prefix: str) -> None:
     async with serving() as running, running.client() as client:
-        for path in ("/describe", "/counted", "/big"):
-            head = await client.request("HEAD", prefix + path)
-            reply = await client.request("GET", prefix + path)
+        for path in (prefix + "/describe", prefix + "/big", "/counted"):
+            head = await client.request("HEAD", path)
+            reply = await client.request("GET", path)
             assert head.status == reply.status == 200
             lengths = [r.headers.get("content-length") for r in (head, reply)]
-            assert lengths[0] == lengths[1] or path == "/describe"  # which prints its method
+            assert lengths[0] == lengths[1] or path.endswith("/describe")  # which prints its method
 
 
 async def test_an_unknown_path_is_404_also_with_a_body_or_a_slash() -> None:
@@ -252,24 +252,20 @@ async def test_persistence_is_what_the_client_asks_for() -> None:
                         assert await client.read_to_end() == b""
 
 
-@PREFIXES
-async def test_a_streamed_response_is_chunked_or_ends_with_the_connection(prefix: str) -> None:
+async def test_a_streamed_response_is_chunked_or_ends_with_the_connection() -> None:
     async with serving() as running, running.client() as client:
-        reply = await client.request("GET", f"{prefix}/counted")
+        reply = await client.request("GET", "/counted")
         assert (reply.headers["transfer-encoding"], reply.body) == ("chunked", b"012")
         assert reply.persists()
-        await client.send(b"GET %b/counted HTTP/1.0\r\n\r\n" % prefix.encode())
+        await client.send(b"GET /counted HTTP/1.0\r\n\r\n")
         reply = await client.read_reply()
         assert (reply.headers["connection"], reply.body) == ("close", b"012")
 
 
-@PREFIXES
-async def test_a_stream_that_fails_is_visibly_cut_off(
-    prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_stream_that_fails_is_visibly_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as running, running.client() as client:
         with pytest.raises(trio.EndOfChannel):
-            await client.request("GET", f"{prefix}/broken")
+            await client.request("GET", "/broken")
         assert any(record.exc_info for record in caplog.records)
 
 

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from kvd.http.errors import Refusal
 from kvd.http.head import KNOWN_HEAD_BYTES, KNOWN_HEADS, Head, HeadCache, HeadParser
 from kvd.http.limits import HttpLimits
+from kvd.http.table import RouteTable
+
+TABLE = RouteTable(())
 
 HEAD = (
     b"POST /query?a=%20 HTTP/1.1\r\nHost: kvd\r\nempty:\r\nX-Trace: a b\r\n"
@@ -29,7 +32,7 @@ def test_any_pieces_give_the_same_head(cuts: list[int]) -> None:
     for start, end in itertools.pairwise(places):
         parser.feed(HEAD[start:end])
     head = parser.finish(HttpLimits())
-    assert _facts(head) == _facts(HeadCache(HttpLimits()).parse(HEAD))
+    assert _facts(head) == _facts(HeadCache(HttpLimits(), TABLE.bind).parse(HEAD))
     assert _facts(head)[:3] == ("POST", b"/query", b"a=%20")
     assert head.headers[:3] == [(b"host", b"kvd"), (b"empty", b""), (b"x-trace", b"a b")]
     assert _facts(head)[4] == (17, True, True, True)
@@ -46,7 +49,7 @@ def test_any_bytes_are_a_head_or_refused(noise: bytes, at: int) -> None:
 
 
 def test_equal_heads_are_parsed_once_for_a_while() -> None:
-    cache = HeadCache(HttpLimits())
+    cache = HeadCache(HttpLimits(), TABLE.bind)
     first = cache.parse(HEAD)
     assert cache.parse(bytes(bytearray(HEAD))) is first
     for number in range(KNOWN_HEADS):
@@ -56,6 +59,6 @@ def test_equal_heads_are_parsed_once_for_a_while() -> None:
 
 
 def test_long_heads_are_not_remembered() -> None:
-    cache = HeadCache(HttpLimits())
+    cache = HeadCache(HttpLimits(), TABLE.bind)
     long = b"GET / HTTP/1.1\r\na: " + b"x" * KNOWN_HEAD_BYTES + b"\r\n\r\n"
     assert cache.parse(long) is not cache.parse(long)
