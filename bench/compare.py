@@ -21,10 +21,10 @@ from errors import BenchError
 from generator import Generator, build
 from report import Case, as_json, markdown
 from servers import Contender
-from suites import FULL, HASH, INGEST, LATENCY, MEMORY, QUERY, QUICK, Bench, Plan
+from suites import DUMP, FULL, HASH, INGEST, LATENCY, MEMORY, QUERY, QUICK, Bench, Plan
 
 HERE = Path(__file__).resolve().parent
-SUITES = [suite.name for suite in (QUERY, HASH, INGEST, MEMORY, LATENCY)]
+SUITES = [suite.name for suite in (QUERY, HASH, INGEST, MEMORY, LATENCY, DUMP)]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

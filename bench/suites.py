@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from generator import Generator, Hold, Option, Result
+from recovery import dump_under_load, replica
 from report import Case, Figure, Suite
 from sameness import check_equal
 from servers import Contender, Pair, Server, running_pair
@@ -34,6 +35,22 @@ MEMORY = Suite(
     (Figure("rss_bytes_per_pair", "bytes/pair"), Figure("rss_after_mib", "whole RSS, MiB")),
 )
 LATENCY = Suite("latency", "From event to queryable, one block, idle server", (P50, P99))
+DUMP = Suite(
+    "recovery",
+    "GET /dump, again and again, while 2,048-token queries run",
+    (
+        Figure("dump_s", "seconds"),
+        Figure("dump_mib", "MiB"),
+        Figure("extra_mib", "extra memory, MiB"),
+        P50,
+        P99,
+    ),
+)
+REPLICA = Suite(
+    "recovery",
+    "A second replica, from its start until it answers (1 s of it is deliberate)",
+    (Figure("stands_s", "seconds"), Figure("peak_mib", "its peak RSS, MiB")),
+)
 
 # Limits on the CPU ratio, by prompt length in tokens.
 QUERY_CPU = {512: 0.35, 2048: 0.35, 8192: 0.25, 32768: 0.25, 131072: 0.25}
@@ -43,6 +60,10 @@ P99_AT_MANY = 1.0  # limit on the p99 ratio with more than one connection
 
 # (blocks an event, events a batch) -> limit on the ratio of CPU per block
 INGEST_CPU = {(1, 1): 1.1, (8, 1): 0.7, (64, 1): 0.6, (1, 16): None}
+
+# No limit on p99: the peer answers from other threads than the one that dumps.
+DUMP_LIMITS = {"dump_s": 0.3, "extra_mib": 0.05}
+REPLICA_LIMITS = {"stands_s": 0.6, "peak_mib": 0.5}
 
 MEMORY_PER_PAIR = 0.75
 MEMORY_SHAPES: dict[str, dict[str, Option]] = {
@@ -93,6 +114,8 @@ class Bench:
             cases += self._ingest()
         if MEMORY.name in names:
             cases += self._memory()
+        if DUMP.name in names:
+            cases += self._recovery()
         return cases
 
     def _filled_suites(self, names: list[str]) -> list[Case]:
@@ -183,6 +206,28 @@ class Bench:
             self._fresh_rounds(case, {**shape, "window": MEMORY_WINDOW})
             cases.append(case)
         return cases
+
+    def _recovery(self) -> list[Case]:
+        """Dumps first: memory that a dump has grown once would come for free the second time."""
+        dump = Case(DUMP, f"{self._plan.pairs:,} pairs", DUMP_LIMITS)
+        own = Case(REPLICA, "of its own kind", REPLICA_LIMITS)
+        other = Case(REPLICA, "of the other kind")  # half of it is the other's doing
+        prompt: dict[str, Option] = {"kind": "query", "tokens": 2048, "hit": HIT}
+        for _ in range(self._plan.rounds):
+            with self._filled_pair() as (pair, _):
+                _say(f"{DUMP.name}: dumps")
+                data = {**self._prompt_data(), **prompt}
+                load = {**data, "secs": self._plan.seconds, "warm": self._plan.warm}
+                for server, results in zip(pair, dump.runs, strict=True):
+                    results.append(dump_under_load(self._generator, server, load))
+                _say(f"{DUMP.name}: replicas")
+                (body,) = self._generator.bodies(**data, count=1)
+                for case, donors in ((own, pair), (other, pair[::-1])):
+                    for one, donor, results in zip(
+                        self._contenders, donors, case.runs, strict=True
+                    ):
+                        results.append(replica(one, donor, self._logs, body))
+        return [dump, own, other]
 
     def _fresh_rounds(self, case: Case, options: dict[str, Option]) -> None:
         """Rounds that each fill a fresh pair: memory once grown is never measured again."""

@@ -84,7 +84,7 @@ def add_indexer(commands: Any) -> None:
         metavar="N",
         help="accepted and without effect: kvd indexes on one thread",
     )
-    for setting in settings.WORKER_SETTINGS:
+    for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
         add_setting(indexer, setting)
     indexer.add_argument("--routing-group", metavar="NAME", help="another name of --tenant-id")
     indexer.set_defaults(given=indexer_settings, demo=False)
@@ -107,7 +107,8 @@ def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 def indexer_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    given = {setting.name: getattr(args, setting.name) for setting in settings.WORKER_SETTINGS}
+    shared = settings.WORKER_SETTINGS + settings.PEER_SETTINGS
+    given = {setting.name: getattr(args, setting.name) for setting in shared}
     if args.routing_group is not None:
         if given["tenant_id"] not in (None, args.routing_group):
             parser.error("--tenant-id and --routing-group are one setting and differ")

@@ -60,6 +60,9 @@ class Config:
     indexer_bind: Bind
     indexer_tls: TlsListener | None
     workers: tuple[StaticWorker, ...]
+    peers: tuple[str, ...]  # base URLs, to be asked in this order
+    recovery_delay_s: float
+    min_initial_workers: int  # instances; 0 waits for none
     http: HttpLimits
     engine: EngineLimits
     log_level: str
@@ -79,6 +82,9 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
         indexer_bind=values["indexer_bind"],
         indexer_tls=_tls(values),
         workers=_workers(values),
+        peers=values["peers"] or (),
+        recovery_delay_s=values["recovery_delay_s"],
+        min_initial_workers=values["min_initial_workers"],
         http=HttpLimits(
             connections=values["http_connections"],
             idle_seconds=values["http_idle_s"],
@@ -97,7 +103,8 @@ def _resolve(
     if (said := given.get(setting.name)) is not None:
         return said
     text = environ.get(setting.variable)
-    if not text:
+    # Empty is unset, except where another program reads the variable and refuses it.
+    if text is None or (not text and setting.borrowed is None):
         return setting.default
     try:
         return setting.parse(text)

@@ -2,7 +2,12 @@
 
     root: signals, sweep of removed ranks, watchdog
      └ listeners: one task per registered rank                      stop last
+        └ start-up: recovery from a peer, the gate
         └ faces: one front per bind, TLS beside it, the demo        stop first
+
+The faces answer from the first moment. Listeners connect when they are registered and take
+messages once the gate opens: after a peer's state is in, and as many instances are registered as
+were asked for.
 
 SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
 second signal ends the process at once. An exception that reaches a nursery here is a bug: the
@@ -15,7 +20,7 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import trio
@@ -30,10 +35,13 @@ from kvd.http.listeners import open_listeners
 from kvd.http.tls import TlsServer
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
+from kvd.metrics import Family, RequestMetrics, Source, by_label, gauge, stats_families
 from kvd.net import sdnotify
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
+from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.net.zsocket import make_context
+from kvd.peers import Peers
 from kvd.registry import Registry
 from kvd.state import State
 
@@ -58,6 +66,8 @@ class _Daemon:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._state = State()
+        self._peers = Peers(config.peers)
+        self._recovery = RecoveryStats()
         self._signalled = trio.Event()
 
     async def run(self) -> int:
@@ -77,7 +87,7 @@ class _Daemon:
                     registry = Registry(self._state, tasks)
                     for worker in config.workers:
                         registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                    ready.set()
+                    listening.start_soon(self._start_up, registry, ready)
                     await self._serve(registry, sockets)
                     listening.cancel_scope.cancel()
         finally:
@@ -110,12 +120,47 @@ class _Daemon:
             else:
                 await trio.sleep(SWEEP_PAUSE_S)
 
+    async def _start_up(self, registry: Registry, ready: trio.Event) -> None:
+        """Fills the index from a peer and opens the gate."""
+        config = self._config
+        if config.peers:
+            await trio.sleep(config.recovery_delay_s)
+            if await recover(self._state, config.peers, self._recovery) is None:
+                log.warning("no peer to recover from", peers=len(config.peers))
+        if registry.instances() < config.min_initial_workers:
+            log.info("waiting for workers", minimum=config.min_initial_workers)
+        await registry.wait_for_instances(config.min_initial_workers)
+        ready.set()
+        log.info("ready", workers=registry.instances())
+        await settle(self._state, registry)
+
+    def _families(self, front: Front) -> Iterator[Family]:
+        """Yields what only the daemon knows."""
+        stats = self._recovery
+        help = "Attempts to take a peer's state, by outcome"
+        name = "kvd_recovery_attempts_total"
+        yield by_label(name, "counter", help, "outcome", stats.attempts)
+        yield gauge("kvd_recovery_blocks", "Blocks taken from a peer", stats.blocks)
+        yield gauge("kvd_recovery_seconds", "Time that took", stats.seconds)
+        help = "HTTP server, plain port"
+        yield from stats_families("kvd_http", front.stats, help, frozenset({"connections_open"}))
+
     async def _serve(self, registry: Registry, sockets: list[socket.socket]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         config = self._config
-        routes = indexer.routes(self._state, registry, test_endpoints=config.test_endpoints)
-        app = build_app(routes, config.http)
-        front = Front(routes, app, config.http)
+        requests = RequestMetrics()
+        sources: list[Source] = []
+        routes = indexer.routes(
+            self._state,
+            registry,
+            self._peers,
+            requests,
+            sources,
+            test_endpoints=config.test_endpoints,
+        )
+        app = build_app(routes, config.http, requests.observe)
+        front = Front(routes, app, config.http, requests.observe)
+        sources.append(lambda: self._families(front))
         stop = trio.Event()
         async with trio.open_nursery() as faces:
             await faces.start(front.serve, sockets, stop)

@@ -55,12 +55,22 @@ class Registry:
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
+        self._grown = trio.Event()  # set and replaced by every registration
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def registrations(self) -> Iterable[Registration]:
         return self._ranks.values()
+
+    def instances(self) -> int:
+        """Counts distinct instances."""
+        return len({(key.partition, key.instance_id) for key in self._ranks})
+
+    async def wait_for_instances(self, count: int) -> None:
+        """Returns once so many instances are registered."""
+        while self.instances() < count:
+            await self._grown.wait()
 
     def register(
         self, key: RankKey, endpoint: str, block_size: int, replay_endpoint: str | None
@@ -80,15 +90,23 @@ class Registry:
         listener = Listener(str(key), endpoint, stream, replay_endpoint, expected)
         self._ranks[key] = Registration(key, listener)
         self._listeners.start(key, listener)
+        self._grown.set()
+        self._grown = trio.Event()
 
     async def unregister(
         self, instance_id: InstanceId, model_name: str, tenant_id: str | None, dp_rank: int | None
     ) -> None:
         """Removes an instance, or one rank of it, from one tenant or from all of the model.
 
-        Raises NotFound when nothing of that is registered. Returns when its listeners have ended
-        and its blocks no longer count.
+        Takes those along that are known from a peer's dump only. Raises NotFound when there is
+        nothing of that. Returns when its listeners have ended and its blocks no longer count.
         """
+        if dp_rank is None:
+            self._state.note_departure(model_name, tenant_id, instance_id)
+        strays = [
+            self._state.remove_stray(partition, instance_id, dp_rank)
+            for partition in self._state.strays(instance_id, model_name, tenant_id)
+        ]
         leaving = [
             registration
             for key, registration in self._ranks.items()
@@ -97,7 +115,7 @@ class Registry:
             and tenant_id in (None, key.partition.tenant_id)
             and dp_rank in (None, key.dp_rank)
         ]
-        if not leaving:
+        if not leaving and not any(strays):
             raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
         # Shielded: a client that goes away must not leave a rank registered without its listener.
         # Listeners end at their next checkpoint, so this takes no time to speak of.

@@ -99,21 +99,38 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def parse_pause(text: str) -> float:
+    """Reads a duration in seconds, from none to an hour."""
+    seconds = float(text)
+    if not 0 <= seconds <= 3600:
+        raise ValueError("expected seconds, from 0 to 3600")
+    return seconds
+
+
 def parse_level(text: str) -> str:
     if text.lower() not in LEVELS:
         raise ValueError(f"expected one of {', '.join(LEVELS)}")
     return text.lower()
 
 
+def parse_urls(text: str) -> tuple[str, ...]:
+    """Splits at commas; blanks around and between do not count."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the table: how a text becomes a value, and what holds when nobody says."""
+    """One row of the table: how a text becomes a value, and what holds when nobody says.
+
+    `borrowed` is the variable of a setting that other programs of the fleet read as well.
+    """
 
     name: str
     parse: Callable[[str], Any]
     default: object
     metavar: str
     help: str
+    borrowed: str | None = None
 
     @property
     def flag(self) -> str:
@@ -121,7 +138,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        return ENV_PREFIX + self.name.upper()
+        return self.borrowed or ENV_PREFIX + self.name.upper()
 
 
 HTTP_DEFAULTS = HttpLimits()
@@ -133,7 +150,26 @@ WORKER_SETTINGS = (
     Setting("workers", str, None, "ID[:RANK]=ENDPOINT,...", "engines to listen to from the start"),
 )
 
+PEER_SETTINGS = (
+    Setting("peers", parse_urls, None, "URL,...", "indexers to take the state from at the start"),
+)
+
 DAEMON_SETTINGS = (
+    Setting(
+        "min_initial_workers",
+        parse_u32,
+        0,
+        "N",
+        "instances that must be registered before any is listened to",
+        borrowed="DYN_ROUTER_MIN_INITIAL_WORKERS",
+    ),
+    Setting(
+        "recovery_delay_s",
+        parse_pause,
+        1.0,  # as documented: past the moment in which a new subscription misses events
+        "SECONDS",
+        "pause between listening and asking a peer",
+    ),
     Setting(
         "indexer_bind",
         parse_bind,
@@ -183,4 +219,4 @@ DAEMON_SETTINGS = (
     Setting("log_level", parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}"),
 )
 
-SETTINGS = WORKER_SETTINGS + DAEMON_SETTINGS
+SETTINGS = WORKER_SETTINGS + PEER_SETTINGS + DAEMON_SETTINGS

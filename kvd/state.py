@@ -5,26 +5,33 @@
                                           ├ index     kvd_core: who holds which blocks
                                           └ workers   instance id ──> kvd_core worker
 
-A partition lives as long as it has a registered rank; its block size is fixed by the first one.
+A partition lives as long as it has a worker; its block size is fixed by the first registered one.
+Workers come by registration, or with a peer's dump: those hold blocks and count in answers, are
+listed nowhere, and stay until they are unregistered.
 All of it is touched by one thread only, and no method awaits: each call is one atomic change.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
-from kvd_core.index import IngestCounters, PrefixIndex, Stream, Worker
+from kvd_core.index import Dump, IngestCounters, PrefixIndex, Stream, Worker
 
 # An empty partition costs about 31 KB; 16,384 of them 640 MB. Real fleets have some hundred.
 MAX_PARTITIONS = 16_384
 
+# Instances unregistered while a peer's dump is being taken, ~150 bytes each. Recovery takes
+# seconds; what is beyond the bound comes back with the dump and can be unregistered again.
+MAX_DEPARTED = 65_536
+
 
 @dataclass(slots=True)
 class Partition:
-    """The index of one model and tenant, and the workers registered for it."""
+    """The index of one model and tenant, and the workers that hold something in it."""
 
     key: PartitionKey
     index: PrefixIndex
@@ -36,6 +43,10 @@ class Partition:
         """Tokens per block."""
         return self.index.block_size
 
+    def is_registered(self, instance_id: InstanceId) -> bool:
+        """Says whether any rank of the instance is registered."""
+        return any(registered == instance_id for registered, _ in self.ranks)
+
 
 class State:
     """All partitions, and the totals over them."""
@@ -44,6 +55,10 @@ class State:
         self.partitions: dict[PartitionKey, Partition] = {}
         self.ingest = IngestCounters()
         self.refused_partitions = 0
+        self.instance_id = secrets.token_hex(16)  # tells this process from its peers
+        self.replaced_partitions = 0  # recovered ones that gave way to another block size
+        self.unsettled: set[tuple[PartitionKey, InstanceId]] = set()  # see settle()
+        self._departed: set[tuple[str, str | None, InstanceId]] | None = None
 
     def partition(self, model_name: str, tenant_id: str) -> Partition:
         """Returns the partition or raises NotFound."""
@@ -58,12 +73,8 @@ class State:
 
         Makes the partition when it is the first. Raises Conflict on another block size.
         """
-        partition = self._open_partition(key.partition, block_size)
-        worker = partition.workers.get(key.instance_id)
-        if worker is None:
-            worker = partition.workers[key.instance_id] = partition.index.add_worker(
-                key.instance_id
-            )
+        partition = self.open_partition(key.partition, block_size)
+        worker = _worker(partition, key.instance_id)
         worker.register(key.dp_rank)
         partition.ranks.add((key.instance_id, key.dp_rank))
         return worker.stream(key.dp_rank)
@@ -72,46 +83,124 @@ class State:
         """Removes one registered rank with its blocks; the last one takes the instance along."""
         partition = self.partitions[key.partition]
         partition.ranks.discard((key.instance_id, key.dp_rank))
-        if any(instance_id == key.instance_id for instance_id, _ in partition.ranks):
+        if partition.is_registered(key.instance_id):
             partition.workers[key.instance_id].unregister(key.dp_rank)
         else:
             # Ranks that only batches named have no registration of their own to outlive this.
-            partition.workers.pop(key.instance_id).remove()
-        if not partition.ranks:
-            del self.partitions[key.partition]
+            self._remove_worker(partition, key.instance_id)
+
+    # ---- what came with a dump
+
+    @property
+    def recovering(self) -> bool:
+        """True while a peer's dump is being taken: what is here may be a part of it."""
+        return self._departed is not None
+
+    def begin_recovery(self) -> None:
+        self._departed = set()
+
+    def end_recovery(self) -> None:
+        self._departed = None
+
+    def note_departure(self, model: str, tenant: str | None, instance_id: InstanceId) -> None:
+        """Keeps an instance out of the recovery under way; a tenant of None is all of them."""
+        if self._departed is not None and len(self._departed) < MAX_DEPARTED:
+            self._departed.add((model, tenant, instance_id))
+
+    def restored_worker(self, partition: Partition, instance_id: InstanceId) -> Worker | None:
+        """Returns the worker that a dump's blocks belong to, None when it has departed since."""
+        model, tenant = partition.key
+        if {(model, tenant, instance_id), (model, None, instance_id)} & (self._departed or set()):
+            return None
+        self.unsettled.add((partition.key, instance_id))
+        return _worker(partition, instance_id)
+
+    def settle(self, key: PartitionKey, instance_id: InstanceId) -> None:
+        """Says that the instance's stream has gone past what its restored blocks came from.
+
+        Until then an event that tells of a restored block again is not taken for a second copy.
+        """
+        self.unsettled.discard((key, instance_id))
+        partition = self.partitions.get(key)
+        if partition is not None and instance_id in partition.workers:
+            partition.workers[instance_id].settled()
+
+    def strays(
+        self, instance_id: InstanceId, model_name: str, tenant_id: str | None
+    ) -> list[Partition]:
+        """Returns the partitions that know the instance from a dump only."""
+        return [
+            partition
+            for key, partition in self.partitions.items()
+            if key.model_name == model_name
+            and tenant_id in (None, key.tenant_id)
+            and instance_id in partition.workers
+            and not partition.is_registered(instance_id)
+        ]
+
+    def remove_stray(
+        self, partition: Partition, instance_id: InstanceId, dp_rank: int | None
+    ) -> bool:
+        """Removes such an instance, or one rank of it; False when it has no such rank."""
+        worker = partition.workers[instance_id]
+        if dp_rank is not None and dp_rank not in worker.ranks():
+            return False
+        if dp_rank is None or worker.ranks() == [dp_rank]:
+            self._remove_worker(partition, instance_id)
+        else:
+            worker.unregister(dp_rank)
+        return True
+
+    def drop_if_empty(self, partition: Partition) -> None:
+        """Ends a partition without workers."""
+        if not partition.workers and self.partitions.get(partition.key) is partition:
+            del self.partitions[partition.key]
+
+    def _remove_worker(self, partition: Partition, instance_id: InstanceId) -> None:
+        partition.workers.pop(instance_id).remove()
+        self.unsettled.discard((partition.key, instance_id))
+        self.drop_if_empty(partition)
+
+    # ---- walks
 
     def sweep(self, max_blocks: int) -> bool:
         """Frees about `max_blocks` blocks of removed ranks; True while there are more."""
         return any(partition.index.sweep(max_blocks) for partition in self.partitions.values())
 
-    def dump(self) -> Iterator[tuple[Partition, Iterator[bytes]]]:
+    def dump(self, binary: bool = False) -> Iterator[tuple[Partition, Dump]]:
         """Yields every partition with its dump; partitions that vanish meanwhile are left out."""
         for key in list(self.partitions):
             partition = self.partitions.get(key)
             if partition is not None:
-                yield partition, _events(partition.index)
+                yield partition, partition.index.dump(binary)
 
-    def _open_partition(self, key: PartitionKey, block_size: int) -> Partition:
+    def open_partition(self, key: PartitionKey, block_size: int) -> Partition:
+        """Returns the partition, made when it is new; raises Conflict on another block size.
+
+        One that only a dump has filled gives way: nobody registered could read it.
+        """
         partition = self.partitions.get(key)
+        if partition is not None and partition.block_size != block_size:
+            if partition.ranks:
+                raise Conflict(
+                    f"block_size mismatch for model={key.model_name} tenant_id={key.tenant_id}: "
+                    f"existing={partition.block_size}, requested={block_size}"
+                )
+            self.replaced_partitions += 1
+            del self.partitions[key]
+            partition = None
         if partition is None:
             if len(self.partitions) >= MAX_PARTITIONS:
                 self.refused_partitions += 1
                 raise Unavailable(f"there are {MAX_PARTITIONS} models and tenants already")
             index = PrefixIndex(block_size, self.ingest)
             partition = self.partitions[key] = Partition(key, index)
-        elif partition.block_size != block_size:
-            raise Conflict(
-                f"block_size mismatch for model={key.model_name} tenant_id={key.tenant_id}: "
-                f"existing={partition.block_size}, requested={block_size}"
-            )
         return partition
 
 
-# Bytes of a dump written between two checkpoints: about 0.2 ms of work.
-DUMP_SLICE_BYTES = 64 * 1024
-
-
-def _events(index: PrefixIndex) -> Iterator[bytes]:
-    dump = index.dump()
-    while piece := dump.read(DUMP_SLICE_BYTES):
-        yield piece
+def _worker(partition: Partition, instance_id: InstanceId) -> Worker:
+    """Returns the instance's worker, made when it is new."""
+    worker = partition.workers.get(instance_id)
+    if worker is None:
+        worker = partition.workers[instance_id] = partition.index.add_worker(instance_id)
+    return worker

@@ -91,6 +91,7 @@ struct Rank {
   bool listed = false;    // registered, so it is shown without a match too
   bool salted = false;    // its stream says which blocks carry a cache salt
   bool offloads = false;  // its stream names lower-tier blocks by hash alone
+  bool settling = false;  // took blocks from a dump; its stream may tell of them once more
 };
 
 struct Store {
@@ -408,8 +409,10 @@ class Index {
     hold_gained(id, s);
   }
 
-  // Whether a Stored of blocks that are all held already tells of second copies.
+  // Whether a Stored of blocks that are all held already tells of second copies. What came with a
+  // dump is told again by the events that made it; counted twice it would outlive its removal.
   bool is_copy(RankId id, uint32_t n, bool has_parent) const {
+    if (ranks_[id].settling) return false;
     return (n == 1 && has_parent) || !ranks_[id].windows.empty();
   }
 

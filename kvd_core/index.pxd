@@ -38,6 +38,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         cbool listed                # registered: shown without a match too
         cbool salted
         cbool offloads
+        cbool settling              # took blocks from a dump its stream may tell of once more
         uint32_t dp_rank
 
     cppclass CStore "kvd::Store":
@@ -126,7 +127,8 @@ cdef extern from "answer.hpp" namespace "kvd" nogil:
 
 cdef extern from "dump.hpp" namespace "kvd" nogil:
     cppclass CDump "kvd::Dump":
-        CDump(CIndex&) except +
+        CDump(CIndex&, cbool) except +
+        uint64_t blocks_written()
         cbool fill(const vector[const CWorker*]&, string&, size_t) except +
 
 cdef extern from "verify.hpp" namespace "kvd" nogil:

@@ -133,11 +133,14 @@ cdef class PrefixIndex:
                     found[worker.worker_id, entry.first] = (depth.device, depth.host, depth.disk)
         return found, list(self.match_scratch.frequencies())
 
-    def dump(self):
-        """Starts a dump of all blocks; it stays valid while the index changes."""
+    def dump(self, bint binary=False):
+        """Starts a dump of all blocks, as text or binary (`dump_format.hpp`).
+
+        It stays valid while the index changes.
+        """
         cdef Dump dump = Dump.__new__(Dump)
         dump.index = self
-        dump.c = new CDump(deref(self.c))
+        dump.c = new CDump(deref(self.c), binary)
         return dump
 
     cdef vector[const CWorker*] owners(self):
@@ -206,6 +209,16 @@ cdef class Worker:
         if self.index is None or self.c.find(dp_rank) == kNone:
             raise KeyError(dp_rank)
         self.c.retire(deref(self.index.c), dp_rank)
+
+    def ranks(self):
+        """The data-parallel ranks the worker has, registered or not."""
+        return [entry.first for entry in self.c.ranks]
+
+    def settled(self):
+        """What its streams announce again counts as second copies from now on (see recovery.pyx)."""
+        if self.index is not None:
+            for entry in self.c.ranks:
+                self.index.c.rank(entry.second).settling = False
 
     def remove(self):
         """Removes the worker with all its ranks, also those only seen in batches."""
@@ -308,11 +321,16 @@ cdef class Dump:
     def __dealloc__(self):
         del self.c
 
-    def read(self, size_t enough):
-        """The next events as JSON text, separated by commas; empty when all is written.
+    @property
+    def blocks(self):
+        """Blocks written so far."""
+        return self.c.blocks_written()
 
-        Returns as soon as there are at least `enough` bytes; one chain of one rank (at most
-        1,024 blocks) is never divided.
+    def read(self, size_t enough):
+        """The next piece of the list of events; empty when all is written.
+
+        Returns as soon as there are at least `enough` bytes. A piece of text may end inside an
+        event, and the next one goes on there; a binary piece consists of whole records.
         """
         self.text.clear()
         self.c.fill(self.index.owners(), self.text, enough)

@@ -374,6 +374,18 @@ class Tree {
     --p.children;
   }
 
+  // Puts `id` where `old` is among its siblings, so that no traversal passes over it.
+  void take_place(NodeId old, NodeId id) {
+    const Node& o = nodes_[old];
+    Node& n = nodes_[id];
+    n.parent = o.parent;
+    n.prev = o.prev;
+    n.next = o.next;
+    if (n.prev != kNone) nodes_[n.prev].next = id;
+    if (n.next != kNone) nodes_[n.next].prev = id;
+    if (nodes_[n.parent].first_child == old) nodes_[n.parent].first_child = id;
+  }
+
   void forget_child(NodeId id) {
     const uint32_t at = children_.find(hash_of(id), [&](uint32_t v) { return v == id; });
     children_.erase(at, *this);
@@ -419,14 +431,12 @@ class Tree {
     const NodeId head = nodes_.take();
     Node& n = nodes_[id];
     Node& h = nodes_[head];
-    const NodeId parent = n.parent;
-    unlink(id);
+    take_place(id, head);
     h.chain.append(n.chain, 0, at);
     Chain tail;
     tail.append(n.chain, at, n.chain.len());
     n.chain.swap(tail);
     split_runs(n, h, at);
-    link(parent, head);
     link(head, id);
     children_.insert(hash_of(head), head, *this);
     children_.insert(hash_of(id), id, *this);
@@ -485,15 +495,13 @@ class Tree {
     }
     forget_child(id);
     forget_child(below);
-    const NodeId parent = n.parent;
-    unlink(id);
     Chain joined;
     joined.append(n.chain, 0, n.chain.len());
     const uint32_t shift = n.chain.len();
     joined.append(c.chain, 0, c.chain.len());
     c.chain.swap(joined);
     join_runs(n, c, shift);
-    link(parent, below);
+    take_place(id, below);
     children_.insert(hash_of(below), below, *this);
     place(below);
     free_node(id);

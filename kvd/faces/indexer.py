@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
@@ -12,10 +12,23 @@ import trio
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
+from kvd.faces.dumps import binary_dump, sliced, text_dump
 from kvd.http.types import Handler, Request, Response, Route
+from kvd.metrics import CONTENT_TYPE as METRICS_TYPE
+from kvd.metrics import (
+    Family,
+    RequestMetrics,
+    Source,
+    listener_families,
+    memory_families,
+    render,
+    state_families,
+)
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd.peers import Peers
 from kvd.registry import Registration, Registry, by_instance
 from kvd.state import Partition, State
+from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd.wire.listener import Listener, ListenerStatus, StreamHealth
 from kvd_core.lane import Answerer
 from kvd_core.plain import PlainQuery
@@ -45,6 +58,7 @@ REGISTER = BodyScanner(
 )
 UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *TENANT, "dp_rank"))
 RANK = BodyScanner({}, ("instance_id", "dp_rank"))
+PEER = BodyScanner({}, ("url",))
 
 # An instance shows the most alarming status of its listeners.
 STATUS_ORDER = (
@@ -55,8 +69,19 @@ STATUS_ORDER = (
 )
 
 
-def routes(state: State, registry: Registry, *, test_endpoints: bool = False) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's state, with `test_endpoints` all of them."""
+def routes(
+    state: State,
+    registry: Registry,
+    peers: Peers,
+    requests: RequestMetrics,
+    sources: Sequence[Source] = (),
+    *,
+    test_endpoints: bool = False,
+) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's state, with `test_endpoints` all of them.
+
+    /metrics shows `requests`, what it reads of the state, and what further `sources` say.
+    """
     control = (
         Route("POST", "/test/pause_listener", partial(pause_listener, registry)),
         Route("POST", "/test/resume_listener", partial(resume_listener, registry)),
@@ -70,6 +95,10 @@ def routes(state: State, registry: Registry, *, test_endpoints: bool = False) ->
         Route("POST", "/unregister", partial(unregister, registry)),
         Route("GET", "/workers", partial(workers, state, registry)),
         Route("GET", "/dump", partial(dump, state)),
+        Route("POST", "/register_peer", partial(register_peer, peers)),
+        Route("POST", "/deregister_peer", partial(deregister_peer, peers)),
+        Route("GET", "/peers", partial(list_peers, peers)),
+        Route("GET", "/metrics", partial(metrics, state, registry, requests, sources)),
         *(control if test_endpoints else ()),
     )
 
@@ -171,31 +200,56 @@ def workers(state: State, registry: Registry, request: Request) -> Response:
 
 
 def dump(state: State, request: Request) -> Response:
-    """Streams all blocks of all partitions; memory stays bounded by one slice of the text."""
-    return Response(200, _dump(state))
+    """Streams all blocks of all partitions; memory stays bounded by one slice.
+
+    The compact form goes to clients that ask for it by name.
+    """
+    headers = [(INSTANCE_HEADER, state.instance_id.encode())]
+    if state.recovering:
+        headers.append((RECOVERING_HEADER, b"1"))
+    accept = b",".join(value for name, value in request.headers if name == b"accept")
+    if wants_binary(accept):
+        return Response(200, sliced(binary_dump(state)), BINARY_DUMP, headers)
+    return Response(200, sliced(text_dump(state)), headers=headers)
 
 
-async def _dump(state: State) -> AsyncIterator[bytes]:
-    separator = b"{"
-    for partition, events in state.dump():
-        yield separator + _dump_head(partition)
-        for piece in events:
-            yield piece
-            await trio.lowlevel.checkpoint()
-        yield b"]}"
-        separator = b","
-    yield b"{}" if separator == b"{" else b"}"
+def register_peer(peers: Peers, request: Request) -> Response:
+    peers.add(bodies.text(bodies.scan(PEER, request.body), "url"))
+    return Response(201, OK)
 
 
-def _dump_head(partition: Partition) -> bytes:
-    """Opens one partition's entry; the key alone cannot tell `a:b` of `c` from `a` of `b:c`."""
-    key = partition.key
-    head = {
-        "model_name": key.model_name,
-        "tenant_id": key.tenant_id,
-        "block_size": partition.block_size,
-    }
-    return f'{json.dumps(str(key))}:{json.dumps(head)[:-1]},"events":['.encode()
+def deregister_peer(peers: Peers, request: Request) -> Response:
+    peers.remove(bodies.text(bodies.scan(PEER, request.body), "url"))
+    return Response(200, OK)
+
+
+def list_peers(peers: Peers, request: Request) -> Response:
+    return Response(200, json.dumps(list(peers)).encode())
+
+
+def metrics(
+    state: State,
+    registry: Registry,
+    requests: RequestMetrics,
+    sources: Sequence[Source],
+    request: Request,
+) -> Response:
+    """Streams what is counted, in Prometheus' text format."""
+    return Response(
+        200, sliced(render(_families(state, registry, requests, sources))), METRICS_TYPE
+    )
+
+
+def _families(
+    state: State, registry: Registry, requests: RequestMetrics, sources: Sequence[Source]
+) -> Iterator[Family | None]:
+    yield from requests.families()
+    listeners = [registration.listener for registration in registry.registrations()]
+    yield from listener_families(listeners, registry.left_counts, trio.current_time())
+    yield from state_families(state, registry.instances())
+    yield from memory_families()
+    for source in sources:
+        yield from source()
 
 
 def _optional_tenant(members: bodies.Members) -> str | None:

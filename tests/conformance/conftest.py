@@ -12,6 +12,8 @@ from processes import Server, clean_environment, find_free_port
 from .steps import Target
 
 KVD = [sys.executable, "-m", "kvd", "indexer"]
+# No scenario looks at the pause before recovery; all that have peers would wait for it.
+SPAWNED = ["env", "KVD_RECOVERY_DELAY_S=0", *KVD]
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +24,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     server = Server(command, tmp_path_factory.mktemp("kvd"), port, clean_environment())
     try:
         server.wait_healthy()
-        yield Target(server.base_url, spawn_command=KVD)
+        yield Target(server.base_url, spawn_command=SPAWNED)
     finally:
         code = server.stop()
     assert code == 0, server.stderr

@@ -1,0 +1,256 @@
+"""What /metrics says, in the Prometheus text format 0.0.4.
+
+    RequestMetrics   counts requests as they are answered (the HTTP servers' Observer)
+    Family           one metric: name, type, help, its samples
+    render           families -> pieces of text
+
+Everything but requests is read at the scrape. A generator of families yields None where other
+work may go on, so a scrape of thousands of listeners or partitions does not stall the loop. Labels
+come from closed sets only: no model, tenant, worker or client text ever is one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from resource import getpagesize
+from typing import Any
+
+from kvd.state import State
+from kvd.wire.counts import StreamCounts
+from kvd.wire.listener import Listener, ListenerStatus, StreamHealth
+
+CONTENT_TYPE = b"text/plain; version=0.0.4"
+
+# Upper bounds in seconds: 0.1 ms doubled 19 times, as on the original.
+BUCKETS = tuple(0.0001 * 2**k for k in range(20))
+
+BREATH = 64  # partitions or listeners read between two rests: about 0.2 ms
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric; a sample is a suffix of the name, its labels and its value."""
+
+    name: str
+    type: str
+    help: str
+    samples: Iterable[tuple[str, Labels, float]]
+
+
+Source = Callable[[], Iterator[Family | None]]
+
+
+def counter(name: str, help: str, value: float) -> Family:
+    return Family(name, "counter", help, [("", (), value)])
+
+
+def gauge(name: str, help: str, value: float) -> Family:
+    return Family(name, "gauge", help, [("", (), value)])
+
+
+def by_label(name: str, type: str, help: str, label: str, values: Mapping[str, float]) -> Family:
+    """Returns a family with one sample for each value of its only label."""
+    return Family(name, type, help, [("", ((label, key),), n) for key, n in values.items()])
+
+
+def render(families: Iterable[Family | None]) -> Iterator[bytes]:
+    """Yields the text family by family, and nothing (b"") where the families rest."""
+    for family in families:
+        yield b"" if family is None else _family(family)
+
+
+def _family(family: Family) -> bytes:
+    lines = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.type}"]
+    for suffix, labels, value in family.samples:
+        text = ",".join(f'{name}="{value}"' for name, value in labels)
+        lines.append(
+            f"{family.name}{suffix}{{{text}}} {value}" if text else f"{family.name} {value}"
+        )
+    return "\n".join([*lines, ""]).encode()
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    methods: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    seconds: float = 0.0
+
+
+class RequestMetrics:
+    """Requests by path, method and outcome. A path appears with its first request."""
+
+    def __init__(self, unobserved: frozenset[str] = frozenset(("/metrics",))) -> None:
+        self._unobserved = unobserved
+        self._endpoints: dict[str, _Endpoint] = {}
+
+    def observe(self, path: str, method: str, status: int, seconds: float) -> None:
+        """Counts one request to a path that some route has."""
+        if path in self._unobserved:
+            return
+        endpoint = self._endpoints.get(path)
+        if endpoint is None:
+            endpoint = self._endpoints[path] = _Endpoint()
+        endpoint.methods[method] = endpoint.methods.get(method, 0) + 1
+        endpoint.buckets[bisect_left(BUCKETS, seconds)] += 1
+        endpoint.seconds += seconds
+        if status >= 400:
+            kind = "4xx" if status < 500 else "5xx"
+            endpoint.errors[kind] = endpoint.errors.get(kind, 0) + 1
+
+    def families(self) -> Iterator[Family | None]:
+        ordered = sorted(self._endpoints.items())
+        errors = [
+            ("", (("endpoint", path), ("status_class", kind)), count)
+            for path, endpoint in ordered
+            for kind, count in sorted(endpoint.errors.items())
+        ]
+        requests = [
+            ("", (("endpoint", path), ("method", method)), count)
+            for path, endpoint in ordered
+            for method, count in sorted(endpoint.methods.items())
+        ]
+        # A family without samples is not announced: series appear once they are hit.
+        if errors:
+            help = "HTTP error responses (4xx/5xx)"
+            yield Family("dynamo_kvindexer_errors_total", "counter", help, errors)
+        if requests:
+            name = "dynamo_kvindexer_request_duration_seconds"
+            samples = [sample for path, one in ordered for sample in _histogram(path, one)]
+            yield Family(name, "histogram", "HTTP request latency", samples)
+            help = "Total HTTP requests"
+            yield Family("dynamo_kvindexer_requests_total", "counter", help, requests)
+
+
+def _histogram(path: str, endpoint: _Endpoint) -> Iterator[tuple[str, Labels, float]]:
+    where = ("endpoint", path)
+    bounds = [*(f"{bound:.4f}" for bound in BUCKETS), "+Inf"]
+    for bound, count in zip(bounds, accumulate(endpoint.buckets), strict=True):
+        yield "_bucket", (where, ("le", bound)), count
+    yield "_sum", (where,), endpoint.seconds
+    yield "_count", (where,), sum(endpoint.buckets)
+
+
+# Counters of a listener that are summed over all of them, and what each says.
+LISTENER_COUNTERS = {
+    "messages": "Well-formed messages of engines",
+    "payload_bytes": "Payload bytes of these",
+    "stale": "Messages ignored because their number had been passed",
+    "gaps": "Times that messages of an engine were missing",
+    "replayed": "Missing messages that a replay brought",
+    "lost": "Missing messages that were given up",
+    "strays": "Messages in replays that were no answer to what was asked",
+    "spared_replays": "Replays not requested because the server had just been silent",
+    "restarts": "Engines that were started again",
+    "flawed": "Batches that could not be understood wholly",
+    "joins": "Connections on which an engine answered",
+    "losses": "Of these, connections that broke",
+    "failures": "Sockets that could not be connected or had to be given up",
+}
+
+
+def listener_families(
+    listeners: Iterable[Listener], left: StreamCounts, now: float
+) -> Iterator[Family | None]:
+    """Sums up `listeners` at the moment `now`; `left` counts for those that are no more."""
+    totals = StreamCounts()
+    totals.add(left)
+    statuses: dict[str, int] = dict.fromkeys(sorted(ListenerStatus), 0)
+    streams: dict[str, int] = dict.fromkeys(StreamHealth, 0)
+    for number, listener in enumerate(listeners, 1):
+        totals.add(listener)
+        statuses[listener.status] += 1
+        streams[listener.health(now)] += 1
+        if number % BREATH == 0:
+            yield None
+    help = "Number of ZMQ listeners by status"
+    yield by_label("dynamo_kvindexer_listeners", "gauge", help, "status", statuses)
+    help = "Event streams by how far the index can be believed for them"
+    yield by_label("kvd_streams", "gauge", help, "state", streams)
+    for name, help in LISTENER_COUNTERS.items():
+        yield counter(f"kvd_listener_{name}_total", help, getattr(totals, name))
+    help = "Messages of engines refused for their shape"
+    yield by_label("kvd_bad_messages_total", "counter", help, "reason", totals.bad_frames)
+    help = "Replays by how they ended"
+    yield by_label("kvd_replays_total", "counter", help, "end", totals.replays)
+
+
+# Sums over all partitions: name of the family, key in PrefixIndex.stats(), type, help.
+INDEX_SUMS = (
+    ("kvd_index_blocks", "blocks", "gauge", "Distinct blocks in the index"),
+    ("kvd_index_chains", "chains", "gauge", "Chains they are stored in"),
+    ("kvd_index_bytes", "bytes", "gauge", "Memory of the index in bytes, estimated"),
+    ("kvd_parked_blocks", "parked_now", "gauge", "Blocks whose parent is unknown, set aside"),
+    ("kvd_parked_blocks_dropped", "parked_dropped", "gauge", "Of these, lost to the bound"),
+    ("kvd_unknown_blocks_removed", "removed_unknown", "gauge", "Removals of blocks not held"),
+    ("kvd_rebound_blocks", "rebound", "gauge", "Engine hashes that came back with other content"),
+)
+
+
+def state_families(state: State, instances: int) -> Iterator[Family | None]:
+    """Says what is indexed; `instances` is the number of registered ones."""
+    sums = dict.fromkeys((name for _, name, _, _ in INDEX_SUMS), 0)
+    held: dict[str, int] = {}
+    recovered = 0
+    for number, key in enumerate(list(state.partitions), 1):
+        partition = state.partitions.get(key)
+        if partition is None:  # gone while others were read
+            continue
+        stats: dict[str, Any] = {**partition.index.stats()}
+        for name in sums:
+            sums[name] += stats[name]
+        for tier, count in stats["held"].items():
+            held[tier] = held.get(tier, 0) + count
+        registered = {instance_id for instance_id, _ in partition.ranks}
+        recovered += len(partition.workers.keys() - registered)
+        if number % BREATH == 0:
+            yield None
+    help = "Number of active model+routing-group indexers"
+    yield gauge("dynamo_kvindexer_models", help, len(state.partitions))
+    yield gauge("dynamo_kvindexer_workers", "Number of registered worker instances", instances)
+    help = "Instances known from a peer's dump that have not registered"
+    yield gauge("kvd_recovered_workers", help, recovered)
+    yield by_label("kvd_blocks", "gauge", "(rank, block) pairs by tier", "tier", held)
+    for family, name, type, help in INDEX_SUMS:
+        yield Family(family, type, help, [("", (), sums[name])])
+    yield from _ingest_families(state)
+
+
+def _ingest_families(state: State) -> Iterator[Family]:
+    totals = state.ingest.as_dict()
+    kinds = {kind: totals[kind] for kind in ("stored", "removed", "cleared")}
+    yield counter("kvd_batches_total", "Event batches applied", totals["batches"])
+    yield by_label("kvd_events_total", "counter", "Events understood", "type", kinds)
+    help = "Events understood that had no effect"
+    yield by_label("kvd_events_ignored_total", "counter", help, "reason", totals["ignored"])
+    help = "Events and batches that could not be read"
+    yield by_label("kvd_bad_events_total", "counter", help, "reason", totals["bad"])
+    help = "Partitions refused at the bound"
+    yield counter("kvd_partitions_refused_total", help, state.refused_partitions)
+
+
+def stats_families(prefix: str, stats: Any, help: str, gauges: frozenset[str]) -> Iterator[Family]:
+    """Shows every number of a dataclass of plain counters as `<prefix>_<field>_total`."""
+    for each in fields(stats):
+        value = getattr(stats, each.name)
+        if each.name in gauges:
+            yield gauge(f"{prefix}_{each.name}", help, value)
+        else:
+            name = each.name.removesuffix("_total")
+            yield counter(f"{prefix}_{name}_total", help, value)
+
+
+def memory_families() -> Iterator[Family]:
+    """Says what the kernel says of this process, where it does (Linux)."""
+    try:
+        with open("/proc/self/statm") as statm:
+            pages = statm.read().split()
+    except OSError:
+        return
+    resident = int(pages[1]) * getpagesize()
+    yield gauge("process_resident_memory_bytes", "Resident memory of the process", resident)

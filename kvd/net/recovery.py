@@ -1,0 +1,154 @@
+"""Takes the state of a peer when the daemon starts.
+
+    for each peer, in the order given:
+      fetch /dump ──> DumpReader ──> plan ──────────> restore, slice by slice ──> done
+        │ unreachable, broken,        │ refused whole
+        │ itself, or empty            │
+        └──────── the next ───────────┘
+
+Nothing of a dump counts before all of it has been received and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import trio
+
+from kvd.errors import KvdError
+from kvd.logs import get_logger
+from kvd.model import InstanceId, PartitionKey
+from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
+from kvd.registry import Registry
+from kvd.restore import plan, restore
+from kvd.state import MAX_PARTITIONS, State
+from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, JSON_DUMP, RECOVERING_HEADER
+from kvd.wire.listener import ListenerStatus
+from kvd_core.recovery import DumpReader, StagedEntry
+
+ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
+
+# What a dump may hold. A block is 16 bytes while it is staged and ~54 in the index: 4 GiB in all.
+MAX_BLOCKS = 64 * 1024 * 1024
+# An event is 40 bytes while it is staged; lower tiers have one a block.
+MAX_EVENTS = 64 * 1024 * 1024
+
+# An instance has told again what its restored blocks came from when it has been listened to for
+# this long: what had queued is applied in milliseconds, a replay from its beginning in seconds.
+SETTLED_AFTER_S = 10.0
+SETTLE_EVERY_S = 1.0
+
+log = get_logger(__name__)
+
+
+class Attempt(StrEnum):
+    """How the attempt to take one peer's state ended."""
+
+    RECOVERED = "recovered"
+    EMPTY = "empty"  # nothing in it, or the peer is being filled itself
+    SELF = "self"
+    UNREACHABLE = "unreachable"  # or it broke off, or broke a rule of HTTP
+    REFUSED = "refused"  # malformed, beyond the limits, or against what is registered
+
+
+@dataclass(slots=True)
+class RecoveryStats:
+    """What the start's recovery did; plain numbers for metrics."""
+
+    attempts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Attempt, 0))
+    blocks: int = 0
+    seconds: float = 0.0
+
+
+class _Passed(Exception):
+    """The peer is of no use, without fault."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(attempt)
+        self.attempt = attempt
+
+
+async def recover(
+    state: State, peers: Iterable[str], stats: RecoveryStats, limits: FetchLimits | None = None
+) -> str | None:
+    """Takes the state of the first peer that has one; returns its URL, None when there is none."""
+    state.begin_recovery()
+    started = trio.current_time()
+    try:
+        for url in peers:
+            attempt = await _attempt(state, url, stats, limits or FetchLimits())
+            stats.attempts[attempt] += 1
+            if attempt is Attempt.RECOVERED:
+                stats.seconds = trio.current_time() - started
+                log.info("recovered", peer=url, blocks=stats.blocks, seconds=stats.seconds)
+                return url
+        return None
+    finally:
+        state.end_recovery()
+
+
+async def _attempt(state: State, url: str, stats: RecoveryStats, limits: FetchLimits) -> Attempt:
+    try:
+        entries = await _dump_of(url, state.instance_id, limits)
+        planned = plan(state, entries)
+        if not planned:
+            raise _Passed(Attempt.EMPTY)
+    except _Passed as passed:
+        log.info("peer has nothing to recover", peer=url, why=passed.attempt)
+        return passed.attempt
+    except FetchError as error:
+        log.warning("peer cannot be reached", peer=url, error=str(error))
+        return Attempt.UNREACHABLE
+    except (ValueError, KvdError) as error:
+        log.warning("peer's dump refused", peer=url, error=str(error))
+        return Attempt.REFUSED
+    for blocks in restore(state, planned):
+        stats.blocks = blocks
+        await trio.lowlevel.checkpoint()
+    return Attempt.RECOVERED
+
+
+async def _dump_of(url: str, own_id: str, limits: FetchLimits) -> list[StagedEntry]:
+    """Returns a peer's whole dump; ValueError when it is none."""
+    reader: DumpReader | None = None
+
+    def begin(headers: Headers) -> Sink:
+        nonlocal reader
+        if headers.get(INSTANCE_HEADER) == own_id.encode():
+            raise _Passed(Attempt.SELF)
+        if RECOVERING_HEADER in headers:
+            raise _Passed(Attempt.EMPTY)
+        reader = _reader(headers)
+        return reader.feed
+
+    await fetch(url.rstrip("/") + "/dump", ACCEPT, limits, begin)
+    assert reader is not None  # without it, fetch has raised
+    return reader.finish()
+
+
+def _reader(headers: Headers) -> DumpReader:
+    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return DumpReader(
+        media == BINARY_DUMP,
+        max_blocks=MAX_BLOCKS,
+        max_events=MAX_EVENTS,
+        max_entries=MAX_PARTITIONS,
+    )
+
+
+async def settle(state: State, registry: Registry) -> None:
+    """Settles restored instances one by one, as they are listened to; returns after the last."""
+    since: dict[tuple[PartitionKey, InstanceId], float] = {}
+    while state.unsettled:
+        await trio.sleep(SETTLE_EVERY_S)
+        now = trio.current_time()
+        for registration in list(registry.registrations()):
+            instance = registration.key.partition, registration.key.instance_id
+            if instance not in state.unsettled:
+                continue
+            if registration.listener.status is not ListenerStatus.ACTIVE:
+                since[instance] = now
+            elif now - since.setdefault(instance, now) >= SETTLED_AFTER_S:
+                state.settle(*instance)

@@ -1,0 +1,20 @@
+"""What indexers say to each other about a dump beside its content.
+
+The binary form is described in `kvd_core/dump_binary.hpp`; the media type names its version, so a
+later one has another and both can be offered.
+"""
+
+from __future__ import annotations
+
+BINARY_DUMP = b"application/vnd.kvd.dump.v1"
+JSON_DUMP = b"application/json"
+
+# Names the process that wrote the dump: a client that finds its own name asked itself.
+INSTANCE_HEADER = b"kvd-instance"
+# There while the process itself is taking a peer's dump, so that what it has may be a part.
+RECOVERING_HEADER = b"kvd-recovering"
+
+
+def wants_binary(accept: bytes) -> bool:
+    """Says whether an Accept header names the binary form."""
+    return any(part.partition(b";")[0].strip() == BINARY_DUMP for part in accept.split(b","))

@@ -1,0 +1,220 @@
+"""/metrics: the documented families exactly, kvd's own beside them, and no stall at many series."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from processes import Server
+
+from kvd.metrics import (
+    BUCKETS,
+    Family,
+    RequestMetrics,
+    by_label,
+    counter,
+    listener_families,
+    render,
+    state_families,
+    stats_families,
+)
+from kvd.model import PartitionKey, RankKey
+from kvd.state import State
+from kvd.wire.counts import StreamCounts
+from kvd.wire.listener import Listener
+
+SAMPLE = re.compile(r"([a-z_0-9]+)(?:\{((?:[a-z_]+=\"[^\"\\\n]*\",?)+)\})? ([0-9.e+-]+|\+Inf)")
+LONGEST_STALL_S = 0.05  # a tenth of it on a quiet machine
+
+
+class NoStream:
+    """Takes batches and forgets them."""
+
+    def apply(self, payload: bytes) -> int:
+        return 0
+
+    def clear(self) -> None:
+        pass
+
+
+def parse(text: str) -> dict[str, float]:
+    """Samples by name and labels; fails on a line that is not of the format."""
+    samples = {}
+    announced: set[str] = set()
+    for line in text.splitlines():
+        if line.startswith("# "):
+            announced.add(line.split()[2])
+            continue
+        found = SAMPLE.fullmatch(line)
+        assert found, line
+        family = re.sub("_(bucket|sum|count)$", "", found[1])
+        assert {found[1], family} & announced, line
+        key = line.rpartition(" ")[0]
+        assert key not in samples
+        samples[key] = float(found[3])
+    return samples
+
+
+def text_of(families: Iterator[Family | None]) -> str:
+    return b"".join(render(families)).decode()
+
+
+def test_requests_are_counted_as_on_the_original() -> None:
+    requests = RequestMetrics()
+    for status, seconds in ((200, 0.0001), (404, 0.0002), (503, 100.0)):
+        requests.observe("/query", "POST", status, seconds)
+    requests.observe("/workers", "GET", 200, 0.00015)
+    requests.observe("/metrics", "GET", 200, 1)
+    samples = parse(text_of(requests.families()))
+    duration = "dynamo_kvindexer_request_duration_seconds"
+    assert samples['dynamo_kvindexer_requests_total{endpoint="/query",method="POST"}'] == 3
+    assert samples['dynamo_kvindexer_errors_total{endpoint="/query",status_class="4xx"}'] == 1
+    assert samples['dynamo_kvindexer_errors_total{endpoint="/query",status_class="5xx"}'] == 1
+    query = [f'{duration}_bucket{{endpoint="/query",le="{le}"}}' for le in ("0.0001", "0.0002")]
+    assert [samples[key] for key in query] == [1, 2]
+    assert samples[f'{duration}_bucket{{endpoint="/query",le="52.4288"}}'] == 2
+    assert samples[f'{duration}_bucket{{endpoint="/query",le="+Inf"}}'] == 3
+    assert samples[f'{duration}_count{{endpoint="/query"}}'] == 3
+    assert samples[f'{duration}_sum{{endpoint="/workers"}}'] == 0.00015
+    assert len(BUCKETS) == 20
+    assert not any("/metrics" in key for key in samples)
+    assert sum(key.startswith(f"{duration}_bucket") for key in samples) == 2 * 21
+
+
+def test_nothing_is_announced_before_it_is_hit() -> None:
+    assert text_of(RequestMetrics().families()) == ""
+
+
+def test_totals_outlive_their_listeners() -> None:
+    def listener() -> Listener:
+        made = Listener("x", "tcp://h:1", NoStream())
+        made.take(3, b"12345")
+        made.judge()
+        made.settle()
+        made.refuse("frames")
+        return made
+
+    left = StreamCounts()
+    left.add(listener())
+    samples = parse(text_of(listener_families([listener()], left, now=0.0)))
+    assert samples["kvd_listener_messages_total"] == 2
+    assert samples["kvd_listener_payload_bytes_total"] == 10
+    assert samples["kvd_listener_lost_total"] == 6
+    assert samples['kvd_bad_messages_total{reason="frames"}'] == 2
+    statuses = ("active", "failed", "paused", "pending")
+    by_status = [samples[f'dynamo_kvindexer_listeners{{status="{s}"}}'] for s in statuses]
+    assert by_status == [0, 0, 0, 1]
+
+
+def test_the_index_is_summed_over_its_partitions() -> None:
+    state = State()
+    for tenant in ("a", "b"):
+        state.add_rank(RankKey(PartitionKey("m", tenant), 1, 0), 16)
+        state.partition("m", tenant).workers[1].store(0, [1, 2], [1, 2])
+    state.partition("m", "a").index.add_worker(2)
+    samples = parse(text_of(state_families(state, 2)))
+    assert samples["dynamo_kvindexer_models"] == 2
+    assert samples["dynamo_kvindexer_workers"] == 2
+    assert samples['kvd_blocks{tier="device"}'] == 4
+    assert samples["kvd_index_blocks"] == 4
+    assert samples['kvd_events_total{type="stored"}'] == 0
+    assert samples['kvd_bad_events_total{reason="truncated"}'] == 0
+
+
+def test_thousands_of_series_are_written_without_a_stall() -> None:
+    state = State()
+    for number in range(1500):
+        state.add_rank(RankKey(PartitionKey("m", str(number)), 1, 0), 16)
+    listeners = [Listener("x", "tcp://h:1", NoStream()) for _ in range(5000)]
+
+    def families() -> Iterator[Family | None]:
+        yield from listener_families(listeners, StreamCounts(), now=0.0)
+        yield from state_families(state, 5000)
+        for number in range(50):
+            values = {str(reason): reason for reason in range(100)}
+            yield by_label(f"kvd_{number}", "gauge", "Many", "reason", values)
+
+    stalls, size = [], 0
+    last = time.perf_counter()
+    for piece in render(families()):
+        stalls.append(time.perf_counter() - last)
+        size += piece.count(b"\n")
+        last = time.perf_counter()
+    assert size > 5000
+    assert len(stalls) > 100
+    assert max(stalls) < LONGEST_STALL_S
+
+
+def test_helpers_make_whole_families() -> None:
+    assert text_of(iter([counter("a_total", "A", 3), None])) == (
+        "# HELP a_total A\n# TYPE a_total counter\na_total 3\n"
+    )
+    from kvd.http.limits import HttpStats
+
+    stats = stats_families("kvd_http", HttpStats(requests=5), "H", frozenset({"connections_open"}))
+    samples = parse(text_of(stats))
+    assert samples["kvd_http_requests_total"] == 5
+    assert samples["kvd_http_connections_open"] == 0
+    assert samples["kvd_http_connections_total"] == 0
+
+
+def scrape(server: Server) -> tuple[httpx.Response, dict[str, float]]:
+    answer = httpx.get(f"{server.base_url}/metrics", trust_env=False)
+    return answer, parse(answer.text)
+
+
+def hit(server: Server) -> None:
+    """Requests whose counts are the same on any indexer."""
+    with httpx.Client(base_url=server.base_url, trust_env=False) as client:
+        client.post("/query", json={"token_ids": [1], "model_name": "x"})
+        client.get("/query")
+        client.get("/workers")
+        client.head("/workers")
+        client.get("/nope")
+        client.post("/register_peer", json={"url": "http://x"})
+        client.post("/register_peer", content=b"{}")
+
+
+DOCUMENTED = re.compile(
+    r"dynamo_kvindexer_(errors_total|listeners|models|workers|requests_total|.*_bucket|.*_count)"
+)
+
+
+def counts(samples: dict[str, float]) -> dict[str, float]:
+    """What does not depend on time, of the documented families; health checks vary."""
+    return {
+        key: value
+        for key, value in samples.items()
+        if DOCUMENTED.match(key)
+        and "/health" not in key
+        and ("_bucket" not in key or 'le="+Inf"' in key)
+    }
+
+
+def test_a_running_kvd_says_what_it_counts(kvd_process: Callable[..., Server]) -> None:
+    server = kvd_process()
+    hit(server)
+    answer, samples = scrape(server)
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4"
+    assert samples['dynamo_kvindexer_requests_total{endpoint="/query",method="GET"}'] == 1
+    assert samples['dynamo_kvindexer_requests_total{endpoint="/workers",method="HEAD"}'] == 1
+    assert (
+        samples['dynamo_kvindexer_errors_total{endpoint="/register_peer",status_class="4xx"}'] == 1
+    )
+    assert samples["kvd_http_connections_open"] >= 1
+    assert samples['kvd_recovery_attempts_total{outcome="recovered"}'] == 0
+    assert samples["process_resident_memory_bytes"] > 1e6
+
+
+@pytest.mark.peer
+def test_the_live_peer_counts_the_same(
+    kvd_process: Callable[..., Server], peer_process: Callable[..., Server]
+) -> None:
+    servers = kvd_process(), peer_process()
+    for server in servers:
+        hit(server)
+    ours, theirs = (counts(scrape(server)[1]) for server in servers)
+    assert ours == theirs
