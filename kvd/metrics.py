@@ -150,6 +150,7 @@ LISTENER_COUNTERS = {
     "flawed": "Batches that could not be understood wholly",
     "joins": "Connections on which an engine answered",
     "losses": "Of these, connections that broke",
+    "crashes": "Bugs, each of which cost a batch and the connection",
     "failures": "Sockets that could not be connected or had to be given up",
 }
 

@@ -305,7 +305,6 @@ def test_a_dump_names_model_and_tenant_apart(client: httpx.Client) -> None:
     _check_dump_lists(client, ("face", "model:tenant"), ('q"\n', ""))
 
 
-@pytest.mark.xfail(strict=True, reason="two entries of the dump have the same key")
 def test_a_dump_lists_models_and_tenants_whose_names_look_alike(client: httpx.Client) -> None:
     _check_dump_lists(client, ("face", "model:default"))  # beside `face:model` of `default`
 

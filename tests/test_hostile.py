@@ -271,7 +271,7 @@ def _self_parents(count: int) -> bytes:
 @pytest.mark.parametrize(
     "payload",
     [
-        b"\xff" * (60 * MIB),
+        b"\xff" * (15 * MIB),
         _batch(_array(8 * MIB, b"\xc0")),
         _self_parents(MIB // 2),
         _batch(_array(MIB // 2, b"\x92\xacBlockRemoved\x91\x01")),

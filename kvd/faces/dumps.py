@@ -17,8 +17,9 @@ SLICE_BYTES = 64 * 1024
 def text_dump(state: State) -> Iterator[bytes]:
     """Yields a dump as Dynamo's indexer writes it, with members that name the partition."""
     separator = b"{"
+    written: set[str] = set()
     for partition, events in state.dump():
-        yield separator + _dump_head(partition)
+        yield separator + _dump_head(partition, written)
         while piece := events.read(SLICE_BYTES):
             yield piece
         yield b"]}"
@@ -54,12 +55,20 @@ async def sliced(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
     yield b"".join(waiting)
 
 
-def _dump_head(partition: Partition) -> bytes:
-    """Opens one partition's entry; the key alone cannot tell `a:b` of `c` from `a` of `b:c`."""
+def _dump_head(partition: Partition, written: set[str]) -> bytes:
+    """Opens one partition's entry under a name that is not among those written.
+
+    The usual name cannot tell `a:b` of `c` from `a` of `b:c`, and a reader would keep one of two
+    equal ones; the members always can.
+    """
     key = partition.key
+    name = str(key)
+    while name in written:
+        name += "'"
+    written.add(name)
     head = {
         "model_name": key.model_name,
         "tenant_id": key.tenant_id,
         "block_size": partition.block_size,
     }
-    return f'{json.dumps(str(key))}:{json.dumps(head)[:-1]},"events":['.encode()
+    return f'{json.dumps(name)}:{json.dumps(head)[:-1]},"events":['.encode()

@@ -45,8 +45,9 @@ async def run_listener(
     """Keeps `listener` connected and fed, until cancelled.
 
     Connects at once and takes messages once `ready` is set; until then libzmq queues them.
-    Failures of the connection end up in the listener's status. What its stream raises is a bug
-    and comes out of here in an ExceptionGroup.
+    Failures of the connection end up in the listener's status. So does what its stream raises:
+    that is a bug, but a batch that met it once would end the daemon again after every restart,
+    as soon as it is replayed.
     """
     await _Reader(listener, context, ready, options, replayer).run()
 
@@ -77,7 +78,7 @@ class _Reader:
         pause_s = shortest
         while True:
             started = trio.current_time()
-            why = await self._session()
+            why = await self._survive_session()
             now = trio.current_time()
             self._listener.failed(why, now)
             if now - started > 2 * longest:
@@ -85,6 +86,16 @@ class _Reader:
             self._log.warning("listener failed", error=why, retry_s=pause_s)
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest)
+
+    async def _survive_session(self) -> str:
+        """Returns why the session ended; a bug costs the batch it happened on and the socket."""
+        why = "internal error"
+        try:
+            why = await self._session()
+        except* Exception:
+            self._listener.crashed()
+            self._log.exception("listener crashed")
+        return why
 
     async def _session(self) -> str:
         """Reads over one socket for as long as that is of use; returns why it is not any more."""

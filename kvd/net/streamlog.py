@@ -25,6 +25,9 @@ class StreamLog:
     def warning(self, event: str, **fields: object) -> None:
         self._write(self._log.warning, event, fields)
 
+    def exception(self, event: str, **fields: object) -> None:
+        self._write(self._log.exception, event, fields)
+
     def _write(self, write: Callable[..., None], event: str, fields: dict[str, object]) -> None:
         held = self._limit.admit(event, trio.current_time())
         if held is not None:

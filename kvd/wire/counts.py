@@ -24,6 +24,7 @@ class StreamCounts:
     flawed: int = 0  # batches that could not be understood wholly
     joins: int = 0  # connections on which the worker answered
     losses: int = 0  # of these, how many broke
+    crashes: int = 0  # bugs, each of which cost a batch and the connection
     failures: int = 0  # sockets that could not be connected or had to be given up
 
     def add(self, other: StreamCounts) -> None:

@@ -290,6 +290,11 @@ class Listener(StreamCounts):
         self.held = None
         self._failed = True
 
+    def crashed(self) -> None:
+        """Notes a bug: the batch it happened on is not applied, or not wholly."""
+        self.crashes += 1
+        self.loss = "an internal error"
+
     def paused(self, now: float) -> None:
         self._disconnected(now)
         self.held = None

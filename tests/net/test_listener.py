@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 import zmq
-from listening import HASTY, Listening
+from listening import Listening
 from zmtp_fakes import ChildPublisher, Publisher, open_descriptors, reserved_endpoint, until
 
 from kvd.net.link import MAX_TURN_NS
@@ -224,22 +224,29 @@ async def applied_between_turns(
     assert 0 < most <= at_most
 
 
-async def test_a_fault_of_apply_comes_out(
-    publish: Publish, context: zmq.Context, nursery: trio.Nursery
+async def test_a_bug_costs_its_batch_and_the_stream_says_so(
+    publish: Publish, listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def poisoned(payload: bytes) -> None:
+        if payload == b"poison":
+            raise LookupError("a bug")
+        listening.applied.append(payload)
+
     worker = publish()
-    listening = Listening(worker.endpoint)
-    listening.stream.on_batch = {}.__getitem__
-    listening.ready.set()
-    nursery.start_soon(announce, worker)
-    with trio.fail_after(5), pytest.raises(ExceptionGroup) as caught:
-        await listening.run(context, HASTY)
-    assert caught.group_contains(LookupError)
-
-
-async def announce(worker: Publisher) -> None:
+    listening = listen(worker.endpoint)
+    listening.stream.on_batch = poisoned
     await worker.subscribed()
     worker.send(b"a")
+    await until(lambda: listening.applied == [b"a"])
+    worker.send(b"poison")
+    await until(lambda: listening.listener.crashes == 1)
+    await until(lambda: worker.socket.poll(0))
+    assert worker.socket.recv() == b"\0"
+    assert listening.listener.loss == "an internal error"
+    await worker.subscribed()  # over a new socket
+    worker.send(b"b")
+    await until(lambda: listening.applied == [b"a", b"b"])
+    assert any(record.exc_info for record in caplog.records)
 
 
 class TestCancelled:
