@@ -12,6 +12,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ import httpx
 import msgpack
 import pytest
 import zmq
-from processes import REPOSITORY, Server
+from processes import REPOSITORY, Server, clean_environment, find_free_port
 from running import running_kvd
 
 from kvd.http.limits import HttpLimits
@@ -440,3 +441,50 @@ def _register_or_not(client: httpx.Client, rng: random.Random) -> int:
         return client.post("/unregister", json=identity).status_code
     body = {**identity, "endpoint": "tcp://127.0.0.1:1", "block_size": BLOCK_SIZE}
     return client.post("/register", json=body).status_code
+
+
+# ---- what only the operating system can bound
+
+ADDRESS_SPACE_BYTES = 2 * 1024 * MIB  # of the daemon; half of it is reserved and never touched
+LIMITED = (
+    "import resource, runpy;"
+    f"resource.setrlimit(resource.RLIMIT_AS, ({ADDRESS_SPACE_BYTES}, {ADDRESS_SPACE_BYTES}));"
+    "runpy.run_module('kvd', run_name='__main__', alter_sys=True)"
+)
+
+
+def test_a_message_without_end_is_ended_by_the_memory_limit(tmp_path: Path) -> None:
+    """libzmq bounds a frame and the number of messages, but not the frames of one message.
+
+    Where the process may take no more memory, libzmq gives up the connection and frees what the
+    message had; the listener says so and tries again.
+    """
+    port = find_free_port()
+    command = [sys.executable, "-c", LIMITED, "indexer", "--port", str(port)]
+    server = Server(command, tmp_path, port, clean_environment())
+    try:
+        server.wait_healthy()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+            body = {"instance_id": 1, "endpoint": endpoint, "model_name": MODEL, "block_size": 4}
+            assert httpx.post(f"{server.base_url}/register", json=body).status_code == 201
+            publisher, _ = listening.accept()
+            with publisher:
+                publisher.sendall(GREETING + ready())
+                sent = _send_without_end(publisher)
+        assert MIB < sent < ADDRESS_SPACE_BYTES
+        assert httpx.get(f"{server.base_url}/health").status_code == 200
+        assert server.stop() == 0
+    finally:
+        server.stop()
+
+
+def _send_without_end(publisher: socket.socket) -> int:
+    """Sends frames, each saying that another follows, until nobody takes them; returns bytes."""
+    frame = struct.pack(">BQ", 3, MIB) + bytes(MIB)
+    sent = 0
+    with suppress(OSError):
+        while sent < ADDRESS_SPACE_BYTES:
+            publisher.sendall(frame)
+            sent += len(frame)
+    return sent
