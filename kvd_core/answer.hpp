@@ -3,9 +3,9 @@
 //   {"scores":{"1":{"0":32}},"frequencies":[1,1],
 //    "instances":{"1":{"longest_matched":48,"gpu":32,"dp":{"0":32},"cpu":48,"disk":48}}}
 //
-// All figures are tokens. A registered rank that caches something is listed with zeros where
-// nothing of it matches; a rank known only from its batches, or with an empty cache, is listed when
-// it matched. Instance figures are the best of the instance's ranks, each tier by itself.
+// All figures are tokens. A registered rank that caches something a query can credit is listed with
+// zeros where nothing of it matches; a rank known only from its batches, or with no such block (a
+// remembered name is none, nor is a block of a window group alone), is listed when it matched. Instance figures are the best of the instance's ranks, each tier by itself.
 #pragma once
 
 #include <charconv>
@@ -39,7 +39,7 @@ class Answer {
  private:
   bool shown(RankId id) const {
     const Rank& rank = index_.rank(id);
-    return match_.depth(id).disk != 0 || (rank.listed && rank.names.size() != 0);
+    return match_.depth(id).disk != 0 || (rank.listed && rank.credited() != 0);
   }
 
   void separate(bool& first) {

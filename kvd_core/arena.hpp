@@ -5,7 +5,9 @@
 //          | T T T ... |    | T T T ... |      one segment = 256 entries
 //          +-----------+    +-----------+
 //
-// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size.
+// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
+// entries are a list threaded through the entries themselves, so giving back costs no memory:
+// `T::free_link()` is a member that means nothing while the entry is free.
 //
 // Invariants
 //   1. an id is either live or on the free list, never both;
@@ -39,16 +41,17 @@ class Arena {
   }
 
   uint32_t take() {
-    ++live_;
-    if (!free_.empty()) {
-      const uint32_t id = free_.back();
-      free_.pop_back();
+    if (free_ != kNoId) {
+      const uint32_t id = free_;
+      free_ = (*this)[id].free_link();
+      ++live_;
       return id;
     }
     if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
     if ((end_ >> kSegmentBits) == segments_.size()) {
       segments_.emplace_back(new T[kSegment]());
     }
+    ++live_;
     return end_++;
   }
 
@@ -56,26 +59,27 @@ class Arena {
     if (--live_ == pinned_) {
       release();
     } else {
-      free_.push_back(id);
+      (*this)[id].free_link() = free_;
+      free_ = id;
     }
   }
 
   uint32_t live() const { return live_; }
   uint32_t end() const { return end_; }  // every live id is below it
 
-  size_t bytes() const {
-    return segments_.size() * kSegment * sizeof(T) + free_.capacity() * sizeof(uint32_t);
-  }
+  size_t bytes() const { return segments_.size() * kSegment * sizeof(T); }
 
  private:
   void release() {
     segments_.resize((pinned_ + kSegment - 1) >> kSegmentBits);
-    std::vector<uint32_t>().swap(free_);
+    free_ = kNoId;
     end_ = pinned_;
   }
 
+  static constexpr uint32_t kNoId = 0xffffffffu;
+
   std::vector<std::unique_ptr<T[]>> segments_;
-  std::vector<uint32_t> free_;
+  uint32_t free_ = kNoId;  // the id that was given back last
   uint32_t pinned_;
   uint32_t max_ids_;
   uint32_t end_ = 0;

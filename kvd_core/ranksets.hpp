@@ -88,6 +88,8 @@ class RankSets {
     std::vector<RankId> ranks;
     uint64_t hash = 0;
     uint32_t refs = 0;
+
+    uint32_t& free_link() { return refs; }
   };
 
   static uint64_t rank_hash(RankId rank) { return mix64(uint64_t{rank} + 1); }
