@@ -11,8 +11,8 @@
 //
 // Invariants
 //   1. an id is either live or on the free list, never both;
-//   2. the first `pinned` ids are taken once and never given back; when only they are live, every
-//      segment they do not need has been freed.
+//   2. the first `pinned` ids are taken once and never given back; when only they are live, the
+//      segments they do not need are spare, and `shrink` frees them one by one.
 //
 // Costs: take, give and operator[] O(1); memory = live high-water mark rounded up to a segment.
 #pragma once
@@ -57,11 +57,19 @@ class Arena {
 
   void give(uint32_t id) {
     if (--live_ == pinned_) {
-      release();
+      free_ = kNoId;
+      end_ = pinned_;
     } else {
       (*this)[id].free_link() = free_;
       free_ = id;
     }
+  }
+
+  // Frees a segment behind the last id; false when there is none.
+  bool shrink() {
+    if (segments_.size() <= (size_t{end_} + kSegment - 1) >> kSegmentBits) return false;
+    segments_.pop_back();
+    return true;
   }
 
   uint32_t live() const { return live_; }
@@ -70,12 +78,6 @@ class Arena {
   size_t bytes() const { return segments_.size() * kSegment * sizeof(T); }
 
  private:
-  void release() {
-    segments_.resize((pinned_ + kSegment - 1) >> kSegmentBits);
-    free_ = kNoId;
-    end_ = pinned_;
-  }
-
   static constexpr uint32_t kNoId = 0xffffffffu;
 
   std::vector<std::unique_ptr<T[]>> segments_;
@@ -146,13 +148,14 @@ class ProbeTable {
   }
 
   // Gives memory back after many erases; not called by erase, so that scans by index stay valid.
+  // Late, because every entry that is left must be placed again (at worst some 100 ns each).
   template <class Keys>
   void shrink(const Keys& keys) {
     if (count_ == 0) {
       std::vector<uint32_t>().swap(slots_);
       mask_ = 0;
-    } else if (slots_.size() > 64 && count_ * 8ull < slots_.size()) {
-      resize(capacity() / 4, keys);
+    } else if (slots_.size() > 64 && count_ * 32ull < slots_.size()) {
+      resize(capacity() / 8, keys);
     }
   }
 

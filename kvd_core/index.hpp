@@ -71,8 +71,8 @@ constexpr size_t kMaxParked = 65536;
 // Dropped names remembered per rank that offloads: an offload event names its block by hash
 // alone and may come after the device copy went; engines keep them a few steps apart.
 constexpr size_t kMaxGhosts = 4096;
-// A cache of so few names is cleared at once, in some 50 us: cheaper than a new rank.
-constexpr uint32_t kClearAtOnce = 1024;
+// A cache of so few names is cleared at once, in some microseconds: no more than a new rank costs.
+constexpr uint32_t kClearAtOnce = 64;
 
 // What happened, in blocks unless said otherwise. Plain totals since the index was made.
 struct Tally {
@@ -219,8 +219,8 @@ class Index {
     return fresh;
   }
 
-  // Frees what retired ranks held, in about `budget` steps of at most 0.1 us; false when there is
-  // nothing left to free.
+  // Frees what retired ranks held, and memory that an emptied index has kept, in about `budget`
+  // steps of at most 0.1 us; false when there is nothing left to free.
   bool sweep(uint32_t budget) {
     Steps steps{budget};
     while (!retired_.empty() && steps.left()) {
@@ -230,7 +230,8 @@ class Index {
       ranks_[id] = Rank();
       free_ranks_.push_back(id);
     }
-    return !retired_.empty();
+    while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);
+    return !steps.left();
   }
 
   // ---- layers
@@ -420,6 +421,7 @@ class Index {
   static constexpr size_t kFreedAStep = 8;
   static constexpr size_t kMembersAStep = 64;
   static constexpr size_t kStepsAChain = 16;
+  static constexpr size_t kStepsASegment = 8;
 
   // Which counter of a rank counts a layer.
   size_t counter(LayerId layer) const {

@@ -77,6 +77,8 @@ class RankSets {
     table_.shrink(*this);
   }
 
+  bool shrink() { return sets_.shrink(); }
+
   uint64_t hash_of(SetId id) const { return sets_[id].hash; }
   uint32_t refs(SetId id) const { return sets_[id].refs; }
   uint32_t count() const { return sets_.live() - 1; }  // the empty set is not counted

@@ -354,6 +354,9 @@ class Tree {
     }
   }
 
+  // Frees a piece of memory that is not needed any more; false when there is none.
+  bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets_.shrink(); }
+
   uint64_t hash_of(NodeId id) const {
     return child_hash(nodes_[id].parent, nodes_[id].chain.local()[0]);
   }
