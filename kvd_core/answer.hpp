@@ -10,6 +10,8 @@
 
 #include <charconv>
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -107,12 +109,28 @@ class Answer {
     out_.push_back('}');
   }
 
+  // One figure a block, mostly the one before: its text is made when it changes, and copied whole.
   void frequencies() {
+    char text[4096];
+    char* to = text;
+    char figure[16] = {','};
+    size_t length = 0;
+    uint32_t last = 0;
     bool first = true;
     for (const uint32_t holders : match_.frequencies()) {
-      separate(first);
-      number(holders);
+      if (length == 0 || holders != last) {
+        last = holders;
+        length = static_cast<size_t>(std::to_chars(figure + 1, std::end(figure), holders).ptr - figure);
+      }
+      if (std::end(text) - to < std::end(figure) - figure) {
+        out_.append(text, to);
+        to = text;
+      }
+      std::memcpy(to, figure + first, sizeof figure - 1);
+      to += length - first;
+      first = false;
     }
+    out_.append(text, to);
   }
 
   const Index& index_;
