@@ -3,7 +3,7 @@
 # make clean  removes what these made
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11) at first use;
-# KVD_DEBUG=1 builds the core with assertions and with every invariant checked after each mutation.
+# KVD_DEBUG=1 builds the core with assertions and with every invariant checked after every batch.
 
 PYTHON  ?= python3
 VENV    := .venv

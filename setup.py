@@ -1,6 +1,7 @@
 """Builds the core: every kvd_core/*.pyx becomes one C++17 extension module.
 
-KVD_DEBUG=1 builds with assertions and with `verify()` after every mutation (-DKVD_VERIFY).
+KVD_DEBUG=1 builds with assertions and with `verify()` after every batch that a stream
+applies or clear of a stream (-DKVD_VERIFY).
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ from kvd.state import State
 
 EXIT_SECOND_SIGNAL = 130
 
-# A removed rank is invisible at once; its memory comes back in slices of about 1 ms.
-SWEEP_BLOCKS = 8192
+# A removed or cleared rank is invisible at once; its memory comes back in slices of under 1 ms.
+SWEEP_STEPS = 8192  # of at most about 0.1 us
 SWEEP_PAUSE_S = 0.05
 
 log = get_logger(__name__)
@@ -115,7 +115,7 @@ class _Daemon:
 
     async def _sweep(self) -> None:
         while True:
-            if self._state.sweep(SWEEP_BLOCKS):
+            if self._state.sweep(SWEEP_STEPS):
                 await trio.lowlevel.checkpoint()
             else:
                 await trio.sleep(SWEEP_PAUSE_S)

@@ -163,9 +163,9 @@ class State:
 
     # ---- walks
 
-    def sweep(self, max_blocks: int) -> bool:
-        """Frees about `max_blocks` blocks of removed ranks; True while there are more."""
-        return any(partition.index.sweep(max_blocks) for partition in self.partitions.values())
+    def sweep(self, max_steps: int) -> bool:
+        """Frees what removed and cleared ranks held, in small steps; True while there is more."""
+        return any(partition.index.sweep(max_steps) for partition in self.partitions.values())
 
     def dump(self, binary: bool = False) -> Iterator[tuple[Partition, Dump]]:
         """Yields every partition with its dump; partitions that vanish meanwhile are left out."""

@@ -3,13 +3,15 @@
 //   {"scores":{"1":{"0":32}},"frequencies":[1,1],
 //    "instances":{"1":{"longest_matched":48,"gpu":32,"dp":{"0":32},"cpu":48,"disk":48}}}
 //
-// All figures are tokens. A registered rank that caches something is listed with zeros where
-// nothing of it matches; a rank known only from its batches, or with an empty cache, is listed when
-// it matched. Instance figures are the best of the instance's ranks, each tier by itself.
+// All figures are tokens. A registered rank that caches something a query can credit is listed with
+// zeros where nothing of it matches; a rank known only from its batches, or with no such block (a
+// remembered name is none, nor is a block of a window group alone), is listed when it matched. Instance figures are the best of the instance's ranks, each tier by itself.
 #pragma once
 
 #include <charconv>
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -39,7 +41,7 @@ class Answer {
  private:
   bool shown(RankId id) const {
     const Rank& rank = index_.rank(id);
-    return match_.depth(id).disk != 0 || (rank.listed && rank.names.size() != 0);
+    return match_.depth(id).disk != 0 || (rank.listed && rank.credited() != 0);
   }
 
   void separate(bool& first) {
@@ -107,12 +109,28 @@ class Answer {
     out_.push_back('}');
   }
 
+  // One figure a block, mostly the one before: its text is made when it changes, and copied whole.
   void frequencies() {
+    char text[4096];
+    char* to = text;
+    char figure[16] = {','};
+    size_t length = 0;
+    uint32_t last = 0;
     bool first = true;
     for (const uint32_t holders : match_.frequencies()) {
-      separate(first);
-      number(holders);
+      if (length == 0 || holders != last) {
+        last = holders;
+        length = static_cast<size_t>(std::to_chars(figure + 1, std::end(figure), holders).ptr - figure);
+      }
+      if (std::end(text) - to < std::end(figure) - figure) {
+        out_.append(text, to);
+        to = text;
+      }
+      std::memcpy(to, figure + first, sizeof figure - 1);
+      to += length - first;
+      first = false;
     }
+    out_.append(text, to);
   }
 
   const Index& index_;

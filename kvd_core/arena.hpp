@@ -5,12 +5,14 @@
 //          | T T T ... |    | T T T ... |      one segment = 256 entries
 //          +-----------+    +-----------+
 //
-// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size.
+// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
+// entries are a list threaded through the entries themselves, so giving back costs no memory:
+// `T::free_link()` is a member that means nothing while the entry is free.
 //
 // Invariants
 //   1. an id is either live or on the free list, never both;
-//   2. the first `pinned` ids are taken once and never given back; when only they are live, every
-//      segment they do not need has been freed.
+//   2. the first `pinned` ids are taken once and never given back; when only they are live, the
+//      segments they do not need are spare, and `shrink` frees them one by one.
 //
 // Costs: take, give and operator[] O(1); memory = live high-water mark rounded up to a segment.
 #pragma once
@@ -39,43 +41,47 @@ class Arena {
   }
 
   uint32_t take() {
-    ++live_;
-    if (!free_.empty()) {
-      const uint32_t id = free_.back();
-      free_.pop_back();
+    if (free_ != kNoId) {
+      const uint32_t id = free_;
+      free_ = (*this)[id].free_link();
+      ++live_;
       return id;
     }
     if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
     if ((end_ >> kSegmentBits) == segments_.size()) {
       segments_.emplace_back(new T[kSegment]());
     }
+    ++live_;
     return end_++;
   }
 
   void give(uint32_t id) {
     if (--live_ == pinned_) {
-      release();
+      free_ = kNoId;
+      end_ = pinned_;
     } else {
-      free_.push_back(id);
+      (*this)[id].free_link() = free_;
+      free_ = id;
     }
+  }
+
+  // Frees a segment behind the last id; false when there is none.
+  bool shrink() {
+    if (segments_.size() <= (size_t{end_} + kSegment - 1) >> kSegmentBits) return false;
+    segments_.pop_back();
+    return true;
   }
 
   uint32_t live() const { return live_; }
   uint32_t end() const { return end_; }  // every live id is below it
 
-  size_t bytes() const {
-    return segments_.size() * kSegment * sizeof(T) + free_.capacity() * sizeof(uint32_t);
-  }
+  size_t bytes() const { return segments_.size() * kSegment * sizeof(T); }
 
  private:
-  void release() {
-    segments_.resize((pinned_ + kSegment - 1) >> kSegmentBits);
-    std::vector<uint32_t>().swap(free_);
-    end_ = pinned_;
-  }
+  static constexpr uint32_t kNoId = 0xffffffffu;
 
   std::vector<std::unique_ptr<T[]>> segments_;
-  std::vector<uint32_t> free_;
+  uint32_t free_ = kNoId;  // the id that was given back last
   uint32_t pinned_;
   uint32_t max_ids_;
   uint32_t end_ = 0;
@@ -142,13 +148,14 @@ class ProbeTable {
   }
 
   // Gives memory back after many erases; not called by erase, so that scans by index stay valid.
+  // Late, because every entry that is left must be placed again (at worst some 100 ns each).
   template <class Keys>
   void shrink(const Keys& keys) {
     if (count_ == 0) {
       std::vector<uint32_t>().swap(slots_);
       mask_ = 0;
-    } else if (slots_.size() > 64 && count_ * 8ull < slots_.size()) {
-      resize(capacity() / 4, keys);
+    } else if (slots_.size() > 64 && count_ * 32ull < slots_.size()) {
+      resize(capacity() / 8, keys);
     }
   }
 

@@ -20,24 +20,36 @@
 //     arrives; parked blocks are bounded, the oldest is dropped first and counted;
 //   - an unknown name in a removal is normal traffic: counted, no effect.
 //
-// Invariants (beyond those of tree.hpp and names.hpp)
-//   1. rank r is in the holders of block b on layer l exactly when some name of r means b and
-//      has l; `shared_[r, b, l]` counts the further such names;
-//   2. `copies_[r, name, l]` counts the further copies of a name that has l;
-//   3. a name whose only layer is the ghost layer is in its rank's `ghosts` ring;
-//   4. every parked block of a live rank waits: its name is unknown and so is its parent or its
-//      content.
+// A rank that leaves, or whose cache is cleared, is retired: it counts no longer, in O(1), and
+// `sweep` takes it apart bit by bit. Its names are then only hints where its blocks may be. The
+// first that leads to a chain takes the rank off the whole chain, so the others of that chain find
+// nothing to do, and it does not matter that the block they mean may have been freed or reused:
 //
-// Costs: store O(blocks + runs touched), remove O(runs of the node) a block, clear O(names of
-// the rank), all amortised; no operation depends on the number of ranks except through the size
-// of the sets it changes.
+//   retired 7   names [ 17 | .. | R3 | .. | 902 | 18 | .. ]      18 is in the chain of 17
+//                       ─────────>│ sweep_at                     and has nothing left to say
+//
+// Invariants (beyond those of tree.hpp and names.hpp), for live ranks
+//   1. rank r is in the holders of block b on layer l exactly when some name of r means b and
+//      has l; `rare->shared[b, l]` counts the further such names;
+//   2. `rare->copies[name, l]` counts the further copies of a name that has l;
+//   3. a name whose only layer is the ghost layer is in its rank's `ghosts` ring;
+//   4. every parked block waits: its name is unknown and so is its parent or its content;
+// for all
+//   5. `held[counter(l)]` is the number of (block, layer) pairs whose holder the rank is;
+// and for retired ranks
+//   6. every block whose holder the rank is has a slot in its names at or behind `sweep_at`; the
+//      records of the slots before it have been given back.
+//
+// Costs: store O(blocks + runs touched), remove O(runs of the node) a block, all amortised; clear
+// and retire O(1), but O(names of the rank) to clear a part of it; no operation depends on the
+// number of ranks except through the size of the sets it changes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <deque>
-#include <stdexcept>
-#include <string>
+#include <memory>
+#include <numeric>
 #include <unordered_map>
 #include <vector>
 
@@ -59,6 +71,8 @@ constexpr size_t kMaxParked = 65536;
 // Dropped names remembered per rank that offloads: an offload event names its block by hash
 // alone and may come after the device copy went; engines keep them a few steps apart.
 constexpr size_t kMaxGhosts = 4096;
+// A cache of so few names is cleared at once, in some microseconds: no more than a new rank costs.
+constexpr uint32_t kClearAtOnce = 64;
 
 // What happened, in blocks unless said otherwise. Plain totals since the index was made.
 struct Tally {
@@ -72,6 +86,7 @@ struct Tally {
   uint64_t parked = 0;           // set aside: parent or content unknown
   uint64_t unparked = 0;         // placed after all
   uint64_t parked_dropped = 0;   // the bound on parked blocks dropped the oldest
+  uint64_t parked_unsalted = 0;  // of `unparked`: hashed without the salt of their prompt
   uint64_t self_references = 0;  // events refused: a name repeated, or equal to its parent
 };
 
@@ -80,18 +95,68 @@ struct Window {
   uint32_t blocks;  // how many blocks behind a reusable prefix's end the group must hold
 };
 
-struct Rank {
-  Names names;
+struct Parked {
+  bool has_content;  // false: only named so far, `parent`, `local` and `term` mean nothing
+  uint64_t parent;
+  uint64_t local;
+  uint64_t term;
+  LayerMask layers;
+  uint64_t stamp;
+};
+
+// What few ranks have, or have little of.
+struct Rarities {
+  struct Key {  // of a name or a block, and a layer
+    uint64_t id;
+    LayerId layer;
+    bool operator==(const Key& o) const { return id == o.id && layer == o.layer; }
+  };
+  struct Hash {
+    size_t operator()(uint64_t name) const { return mix64(name + 1); }
+    size_t operator()(const Key& k) const { return mix64(k.id ^ mix64(k.layer + 1)); }
+  };
+
+  std::unordered_map<Key, uint32_t, Hash> copies;             // name and layer -> further copies
+  std::unordered_map<Key, uint32_t, Hash> shared;             // block and layer -> further names
+  std::unordered_map<uint64_t, Parked, Hash> parked;          // by name
+  std::unordered_multimap<uint64_t, uint64_t, Hash> waiting;  // parent -> parked children
+  std::deque<uint64_t> ghosts;                                // names, oldest first
+
+  size_t exceptions() const { return copies.size() + shared.size(); }
+};
+
+// What a rank's stream has told, beside its blocks.
+struct RankTraits {
   std::vector<Window> windows;
-  std::deque<uint64_t> ghosts;
   uint32_t dp_rank = 0;
-  uint32_t parked = 0;
-  uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
-  bool live = false;      // false: retired, invisible, waiting for its sweep
   bool listed = false;    // registered, so it is shown without a match too
   bool salted = false;    // its stream says which blocks carry a cache salt
   bool offloads = false;  // its stream names lower-tier blocks by hash alone
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
+};
+
+struct Rank : RankTraits {
+  // The tiers of the main group, the ghosts, and for each tier all its other groups.
+  static constexpr size_t kCounters = kFirstGroupLayer + kTierLayers;
+
+  Names names;
+  std::unique_ptr<Rarities> rare;
+  uint64_t held[kCounters] = {};
+  uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
+  bool live = false;      // false: retired, invisible, waiting for its sweep
+
+  Rarities& rarities() {
+    if (rare == nullptr) rare = std::make_unique<Rarities>();
+    return *rare;
+  }
+  bool has_shared() const { return rare != nullptr && !rare->shared.empty(); }
+  bool has_copies() const { return rare != nullptr && !rare->copies.empty(); }
+  size_t parked() const { return rare == nullptr ? 0 : rare->parked.size(); }
+  size_t ghosts() const { return rare == nullptr ? 0 : rare->ghosts.size(); }
+
+  // Blocks that a query can credit.
+  uint64_t credited() const { return std::accumulate(held, held + kTierLayers, uint64_t{0}); }
+  uint64_t presence() const { return std::accumulate(held, held + kCounters, uint64_t{0}); }
 };
 
 struct Store {
@@ -106,14 +171,15 @@ struct Store {
 
 class Index {
  public:
-  explicit Index(uint32_t block_size)
-      : block_size_(block_size), records_(0, NameKeys::kRecordBit - 16) {}
+  // `max_blocks` bounds the blocks of the tree, the records, and the names of each rank.
+  explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks)
+      : block_size_(block_size), max_blocks_(max_blocks), records_(0, NameKeys::kRecordBit - 16) {}
 
   uint32_t block_size() const { return block_size_; }
   const Tree& tree() const { return tree_; }
   Tree& tree() { return tree_; }
   const Tally& tally() const { return tally_; }
-  uint64_t held(LayerId layer) const { return held_[layer]; }
+  uint64_t held(LayerId tier) const { return held_[tier]; }
   NameKeys keys() const { return {tree_, records_}; }
 
   // ---- ranks
@@ -136,27 +202,36 @@ class Index {
   const Rank& rank(RankId id) const { return ranks_[id]; }
   RankId rank_end() const { return static_cast<RankId>(ranks_.size()); }
 
-  // The rank stops counting at once; `sweep` takes its blocks out later, in slices.
+  // The rank stops counting at once; `sweep` takes it apart later, in slices.
   void retire_rank(RankId id) {
-    drop_parked(id, kAllLayers);
-    ranks_[id].live = false;
+    Rank& rank = ranks_[id];
+    for (LayerId tier = 0; tier < kTierLayers; ++tier) held_[tier] -= rank.held[tier];
+    parked_ -= rank.parked();
+    rank.live = false;
     retired_.push_back(id);
   }
 
-  bool has_retired() const { return !retired_.empty(); }
+  // Retires the rank; a new one with its traits, and nothing else of it, takes its place.
+  RankId renew_rank(RankId id) {
+    const RankId fresh = add_rank(ranks_[id].dp_rank);
+    static_cast<RankTraits&>(ranks_[fresh]) = ranks_[id];
+    retire_rank(id);
+    return fresh;
+  }
 
-  // Takes at most about `budget` blocks of retired ranks out; false when there is none left.
+  // Frees what retired ranks held, and memory that an emptied index has kept, in about `budget`
+  // steps of at most 0.1 us; false when there is nothing left to free.
   bool sweep(uint32_t budget) {
-    while (!retired_.empty() && budget != 0) {
+    Steps steps{budget};
+    while (!retired_.empty() && steps.left()) {
       const RankId id = retired_.back();
-      budget -= clear_names(id, kAllLayers, budget);
-      if (ranks_[id].names.size() == 0) {
-        retired_.pop_back();
-        ranks_[id] = Rank();
-        free_ranks_.push_back(id);
-      }
+      if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
+      retired_.pop_back();
+      ranks_[id] = Rank();
+      free_ranks_.push_back(id);
     }
-    return !retired_.empty();
+    while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);
+    return !steps.left();
   }
 
   // ---- layers
@@ -200,31 +275,35 @@ class Index {
   // ---- blocks
 
   // Blocks in path order: names[i] is what the rank calls the block with content locals[i].
-  void store(RankId id, const Store& s) {
-    if (s.n == 0) return;
+  // False when they are refused because the index is full.
+  bool store(RankId id, const Store& s) {
+    if (s.n == 0) return true;
+    if (!has_room(id, s.n)) return false;
     if (refers_to_itself(s)) {
       ++tally_.self_references;
-      return;
+      return true;
     }
     Position at = Tree::root();
     if (s.has_parent) {
       const uint32_t slot = ranks_[id].names.find(s.parent, keys());
       if (slot == Names::kAbsent) {
         park_run(id, s);
-        return;
+        return true;
       }
       at = tree_.after(keys().block(ranks_[id].names.value(slot)));
     }
     place(id, s, at);
-    if (ranks_[id].parked != 0) {
+    if (ranks_[id].parked() != 0) {
       for (uint32_t i = 0; i < s.n; ++i) work_.push_back(s.names[i]);
       settle(id);
     }
+    return true;
   }
 
   // Blocks known by name alone (offload events, window groups). Held on `layer` once the name
-  // means something.
-  void store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent) {
+  // means something. False when they are refused because the index is full.
+  bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent) {
+    if (!has_room(id, n)) return false;
     const bool copy = is_copy(id, n, has_parent);
     for (uint32_t i = 0; i < n; ++i) {
       const uint32_t slot = ranks_[id].names.find(names[i], keys());
@@ -238,6 +317,7 @@ class Index {
         ++tally_.refreshed;
       }
     }
+    return true;
   }
 
   void remove(RankId id, uint64_t name, LayerId layer) {
@@ -255,7 +335,7 @@ class Index {
     const LayerMask left = keys().layers(value) & ~(1u << layer);
     if (left != 0) {
       ranks_[id].names.set_layers(slot, left, keys(), records_);
-    } else if (ranks_[id].offloads) {
+    } else if (ranks_[id].offloads && records_.live() < max_blocks_) {
       haunt(id, slot, name, block);
     } else {
       ranks_[id].names.erase(slot, keys(), records_);
@@ -263,66 +343,100 @@ class Index {
     }
     lose(id, block, layer);
     trim(tree_.block(block).node);
-    if (ranks_[id].ghosts.size() > kMaxGhosts) lay_oldest_ghost(id);
+    if (ranks_[id].ghosts() > kMaxGhosts) lay_oldest_ghost(id);
   }
 
   // Whether nothing is known of the rank's cache: no block, no copy, nothing set aside.
   bool holds_nothing(RankId id) const {
-    return ranks_[id].names.size() == 0 && ranks_[id].parked == 0;
+    return ranks_[id].names.size() == 0 && ranks_[id].parked() == 0;
   }
 
-  // Drops everything the rank holds on the layers of `mask`.
-  void clear(RankId id, LayerMask mask) {
-    drop_parked(id, mask);
+  // Drops everything the rank holds on all layers, or on those of some tiers. Returns the id that
+  // the rank has from now on.
+  RankId clear(RankId id, LayerMask mask) {
+    if (mask != kAllLayers) drop_parked(id, mask);
+    const bool all = mask == kAllLayers || (ranks_[id].parked() == 0 && lies_within(id, mask));
+    if (all && ranks_[id].names.size() + ranks_[id].parked() > kClearAtOnce) return renew_rank(id);
+    if (mask == kAllLayers) drop_parked(id, mask);
     // A name that loses its last layer to a clear is forgotten: nothing may refer to it later.
-    clear_names(id, mask | 1u << kGhostLayer, kNone);
-    ranks_[id].ghosts.clear();
+    clear_names(id, mask | 1u << kGhostLayer);
+    return id;
   }
 
-  // The inherited hash term of the block that the rank calls `name`, 0 without one.
+  // The inherited hash term of the block that the rank calls `name`, parked or not; 0 without one.
   uint64_t term_of(RankId id, uint64_t name) const {
-    if (terms_.empty()) return 0;
-    const uint32_t slot = ranks_[id].names.find(name, keys());
-    if (slot == Names::kAbsent) return 0;
-    const auto it = terms_.find(keys().block(ranks_[id].names.value(slot)));
-    return it == terms_.end() ? 0 : it->second;
+    const Rank& rank = ranks_[id];
+    if (terms_.empty() && rank.parked() == 0) return 0;
+    const uint32_t slot = rank.names.find(name, keys());
+    if (slot != Names::kAbsent) return term_at(keys().block(rank.names.value(slot)));
+    if (rank.parked() == 0) return 0;
+    const auto it = rank.rare->parked.find(name);
+    return it == rank.rare->parked.end() ? 0 : it->second.term;
   }
 
-  size_t parked_count() const { return parked_.size(); }
+  size_t parked_count() const { return parked_; }
   size_t record_count() const { return records_.live(); }
-  size_t exception_count() const { return copies_.size() + shared_.size() + terms_.size(); }
+  size_t exception_count() const {
+    size_t total = terms_.size();
+    for (const Rank& r : ranks_) total += r.rare == nullptr ? 0 : r.rare->exceptions();
+    return total;
+  }
 
   size_t bytes() const {
     size_t total = tree_.bytes() + records_.bytes() + ranks_.capacity() * sizeof(Rank);
-    for (const Rank& r : ranks_) total += r.names.bytes() + r.ghosts.size() * sizeof(uint64_t);
-    return total + parked_.size() * kParkedBytes + exception_count() * kExceptionBytes;
+    for (const Rank& r : ranks_) {
+      total += r.names.bytes() + r.ghosts() * sizeof(uint64_t) + r.parked() * kParkedBytes;
+      if (r.rare != nullptr) total += kRaritiesBytes + r.rare->exceptions() * kExceptionBytes;
+    }
+    return total + terms_.size() * kExceptionBytes;
   }
 
  private:
   friend class Verifier;
 
-  struct Key {  // of a name or a block, within a rank and a layer
-    uint64_t id;
-    RankId rank;
-    LayerId layer;
-    bool operator==(const Key& o) const { return id == o.id && rank == o.rank && layer == o.layer; }
-  };
-  struct KeyHash {
-    size_t operator()(const Key& k) const {
-      return mix64(k.id ^ mix64((uint64_t{k.rank} << 32 | k.layer) + 1));
-    }
-  };
-  struct Parked {
-    bool has_content;  // false: only named so far, `parent`, `local` and `term` mean nothing
-    uint64_t parent;
-    uint64_t local;
-    uint64_t term;
-    LayerMask layers;
+  struct QueueEntry {  // of a parked block
+    uint64_t name;
     uint64_t stamp;
+    RankId rank;
+  };
+
+  // What a slice of a sweep may still do.
+  class Steps {
+   public:
+    explicit Steps(uint32_t budget) : left_(budget) {}
+    bool left() const { return left_ > 0; }
+    void take(size_t steps) { left_ -= static_cast<int64_t>(steps); }
+
+   private:
+    int64_t left_;
   };
 
   static constexpr size_t kParkedBytes = 160;    // two hash nodes and a queue entry
   static constexpr size_t kExceptionBytes = 48;  // one hash node
+  static constexpr size_t kRaritiesBytes = sizeof(Rarities) + 576;  // an empty deque's memory
+
+  // Steps of a sweep: slots passed, blocks freed, members of a set copied, each in one of them;
+  // and what a chain costs besides. Measured: together they keep a step below 0.1 us.
+  static constexpr size_t kSlotsAStep = 16;
+  static constexpr size_t kFreedAStep = 8;
+  static constexpr size_t kMembersAStep = 64;
+  static constexpr size_t kStepsAChain = 16;
+  static constexpr size_t kStepsASegment = 8;
+
+  // Which counter of a rank counts a layer.
+  size_t counter(LayerId layer) const {
+    return layer < kFirstGroupLayer ? layer : kFirstGroupLayer + tier_of(layer);
+  }
+
+  bool has_room(RankId id, uint32_t n) const {
+    const auto fits = [&](uint32_t used) { return used <= max_blocks_ && n <= max_blocks_ - used; };
+    return fits(tree_.block_count()) && fits(records_.live()) && fits(ranks_[id].names.size());
+  }
+
+  uint64_t term_at(BlockId block) const {
+    const auto it = terms_.find(block);
+    return it == terms_.end() ? 0 : it->second;
+  }
 
   bool refers_to_itself(const Store& s) {
     if (s.n == 1) return s.has_parent && s.names[0] == s.parent;
@@ -375,7 +489,7 @@ class Index {
     ranks_[id].names.erase(slot, keys(), records_);
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((layers >> layer & 1) == 0) continue;
-      copies_.erase({name, id, layer});
+      if (ranks_[id].has_copies()) ranks_[id].rare->copies.erase({name, layer});
       lose(id, block, layer);
     }
     trim(tree_.block(block).node);
@@ -434,28 +548,27 @@ class Index {
 
   void hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to) {
     const uint32_t gained = tree_.hold(node, layer, from, to, id, [&](uint32_t offset) {
-      ++shared_[{tree_.node(node).chain.block()[offset], id, layer}];
+      ++ranks_[id].rarities().shared[{tree_.node(node).chain.block()[offset], layer}];
     });
-    if (layer != kGhostLayer) {
-      held_[layer] += gained;
-      tally_.stored += gained;
-    }
+    ranks_[id].held[counter(layer)] += gained;
+    if (layer < kTierLayers) held_[layer] += gained;
+    if (layer != kGhostLayer) tally_.stored += gained;
   }
 
   void lose(RankId id, BlockId block, LayerId layer) {
-    if (!shared_.empty()) {
-      const auto it = shared_.find({block, id, layer});
-      if (it != shared_.end()) {
-        if (--it->second == 0) shared_.erase(it);
+    Rank& rank = ranks_[id];
+    if (rank.has_shared()) {
+      const auto it = rank.rare->shared.find({block, layer});
+      if (it != rank.rare->shared.end()) {
+        if (--it->second == 0) rank.rare->shared.erase(it);
         return;
       }
     }
     const Block b = tree_.block(block);
     tree_.release(b.node, layer, b.offset, b.offset + 1, id);
-    if (layer != kGhostLayer) {
-      --held_[layer];
-      ++tally_.removed;
-    }
+    --rank.held[counter(layer)];
+    if (layer < kTierLayers) --held_[layer];
+    if (layer != kGhostLayer) ++tally_.removed;
   }
 
   // Gives a known name one more layer; a ghost that is held again is no ghost.
@@ -477,15 +590,16 @@ class Index {
   }
 
   void add_copy(RankId id, uint64_t name, LayerId layer) {
-    ++copies_[{name, id, layer}];
+    ++ranks_[id].rarities().copies[{name, layer}];
     ++tally_.copies;
   }
 
   bool take_copy(RankId id, uint64_t name, LayerId layer) {
-    if (copies_.empty()) return false;
-    const auto it = copies_.find({name, id, layer});
-    if (it == copies_.end()) return false;
-    if (--it->second == 0) copies_.erase(it);
+    if (!ranks_[id].has_copies()) return false;
+    auto& copies = ranks_[id].rare->copies;
+    const auto it = copies.find({name, layer});
+    if (it == copies.end()) return false;
+    if (--it->second == 0) copies.erase(it);
     return true;
   }
 
@@ -501,12 +615,12 @@ class Index {
     ranks_[id].names.set_layers(slot, 1u << kGhostLayer, keys(), records_);
     const Block b = tree_.block(block);
     hold(id, b.node, kGhostLayer, b.offset, b.offset + 1);
-    ranks_[id].ghosts.push_back(name);
+    ranks_[id].rarities().ghosts.push_back(name);
   }
 
   void lay_oldest_ghost(RankId id) {
-    const uint64_t name = ranks_[id].ghosts.front();
-    ranks_[id].ghosts.pop_front();
+    const uint64_t name = ranks_[id].rare->ghosts.front();
+    ranks_[id].rare->ghosts.pop_front();
     const uint32_t slot = ranks_[id].names.find(name, keys());
     if (slot == Names::kAbsent) return;
     if (keys().layers(ranks_[id].names.value(slot)) != 1u << kGhostLayer) return;
@@ -534,12 +648,12 @@ class Index {
 
   // `content` is null when only the name is known.
   void park(RankId id, uint64_t name, LayerId layer, const Store* content) {
-    const Key key{name, id, 0};
-    auto it = parked_.find(key);
-    if (it == parked_.end()) {
-      it = parked_.emplace(key, Parked{false, 0, 0, 0, 0, ++stamp_}).first;
-      order_.emplace_back(key, stamp_);
-      ++ranks_[id].parked;
+    Rarities& rare = ranks_[id].rarities();
+    auto it = rare.parked.find(name);
+    if (it == rare.parked.end()) {
+      it = rare.parked.emplace(name, Parked{false, 0, 0, 0, 0, ++stamp_}).first;
+      order_.push_back({name, stamp_, id});
+      ++parked_;
       ++tally_.parked;
     }
     Parked& p = it->second;
@@ -549,74 +663,79 @@ class Index {
       p.parent = content->parent;
       p.local = content->locals[0];
       p.term = content->term;
-      waiting_.emplace(Key{content->parent, id, 0}, name);
+      rare.waiting.emplace(content->parent, name);
     }
     bound_parked();
   }
 
   void bound_parked() {
-    while (parked_.size() > kMaxParked) {
-      const auto it = parked_.find(order_.front().first);
-      if (it != parked_.end() && it->second.stamp == order_.front().second) {
-        forget_parked(it);
-        ++tally_.parked_dropped;
-      }
+    while (parked_ > kMaxParked) {
+      const QueueEntry oldest = order_.front();
       order_.pop_front();
+      if (!is_parked(oldest)) continue;
+      forget_parked(oldest.rank, ranks_[oldest.rank].rare->parked.find(oldest.name));
+      ++tally_.parked_dropped;
     }
     // Entries of blocks placed meanwhile are dropped from the queue before they outnumber it.
-    if (order_.size() > 2 * parked_.size() + 64) {
-      std::deque<std::pair<Key, uint64_t>> kept;
-      for (const auto& entry : order_) {
-        const auto it = parked_.find(entry.first);
-        if (it != parked_.end() && it->second.stamp == entry.second) kept.push_back(entry);
+    if (order_.size() > 2 * parked_ + 64) {
+      std::deque<QueueEntry> kept;
+      for (const QueueEntry& entry : order_) {
+        if (is_parked(entry)) kept.push_back(entry);
       }
       order_.swap(kept);
     }
   }
 
-  void forget_parked(std::unordered_map<Key, Parked, KeyHash>::iterator it) {
-    const Key key = it->first;
+  bool is_parked(const QueueEntry& entry) const {
+    const Rank& rank = ranks_[entry.rank];
+    if (!rank.live || rank.parked() == 0) return false;
+    const auto it = rank.rare->parked.find(entry.name);
+    return it != rank.rare->parked.end() && it->second.stamp == entry.stamp;
+  }
+
+  void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, Rarities::Hash>::iterator it) {
+    Rarities& rare = *ranks_[id].rare;
     if (it->second.has_content) {
-      const auto range = waiting_.equal_range(Key{it->second.parent, key.rank, 0});
+      const auto range = rare.waiting.equal_range(it->second.parent);
       for (auto w = range.first; w != range.second; ++w) {
-        if (w->second == key.id) {
-          waiting_.erase(w);
+        if (w->second == it->first) {
+          rare.waiting.erase(w);
           break;
         }
       }
     }
-    --ranks_[key.rank].parked;
-    parked_.erase(it);
+    --parked_;
+    rare.parked.erase(it);
   }
 
   bool unpark(RankId id, uint64_t name, LayerId layer) {
-    if (ranks_[id].parked == 0) return false;
-    const auto it = parked_.find({name, id, 0});
-    if (it == parked_.end() || (it->second.layers >> layer & 1) == 0) return false;
+    if (ranks_[id].parked() == 0) return false;
+    const auto it = ranks_[id].rare->parked.find(name);
+    if (it == ranks_[id].rare->parked.end() || (it->second.layers >> layer & 1) == 0) return false;
     it->second.layers &= ~(1u << layer);
-    if (it->second.layers == 0) forget_parked(it);
+    if (it->second.layers == 0) forget_parked(id, it);
     return true;
   }
 
   void drop_parked(RankId id, LayerMask mask) {
-    if (ranks_[id].parked == 0) return;
-    for (auto it = parked_.begin(); it != parked_.end();) {
+    if (ranks_[id].parked() == 0) return;
+    auto& parked = ranks_[id].rare->parked;
+    for (auto it = parked.begin(); it != parked.end();) {
       const auto here = it++;
-      if (here->first.rank != id) continue;
       here->second.layers &= ~mask;
-      if (here->second.layers == 0) forget_parked(here);
+      if (here->second.layers == 0) forget_parked(id, here);
     }
   }
 
   // Places what waited for the names in `work_`, and what waited for that in turn.
   void settle(RankId id) {
-    while (!work_.empty() && ranks_[id].parked != 0) {
+    while (!work_.empty() && ranks_[id].parked() != 0) {
       const uint64_t name = work_.back();
       work_.pop_back();
       settle_layers(id, name);
       while (true) {
-        const auto child = waiting_.find(Key{name, id, 0});
-        if (child == waiting_.end()) break;
+        const auto child = ranks_[id].rare->waiting.find(name);
+        if (child == ranks_[id].rare->waiting.end()) break;
         settle_child(id, name, child->second);
       }
     }
@@ -625,10 +744,10 @@ class Index {
 
   // A parked block whose name has been placed by another event only adds its layers.
   void settle_layers(RankId id, uint64_t name) {
-    const auto it = parked_.find({name, id, 0});
-    if (it == parked_.end()) return;
+    const auto it = ranks_[id].rare->parked.find(name);
+    if (it == ranks_[id].rare->parked.end()) return;
     const LayerMask layers = it->second.layers;
-    forget_parked(it);
+    forget_parked(id, it);
     ++tally_.unparked;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((layers >> layer & 1) == 0) continue;
@@ -638,13 +757,18 @@ class Index {
   }
 
   void settle_child(RankId id, uint64_t parent, uint64_t name) {
-    const auto it = parked_.find({name, id, 0});
+    const auto it = ranks_[id].rare->parked.find(name);
     const Parked p = it->second;
-    forget_parked(it);
+    forget_parked(id, it);
     ++tally_.unparked;
+    // No query asks for a block that was hashed without its prompt's term. It is placed all the
+    // same: removals mean it, and what follows it inherits the term.
+    const uint64_t above = term_at(block_of(id, parent));
+    const uint64_t term = above != 0 ? above : p.term;
+    if (term != p.term) ++tally_.parked_unsalted;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((p.layers >> layer & 1) == 0) continue;
-      const Store s{&name, &p.local, 1, true, parent, layer, p.term};
+      const Store s{&name, &p.local, 1, true, parent, layer, term};
       place(id, s, tree_.after(block_of(id, parent)));
     }
     work_.push_back(name);
@@ -652,103 +776,126 @@ class Index {
 
   // ---- clearing
 
-  // Takes the layers of `mask` from at most `budget` names; returns how many were looked at.
-  // Works on many blocks at once: chains change run by run, not block by block.
-  uint32_t clear_names(RankId id, LayerMask mask, uint32_t budget) {
+  // Whether the rank holds nothing, but for ghosts, on any layer that is not in `mask`: all layers
+  // of some tiers.
+  bool lies_within(RankId id, LayerMask mask) const {
+    const Rank& rank = ranks_[id];
+    for (LayerId tier = 0; tier < kTierLayers; ++tier) {
+      if ((mask >> tier & 1) != 0) continue;
+      if (rank.held[tier] != 0 || rank.held[kFirstGroupLayer + tier] != 0) return false;
+    }
+    return true;
+  }
+
+  // Takes the layers of `mask` from every name, and the rank off them, chain by chain.
+  void clear_names(RankId id, LayerMask mask) {
     Rank& rank = ranks_[id];
-    losses_.clear();
-    uint32_t seen = 0;
-    uint32_t slot = rank.sweep_at;
-    for (; slot < rank.names.capacity() && seen < budget; ++slot) {
+    if (rank.rare != nullptr) clear_rarities(*rank.rare, mask);
+    touched_.clear();
+    for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
       const uint32_t value = rank.names.value(slot);
       if (value == Names::kAbsent) continue;
-      ++seen;
-      const LayerMask gone = keys().layers(value) & mask;
-      if (gone == 0) continue;
-      losses_.push_back({tree_.block(keys().block(value)), keys().block(value), gone});
-      drop_copies(id, keys().name(value), gone);
-      const LayerMask left = keys().layers(value) & ~mask;
-      if (left != 0) {
-        rank.names.set_layers(slot, left, keys(), records_);
+      const LayerMask layers = keys().layers(value);
+      if ((layers & mask) == 0) continue;
+      const NodeId node = tree_.block(keys().block(value)).node;
+      if (touched_.empty() || touched_.back() != node) touched_.push_back(node);
+      if ((layers & ~mask) != 0) {
+        rank.names.set_layers(slot, layers & ~mask, keys(), records_);
       } else {
         rank.names.erase(slot, keys(), records_);
         --slot;  // another entry may have moved here (unsigned wrap at 0 is undone by ++)
       }
     }
-    const bool finished = slot >= rank.names.capacity();
-    rank.sweep_at = finished ? 0 : slot;
-    lose_all(id);
-    if (finished) rank.names.shrink(keys());
-    return seen == 0 ? 1 : seen;
-  }
-
-  void drop_copies(RankId id, uint64_t name, LayerMask layers) {
-    if (copies_.empty()) return;
-    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-      if ((layers >> layer & 1) != 0) copies_.erase({name, id, layer});
+    for (const NodeId node : touched_) leave_chain(id, node, mask);
+    rank.names.shrink(keys());
+    // Trimming may free chains of this list, or merge them into others of it; ids are not reused
+    // meanwhile, because trimming makes no nodes.
+    for (const NodeId node : touched_) {
+      if (tree_.alive(node)) trim(node);
     }
   }
 
-  struct Loss {
-    Block at;
-    BlockId block;
-    LayerMask layers;
-  };
+  static void clear_rarities(Rarities& rare, LayerMask mask) {
+    for (auto* counts : {&rare.copies, &rare.shared}) {
+      for (auto it = counts->begin(); it != counts->end();) {
+        it = (mask >> it->first.layer & 1) != 0 ? counts->erase(it) : std::next(it);
+      }
+    }
+    rare.ghosts.clear();
+  }
 
-  void lose_all(RankId id) {
-    std::sort(losses_.begin(), losses_.end(), [](const Loss& a, const Loss& b) {
-      return a.at.node != b.at.node ? a.at.node < b.at.node : a.at.offset < b.at.offset;
+  // Takes the rank off a whole chain. Returns the members of the sets that changed.
+  size_t leave_chain(RankId id, NodeId node, LayerMask mask) {
+    Rank& rank = ranks_[id];
+    size_t copied = 0;
+    tree_.release_chain(node, mask, id, [&](LayerId layer, uint32_t blocks, size_t members) {
+      copied += members;
+      rank.held[counter(layer)] -= blocks;
+      if (rank.live && layer < kTierLayers) held_[layer] -= blocks;
+      if (layer != kGhostLayer) tally_.removed += blocks;
     });
-    for (size_t i = 0; i < losses_.size();) {
-      size_t j = i + 1;
-      // A run of neighbours that lose the same layers, none of them under two names.
-      while (shared_.empty() && j < losses_.size() && losses_[j].at.node == losses_[i].at.node &&
-             losses_[j].at.offset == losses_[j - 1].at.offset + 1 &&
-             losses_[j].layers == losses_[i].layers) {
-        ++j;
-      }
-      lose_run(id, losses_[i], static_cast<uint32_t>(j - i));
-      i = j;
-    }
-    NodeId last = kNone;
-    for (const Loss& loss : losses_) {
-      // Trimming may free nodes of this list, or merge them into others of it; ids are not
-      // reused meanwhile, because trimming makes no nodes.
-      if (loss.at.node != last && tree_.alive(loss.at.node)) trim(loss.at.node);
-      last = loss.at.node;
-    }
+    return copied;
   }
 
-  void lose_run(RankId id, const Loss& first, uint32_t n) {
-    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-      if ((first.layers >> layer & 1) == 0) continue;
-      if (n == 1) {
-        lose(id, first.block, layer);
-        continue;
+  // ---- sweeping retired ranks
+
+  bool sweep_rarities(RankId id, Steps& steps) {
+    if (ranks_[id].rare == nullptr) return true;
+    Rarities& rare = *ranks_[id].rare;
+    return empty_out(rare.copies, steps) && empty_out(rare.shared, steps) &&
+           empty_out(rare.parked, steps) && empty_out(rare.waiting, steps);
+  }
+
+  template <class Map>
+  static bool empty_out(Map& map, Steps& steps) {
+    for (; !map.empty() && steps.left(); steps.take(1)) map.erase(map.begin());
+    return map.empty();
+  }
+
+  // True when the rank is nowhere any more and none of its records is left.
+  bool sweep_names(RankId id, Steps& steps) {
+    Rank& rank = ranks_[id];
+    bool present = rank.presence() != 0;
+    for (; rank.sweep_at < rank.names.capacity() && steps.left(); ++rank.sweep_at) {
+      if (rank.sweep_at % kSlotsAStep == 0) steps.take(1);
+      const uint32_t value = rank.names.value(rank.sweep_at);
+      if (value == Names::kAbsent) continue;
+      const BlockId block = keys().block(value);
+      if ((value & NameKeys::kRecordBit) != 0) {
+        records_.give(value & ~NameKeys::kRecordBit);
+        steps.take(1);
       }
-      tree_.release(first.at.node, layer, first.at.offset, first.at.offset + n, id);
-      if (layer != kGhostLayer) {
-        held_[layer] -= n;
-        tally_.removed += n;
-      }
+      if (!present) continue;
+      sweep_chain(id, tree_.node_of(block), steps);
+      present = rank.presence() != 0;
     }
+    return rank.sweep_at == rank.names.capacity();
+  }
+
+  void sweep_chain(RankId id, NodeId node, Steps& steps) {
+    steps.take(1);
+    if (node == kNone) return;
+    const uint32_t before = tree_.block_count();
+    const size_t copied = leave_chain(id, node, kAllLayers);
+    if (copied == 0) return;
+    trim(node);
+    const size_t freed = before - tree_.block_count();
+    steps.take(kStepsAChain + freed / kFreedAStep + copied / kMembersAStep);
   }
 
   uint32_t block_size_;
+  uint32_t max_blocks_;
   Tree tree_;
   Arena<Record> records_;
   std::vector<Rank> ranks_;
   std::vector<RankId> free_ranks_;
   std::vector<RankId> retired_;
   std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
-  std::unordered_map<Key, uint32_t, KeyHash> copies_;
-  std::unordered_map<Key, uint32_t, KeyHash> shared_;
   std::unordered_map<BlockId, uint64_t> terms_;
-  std::unordered_map<Key, Parked, KeyHash> parked_;
-  std::unordered_multimap<Key, uint64_t, KeyHash> waiting_;  // parent -> parked children
-  std::deque<std::pair<Key, uint64_t>> order_;               // parked blocks, oldest first
+  std::deque<QueueEntry> order_;  // parked blocks, oldest first
+  size_t parked_ = 0;             // of live ranks
   uint64_t stamp_ = 0;
-  uint64_t held_[kMaxLayers] = {};
+  uint64_t held_[kTierLayers] = {};  // by live ranks
   Tally tally_;
 
   // Scratch of the operation in progress, kept for its capacity.
@@ -756,7 +903,7 @@ class Index {
   std::vector<uint8_t> gained_;
   std::vector<uint64_t> sorted_;
   std::vector<uint64_t> work_;
-  std::vector<Loss> losses_;
+  std::vector<NodeId> touched_;
 };
 
 }  // namespace kvd

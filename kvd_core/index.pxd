@@ -19,6 +19,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
     LayerId kTierLayers
     LayerId kGhostLayer
     uint32_t kAllLayers
+    uint32_t kMaxBlocks "kvd::Tree::kMaxBlocks"
 
     cppclass CTally "kvd::Tally":
         uint64_t stored             # blocks gained by a rank on a layer
@@ -31,6 +32,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         uint64_t parked             # blocks set aside: parent or content unknown
         uint64_t unparked           # blocks placed after all
         uint64_t parked_dropped     # blocks lost to the bound on parked ones
+        uint64_t parked_unsalted    # of `unparked`: hashed without the salt of their prompt
         uint64_t self_references    # events refused: a name repeated, or equal to its parent
 
     cppclass CRank "kvd::Rank":
@@ -55,7 +57,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         uint32_t block_count()
 
     cppclass CIndex "kvd::Index":
-        CIndex(uint32_t) except +
+        CIndex(uint32_t, uint32_t) except +
         uint32_t block_size()
         CTree& tree()
         const CTally& tally()
@@ -63,11 +65,10 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         CRank& rank(RankId)
         RankId rank_end()
         cbool sweep(uint32_t) except +
-        cbool has_retired()
-        void store(RankId, const CStore&) except +
-        void store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
+        uint32_t tier_mask(uint32_t)
+        cbool store(RankId, const CStore&) except +
+        cbool store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
         void remove(RankId, uint64_t, LayerId) except +
-        void clear(RankId, uint32_t) except +
         size_t parked_count()
         size_t record_count()
         size_t exception_count()
@@ -81,6 +82,7 @@ cdef extern from "worker.hpp" namespace "kvd" nogil:
         RankId find(uint32_t)
         RankId rank(CIndex&, uint32_t) except +
         void retire(CIndex&, uint32_t) except +
+        RankId clear(CIndex&, uint32_t, uint32_t) except +
         void retire_all(CIndex&) except +
 
 cdef extern from "stream.hpp" namespace "kvd" nogil:

@@ -4,6 +4,7 @@ from typing import Final, TypedDict
 from kvd_core.scan import BodyScanner
 
 TIERS: Final[tuple[str, ...]]
+MAX_BLOCKS: Final[int]
 EMPTIED: Final[int]
 FLAWED: Final[int]
 IGNORED: Final[tuple[str, ...]]
@@ -34,6 +35,7 @@ class IndexStats(TypedDict):
     parked: int
     unparked: int
     parked_dropped: int
+    parked_unsalted: int
     self_references: int
 
 class IngestCounters:
@@ -41,11 +43,13 @@ class IngestCounters:
 
 class PrefixIndex:
     counters: Final[IngestCounters]
-    def __init__(self, block_size: int, counters: IngestCounters) -> None: ...
+    def __init__(
+        self, block_size: int, counters: IngestCounters, max_blocks: int = ...
+    ) -> None: ...
     @property
     def block_size(self) -> int: ...
     def add_worker(self, worker_id: int | str) -> Worker: ...
-    def sweep(self, max_blocks: int) -> bool: ...
+    def sweep(self, max_steps: int) -> bool: ...
     def query_tokens(
         self,
         scanner: BodyScanner,
@@ -76,10 +80,10 @@ class Worker:
         locals: Sequence[int],
         parent: int | None = None,
         tier: int = 0,
-    ) -> None: ...
+    ) -> bool: ...
     def store_named(
         self, dp_rank: int, names: Sequence[int], tier: int, offload: bool = True
-    ) -> None: ...
+    ) -> bool: ...
     def drop(self, dp_rank: int, names: Iterable[int], tier: int = 0) -> None: ...
     def clear(self, dp_rank: int, tier: int | None = None) -> None: ...
 

@@ -15,9 +15,10 @@ from cython.operator cimport dereference as deref
 from kvd_core.decoder import REASONS
 
 TIERS = ("device", "host", "disk", "external")
+MAX_BLOCKS = kMaxBlocks
 EMPTIED = kEmptied
 FLAWED = kFlawed
-IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks")
+IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 
 
 cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
@@ -49,10 +50,15 @@ cdef class PrefixIndex:
     """Blocks of `block_size` tokens and their holders.
 
     `counters` receives the event totals of this index's streams; several indexes may share one.
+    What exceeds `max_blocks` is refused: so many blocks, or names of one rank.
     """
 
-    def __cinit__(self, uint32_t block_size, IngestCounters counters not None):
-        self.c = new CIndex(block_size)
+    def __cinit__(
+        self, uint32_t block_size, IngestCounters counters not None, uint32_t max_blocks=MAX_BLOCKS
+    ):
+        if max_blocks > MAX_BLOCKS:
+            raise ValueError(f"an index has at most {MAX_BLOCKS} blocks")
+        self.c = new CIndex(block_size, max_blocks)
         self.counters = counters
         self.workers = []
 
@@ -75,9 +81,12 @@ cdef class PrefixIndex:
         self.order.push_back(&worker.c)
         return worker
 
-    def sweep(self, uint32_t max_blocks):
-        """Frees up to about `max_blocks` blocks of removed ranks; True while there are more."""
-        return self.c.sweep(max_blocks)
+    def sweep(self, uint32_t max_steps):
+        """Frees what removed and cleared ranks held; True while there is more.
+
+        A step takes at most about 0.1 us, and frees up to 8 blocks.
+        """
+        return self.c.sweep(max_steps)
 
     cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=None, str cache_salt=None):
         """Answers with the matches of a prompt, as JSON bytes (see `answer.hpp`).
@@ -173,6 +182,7 @@ cdef class PrefixIndex:
             "parked": t.parked,
             "unparked": t.unparked,
             "parked_dropped": t.parked_dropped,
+            "parked_unsalted": t.parked_unsalted,
             "self_references": t.self_references,
         }
 
@@ -242,7 +252,10 @@ cdef class Worker:
     # The operations behind a stream, for tests and tools. Hashes are unsigned 64-bit integers.
 
     def store(self, uint32_t dp_rank, names, locals, parent=None, LayerId tier=0):
-        """Stores blocks in path order below `parent` (a name of this rank) or at the root."""
+        """Stores blocks in path order below `parent` (a name of this rank) or at the root.
+
+        False when they are refused because the index is full.
+        """
         cdef vector[uint64_t] n = names
         cdef vector[uint64_t] l = locals
         if n.size() != l.size() or tier >= kTierLayers:
@@ -255,15 +268,18 @@ cdef class Worker:
         s.parent = parent if parent is not None else 0
         s.layer = tier
         s.term = 0
-        self.index.c.store(self.rank_of(dp_rank), s)
+        return self.index.c.store(self.rank_of(dp_rank), s)
 
     def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):
-        """Stores blocks known by name alone; `offload` marks the rank's stream as one that does."""
+        """Stores blocks known by name alone; `offload` marks the rank's stream as one that does.
+
+        False when they are refused because the index is full.
+        """
         cdef vector[uint64_t] n = names
         cdef RankId rank = self.rank_of(dp_rank)
         if offload:
             self.index.c.rank(rank).offloads = True
-        self.index.c.store_named(rank, n.data(), <uint32_t>n.size(), tier, False)
+        return self.index.c.store_named(rank, n.data(), <uint32_t>n.size(), tier, False)
 
     def drop(self, uint32_t dp_rank, names, LayerId tier=0):
         """Removes blocks of one tier by name; unknown names are counted."""
@@ -272,8 +288,13 @@ cdef class Worker:
             self.index.c.remove(rank, name, tier)
 
     def clear(self, uint32_t dp_rank, tier=None):
-        """Removes everything the rank holds, or holds on one tier."""
-        self.index.c.clear(self.rank_of(dp_rank), kAllLayers if tier is None else 1 << tier)
+        """Removes everything the rank holds, or holds on one tier.
+
+        What is invisible from now on may need `PrefixIndex.sweep` to be freed.
+        """
+        self.rank_of(dp_rank)
+        cdef uint32_t mask = kAllLayers if tier is None else self.index.c.tier_mask(tier)
+        self.c.clear(deref(self.index.c), dp_rank, mask)
 
 
 cdef class Stream:
@@ -288,7 +309,7 @@ cdef class Stream:
     def apply(self, bytes payload not None):
         """Applies one batch as it came off the wire.
 
-        Bad input is counted by reason and never raises. Returns 0, or bits: EMPTIED when a clear
+        Bad input, and blocks that an index has no room for, are counted and never raise. Returns 0, or bits: EMPTIED when a clear
         has left nothing of this stream's ranks, FLAWED when part of the batch could not be
         understood. RuntimeError when the worker was removed.
         """

@@ -75,12 +75,24 @@ class Match {
       if (node == kNone) return;
       const Chain& chain = tree.node(node).chain;
       const size_t most = std::min<size_t>(chain.len(), n - i);
-      const size_t met = static_cast<size_t>(
-          std::mismatch(chain.local(), chain.local() + most, locals + i).first - chain.local());
+      const size_t met = equal_length(chain.local(), locals + i, most);
       path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
       i += met;
       if (met < chain.len()) return;
     }
+  }
+
+  // How many of the first `n` are equal. Eight at a time, because a loop that may end at each
+  // element is not vectorised.
+  static size_t equal_length(const uint64_t* a, const uint64_t* b, size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+      uint64_t differ = 0;
+      for (size_t k = i; k < i + 8; ++k) differ |= a[k] ^ b[k];
+      if (differ != 0) break;
+    }
+    while (i < n && a[i] == b[i]) ++i;
+    return i;
   }
 
   // Calls visit(set, from, to) for the runs of a layer along the path, in prompt positions;

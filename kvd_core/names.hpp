@@ -24,12 +24,12 @@
 
 namespace kvd {
 
-using LayerMask = uint32_t;
-
 struct Record {
   uint64_t name;
   BlockId block;
   LayerMask layers;
+
+  uint32_t& free_link() { return block; }
 };
 
 constexpr LayerId kDeviceLayer = 0;

@@ -77,6 +77,8 @@ class RankSets {
     table_.shrink(*this);
   }
 
+  bool shrink() { return sets_.shrink(); }
+
   uint64_t hash_of(SetId id) const { return sets_[id].hash; }
   uint32_t refs(SetId id) const { return sets_[id].refs; }
   uint32_t count() const { return sets_.live() - 1; }  // the empty set is not counted
@@ -88,6 +90,8 @@ class RankSets {
     std::vector<RankId> ranks;
     uint64_t hash = 0;
     uint32_t refs = 0;
+
+    uint32_t& free_link() { return refs; }
   };
 
   static uint64_t rank_hash(RankId rank) { return mix64(uint64_t{rank} + 1); }

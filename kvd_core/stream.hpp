@@ -28,15 +28,16 @@ namespace kvd {
 
 // Why an event that was understood had no effect.
 enum class Ignored : uint8_t {
-  MEDIUM,        // a medium that names no tier
-  REMOTE,        // locality says the blocks live elsewhere
-  KIND,          // an attention kind whose blocks say nothing about a prefix
-  GROUP,         // a cache group of unknown kind, or one too many
-  BLOCK_SIZE,    // not the registered block size
-  TOKENS,        // fewer tokens than hashes
-  TOO_MANY_RANKS // the worker's ranks exceed kMaxRanksPerWorker
+  MEDIUM,          // a medium that names no tier
+  REMOTE,          // locality says the blocks live elsewhere
+  KIND,            // an attention kind whose blocks say nothing about a prefix
+  GROUP,           // a cache group of unknown kind, or one too many
+  BLOCK_SIZE,      // not the registered block size
+  TOKENS,          // fewer tokens than hashes
+  TOO_MANY_RANKS,  // the worker's ranks exceed kMaxRanksPerWorker
+  FULL,            // the index has as many blocks as it can have
 };
-constexpr size_t kIgnored = 7;
+constexpr size_t kIgnored = 8;
 
 // What one batch has shown about how far the stream's blocks can be believed, as bits.
 enum Outcome : uint32_t {
@@ -89,12 +90,10 @@ class Stream {
     const Place place = place_of(e);
     if (place.layer == kNone) return;
     if (place.by_name) {
-      index_.store_named(rank_, e.hashes, e.n_hashes, place.layer, e.has_parent);
+      store_names(e, place.layer);
     } else {
       store_blocks(e, place.layer);
-      for (const Window& window : windows_of_all(e)) {
-        index_.store_named(rank_, e.hashes, e.n_hashes, window.layer, e.has_parent);
-      }
+      for (const Window& window : windows_of_all(e)) store_names(e, window.layer);
     }
   }
 
@@ -116,11 +115,11 @@ class Stream {
     if (e.has_tier && e.tier == Tier::UNKNOWN) {
       ignore(Ignored::MEDIUM);
     } else if (e.has_tier) {
-      index_.clear(rank_, index_.tier_mask(static_cast<uint32_t>(e.tier)));
+      clear_layers(index_.tier_mask(static_cast<uint32_t>(e.tier)));
     } else if (state_->numbers_groups) {
-      index_.clear(rank_, index_.tier_mask(kDeviceLayer));
+      clear_layers(index_.tier_mask(kDeviceLayer));
     } else {
-      index_.clear(rank_, kAllLayers);
+      clear_layers(kAllLayers);
     }
     if (holds_nothing()) outcome_ |= kEmptied;
   }
@@ -156,6 +155,10 @@ class Stream {
       if (rank != kNone && !index_.holds_nothing(rank)) return false;
     }
     return true;
+  }
+
+  void clear_layers(LayerMask mask) {
+    rank_ = worker_.clear(index_, index_.rank(rank_).dp_rank, mask);
   }
 
   void ignore(Ignored why) { ++counters_.ignored[static_cast<size_t>(why)]; }
@@ -279,6 +282,10 @@ class Stream {
     return e.group < 0 && e.tier == Tier::DEVICE ? index_.rank(rank_).windows : none;
   }
 
+  void store_names(const StoredEvent& e, LayerId layer) {
+    if (!index_.store_named(rank_, e.hashes, e.n_hashes, layer, e.has_parent)) ignore(Ignored::FULL);
+  }
+
   void store_blocks(const StoredEvent& e, LayerId layer) {
     const size_t size = index_.block_size();
     if (e.block_size != size || size == 0) {
@@ -297,8 +304,9 @@ class Stream {
       local_hashes(e.tokens, n, size, seed, locals_.data());
     }
     if (e.mm_begin != nullptr) hash_images(e, n, seed);
-    index_.store(rank_, {e.hashes, locals_.data(), static_cast<uint32_t>(n), e.has_parent, e.parent,
-                         layer, inherited});
+    const Store run{e.hashes, locals_.data(), static_cast<uint32_t>(n), e.has_parent, e.parent,
+                    layer, inherited};
+    if (!index_.store(rank_, run)) ignore(Ignored::FULL);
   }
 
   // Blocks that images reach into carry the images' identity beside their tokens.

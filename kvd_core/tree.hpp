@@ -30,6 +30,7 @@
 // kMaxChain; edit of a range O(r); trim O(blocks freed).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -44,6 +45,7 @@ namespace kvd {
 using NodeId = uint32_t;
 using BlockId = uint32_t;
 using LayerId = uint32_t;
+using LayerMask = uint32_t;  // bit l: layer l
 
 constexpr uint32_t kNone = 0xffffffffu;
 
@@ -51,6 +53,8 @@ struct Block {
   uint64_t name;    // the engine hash under which it was first stored
   NodeId node;      // where it is
   uint32_t offset;  // in that node's chain
+
+  uint32_t& free_link() { return offset; }
 };
 
 struct Run {
@@ -136,6 +140,8 @@ struct Node {
   NodeId next = kNone;  // sibling
   NodeId prev = kNone;
   uint32_t children = 0;
+
+  uint32_t& free_link() { return next; }
 };
 
 // A place in the tree: the block before `offset` of `node` is the last one matched.
@@ -156,8 +162,9 @@ class Tree {
   // Longest chain, in blocks: bounds the cost of a split or a merge to some microseconds while
   // one node's overhead (~150 bytes) stays below one byte a block.
   static constexpr uint32_t kMaxChain = 1024;
-  // The names tables keep one bit of a block id for themselves.
-  static constexpr uint32_t kMaxBlocks = 0x7ffffff0u;
+  // 1 Gi blocks, 40 GB at the least. The names tables keep one bit of a block id for themselves,
+  // and a probe table of so many entries still has a 32-bit number of slots.
+  static constexpr uint32_t kMaxBlocks = 1u << 30;
 
   Tree() : nodes_(1), blocks_(0, kMaxBlocks) { nodes_.take(); }
 
@@ -268,6 +275,33 @@ class Tree {
     edit(id, layer, from, to, [&](SetId set, uint32_t, uint32_t) { return sets_.without(set, rank); });
   }
 
+  // Takes `rank` out of the holders of the whole chain on the layers of `mask`, where it need not
+  // be one. Calls lost(layer, blocks, members of the set) for each run. The caller trims.
+  template <class Lost>
+  void release_chain(NodeId id, LayerMask mask, RankId rank, Lost&& lost) {
+    std::vector<Run>& runs = nodes_[id].runs;
+    const auto holds = [&](const Run& run) {
+      return (mask >> run.layer & 1) != 0 && sets_.contains(run.set, rank);
+    };
+    if (std::none_of(runs.begin(), runs.end(), holds)) return;
+    edited_.clear();
+    for (size_t i = 0; i < runs.size(); ++i) {
+      const Run& run = runs[i];
+      const bool first = starts_layer(runs, i);
+      if (first) drop_empty_end(edited_);
+      if (holds(run)) {
+        lost(run.layer, run.end - (first ? 0 : runs[i - 1].end), sets_.members(run.set).size());
+        put(run.end, sets_.without(run.set, rank), run.layer);
+      } else {
+        put(run.end, run.set, run.layer);
+      }
+    }
+    drop_empty_end(edited_);
+    for (const Run& run : edited_) sets_.ref(run.set);
+    for (const Run& run : runs) sets_.unref(run.set);
+    replace(runs, 0, runs.size());
+  }
+
   // Frees what nobody holds at the end of the path through `id`, and joins chains that have
   // become one. `forget(block id)` is called for every block before it is freed.
   template <class Forget>
@@ -299,6 +333,12 @@ class Tree {
   // True while `id` names a node (ids of freed nodes may be asked about until they are reused).
   bool alive(NodeId id) const { return id < nodes_.end() && nodes_[id].parent != kNone; }
 
+  // The node of a block, or for a block that has been freed any node or kNone.
+  NodeId node_of(BlockId id) const {
+    if (id >= blocks_.end()) return kNone;
+    return alive(blocks_[id].node) ? blocks_[id].node : kNone;
+  }
+
   NodeId successor(NodeId id) const {
     if (nodes_[id].first_child != kNone) return nodes_[id].first_child;
     while (id != kRoot && nodes_[id].next == kNone) id = nodes_[id].parent;
@@ -313,6 +353,9 @@ class Tree {
       if (watchers_[i] == w) watchers_.erase(watchers_.begin() + static_cast<std::ptrdiff_t>(i--));
     }
   }
+
+  // Frees a piece of memory that is not needed any more; false when there is none.
+  bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets_.shrink(); }
 
   uint64_t hash_of(NodeId id) const {
     return child_hash(nodes_[id].parent, nodes_[id].chain.local()[0]);
@@ -576,7 +619,7 @@ class Tree {
   }
 
   void put(uint32_t end, SetId set, LayerId layer) {
-    if (!edited_.empty() && edited_.back().set == set) {
+    if (!edited_.empty() && edited_.back().set == set && edited_.back().layer == layer) {
       edited_.back().end = end;
     } else {
       edited_.push_back({end, set, layer});

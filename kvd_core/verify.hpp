@@ -2,11 +2,13 @@
 // For tests and debug builds: O(everything).
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "index.hpp"
@@ -97,27 +99,56 @@ class Verifier {
   }
 
   void check_names() {
-    std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t> named;
-    size_t records = 0;
     for (RankId id = 0; id < index_.rank_end(); ++id) {
-      const Rank& rank = index_.rank(id);
-      uint32_t count = 0;
-      for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
-        const uint32_t value = rank.names.value(slot);
-        if (value == Names::kAbsent) continue;
-        ++count;
-        records += (value & NameKeys::kRecordBit) != 0;
-        check_name(id, slot, value);
-        for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-          if ((index_.keys().layers(value) >> layer & 1) != 0) {
-            ++named[{index_.keys().block(value), id, layer}];
-          }
+      if (index_.rank(id).live) {
+        check_live(id);
+      } else {
+        check_retired(id);
+      }
+    }
+    require(records_ == index_.record_count(), "names 1: every record is some rank's");
+    check_presence();
+    check_counters();
+  }
+
+  void check_live(RankId id) {
+    const Rank& rank = index_.rank(id);
+    uint32_t count = 0;
+    for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
+      const uint32_t value = rank.names.value(slot);
+      if (value == Names::kAbsent) continue;
+      ++count;
+      records_ += (value & NameKeys::kRecordBit) != 0;
+      check_name(id, slot, value);
+      for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+        if ((index_.keys().layers(value) >> layer & 1) != 0) {
+          ++named_[{index_.keys().block(value), id, layer}];
         }
       }
-      require(count == rank.names.size(), "names: entries are counted");
     }
-    require(records == index_.record_count(), "names 1: every record is some rank's");
-    check_presence(named);
+    require(count == rank.names.size(), "names: entries are counted");
+    check_copies(rank);
+  }
+
+  // What is left to sweep is found from what is left of the names.
+  void check_retired(RankId id) {
+    const Rank& rank = index_.rank(id);
+    std::set<BlockId> hinted;
+    for (uint32_t slot = rank.sweep_at; slot < rank.names.capacity(); ++slot) {
+      const uint32_t value = rank.names.value(slot);
+      if (value == Names::kAbsent) continue;
+      records_ += (value & NameKeys::kRecordBit) != 0;
+      hinted.insert(index_.keys().block(value));
+    }
+    for (const auto& [block, rank_of, layer] : held_) {
+      if (rank_of != id) continue;
+      require(hinted.count(block) != 0, "index 6: a retired rank's names lead to its blocks");
+    }
+    const bool waits = std::count(index_.retired_.begin(), index_.retired_.end(), id) == 1;
+    const bool is_free = std::count(index_.free_ranks_.begin(), index_.free_ranks_.end(), id) == 1;
+    require(waits != is_free, "index 6: a rank that is not live waits for its sweep or is free");
+    require(!is_free || (rank.names.capacity() == 0 && rank.presence() == 0),
+            "index 6: nothing is left of a free rank");
   }
 
   void check_name(RankId id, uint32_t slot, uint32_t value) {
@@ -130,60 +161,94 @@ class Verifier {
     require(tree_.node(b.node).chain.len() > b.offset, "names 2: a name means a live block");
     if ((layers >> kGhostLayer & 1) != 0) {
       require(layers == 1u << kGhostLayer, "index 3: a ghost has no other layer");
-      require(std::find(rank.ghosts.begin(), rank.ghosts.end(), name) != rank.ghosts.end(),
-              "index 3: a ghost is in the ring");
+      require(rank.rare != nullptr, "index 3: a ghost is in the ring");
+      const auto& ring = rank.rare->ghosts;
+      require(std::find(ring.begin(), ring.end(), name) != ring.end(), "index 3: a ghost is in the ring");
     }
   }
 
-  void check_presence(const std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t>& named) {
-    require(named.size() == held_.size(), "index 1: as many holders as named blocks");
-    size_t shared = 0;
-    uint64_t per_layer[kMaxLayers] = {};
-    for (const auto& [key, names] : named) {
-      const auto [block, rank, layer] = key;
-      require(held_.count({block, rank, layer}) == 1, "index 1: a named block is held");
-      ++per_layer[layer];
-      const auto it = index_.shared_.find({block, rank, layer});
-      require((it == index_.shared_.end() ? 0 : it->second) == names - 1,
-              "index 1: further names are counted");
-      shared += names > 1;
+  void check_presence() {
+    std::map<RankId, size_t> shared;
+    for (const auto& [key, names] : named_) {
+      const auto [block, id, layer] = key;
+      require(held_.count({block, id, layer}) == 1, "index 1: a named block is held");
+      if (names == 1) continue;
+      ++shared[id];
+      require(index_.rank(id).has_shared(), "index 1: further names are counted");
+      const auto& counts = index_.rank(id).rare->shared;
+      const auto it = counts.find({block, layer});
+      require(it != counts.end() && it->second == names - 1, "index 1: further names are counted");
     }
-    require(shared == index_.shared_.size(), "index 1: no stale counts of further names");
-    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-      require(layer == kGhostLayer || per_layer[layer] == index_.held(layer),
-              "index: blocks held per layer are counted");
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      const Rank& rank = index_.rank(id);
+      if (!rank.live || rank.rare == nullptr) continue;
+      require(rank.rare->shared.size() == shared[id], "index 1: no stale counts of further names");
     }
-    for (const auto& entry : index_.copies_) {
-      const Names& names = index_.rank(entry.first.rank).names;
-      const uint32_t slot = names.find(entry.first.id, index_.keys());
-      require(slot != Names::kAbsent && entry.second != 0 &&
-                  (index_.keys().layers(names.value(slot)) >> entry.first.layer & 1) != 0,
+  }
+
+  void check_counters() {
+    std::map<std::pair<RankId, size_t>, uint64_t> counted;
+    for (const auto& [block, id, layer] : held_) {
+      ++counted[{id, index_.counter(layer)}];
+      require(!index_.rank(id).live || named_.count({block, id, layer}) == 1,
+              "index 1: a live rank has a name for what it holds");
+    }
+    uint64_t totals[kTierLayers] = {};
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      const Rank& rank = index_.rank(id);
+      for (size_t i = 0; i < Rank::kCounters; ++i) {
+        require(rank.held[i] == counted[std::make_pair(id, i)], "index 5: held blocks are counted");
+        if (rank.live && i < kTierLayers) totals[i] += rank.held[i];
+      }
+    }
+    for (LayerId tier = 0; tier < kTierLayers; ++tier) {
+      require(totals[tier] == index_.held(tier), "index 5: totals are those of the live ranks");
+    }
+  }
+
+  void check_copies(const Rank& rank) {
+    if (rank.rare == nullptr) return;
+    for (const auto& [key, copies] : rank.rare->copies) {
+      const uint32_t slot = rank.names.find(key.id, index_.keys());
+      require(slot != Names::kAbsent && copies != 0 &&
+                  (index_.keys().layers(rank.names.value(slot)) >> key.layer & 1) != 0,
               "index 2: a copied name is held");
     }
   }
 
   void check_parked() {
-    std::map<RankId, uint32_t> parked;
+    size_t parked = 0;
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      const Rank& rank = index_.rank(id);
+      if (!rank.live || rank.rare == nullptr) continue;
+      parked += rank.parked();
+      check_parked_of(rank);
+    }
+    require(parked == index_.parked_count(), "index 4: parked blocks are counted");
+    require(parked <= kMaxParked, "index 4: parked blocks are bounded");
+    const auto queued = std::count_if(index_.order_.begin(), index_.order_.end(),
+                                      [&](const auto& entry) { return index_.is_parked(entry); });
+    require(static_cast<size_t>(queued) == parked, "index 4: parked blocks are in the queue");
+  }
+
+  void check_parked_of(const Rank& rank) {
     size_t waiting = 0;
-    for (const auto& [key, p] : index_.parked_) {
-      ++parked[key.rank];
+    for (const auto& [name, p] : rank.rare->parked) {
       waiting += p.has_content;
-      const Names& names = index_.rank(key.rank).names;
-      require(names.find(key.id, index_.keys()) == Names::kAbsent, "index 4: a parked name is unknown");
-      require(!p.has_content || names.find(p.parent, index_.keys()) == Names::kAbsent,
+      require(rank.names.find(name, index_.keys()) == Names::kAbsent,
+              "index 4: a parked name is unknown");
+      require(!p.has_content || rank.names.find(p.parent, index_.keys()) == Names::kAbsent,
               "index 4: a parked block's parent is unknown");
     }
-    require(waiting == index_.waiting_.size(), "index 4: parked children are indexed");
-    require(index_.parked_.size() <= kMaxParked, "index 4: parked blocks are bounded");
-    for (RankId id = 0; id < index_.rank_end(); ++id) {
-      require(index_.rank(id).parked == parked[id], "index 4: parked blocks are counted");
-    }
+    require(waiting == rank.rare->waiting.size(), "index 4: parked children are indexed");
   }
 
   const Index& index_;
   const Tree& tree_;
   std::map<SetId, uint32_t> refs_;
-  std::set<std::tuple<BlockId, RankId, LayerId>> held_;
+  std::set<std::tuple<BlockId, RankId, LayerId>> held_;                 // by the runs
+  std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t> named_;      // by the live ranks' names
+  size_t records_ = 0;
 };
 
 // A build with KVD_VERIFY checks everything after every applied batch.

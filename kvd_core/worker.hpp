@@ -40,16 +40,21 @@ struct Worker {
     ranks.erase(it);
   }
 
-  // The rank, if there is one, goes on without its blocks: they are invisible at once, whatever
-  // their number, and `Index::sweep` frees them.
+  // The rank, if there is one, goes on without its blocks and without what its stream has told:
+  // they are invisible at once, whatever their number, and `Index::sweep` frees them.
   void renew(Index& index, uint32_t dp_rank) {
     const RankId old = find(dp_rank);
     if (old == kNone) return;
-    const bool listed = index.rank(old).listed;
-    index.retire_rank(old);
-    const RankId id = index.add_rank(dp_rank);
-    index.rank(id).listed = listed;
-    ranks[static_cast<size_t>(at(dp_rank) - ranks.begin())].second = id;
+    const RankId id = set(dp_rank, index.renew_rank(old));
+    RankTraits fresh;
+    fresh.dp_rank = dp_rank;
+    fresh.listed = index.rank(id).listed;
+    static_cast<RankTraits&>(index.rank(id)) = fresh;
+  }
+
+  // Drops what a rank holds on the layers of `mask`; returns the rank's id from now on.
+  RankId clear(Index& index, uint32_t dp_rank, LayerMask mask) {
+    return set(dp_rank, index.clear(find(dp_rank), mask));
   }
 
   void retire_all(Index& index) {
@@ -58,6 +63,11 @@ struct Worker {
   }
 
  private:
+  RankId set(uint32_t dp_rank, RankId id) {
+    ranks[static_cast<size_t>(at(dp_rank) - ranks.begin())].second = id;
+    return id;
+  }
+
   std::vector<std::pair<uint32_t, RankId>>::const_iterator at(uint32_t dp_rank) const {
     return std::lower_bound(ranks.begin(), ranks.end(), std::make_pair(dp_rank, RankId{0}));
   }
