@@ -228,8 +228,8 @@ class Restore {
       locals_[i] = pair[2 * i + 1];
     }
     index.rank(rank).settling = true;
-    index.store(rank, {names_.data(), locals_.data(), run.n, run.has_parent, run.parent, run.tier, 0});
-    stored_ += run.n;
+    const Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, run.tier, 0};
+    if (index.store(rank, blocks)) stored_ += run.n;
     if (waiting_.empty()) return;
     for (const uint64_t name : names_) {
       const auto it = waiting_.find({rank, name});
