@@ -445,7 +445,7 @@ def _register_or_not(client: httpx.Client, rng: random.Random) -> int:
 
 # ---- what only the operating system can bound
 
-ADDRESS_SPACE_BYTES = 2 * 1024 * MIB  # of the daemon; half of it is reserved and never touched
+ADDRESS_SPACE_BYTES = 768 * MIB  # of the daemon, which takes a third of that before it serves
 LIMITED = (
     "import resource, runpy;"
     f"resource.setrlimit(resource.RLIMIT_AS, ({ADDRESS_SPACE_BYTES}, {ADDRESS_SPACE_BYTES}));"
