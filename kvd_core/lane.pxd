@@ -1,6 +1,28 @@
 # distutils: language = c++
 """Data sheet of the fast lane: what answers requests there, and what receives and sends them."""
 from libc.stdint cimport int64_t
+from libcpp cimport bool as cbool
+
+
+cdef extern from "plain_head.hpp" namespace "kvd" nogil:
+    cppclass Text:
+        const char* begin
+        size_t size
+
+    cppclass PlainHeader:
+        Text name
+        Text value
+
+    cppclass PlainHead:
+        size_t size         # bytes, with the empty line
+        Text route          # method and path with the space between them
+        Text query          # behind the question mark
+        size_t n_headers
+        PlainHeader* headers
+        size_t length       # of the body
+        cbool json          # which is announced as exactly application/json
+
+    cbool read_plain_head(const char* data, size_t n, PlainHead& head)
 
 
 cdef class Answerer:
@@ -12,11 +34,12 @@ cdef class Answerer:
 cdef class Lane:
     cdef int _epoll
     cdef char* _buffer
-    cdef dict _heads, _parked
+    cdef dict _routes, _parked
+    cdef PlainHead _head  # of the request being served
     cdef object _serve, _note
     cdef public bytes lines  # of the head of a 200 answer, before its length; None: ask `serve`
 
     cdef _step(self, connection, int fd)
-    cdef _answer(self, connection, int fd, head, size_t head_size, size_t body_size)
+    cdef _answer(self, connection, int fd, route)
     cdef _send_answer(self, int fd, bytes body)
     cdef _send(self, int fd, const char* data, size_t size, bint persists)

@@ -9,12 +9,16 @@ class Leftover(NamedTuple):
 class Answerer:
     def __call__(self, body: bytes) -> bytes | None: ...
 
+def plain_head(
+    data: bytes,
+) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool] | None: ...
+
 class Lane:
     lines: bytes | None
     def __init__(
         self,
-        heads: dict[bytes, Any],
-        serve: Callable[[Any, Any, bytes], tuple[bytes, bool]],
+        routes: dict[bytes, Any],
+        serve: Callable[[Any, Any, bytes, list[tuple[bytes, bytes]], bytes], tuple[bytes, bool]],
         note: Callable[[Any, Any, float], None],
     ) -> None: ...
     def fileno(self) -> int: ...

@@ -3,17 +3,16 @@
 
                      ┌──────── readable ─────────┐
                      v                           │
-    parked ──> receive ──> known hot head, whole body? ── yes ──> answer ──> all sent? ──> parked
-                                      │ no                                     │ no
-                                      v                                        v
-                              woken with what it received         woken with what is unsent
+    parked ──> receive ──> one whole plain request? ── yes ──> answer ──> all sent? ──> parked
+                                     │ no                                    │ no
+                                     v                                       v
+                             woken with what it received        woken with what is unsent
 
 A connection between two requests is *parked* here: one epoll set watches all of them, and the task
-of the connection sleeps. A request that came in one piece, and whose head is byte for byte one that
-was seen before, is answered on the spot: by the route's Answerer if it has one and that takes the
-request, else by one call of `serve`. Whatever else happens on the connection is its task's
-business, which is woken for it. So this module knows neither HTTP nor errors nor deadlines; it
-only compares bytes.
+of the connection sleeps. A request that came in one piece, is plain (plain_head.hpp) and of a hot
+route is answered on the spot: by the route's Answerer if it has one and that takes the request, else
+by one call of `serve`. Whatever else happens on the connection is its task's business, which is
+woken for it. So this module knows nothing of errors, deadlines or unusual HTTP.
 
 1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
 2. Nothing is lost: what was received and not served is handed to the task, in order.
@@ -57,7 +56,6 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t send(int fd, const void* buffer, size_t length, int flags)
 
 cdef extern from "<string.h>" nogil:
-    void* memmem(const void* haystack, size_t n, const void* needle, size_t m)
     void* memcpy(void* to, const void* source, size_t n)
 
 cdef extern from "<stdio.h>" nogil:
@@ -72,6 +70,30 @@ cdef enum:
     kEvents = 64  # taken from the set at once
     kBuffer = 256 * 1024  # bytes of one receive: 12,000 hashes or 40,000 token ids have room
     kLengthLine = 48  # bytes of a head's last line at most
+
+
+cdef bytes as_bytes(const Text& text):
+    return PyBytes_FromStringAndSize(text.begin, text.size)
+
+
+cdef list headers_of(const PlainHead& head):
+    cdef size_t i
+    return [
+        (as_bytes(head.headers[i].name).lower(), as_bytes(head.headers[i].value))
+        for i in range(head.n_headers)
+    ]
+
+
+def plain_head(bytes data not None):
+    """Reads the plain head that `data` begin with; None if they do not.
+
+    Returns its size, `METHOD /path`, the query, the headers, the length of the body, and whether
+    that is JSON.
+    """
+    cdef PlainHead head
+    if not read_plain_head(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), head):
+        return None
+    return head.size, as_bytes(head.route), as_bytes(head.query), headers_of(head), head.length, head.json
 
 
 cdef int64_t _now_ns() noexcept nogil:
@@ -94,15 +116,14 @@ cdef class Answerer:
 cdef class Lane:
     """The parked connections of one listener."""
 
-    def __cinit__(self, dict heads not None, serve not None, note not None):
-        """Takes the known heads by their bytes, and what serves a request.
+    def __cinit__(self, dict routes not None, serve not None, note not None):
+        """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
 
-        A head has `hot` (its requests may be served here), `length` (bytes of its body) and
-        `answerer` (an Answerer or None). What that answers is told to `note(connection, head,
-        seconds)`; for the rest `serve(connection, head, body)` returns the response, and whether
-        the connection persists.
+        A route has `body_limit` (bytes) and `answerer` (an Answerer or None). What that answers is
+        told to `note(connection, route, seconds)`; for the rest `serve(connection, route, query,
+        headers, body)` returns the response, and whether the connection persists.
         """
-        self._heads = heads
+        self._routes = routes
         self._serve = serve
         self._note = note
         self._parked = {}
@@ -173,35 +194,39 @@ cdef class Lane:
 
     cdef _step(self, connection, int fd):
         """Receives once and serves that; returns None, or what the task is woken with."""
-        cdef ssize_t got
-        cdef size_t head_size
-        cdef const char* end
-        got = recv(fd, self._buffer, kBuffer, MSG_DONTWAIT)
+        cdef ssize_t got = recv(fd, self._buffer, kBuffer, MSG_DONTWAIT)
         if got < 0:
             return None if errno == EAGAIN else OSError(errno, os.strerror(errno))
         if got == 0:
             return Leftover(b"", b"", False)
-        end = <const char*>memmem(self._buffer, got, b"\r\n\r\n", 4)
-        if end != NULL:
-            head_size = end + 4 - self._buffer
-            head = self._heads.get(PyBytes_FromStringAndSize(self._buffer, head_size))
-            if head is not None and head.hot and head.length == got - head_size and got < kBuffer:
-                return self._answer(connection, fd, head, head_size, got - head_size)
+        # A full buffer may hide more behind it, of which the set will not tell.
+        if got < kBuffer and read_plain_head(self._buffer, got, self._head):
+            route = self._routes.get(as_bytes(self._head.route))
+            if (
+                route is not None
+                and self._head.size + self._head.length == <size_t>got
+                and self._head.length <= <size_t>route.body_limit
+            ):
+                return self._answer(connection, fd, route)
         return Leftover(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
 
-    cdef _answer(self, connection, int fd, head, size_t head_size, size_t body_size):
+    cdef _answer(self, connection, int fd, route):
         cdef bytes response
         cdef int64_t started = _now_ns()
-        cdef const char* body = self._buffer + head_size
+        cdef const char* body = self._buffer + self._head.size
         try:
-            answerer = head.answerer
-            if answerer is not None and self.lines is not None:
-                response = (<Answerer?>answerer).answer(body, body_size)
+            answerer = route.answerer
+            if answerer is not None and self._head.json and self.lines is not None:
+                response = (<Answerer?>answerer).answer(body, self._head.length)
                 if response is not None:
-                    self._note(connection, head, (_now_ns() - started) * 1e-9)
+                    self._note(connection, route, (_now_ns() - started) * 1e-9)
                     return self._send_answer(fd, response)
             response, persists = self._serve(
-                connection, head, PyBytes_FromStringAndSize(body, body_size)
+                connection,
+                route,
+                as_bytes(self._head.query),
+                headers_of(self._head),
+                PyBytes_FromStringAndSize(body, self._head.length),
             )
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error

@@ -1,6 +1,6 @@
 """One client connection: requests in, responses out, one after the other.
 
-    parked in the lane: a hot route's request that comes whole, with a known head
+    parked in the lane: a hot route's plain request that comes whole
     woken:  head -> body -> handler -> one send             hot routes
                          -> ASGI application (asgi.py)      everything else
 
@@ -20,12 +20,11 @@ from kvd.http.answer import answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.errors import Refusal, error_body, error_response
-from kvd.http.head import HEAD_END, Head, HeadCache, HeadParser
-from kvd.http.limits import HttpLimits
+from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import RouteTable
 from kvd.http.transport import Phase, Shared, Transport
-from kvd.http.types import DEFAULT_BODY_LIMIT, Observer, Request, Route
+from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Observer, Request, Route
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
 from kvd_core.lane import Lane, Leftover
@@ -44,12 +43,10 @@ _REFUSAL_COUNTERS = {
 class Service:
     """What a listener serves, and the lane its connections are parked in."""
 
-    def __init__(
-        self, limits: HttpLimits, table: RouteTable, app: AsgiApp, observe: Observer | None
-    ) -> None:
-        self.heads = HeadCache(limits, table.bind)
+    def __init__(self, table: RouteTable, app: AsgiApp, observe: Observer | None) -> None:
+        self.table = table
         self.app = app
-        self.lane = Lane(self.heads.known, Connection.serve_parked, Connection.note_answered)
+        self.lane = Lane(table.plain(), Connection.serve_parked, Connection.note_answered)
         self.observe = observe
 
     def serve(self, shared: Shared, head: Head, route: Route, body: bytes) -> tuple[bytes, bool]:
@@ -93,20 +90,22 @@ class Connection(Transport):
         finally:
             self.sock.close()
 
-    def serve_parked(self, head: Head, body: bytes) -> tuple[bytes, bool]:
-        """Serves a request that the lane has received, of a head whose route is hot."""
-        shared = self.shared
-        shared.stats.requests += 1
-        self.deadline = shared.idle_deadline
-        assert head.route is not None
-        return self._service.serve(shared, head, head.route, body)
+    def serve_parked(
+        self, route: Route, query: bytes, headers: Headers, body: bytes
+    ) -> tuple[bytes, bool]:
+        """Serves a plain request that the lane has received and no answerer has taken."""
+        self.shared.stats.requests += 1
+        self.deadline = self.shared.idle_deadline
+        head = Head()
+        head.method, head.query, head.headers = route.method, query, headers
+        return self._service.serve(self.shared, head, route, body)
 
-    def note_answered(self, head: Head, seconds: float) -> None:
+    def note_answered(self, route: Route, seconds: float) -> None:
         """Counts a request that the lane has answered with 200."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
-        if self._service.observe is not None and head.route is not None:
-            self._service.observe(head.route.path, head.method, 200, seconds)
+        if self._service.observe is not None:
+            self._service.observe(route.path, route.method, 200, seconds)
 
     def wake(self, outcome: Leftover | Exception) -> None:
         """Ends the parked state of a connection that the lane has given up."""
@@ -159,7 +158,9 @@ class Connection(Transport):
         if not len(HEAD_END) <= end <= self.shared.limits.head_bytes or data[0] in b"\r\n":
             return await self._read_head_in_pieces(data)
         self.buffer = data[end:]
-        return self._service.heads.parse(data[:end])
+        parser = HeadParser()
+        parser.feed(data[:end])
+        return parser.finish(self.shared.limits)
 
     async def _read_head_in_pieces(self, piece: bytes) -> Head | None:
         """Reads a head that is not all there, and refuses it at its first wrong byte."""
@@ -178,7 +179,7 @@ class Connection(Transport):
             parser.feed(data[parsed:end])
             if data.endswith(HEAD_END, 0, end):
                 self.buffer = data[end:]
-                return self._service.heads.finish(parser)
+                return parser.finish(limits)
             piece = await self.receive()
         if self.expired:
             raise Refusal(408, "the request head took too long")
@@ -190,20 +191,21 @@ class Connection(Transport):
         if head is None:
             return False
         self.shared.stats.requests += 1
-        body = await self._read_body(head) if head.length else b""
-        if head.route is not None and head.route.hot:
-            data, persists = self._service.serve(self.shared, head, head.route, body)
+        route = self._service.table.find(head.method, head.path)
+        body = await self._read_body(head, route) if head.length else b""
+        if route is not None and route.hot:
+            data, persists = self._service.serve(self.shared, head, route, body)
             await self.send(data)
             return persists
         return await self._serve_app(head, body)
 
-    async def _read_body(self, head: Head) -> bytes:
-        limit = DEFAULT_BODY_LIMIT if head.route is None else head.route.body_limit
+    async def _read_body(self, head: Head, route: Route | None) -> bytes:
+        limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit
         try:
             return await read_body(self, head, limit)
         except Refusal as refusal:
-            if self._service.observe is not None and head.route is not None:
-                self._service.observe(head.route.path, head.method, refusal.status, 0.0)
+            if self._service.observe is not None and route is not None:
+                self._service.observe(route.path, head.method, refusal.status, 0.0)
             raise
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:

@@ -49,7 +49,7 @@ class Front(Server[Connection]):
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(limits, RouteTable(routes), app, observe)
+        self._service = Service(RouteTable(routes), app, observe)
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def _connect(self, sock: socket.socket) -> Connection:

@@ -6,31 +6,22 @@ front must refuse on top (RFC 9112 §6.3, §11.2): framing that two parsers coul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from urllib.parse import unquote
 
 import httptools
 
 from kvd.http.errors import Refusal
 from kvd.http.limits import HttpLimits
-from kvd.http.types import Headers, Route
-from kvd_core.lane import Answerer
+from kvd.http.types import Headers
 
 HEAD_END = b"\r\n\r\n"
 CHUNKED = -1  # `Head.length` of a body whose length is not announced
-# Parsed heads a listener remembers. A client repeats its head byte for byte but for the length of
-# the body; finding one takes 0.3 µs, parsing 3 to 7. At worst 2 MB.
-KNOWN_HEADS = 1024
-KNOWN_HEAD_BYTES = 512
 
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"expect"))
 
 
 class Head:
-    """The head of one request; not changed once parsed, requests with equal heads share it.
-
-    Class attributes are the values of most heads, so that only what differs is stored.
-    """
+    """The head of one request; class attributes are the values of most heads."""
 
     method = ""
     path = b""  # still percent-encoded
@@ -40,9 +31,6 @@ class Head:
     expects_continue = False
     length = 0  # bytes of the body, or CHUNKED
     complete = False
-    route: Route | None = None  # of exactly this method and path
-    hot = False  # may be served by the fast lane (kvd_core/lane.pyx)
-    answerer: Answerer | None = None  # of its route, if nothing about the head is unusual
     _target = b""
     _framing: dict[bytes, bytes] | None = None
 
@@ -158,35 +146,3 @@ class HeadParser:
         """Returns the head; raises Refusal if it is over a limit or not acceptable."""
         self._head.settle(self._parser, limits)
         return self._head
-
-
-class HeadCache:
-    """Parses whole heads, each different one once in a while."""
-
-    def __init__(self, limits: HttpLimits, bind: Callable[[Head], None]) -> None:
-        """Takes what sets `route` and `hot` of a parsed head."""
-        self.known: dict[bytes, Head] = {}
-        self._limits = limits
-        self._bind = bind
-
-    def parse(self, data: bytes) -> Head:
-        """Returns the head `data` consists of; raises Refusal."""
-        head = self.known.get(data)
-        if head is None:
-            parser = HeadParser()
-            parser.feed(data)
-            head = self.finish(parser)
-            self._remember(data, head)
-        return head
-
-    def finish(self, parser: HeadParser) -> Head:
-        """Returns the head that `parser` was fed; raises Refusal."""
-        head = parser.finish(self._limits)
-        self._bind(head)
-        return head
-
-    def _remember(self, data: bytes, head: Head) -> None:
-        if len(data) <= KNOWN_HEAD_BYTES:
-            if len(self.known) >= KNOWN_HEADS:
-                self.known.clear()
-            self.known[data] = head

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from inspect import iscoroutinefunction
 
-from kvd.http.answer import is_json
-from kvd.http.head import Head
 from kvd.http.types import Route
 
 
@@ -28,10 +26,14 @@ class RouteTable:
             raise ValueError(f"two routes for {method} {route.path}")
         self._routes[key] = route
 
-    def bind(self, head: Head) -> None:
-        """Gives a head the route whose path is spelled exactly like its own, if there is one."""
-        head.route = route = self._routes.get((head.method, head.path))
-        if route is not None and route.hot and not head.expects_continue:
-            head.hot = 0 <= head.length <= route.body_limit
-            if head.http11 and head.keep_alive and is_json(head.headers):
-                head.answerer = route.answerer
+    def find(self, method: str, path: bytes) -> Route | None:
+        """Returns the route whose path is spelled exactly like this."""
+        return self._routes.get((method, path))
+
+    def plain(self) -> dict[bytes, Route]:
+        """Returns the hot routes by the beginning of their requests, as `POST /query`."""
+        return {
+            f"{route.method} {route.path}".encode(): route
+            for route in self._routes.values()
+            if route.hot
+        }
