@@ -39,12 +39,6 @@ class Conflict(KvdError):
     status = 409
 
 
-class TooLarge(KvdError):
-    """The body is longer than the route allows."""
-
-    status = 413
-
-
 class UnsupportedMedia(KvdError):
     """The body is not announced as JSON."""
 

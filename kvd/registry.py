@@ -121,9 +121,8 @@ class Registry:
         # Listeners end at their next checkpoint, so this takes no time to speak of.
         with trio.CancelScope(shield=True):
             for registration in leaving:
-                await self._listeners.stop(registration.key)
-                # Another call may have removed it, and registered it anew, while this one waited.
-                if self._ranks.get(registration.key) is registration:
+                await self._stop(registration)
+                if self._is_current(registration):
                     self._remove(registration)
 
     async def pause(self, instance_id: InstanceId, dp_rank: int) -> None:
@@ -133,7 +132,7 @@ class Registry:
         """
         for registration in self._in_state(instance_id, dp_rank, paused=False):
             with trio.CancelScope(shield=True):
-                await self._listeners.stop(registration.key)
+                await self._stop(registration)
             registration.listener.paused(trio.current_time())
 
     def resume(self, instance_id: InstanceId, dp_rank: int) -> None:
@@ -165,6 +164,15 @@ class Registry:
             state = "not paused" if paused else "paused already"
             raise Conflict(f"instance {instance_id} dp_rank {dp_rank} is {state}")
         return found
+
+    def _is_current(self, registration: Registration) -> bool:
+        """Whether no other call has removed it, and maybe registered it anew, meanwhile."""
+        return self._ranks.get(registration.key) is registration
+
+    async def _stop(self, registration: Registration) -> None:
+        """Ends the listener of a registration, never that of a later one of the same rank."""
+        if self._is_current(registration):
+            await self._listeners.stop(registration.key)
 
     def _remove(self, registration: Registration) -> None:
         key, listener = registration.key, registration.listener

@@ -37,6 +37,7 @@ cdef class Lane:
     cdef dict _routes, _parked
     cdef PlainHead _head  # of the request being served
     cdef object _serve, _note
+    cdef bint _dry  # the last receive found nothing
     cdef public bytes lines  # of the head of a 200 answer, before its length; None: ask `serve`
 
     cdef _step(self, connection, int fd)

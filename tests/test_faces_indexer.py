@@ -335,3 +335,15 @@ def test_an_instance_is_pending_while_one_of_its_ranks_is(client: httpx.Client) 
     assert row["status"] == row["listeners"]["1"]["status"] == "pending"
     assert row["listeners"]["9"]["status"] == "active"
     assert client.post("/unregister", json=names).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["model_name", "tenant_id", "endpoint", "replay_endpoint"])
+def test_what_is_kept_is_not_too_long(client: httpx.Client, name: str) -> None:
+    body = {"instance_id": 5, "endpoint": SOMEWHERE, "model_name": "m", "block_size": 4}
+    response = client.post("/register", json=body | {name: "x" * 4097})
+    assert (response.status_code, response.json()) == (
+        422,
+        {"error": f"{name}: longer than 4096 bytes"},
+    )
+    response = client.post("/register_peer", json={"url": "http://" + "x" * 4090})
+    assert response.status_code == 422

@@ -13,6 +13,7 @@ from kvd.model import DEFAULT_TENANT
 from kvd_core.scan import BodyScanner
 
 U32_MAX = 2**32 - 1
+MAX_KEPT_BYTES = 4096  # of a name or address that is registered; the longest path Linux has
 U64_MAX = 2**64 - 1
 
 Members = dict[str, Any]
@@ -36,6 +37,13 @@ def require(members: Members, name: str) -> Any:
 
 def text(members: Members, name: str) -> str:
     return _text(require(members, name), name)
+
+
+def bounded(value: str, name: str) -> str:
+    """Returns a text that will be kept; raises Invalid if it is longer than MAX_KEPT_BYTES."""
+    if len(value.encode()) > MAX_KEPT_BYTES:
+        raise Invalid(f"{name}: longer than {MAX_KEPT_BYTES} bytes")
+    return value
 
 
 def optional_text(members: Members, name: str) -> str | None:

@@ -43,6 +43,7 @@ SALT = ("additional_salt", "additionalsalt")
 
 QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
+KEPT = ("model_name", *TENANT, "endpoint", "replay_endpoint")
 REGISTER = BodyScanner(
     {},
     (
@@ -141,6 +142,9 @@ def register(registry: Registry, request: Request) -> Response:
         raise Invalid("`additional_salt` and `additionalsalt` are the same member")
     for name in SALT:
         bodies.optional_text(members, name)
+    for name in KEPT:
+        if (value := bodies.optional_text(members, name)) is not None:
+            bodies.bounded(value, name)
     key = RankKey(
         PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members)),
         bodies.uint(members, "instance_id", bodies.U64_MAX),
@@ -214,7 +218,7 @@ def dump(state: State, request: Request) -> Response:
 
 
 def register_peer(peers: Peers, request: Request) -> Response:
-    peers.add(bodies.text(bodies.scan(PEER, request.body), "url"))
+    peers.add(bodies.bounded(bodies.text(bodies.scan(PEER, request.body), "url"), "url"))
     return Response(201, OK)
 
 

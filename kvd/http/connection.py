@@ -138,7 +138,9 @@ class Connection(Transport):
         """Leaves the connection to the lane until that gives it back."""
         lane = self._service.lane
         outcome = lane.park(self, self.fd)
-        if outcome is None:
+        if outcome is not None:
+            await trio.lowlevel.checkpoint()
+        else:
             self._task = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(self._unpark)
             outcome = self._outcome

@@ -53,6 +53,19 @@ async def test_the_last_request_before_the_end_is_answered() -> None:
         assert running.front.stats.client_gone == 0
 
 
+async def test_a_half_closed_connection_ends_after_its_answer() -> None:
+    """The request and the end of the stream may come in one edge, however often it is parked."""
+    async with serving() as running:
+        for _ in range(20):
+            async with running.client() as client:
+                assert (await client.request("POST", "/echo", b"abc")).status == 200
+                await client.send(request("/echo", b"abc"))
+                await client.stream.send_eof()
+                assert (await client.read_reply()).body == b"abc"
+                with trio.fail_after(2):
+                    assert await client.read_to_end() == b""
+
+
 async def test_busy_connections_leave_room_for_others() -> None:
     """Sixteen clients that never pause, and one that asks for something slower."""
     async with serving() as running, trio.open_nursery() as nursery:

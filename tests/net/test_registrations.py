@@ -215,3 +215,20 @@ async def test_a_loss_is_said_once(daemon: Daemon, log: io.StringIO) -> None:
     assert 'listener=m:default/1:0 missing="1,3" lost=2' in lost
     [degraded] = [line for line in lines if "health=degraded" in line]
     assert degraded.endswith('loss="missing 1,3"')
+
+
+async def test_an_old_removal_never_ends_a_new_registration(
+    daemon: Daemon, nursery: trio.Nursery
+) -> None:
+    """Another client removes the last of many ranks and registers it anew meanwhile."""
+    ranks = 40
+    for dp_rank in range(1, ranks):
+        daemon.register(dp_rank)
+    nursery.start_soon(daemon.unregister)
+    await trio.lowlevel.checkpoint()
+    await daemon.unregister(ranks - 1)
+    daemon.register(ranks - 1)
+    await until(lambda: len(daemon.registry) == 1)
+    await until(lambda: daemon.listener.connected)
+    daemon.publish(0)
+    await daemon.reaches(0)
