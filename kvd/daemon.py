@@ -51,6 +51,10 @@ EXIT_SECOND_SIGNAL = 130
 SWEEP_STEPS = 8192  # of at most about 0.1 us
 SWEEP_PAUSE_S = 0.05
 
+# Little here is cyclic garbage, and a full collection looks at all that listeners are made of: 40 ms
+# at 400 of them. The first is Python's way of counting, the others how many make one of the next.
+GC_THRESHOLDS = (5_000, 50, 100)
+
 log = get_logger(__name__)
 
 
@@ -174,6 +178,7 @@ class _Daemon:
             # What exists now stays: the garbage collector need not look at it ever again.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
             if config.demo:
                 await self._run_demo(f"http://{addresses[0]}", front)
             await self._signalled.wait()

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvd.net.zsocket import Context
     from kvd.wire.listener import Listener
 
-MAX_TURN_NS = 2_000_000  # 2 ms: what one busy worker may add to a query's latency
 
 KEEPALIVE_IDLE_S = 30  # finds dead hosts of workers whose ZMTP is too old for heartbeats
 KEEPALIVE_INTERVAL_S = 10

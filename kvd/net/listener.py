@@ -19,7 +19,7 @@ import trio
 import zmq
 
 from kvd.logs import get_logger
-from kvd.net.link import MAX_TURN_NS, Link, LinkOptions
+from kvd.net.link import Link, LinkOptions
 from kvd.net.streamlog import StreamLog
 from kvd.wire.cursor import Verdict
 from kvd.wire.replay import ReplayEnd
@@ -27,6 +27,7 @@ from kvd_core.drain import drain
 
 if TYPE_CHECKING:
     from kvd.net.replay import Replayer
+    from kvd.net.turns import Turns
     from kvd.net.zsocket import Context
     from kvd.wire.listener import Listener
 
@@ -41,6 +42,7 @@ async def run_listener(
     ready: trio.Event,
     options: LinkOptions,
     replayer: Replayer,
+    turns: Turns,
 ) -> None:
     """Keeps `listener` connected and fed, until cancelled.
 
@@ -49,13 +51,14 @@ async def run_listener(
     that is a bug, but a batch that met it once would end the daemon again after every restart,
     as soon as it is replayed.
     """
-    await _Reader(listener, context, ready, options, replayer).run()
+    await _Reader(listener, context, ready, options, replayer, turns).run()
 
 
 class _Reader:
     """The task of one listener."""
 
-    __slots__ = ("_context", "_listener", "_log", "_options", "_ready", "_replayer", "_spare_until")
+    __slots__ = ("_context", "_listener", "_log", "_options", "_ready", "_replayer", "_spare_until",
+                 "_turns")  # fmt: skip
 
     def __init__(
         self,
@@ -64,12 +67,14 @@ class _Reader:
         ready: trio.Event,
         options: LinkOptions,
         replayer: Replayer,
+        turns: Turns,
     ) -> None:
         self._listener = listener
         self._context = context
         self._ready = ready
         self._options = options
         self._replayer = replayer
+        self._turns = turns
         self._spare_until = 0.0  # monotonic seconds; no replays before
         self._log = StreamLog(log, listener.name)
 
@@ -122,7 +127,7 @@ class _Reader:
         await self._ready.wait()
         self._listener.receiving()
         while True:
-            more = self._drain(link)
+            more = await self._drain(link)
             if self._listener.held is not None:
                 await self._settle(link)
                 await trio.lowlevel.checkpoint()
@@ -136,17 +141,21 @@ class _Reader:
 
         What comes from there on shows as missing on the next socket, where it can be replayed.
         """
-        while self._ready.is_set() and self._listener.held is None and self._drain(link):
+        while self._ready.is_set() and self._listener.held is None:
+            if not await self._drain(link):
+                break
             await trio.lowlevel.checkpoint()
 
-    def _drain(self, link: Link) -> bool:
+    async def _drain(self, link: Link) -> bool:
         """Takes waiting messages for one turn; returns whether there may be more."""
         listener = self._listener
+        budget_ns = await self._turns.begin()
         if not listener.connected:
             link.hear()
         refused, flawed = listener.refused, listener.flawed
         socket = link.sub.socket.underlying
-        more = drain(socket, listener.take, listener.refuse, MAX_TURN_MESSAGES, MAX_TURN_NS)
+        more = drain(socket, listener.take, listener.refuse, MAX_TURN_MESSAGES, budget_ns)
+        self._turns.end()
         if listener.refused != refused:
             self._log.warning("messages refused", **listener.bad_frames)
         if listener.flawed != flawed:

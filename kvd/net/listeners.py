@@ -11,6 +11,7 @@ from kvd.logs import get_logger
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
+from kvd.net.turns import Turns
 from kvd.wire.listener import StreamHealth
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ListenerTasks:
         self._ready = ready
         self._options = options
         self._replayer = Replayer(context, options, replays or ReplayOptions())
+        self._turns = Turns()
         self._health: dict[Listener, StreamHealth] = {}  # as last said
         nursery.start_soon(self._watch_health, health_every_s)
 
@@ -59,7 +61,9 @@ class ListenerTasks:
     async def _run(self, listener: Listener) -> None:
         self._health[listener] = StreamHealth.RECOVERING
         try:
-            await run_listener(listener, self._context, self._ready, self._options, self._replayer)
+            await run_listener(
+                listener, self._context, self._ready, self._options, self._replayer, self._turns
+            )
         finally:
             del self._health[listener]
 

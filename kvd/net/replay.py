@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import trio
 import zmq
 
-from kvd.net.link import MAX_TURN_NS, LinkOptions, socket_options
+from kvd.net.link import LinkOptions, socket_options
+from kvd.net.turns import ROUND_NS
 from kvd.net.zsocket import ZSocket
 from kvd.wire.replay import ReplayEnd, read_answer, request
 
@@ -94,7 +95,7 @@ class _Answer:
 
     async def _read_some(self) -> ReplayEnd | None:
         """Takes what has come, for one turn of the loop; waits when that is nothing."""
-        until = time.monotonic_ns() + MAX_TURN_NS
+        until = time.monotonic_ns() + ROUND_NS
         while (frames := self._dealer.receive_nowait()) is not None:
             end = self._take(frames)
             if end is not None:

@@ -10,6 +10,7 @@ import zmq
 from kvd.net.link import LinkOptions
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer, ReplayOptions
+from kvd.net.turns import Turns
 from kvd.wire.listener import Listener
 
 # Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
@@ -60,7 +61,7 @@ class Listening:
     ) -> None:
         replayer = replayer or Replayer(context, options, HASTY_REPLAYS)
         with self.scope:
-            await run_listener(self.listener, context, self.ready, options, replayer)
+            await run_listener(self.listener, context, self.ready, options, replayer, Turns())
         self.ended.set()
 
     async def stop(self) -> None:
