@@ -51,8 +51,9 @@ EXIT_SECOND_SIGNAL = 130
 SWEEP_STEPS = 8192  # of at most about 0.1 us
 SWEEP_PAUSE_S = 0.05
 
-# Little here is cyclic garbage, and a full collection looks at all that listeners are made of: 40 ms
-# at 400 of them. The first is Python's way of counting, the others how many make one of the next.
+# Little here is cyclic garbage, and a full collection looks at all that listeners are made of:
+# 40 ms at 400 of them. Allocations for a small collection, small ones for a middle one, and those
+# for a full one.
 GC_THRESHOLDS = (5_000, 50, 100)
 
 log = get_logger(__name__)
