@@ -147,6 +147,7 @@ LISTENER_COUNTERS = {
     "strays": "Messages in replays that were no answer to what was asked",
     "spared_replays": "Replays not requested because the server had just been silent",
     "restarts": "Engines that were started again",
+    "superseded": "Times that an engine's own history took the place of a peer's blocks",
     "flawed": "Batches that could not be understood wholly",
     "joins": "Connections on which an engine answered",
     "losses": "Of these, connections that broke",

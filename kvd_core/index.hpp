@@ -133,6 +133,7 @@ struct RankTraits {
   bool salted = false;    // its stream says which blocks carry a cache salt
   bool offloads = false;  // its stream names lower-tier blocks by hash alone
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
+  bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
 };
 
 struct Rank : RankTraits {

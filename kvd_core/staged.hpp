@@ -227,7 +227,7 @@ class Restore {
       names_[i] = pair[2 * i];
       locals_[i] = pair[2 * i + 1];
     }
-    index.rank(rank).settling = true;
+    index.rank(rank).settling = index.rank(rank).restored = true;
     const Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, run.tier, 0};
     if (index.store(rank, blocks)) stored_ += run.n;
     if (waiting_.empty()) return;

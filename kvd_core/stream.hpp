@@ -14,9 +14,11 @@
 // steady state.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "events.hpp"
@@ -67,14 +69,28 @@ class Stream {
     return outcome_;
   }
 
-  // Drops every block of every rank this stream has spoken for, and what it was taught: another
-  // engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
+  // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
+  // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
   void clear() {
+    drop_restored();
     worker_.renew(index_, dp_rank_);
     for (const auto& entry : states_) {
       if (entry.first != dp_rank_) worker_.renew(index_, entry.first);
     }
     states_.clear();
+  }
+
+  // Whether there are blocks of a dump that this stream's engine has not been heard about.
+  bool restored() const {
+    const auto& ranks = worker_.ranks;
+    return std::any_of(ranks.begin(), ranks.end(), [&](auto& entry) { return unheard(entry); });
+  }
+
+  // Drops those: the engine tells everything from its beginning.
+  void drop_restored() {
+    for (const auto& entry : worker_.ranks) {
+      if (unheard(entry)) worker_.renew(index_, entry.first);
+    }
   }
 
   // ---- the decoder's sink
@@ -83,6 +99,7 @@ class Stream {
     const uint32_t wanted = has_rank ? dp_rank : dp_rank_;
     rank_ = worker_.rank(index_, wanted);
     state_ = rank_ == kNone ? nullptr : &states_[wanted];
+    if (rank_ != kNone) index_.rank(rank_).restored = false;
   }
 
   void stored(const StoredEvent& e) {
@@ -154,7 +171,14 @@ class Stream {
       const RankId rank = worker_.find(entry.first);
       if (rank != kNone && !index_.holds_nothing(rank)) return false;
     }
-    return true;
+    return !restored();
+  }
+
+  // A rank that came with a dump is this stream's if it is its own, or is registered nowhere: then
+  // only batches name it, and these may be of this stream.
+  bool unheard(const std::pair<uint32_t, RankId>& entry) const {
+    const Rank& rank = index_.rank(entry.second);
+    return rank.restored && (entry.first == dp_rank_ || !rank.listed);
   }
 
   void clear_layers(LayerMask mask) {

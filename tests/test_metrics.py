@@ -39,6 +39,12 @@ class NoStream:
     def clear(self) -> None:
         pass
 
+    def restored(self) -> bool:
+        return False
+
+    def drop_restored(self) -> bool:
+        return False
+
 
 def parse(text: str) -> dict[str, float]:
     """Samples by name and labels; fails on a line that is not of the format."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
+import msgpack
 import pytest
 import trio
 from dumps import binary_of, dump_json, event, read, rows_of
@@ -372,6 +373,28 @@ async def test_a_worker_that_registers_keeps_its_blocks() -> None:
     assert fresh.depths(1, 2)[7, 0] == (2, 2, 2)  # type: ignore[index]
     await fresh.unregister(7)
     assert fresh.depths(1, 2) == {(8, 3): (1, 1, 1)}
+
+
+async def test_an_engine_that_was_started_again_unheard_is_not_credited_with_a_dump() -> None:
+    fresh = await restored()
+    fresh.register(7)
+    (listener,) = fresh.idle.listeners.values()
+    listener.connecting()
+    listener.joined()
+    listener.take(0, msgpack.packb([1.5, [], None]))
+    assert fresh.depths(1, 2) == {(8, 3): (1, 1, 1)}
+    assert listener.health(0.0) == "exact"
+
+
+async def test_a_dump_is_kept_and_not_exact_when_its_engine_is_heard_in_the_middle() -> None:
+    fresh = await restored()
+    fresh.register(7)
+    (listener,) = fresh.idle.listeners.values()
+    listener.take(4, msgpack.packb([1.5, [], None]))
+    listener.judge()
+    listener.settle()
+    assert fresh.depths(1, 2)[7, 0] == (2, 2, 2)  # type: ignore[index]
+    assert listener.loss == "missing 0..3, restored from a peer"
 
 
 async def test_a_worker_that_left_meanwhile_stays_away() -> None:
