@@ -51,8 +51,9 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
         "serve",
         help="run every face",
         description="Runs every face kvd has; today that is the KV indexer.",
-        epilog="Each flag can be given in the environment instead: --indexer-bind as "
-        "KVD_INDEXER_BIND. The flag wins.",
+        epilog="Each flag but --demo can be given in the environment instead: --indexer-bind as "
+        "KVD_INDEXER_BIND, and so on, but --min-initial-workers as "
+        "DYN_ROUTER_MIN_INITIAL_WORKERS. The flag wins.",
         allow_abbrev=False,
     )
     for setting in settings.SETTINGS:

@@ -20,13 +20,14 @@ import gc
 import os
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import trio
 
 from kvd._version import VERSION
-from kvd.config import Config, StartError
+from kvd.config import Config, StartError, TlsListener
 from kvd.demo import DemoStats, run_demo
 from kvd.faces import indexer
 from kvd.http.app import build_app
@@ -35,7 +36,7 @@ from kvd.http.listeners import open_listeners
 from kvd.http.tls import TlsServer
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
-from kvd.metrics import Family, RequestMetrics, Source, by_label, gauge, stats_families
+from kvd.metrics import Family, RequestMetrics, Source, by_label, counter, gauge, stats_families
 from kvd.net import sdnotify
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
@@ -76,8 +77,14 @@ class _Daemon:
         self._signalled = trio.Event()
 
     async def run(self) -> int:
+        with ExitStack() as opened:
+            # Here, so that an address in use is one line and not a group of exceptions.
+            sockets = await _open(opened, str(self._config.indexer_bind))
+            tls_sockets = await _open_tls(opened, self._config.indexer_tls)
+            return await self._run(sockets, tls_sockets)
+
+    async def _run(self, sockets: list[socket.socket], tls_sockets: list[socket.socket]) -> int:
         config = self._config
-        sockets = await _open(str(config.indexer_bind))
         context = make_context()
         try:
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -93,7 +100,7 @@ class _Daemon:
                     for worker in config.workers:
                         registry.register(worker.key, worker.endpoint, worker.block_size, None)
                     listening.start_soon(self._start_up, registry, ready)
-                    await self._serve(registry, sockets)
+                    await self._serve(registry, sockets, tls_sockets)
                     listening.cancel_scope.cancel()
         finally:
             context.destroy(linger=0)
@@ -147,10 +154,17 @@ class _Daemon:
         yield by_label(name, "counter", help, "outcome", stats.attempts)
         yield gauge("kvd_recovery_blocks", "Blocks taken from a peer", stats.blocks)
         yield gauge("kvd_recovery_seconds", "Time that took", stats.seconds)
+        help = "Peers refused at the bound"
+        yield counter("kvd_peers_refused_total", help, self._peers.refused)
         help = "HTTP server, plain port"
         yield from stats_families("kvd_http", front.stats, help, frozenset({"connections_open"}))
 
-    async def _serve(self, registry: Registry, sockets: list[socket.socket]) -> None:
+    async def _serve(
+        self,
+        registry: Registry,
+        sockets: list[socket.socket],
+        tls_sockets: list[socket.socket],
+    ) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         config = self._config
         requests = RequestMetrics()
@@ -172,7 +186,8 @@ class _Daemon:
             if config.indexer_tls is not None:
                 tls = config.indexer_tls
                 server = TlsServer(app, tls.certfile, tls.keyfile, config.http)
-                await faces.start(server.serve, await _open(str(tls.bind)), stop)
+                sources.append(lambda: _tls_families(server))
+                await faces.start(server.serve, tls_sockets, stop)
             addresses = [_address(sock) for sock in sockets]
             log.info("serving", version=VERSION, face="indexer", bind=" ".join(addresses))
             _notify(sdnotify.READY)
@@ -202,11 +217,30 @@ class _Daemon:
         )
 
 
-async def _open(bind: str) -> list[socket.socket]:
+async def _open(opened: ExitStack, bind: str) -> list[socket.socket]:
     try:
-        return await open_listeners(bind)
+        sockets = await open_listeners(bind)
     except (OSError, ValueError) as error:
         raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
+    for sock in sockets:
+        opened.enter_context(sock)
+    return sockets
+
+
+async def _open_tls(opened: ExitStack, tls: TlsListener | None) -> list[socket.socket]:
+    """Opens the HTTPS port, if there is to be one, after a look at what it is to show."""
+    if tls is None:
+        return []
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certfile, tls.keyfile)
+    except OSError as error:
+        raise StartError(f"cannot use {tls.certfile} with {tls.keyfile}: {error}") from None
+    return await _open(opened, str(tls.bind))
+
+
+def _tls_families(server: TlsServer) -> Iterator[Family]:
+    gauges = frozenset({"connections_open"})
+    return stats_families("kvd_https", server.stats, "HTTP server, TLS port", gauges)
 
 
 def _address(sock: socket.socket) -> str:

@@ -21,6 +21,8 @@ from typing import Any
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
 from kvd.wire.listener import Listener, ListenerStatus, StreamHealth
+from kvd.wire.replay import ReplayEnd
+from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 CONTENT_TYPE = b"text/plain; version=0.0.4"
 
@@ -28,6 +30,8 @@ CONTENT_TYPE = b"text/plain; version=0.0.4"
 BUCKETS = tuple(0.0001 * 2**k for k in range(20))
 
 BREATH = 64  # partitions or listeners read between two rests: about 0.2 ms
+
+BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE)
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -147,6 +151,7 @@ LISTENER_COUNTERS = {
     "strays": "Messages in replays that were no answer to what was asked",
     "spared_replays": "Replays not requested because the server had just been silent",
     "restarts": "Engines that were started again",
+    "superseded": "Times that an engine's own history took the place of a peer's blocks",
     "flawed": "Batches that could not be understood wholly",
     "joins": "Connections on which an engine answered",
     "losses": "Of these, connections that broke",
@@ -176,26 +181,36 @@ def listener_families(
     for name, help in LISTENER_COUNTERS.items():
         yield counter(f"kvd_listener_{name}_total", help, getattr(totals, name))
     help = "Messages of engines refused for their shape"
-    yield by_label("kvd_bad_messages_total", "counter", help, "reason", totals.bad_frames)
+    bad = dict.fromkeys(BAD_MESSAGES, 0) | totals.bad_frames
+    yield by_label("kvd_bad_messages_total", "counter", help, "reason", bad)
     help = "Replays by how they ended"
-    yield by_label("kvd_replays_total", "counter", help, "end", totals.replays)
+    ends = dict.fromkeys(map(str, ReplayEnd), 0) | totals.replays
+    yield by_label("kvd_replays_total", "counter", help, "end", ends)
 
 
-# Sums over all partitions: name of the family, key in PrefixIndex.stats(), type, help.
-INDEX_SUMS = (
-    ("kvd_index_blocks", "blocks", "gauge", "Distinct blocks in the index"),
-    ("kvd_index_chains", "chains", "gauge", "Chains they are stored in"),
-    ("kvd_index_bytes", "bytes", "gauge", "Memory of the index in bytes, estimated"),
-    ("kvd_parked_blocks", "parked_now", "gauge", "Blocks whose parent is unknown, set aside"),
-    ("kvd_parked_blocks_dropped", "parked_dropped", "gauge", "Of these, lost to the bound"),
-    ("kvd_unknown_blocks_removed", "removed_unknown", "gauge", "Removals of blocks not held"),
-    ("kvd_rebound_blocks", "rebound", "gauge", "Engine hashes that came back with other content"),
+# Sums over all partitions: name of the family, key in PrefixIndex.stats(), help.
+INDEX_GAUGES = (
+    ("kvd_index_blocks", "blocks", "Distinct blocks in the index"),
+    ("kvd_index_chains", "chains", "Chains they are stored in"),
+    ("kvd_index_bytes", "bytes", "Memory of the index in bytes, estimated"),
+    ("kvd_parked_blocks", "parked_now", "Blocks whose parent is unknown, set aside"),
+)
+# The same, those that have ended included (State.ended_totals).
+INDEX_COUNTERS = (
+    ("kvd_parked_blocks_dropped_total", "parked_dropped", "Parked blocks lost to the bound"),
+    (
+        "kvd_parked_blocks_unsalted_total",
+        "parked_unsalted",
+        "Parked blocks placed that were hashed without the salt of their prompt",
+    ),
+    ("kvd_unknown_blocks_removed_total", "removed_unknown", "Removals of blocks not held"),
+    ("kvd_rebound_blocks_total", "rebound", "Engine hashes that came back with other content"),
 )
 
 
 def state_families(state: State, instances: int) -> Iterator[Family | None]:
     """Says what is indexed; `instances` is the number of registered ones."""
-    sums = dict.fromkeys((name for _, name, _, _ in INDEX_SUMS), 0)
+    sums = dict.fromkeys((name for _, name, _ in INDEX_GAUGES), 0) | state.ended_totals
     held: dict[str, int] = {}
     recovered = 0
     for number, key in enumerate(list(state.partitions), 1):
@@ -217,8 +232,10 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
     help = "Instances known from a peer's dump that have not registered"
     yield gauge("kvd_recovered_workers", help, recovered)
     yield by_label("kvd_blocks", "gauge", "(rank, block) pairs by tier", "tier", held)
-    for family, name, type, help in INDEX_SUMS:
-        yield Family(family, type, help, [("", (), sums[name])])
+    for family, name, help in INDEX_GAUGES:
+        yield gauge(family, help, sums[name])
+    for family, name, help in INDEX_COUNTERS:
+        yield counter(family, help, sums[name])
     yield from _ingest_families(state)
 
 
@@ -233,6 +250,10 @@ def _ingest_families(state: State) -> Iterator[Family]:
     yield by_label("kvd_bad_events_total", "counter", help, "reason", totals["bad"])
     help = "Partitions refused at the bound"
     yield counter("kvd_partitions_refused_total", help, state.refused_partitions)
+    help = "Partitions of a dump that gave way to a registration with another block size"
+    yield counter("kvd_partitions_replaced_total", help, state.replaced_partitions)
+    help = "Unregistrations during recovery that were not noted, at the bound"
+    yield counter("kvd_departures_unnoted_total", help, state.unnoted_departures)
 
 
 def stats_families(prefix: str, stats: Any, help: str, gauges: frozenset[str]) -> Iterator[Family]:

@@ -101,8 +101,7 @@ class Registry:
         Takes those along that are known from a peer's dump only. Raises NotFound when there is
         nothing of that. Returns when its listeners have ended and its blocks no longer count.
         """
-        if dp_rank is None:
-            self._state.note_departure(model_name, tenant_id, instance_id)
+        self._state.note_departure(model_name, tenant_id, instance_id, dp_rank)
         strays = [
             self._state.remove_stray(partition, instance_id, dp_rank)
             for partition in self._state.strays(instance_id, model_name, tenant_id)

@@ -14,6 +14,7 @@ from typing import Any
 from kvd.http.limits import HttpLimits
 from kvd.logs import LEVELS
 from kvd.model import DEFAULT_TENANT
+from kvd.peers import MAX_PEERS
 
 ENV_PREFIX = "KVD_"
 
@@ -114,8 +115,11 @@ def parse_level(text: str) -> str:
 
 
 def parse_urls(text: str) -> tuple[str, ...]:
-    """Splits at commas; blanks around and between do not count."""
-    return tuple(filter(None, map(str.strip, text.split(","))))
+    """Splits at commas; blanks around and between do not count, and each counts once."""
+    urls = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    if len(urls) > MAX_PEERS:
+        raise ValueError(f"more than {MAX_PEERS} peers")
+    return urls
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
@@ -24,9 +25,20 @@ from kvd_core.index import Dump, IngestCounters, PrefixIndex, Stream, Worker
 # An empty partition costs about 31 KB; 16,384 of them 640 MB. Real fleets have some hundred.
 MAX_PARTITIONS = 16_384
 
-# Instances unregistered while a peer's dump is being taken, ~150 bytes each. Recovery takes
-# seconds; what is beyond the bound comes back with the dump and can be unregistered again.
+# Instances and ranks unregistered while a peer's dump is being taken, ~150 bytes each. Recovery
+# takes seconds; what is beyond the bound comes back with the dump and can be unregistered again.
 MAX_DEPARTED = 65_536
+
+# Tallies of PrefixIndex.stats() that only grow; what a partition had outlives it.
+TOTALS: tuple[Literal["parked_dropped", "parked_unsalted", "removed_unknown", "rebound"], ...] = (
+    "parked_dropped",
+    "parked_unsalted",
+    "removed_unknown",
+    "rebound",
+)
+
+# Model, tenant (None: all), instance, data-parallel rank (None: all).
+_Departure = tuple[str, str | None, InstanceId, int | None]
 
 
 @dataclass(slots=True)
@@ -57,8 +69,10 @@ class State:
         self.refused_partitions = 0
         self.instance_id = secrets.token_hex(16)  # tells this process from its peers
         self.replaced_partitions = 0  # recovered ones that gave way to another block size
+        self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
         self.unsettled: set[tuple[PartitionKey, InstanceId]] = set()  # see settle()
-        self._departed: set[tuple[str, str | None, InstanceId]] | None = None
+        self._departed: set[_Departure] | None = None
+        self.unnoted_departures = 0  # beyond MAX_DEPARTED
 
     def partition(self, model_name: str, tenant_id: str) -> Partition:
         """Returns the partition or raises NotFound."""
@@ -87,6 +101,7 @@ class State:
             partition.workers[key.instance_id].unregister(key.dp_rank)
         else:
             # Ranks that only batches named have no registration of their own to outlive this.
+            self.note_departure(*key.partition, key.instance_id, None)
             self._remove_worker(partition, key.instance_id)
 
     # ---- what came with a dump
@@ -102,16 +117,41 @@ class State:
     def end_recovery(self) -> None:
         self._departed = None
 
-    def note_departure(self, model: str, tenant: str | None, instance_id: InstanceId) -> None:
-        """Keeps an instance out of the recovery under way; a tenant of None is all of them."""
-        if self._departed is not None and len(self._departed) < MAX_DEPARTED:
-            self._departed.add((model, tenant, instance_id))
+    def note_departure(
+        self, model: str, tenant: str | None, instance_id: InstanceId, dp_rank: int | None
+    ) -> None:
+        """Keeps an instance, or one rank of it, out of the recovery under way.
+
+        A tenant of None is all of them.
+        """
+        if self._departed is None:
+            return
+        if len(self._departed) < MAX_DEPARTED:
+            self._departed.add((model, tenant, instance_id, dp_rank))
+        else:
+            self.unnoted_departures += 1
+
+    def drop_departed_ranks(self, partition: Partition) -> None:
+        """Removes what a dump has brought of single ranks that have departed since."""
+        model, tenant = partition.key
+        for left, of_tenant, instance_id, dp_rank in self._departed or ():
+            worker = partition.workers.get(instance_id)
+            if (
+                dp_rank is None
+                or worker is None
+                or left != model
+                or of_tenant not in (None, tenant)
+            ):
+                continue
+            if dp_rank in worker.ranks() and (instance_id, dp_rank) not in partition.ranks:
+                self.remove_stray(partition, instance_id, dp_rank)
 
     def restored_worker(self, partition: Partition, instance_id: InstanceId) -> Worker | None:
         """Returns the worker that a dump's blocks belong to, None when it has departed since."""
         model, tenant = partition.key
-        if {(model, tenant, instance_id), (model, None, instance_id)} & (self._departed or set()):
-            return None
+        for of_tenant in (tenant, None):
+            if (model, of_tenant, instance_id, None) in (self._departed or ()):
+                return None
         self.unsettled.add((partition.key, instance_id))
         return _worker(partition, instance_id)
 
@@ -154,7 +194,12 @@ class State:
     def drop_if_empty(self, partition: Partition) -> None:
         """Ends a partition without workers."""
         if not partition.workers and self.partitions.get(partition.key) is partition:
-            del self.partitions[partition.key]
+            self._end(partition)
+
+    def _end(self, partition: Partition) -> None:
+        del self.partitions[partition.key]
+        for name in TOTALS:
+            self.ended_totals[name] += partition.index.stats()[name]
 
     def _remove_worker(self, partition: Partition, instance_id: InstanceId) -> None:
         partition.workers.pop(instance_id).remove()
@@ -187,7 +232,8 @@ class State:
                     f"existing={partition.block_size}, requested={block_size}"
                 )
             self.replaced_partitions += 1
-            del self.partitions[key]
+            self.unsettled.difference_update((key, id_) for id_ in partition.workers)
+            self._end(partition)
             partition = None
         if partition is None:
             if len(self.partitions) >= MAX_PARTITIONS:

@@ -11,7 +11,8 @@
 //
 // Device blocks come as one event per rank and unbroken run between two forks, which is how
 // Dynamo's indexer merges them; in the text, lower tiers come as one event per block, as there.
-// Names are the rank's own.
+// Names are the rank's own. Cache groups beside the main one, salts, and what ranks' streams have
+// told are in the binary form only.
 //
 // Chains are bounded, runs are not. A run that goes on in the next chain is written there and then,
 // and `taken_` notes how far, so that the visit to that chain begins behind it.
@@ -30,6 +31,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "dump_format.hpp"
@@ -107,11 +109,15 @@ class Dump {
     }
   }
 
-  // The smallest rank >= `from` that holds some block of the chain on some tier.
+  bool is_dumped(LayerId layer) const {
+    return layer < kTierLayers || (binary_ && layer != kGhostLayer);
+  }
+
+  // The smallest rank >= `from` that holds some block of the chain on some dumped layer.
   RankId next_holder(NodeId node, RankId from) const {
     RankId best = kNone;
     for (const Run& run : tree().node(node).runs) {
-      if (run.layer >= kTierLayers) continue;
+      if (!is_dumped(run.layer)) continue;
       const auto& members = tree().sets().members(run.set);
       const auto it = std::lower_bound(members.begin(), members.end(), from);
       if (it != members.end()) best = std::min(best, *it);
@@ -129,7 +135,7 @@ class Dump {
       const uint32_t past = run.layer == layer_ ? offset_ : run.layer < layer_ ? run.end : 0;
       uint32_t from = std::max(start, past);
       start = run.end;
-      if (run.layer >= kTierLayers || from >= run.end) continue;
+      if (!is_dumped(run.layer) || from >= run.end) continue;
       if (!tree().sets().contains(run.set, rank_)) continue;
       if (run.layer == kDeviceLayer && from == 0) from = behind_taken(node);
       layer_ = run.layer;
@@ -170,7 +176,9 @@ class Dump {
     dp_rank_ = index_.rank(rank_).dp_rank;
     const BlockId parent = tree().parent_of(tree().node(at.node).chain.block()[at.offset]);
     const uint64_t name = parent == kNone ? 0 : name_of(rank_, parent);
-    format_->open({&worker, dp_rank_, layer_, parent != kNone, name}, out);
+    if (told_.insert(rank_).second) format_->rank(worker, index_, index_.rank(rank_), out);
+    const RunHead head{&worker, dp_rank_, index_.tier_of(layer_), index_.group_of(layer_), parent != kNone, name};
+    format_->open(head, out);
   }
 
   bool still_ours(const std::vector<const Worker*>& owners) const {
@@ -227,7 +235,12 @@ class Dump {
     uint64_t names[kBatch];
     const uint32_t n = to - at_.offset;
     for (uint32_t i = 0; i < n; ++i) names[i] = name_of(rank_, node.chain.block()[at_.offset + i]);
-    format_->blocks(names, node.chain.local() + at_.offset, n, out);
+    const BlockId* ids = node.chain.block() + at_.offset;
+    for (uint32_t from = 0, i = 0; from < n; from = i) {
+      const uint64_t term = index_.term_at(ids[from]);
+      while (i < n && index_.term_at(ids[i]) == term) ++i;
+      format_->blocks(names + from, node.chain.local() + at_.offset + from, i - from, term, out);
+    }
     blocks_written_ += n;
     last_ = node.chain.block()[to - 1];
     at_.offset = to;
@@ -270,8 +283,8 @@ class Dump {
   }
 
   bool holds(RankId rank, BlockId block) const {
-    for (LayerId layer = 0; layer < kTierLayers; ++layer) {
-      if (tree().held(block, layer, rank)) return true;
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if (is_dumped(layer) && tree().held(block, layer, rank)) return true;
     }
     return false;
   }
@@ -306,6 +319,7 @@ class Dump {
   std::string owner_;             // the open run's worker and rank
   uint32_t dp_rank_ = 0;
 
+  std::unordered_set<RankId> told_;  // ranks whose first run has begun
   std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
   std::unordered_map<RankId, std::unordered_map<BlockId, uint64_t>> other_names_;
 };

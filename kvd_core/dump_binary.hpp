@@ -2,7 +2,7 @@
 //
 //   "KVDDUMP1"                                     the last byte is the version
 //   'P' u32 block_size  u32 n [model]  u32 n [tenant]             an entry; its runs follow
-//   'R' ..                                                        a run (`dump_format.hpp`)
+//   'K' ..  'R' ..                                what a rank has told, a run (`dump_format.hpp`)
 //   'E' u64 blocks                                                the end, and how many there were
 //
 // Costs: one copy of 16 bytes a block; memory one record.
@@ -54,6 +54,7 @@ class DumpBinary {
     switch (*p) {
       case 'P': return entry(p, n);
       case kRunTag: return run(p, n);
+      case kRankTag: return rank(p, n);
       case 'E': return last(p, n);
       default: Stage::refuse("an unknown record");
     }
@@ -85,23 +86,62 @@ class DumpBinary {
     if (n < kRunHead) return nullptr;
     const uint8_t flags = p[1], tier = p[2];
     const bool is_text = (flags & kTextWorker) != 0;
-    const uint64_t worker = get<uint64_t>(p + 15);
-    const uint32_t blocks = get<uint32_t>(p + 23);
+    const uint64_t worker = get<uint64_t>(p + 27);
+    const uint32_t blocks = get<uint32_t>(p + 35);
     if (stage_.entries().empty() || flags > (kHasParent | kTextWorker) || tier >= kTierLayers ||
         blocks == 0 || blocks > kRecordBlocks) {
       Stage::refuse("a run that cannot be");
     }
     const size_t text = is_text ? name_bytes(worker) : 0;
     if (n < kRunHead + text + 16 * size_t{blocks}) return nullptr;
-    const char* const id = reinterpret_cast<const char*>(p + kRunHead);
-    if (is_text && (text < 2 || id[0] != '"')) Stage::refuse("a worker's id that is no text");
+    const std::string id = worker_id(p + kRunHead, text, is_text, worker);
+    RunOf of{get<uint32_t>(p + 7), tier};
+    of.group = get<uint32_t>(p + 3);
+    of.has_parent = (flags & kHasParent) != 0;
+    of.parent = get<uint64_t>(p + 11);
+    of.term = get<uint64_t>(p + 19);
     stage_.begin_run();
     p += kRunHead + text;
     for (uint32_t i = 0; i < blocks; ++i, p += 16) stage_.add_block(get<uint64_t>(p), get<uint64_t>(p + 8));
-    const uint8_t* const head = p - 16 * size_t{blocks} - text - kRunHead;
-    stage_.end_run(is_text ? std::string(id, text) : std::to_string(worker), get<uint32_t>(head + 3), tier,
-                   (flags & kHasParent) != 0, get<uint64_t>(head + 7));
+    stage_.end_run(id, of);
     return p;
+  }
+
+  const uint8_t* rank(const uint8_t* p, size_t n) {
+    if (n < kRankHead) return nullptr;
+    const uint8_t flags = p[1], groups = p[18], windows = p[19];
+    const bool is_text = (flags & kTextWorker) != 0;
+    const uint64_t worker = get<uint64_t>(p + 10);
+    constexpr uint8_t kAll = kTextWorker | kSalted | kOffloads | kNumbersGroups;
+    if (stage_.entries().empty() || (flags & ~kAll) != 0 || groups > kMaxGroups || windows > kMaxLayers) {
+      Stage::refuse("a rank that cannot be");
+    }
+    const size_t text = is_text ? name_bytes(worker) : 0;
+    const size_t size = kRankHead + text + groups * kGroupBytes + windows * kWindowBytes;
+    if (n < size) return nullptr;
+    StagedRank told;
+    told.dp_rank = get<uint32_t>(p + 2);
+    told.salted = (flags & kSalted) != 0;
+    told.offloads = (flags & kOffloads) != 0;
+    told.numbers_groups = (flags & kNumbersGroups) != 0;
+    told.main_group = static_cast<int32_t>(get<uint32_t>(p + 6));
+    const uint8_t* at = p + kRankHead + text;
+    for (uint32_t i = 0; i < groups; ++i, at += kGroupBytes) {
+      if (at[4] > static_cast<uint8_t>(Kind::OTHER)) Stage::refuse("a cache group of an unknown kind");
+      const int64_t window = static_cast<int64_t>(get<uint64_t>(at + 5));
+      told.groups.push_back({static_cast<int32_t>(get<uint32_t>(at)), static_cast<Kind>(at[4]), window});
+    }
+    for (uint32_t i = 0; i < windows; ++i, at += kWindowBytes) {
+      told.windows.push_back({get<uint32_t>(at), get<uint32_t>(at + 4)});
+    }
+    stage_.add_told(worker_id(p + kRankHead, text, is_text, worker), std::move(told));
+    return p + size;
+  }
+
+  static std::string worker_id(const uint8_t* text, size_t n, bool is_text, uint64_t number) {
+    if (!is_text) return std::to_string(number);
+    if (n < 2 || text[0] != '"') Stage::refuse("a worker's id that is no text");
+    return std::string(reinterpret_cast<const char*>(text), n);
   }
 
   const uint8_t* last(const uint8_t* p, size_t n) {

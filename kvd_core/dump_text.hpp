@@ -236,7 +236,10 @@ class DumpText {
   void end_run() {
     require(0, Member::WORKER, "an event without a worker");
     require(0, Member::EVENT, "an event without content");
-    stage_.end_run(worker_, dp_rank_, tier_, has_parent_, parent_);
+    RunOf of{dp_rank_, tier_};
+    of.has_parent = has_parent_;
+    of.parent = parent_;
+    stage_.end_run(worker_, of);
   }
 
   void end_block() {

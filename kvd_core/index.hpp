@@ -54,6 +54,7 @@
 #include <vector>
 
 #include "arena.hpp"
+#include "event_types.hpp"
 #include "names.hpp"
 #include "ranksets.hpp"
 #include "tree.hpp"
@@ -71,6 +72,8 @@ constexpr size_t kMaxParked = 65536;
 // Dropped names remembered per rank that offloads: an offload event names its block by hash
 // alone and may come after the device copy went; engines keep them a few steps apart.
 constexpr size_t kMaxGhosts = 4096;
+// Cache groups remembered per rank. A hybrid model has a handful.
+constexpr size_t kMaxGroups = 64;
 // A cache of so few names is cleared at once, in some microseconds: no more than a new rank costs.
 constexpr uint32_t kClearAtOnce = 64;
 
@@ -88,6 +91,13 @@ struct Tally {
   uint64_t parked_dropped = 0;   // the bound on parked blocks dropped the oldest
   uint64_t parked_unsalted = 0;  // of `unparked`: hashed without the salt of their prompt
   uint64_t self_references = 0;  // events refused: a name repeated, or equal to its parent
+};
+
+// What a stream has told about one of its cache groups.
+struct CacheGroup {
+  int32_t id;
+  Kind kind;
+  int64_t window;  // tokens, 0 unknown
 };
 
 struct Window {
@@ -127,12 +137,16 @@ struct Rarities {
 
 // What a rank's stream has told, beside its blocks.
 struct RankTraits {
+  std::vector<CacheGroup> groups;
   std::vector<Window> windows;
+  int32_t main_group = -1;      // the full-attention group whose blocks are the prefix
+  bool numbers_groups = false;  // its stream numbers cache groups
   uint32_t dp_rank = 0;
   bool listed = false;    // registered, so it is shown without a match too
   bool salted = false;    // its stream says which blocks carry a cache salt
   bool offloads = false;  // its stream names lower-tier blocks by hash alone
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
+  bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
 };
 
 struct Rank : RankTraits {
@@ -251,6 +265,11 @@ class Index {
   uint32_t tier_of(LayerId layer) const {
     if (layer < kTierLayers) return layer;
     return layer == kGhostLayer ? kNone : group_layers_[layer - kFirstGroupLayer].first;
+  }
+
+  // The group of a layer beside the main group's, kNone for the others.
+  uint32_t group_of(LayerId layer) const {
+    return layer < kFirstGroupLayer ? kNone : group_layers_[layer - kFirstGroupLayer].second;
   }
 
   // Every layer of one tier, its groups included.
@@ -374,6 +393,13 @@ class Index {
     return it == rank.rare->parked.end() ? 0 : it->second.term;
   }
 
+  // The same of a placed block.
+  uint64_t term_at(BlockId block) const {
+    if (terms_.empty()) return 0;
+    const auto it = terms_.find(block);
+    return it == terms_.end() ? 0 : it->second;
+  }
+
   size_t parked_count() const { return parked_; }
   size_t record_count() const { return records_.live(); }
   size_t exception_count() const {
@@ -431,11 +457,6 @@ class Index {
   bool has_room(RankId id, uint32_t n) const {
     const auto fits = [&](uint32_t used) { return used <= max_blocks_ && n <= max_blocks_ - used; };
     return fits(tree_.block_count()) && fits(records_.live()) && fits(ranks_[id].names.size());
-  }
-
-  uint64_t term_at(BlockId block) const {
-    const auto it = terms_.find(block);
-    return it == terms_.end() ? 0 : it->second;
   }
 
   bool refers_to_itself(const Store& s) {

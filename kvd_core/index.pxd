@@ -41,6 +41,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         cbool salted
         cbool offloads
         cbool settling              # took blocks from a dump its stream may tell of once more
+        cbool restored              # took blocks from a dump, no batch has spoken for it since
         uint32_t dp_rank
 
     cppclass CStore "kvd::Store":
@@ -103,6 +104,8 @@ cdef extern from "stream.hpp" namespace "kvd" nogil:
         CStream(CIndex&, CWorker&, uint32_t, CStreamCounters&) except +
         uint32_t apply(const uint8_t*, size_t) except +
         void clear() except +
+        cbool restored()
+        void drop_restored() except +
 
 cdef extern from "match.hpp" namespace "kvd" nogil:
     cppclass CDepth "kvd::Match::Depth":

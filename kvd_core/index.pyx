@@ -324,13 +324,31 @@ cdef class Stream:
     def clear(self):
         """Drops the blocks of every rank this stream has spoken for, also in batches only.
 
-        They are invisible at once; `PrefixIndex.sweep` frees them. RuntimeError when the worker
-        was removed.
+        With them go ranks of a dump that are registered nowhere and no batch has spoken for: they
+        may be this stream's. All are invisible at once; `PrefixIndex.sweep` frees them. RuntimeError
+        when the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
         self.c.clear()
         verify_if_debug(deref(self.worker.index.c))
+
+    def restored(self):
+        """Whether its ranks hold blocks of a dump that no batch has spoken for since."""
+        return self.worker.index is not None and self.c.restored()
+
+    def drop_restored(self):
+        """Drops those, because the engine tells everything from its beginning.
+
+        Returns whether there were any. RuntimeError when the worker was removed.
+        """
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        if not self.c.restored():
+            return False
+        self.c.drop_restored()
+        verify_if_debug(deref(self.worker.index.c))
+        return True
 
 
 cdef class Dump:

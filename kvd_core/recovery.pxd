@@ -16,10 +16,10 @@ cdef extern from "staged.hpp" namespace "kvd" nogil:
         uint64_t blocks
         uint64_t runs
         uint64_t entries
+        uint64_t ranks
 
     cppclass CStagedWorker "kvd::StagedWorker":
         string id                   # as JSON
-        vector[uint32_t] ranks
 
     cppclass CEntry "kvd::StagedEntry":
         string key                  # "model:tenant", empty in the binary form

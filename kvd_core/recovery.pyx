@@ -46,9 +46,11 @@ cdef class DumpReader:
     may be used then.
     """
 
-    def __cinit__(self, bint binary, *, uint64_t max_blocks, uint64_t max_events, uint64_t max_entries):
+    def __cinit__(self, bint binary, *, uint64_t max_blocks, uint64_t max_events,
+                  uint64_t max_entries, uint64_t max_ranks):
         cdef CLimits limits
         limits.blocks, limits.runs, limits.entries = max_blocks, max_events, max_entries
+        limits.ranks = max_ranks
         self.stage = Staged.__new__(Staged)
         self.stage.c = new CStage(limits)
         if binary:
@@ -122,15 +124,23 @@ cdef class StagedEntry:
         """(rank, tier, block) triples."""
         return self.c.blocks
 
-    def workers(self):
-        """The ids of its workers, ints and texts, in the order `restore` wants them.
+    @property
+    def worker_count(self):
+        """How many workers it has."""
+        return self.c.workers.size()
+
+    def workers(self, size_t start=0, size_t stop=0xffffffff):
+        """The ids of its workers, or of a part, ints and texts, in the order `restore` wants them.
 
         ValueError when one is not well-formed.
         """
-        ids = [json.loads(worker.id) for worker in self.c.workers]
-        for text in ids:
-            if isinstance(text, str):
-                text.encode()  # an escaped lone surrogate is no text
+        cdef size_t i
+        ids = []
+        for i in range(start, min(stop, self.c.workers.size())):
+            worker_id = json.loads(self.c.workers[i].id)
+            if isinstance(worker_id, str):
+                worker_id.encode()  # an escaped lone surrogate is no text
+            ids.append(worker_id)
         return ids
 
     def restore(self):

@@ -12,7 +12,7 @@
 //      the last block of the one before as its parent;
 //   2. a run's worker and rank are listed in `workers`; a worker has at most kMaxRanksPerWorker.
 //
-// Costs: 16 bytes a block, 40 a run; applying costs what storing costs (0.2 us a block).
+// Costs: 16 bytes a block, 56 a run, 80 a rank; applying costs what storing costs (0.2 us a block).
 #pragma once
 
 #include <algorithm>
@@ -33,26 +33,57 @@ namespace kvd {
 // Blocks stored in one go: 0.8 ms at 0.2 us each, which a query can wait.
 constexpr uint32_t kRunBlocks = kRecordBlocks;
 
+// Storing a run copies sets of holders, at worst of all ranks: so many take as long as a block.
+constexpr uint32_t kRanksABlock = 256;
+
 // What a dump may bring; more is refused.
 struct DumpLimits {
   uint64_t blocks;
   uint64_t runs;
   uint64_t entries;
+  uint64_t ranks;  // of all workers of all entries
 };
 
 struct StagedRun {
   uint64_t parent;
   uint64_t first;  // page << 32 | offset, in blocks
   uint32_t n;
+  uint64_t term;
   uint32_t worker;
   uint32_t dp_rank;
+  uint32_t group;  // kNone: the main one
   uint8_t tier;
   bool has_parent;
 };
 
+// Whose a run is, and where.
+struct RunOf {
+  uint32_t dp_rank;
+  uint8_t tier;
+  uint32_t group = kNone;
+  bool has_parent = false;
+  uint64_t parent = 0;
+  uint64_t term = 0;
+};
+
+// A rank, and what its stream had told.
+struct StagedRank {
+  struct Window {
+    uint32_t group;
+    uint32_t blocks;
+  };
+  uint32_t dp_rank;
+  bool salted = false;
+  bool offloads = false;
+  bool numbers_groups = false;
+  int32_t main_group = -1;
+  std::vector<CacheGroup> groups;
+  std::vector<Window> windows;
+};
+
 struct StagedWorker {
   std::string id;  // as JSON: 7, or "prefill-7"
-  std::vector<uint32_t> ranks;
+  std::vector<StagedRank> ranks;
 };
 
 struct StagedEntry {
@@ -103,19 +134,26 @@ class Stage {
   }
 
   // Says of the blocks added since `begin_run` whose they are.
-  void end_run(const std::string& worker_id, uint32_t dp_rank, uint8_t tier, bool has_parent,
-               uint64_t parent) {
+  void end_run(const std::string& worker_id, const RunOf& of) {
     StagedEntry& entry = entries_.back();
     if (entry.runs.size() == first_part_) return;
     const uint32_t worker = worker_number(entry, worker_id);
-    add_rank(entry.workers[worker].ranks, dp_rank);
-    entry.runs[first_part_].has_parent = has_parent;
-    entry.runs[first_part_].parent = parent;
+    rank(entry.workers[worker].ranks, of.dp_rank);
+    entry.runs[first_part_].has_parent = of.has_parent;
+    entry.runs[first_part_].parent = of.parent;
     for (size_t i = first_part_; i < entry.runs.size(); ++i) {
       entry.runs[i].worker = worker;
-      entry.runs[i].dp_rank = dp_rank;
-      entry.runs[i].tier = tier;
+      entry.runs[i].dp_rank = of.dp_rank;
+      entry.runs[i].tier = of.tier;
+      entry.runs[i].group = of.group;
+      entry.runs[i].term = of.term;
     }
+  }
+
+  // Says what a rank's stream had told.
+  void add_told(const std::string& worker_id, StagedRank told) {
+    StagedEntry& entry = entries_.back();
+    rank(entry.workers[worker_number(entry, worker_id)].ranks, told.dp_rank) = std::move(told);
   }
 
   // A removed entry's blocks stay in their pages until the stage goes.
@@ -130,7 +168,7 @@ class Stage {
     }
     const uint64_t first = uint64_t{pages_.size() - 1} << 32 | used_;
     const bool goes_on = entry.runs.size() != first_part_;
-    entry.runs.push_back({goes_on ? last_name_ : 0, first, 0, 0, 0, 0, goes_on});
+    entry.runs.push_back({goes_on ? last_name_ : 0, first, 0, 0, 0, 0, kNone, 0, goes_on});
   }
 
   uint32_t worker_number(StagedEntry& entry, const std::string& id) {
@@ -140,11 +178,15 @@ class Stage {
     return last_worker_ = made.first->second;
   }
 
-  static void add_rank(std::vector<uint32_t>& ranks, uint32_t dp_rank) {
-    const auto at = std::lower_bound(ranks.begin(), ranks.end(), dp_rank);
-    if (at != ranks.end() && *at == dp_rank) return;
+  StagedRank& rank(std::vector<StagedRank>& ranks, uint32_t dp_rank) {
+    const auto before = [](const StagedRank& some, uint32_t wanted) { return some.dp_rank < wanted; };
+    const auto at = std::lower_bound(ranks.begin(), ranks.end(), dp_rank, before);
+    if (at != ranks.end() && at->dp_rank == dp_rank) return *at;
     if (ranks.size() == kMaxRanksPerWorker) refuse("too many ranks of one worker");
-    ranks.insert(at, dp_rank);
+    if (++ranks_ > limits_.ranks) refuse("too many workers and ranks");
+    StagedRank made;
+    made.dp_rank = dp_rank;
+    return *ranks.insert(at, std::move(made));
   }
 
   const DumpLimits limits_;
@@ -153,6 +195,7 @@ class Stage {
   uint32_t used_ = 0;  // blocks in the last page
   uint64_t blocks_ = 0;
   uint64_t runs_ = 0;
+  uint64_t ranks_ = 0;
   size_t first_part_ = 0;
   uint64_t last_name_ = 0;
   std::unordered_map<std::string, uint32_t> worker_numbers_;
@@ -167,10 +210,11 @@ class Restore {
  public:
   Restore(const Stage& stage, const StagedEntry& entry) : stage_(stage), entry_(entry) {}
 
-  // Stores about `budget` blocks; false when all is done. `workers[i]` is entry.workers[i], or null
-  // where its blocks are not wanted (any more).
+  // Stores about `budget` blocks, fewer where they take longer; false when all is done. `workers[i]`
+  // is entry.workers[i], or null where its blocks are not wanted (any more).
   bool apply(Index& index, const std::vector<Worker*>& workers, uint32_t budget) {
     uint32_t done = 0;
+    while (done < budget && worker_ < entry_.workers.size()) done += teach(index, workers[worker_]);
     while (done < budget) {
       const StagedRun* run = next_run();
       if (run == nullptr) return false;
@@ -184,7 +228,7 @@ class Restore {
         continue;
       }
       store(index, rank, *run);
-      done += run->n;
+      done += run->n + index.rank_end() / kRanksABlock;
     }
     return true;
   }
@@ -200,6 +244,32 @@ class Restore {
   struct NameHash {
     size_t operator()(const Name& n) const { return mix64(n.name ^ mix64(n.rank + 1)); }
   };
+
+  // Gives a worker's ranks what their streams had told; returns what that costs, in blocks.
+  uint32_t teach(Index& index, Worker* worker) {
+    const auto& ranks = entry_.workers[worker_++].ranks;
+    if (worker == nullptr) return 1;
+    for (const StagedRank& told : ranks) {
+      const RankId rank = worker->rank(index, told.dp_rank);
+      if (rank != kNone) teach(index, rank, told);
+    }
+    return static_cast<uint32_t>(ranks.size());
+  }
+
+  // What the rank's own stream has told already stands.
+  static void teach(Index& index, RankId rank, const StagedRank& told) {
+    RankTraits& traits = index.rank(rank);
+    traits.salted |= told.salted;
+    traits.offloads |= told.offloads;
+    traits.numbers_groups |= told.numbers_groups;
+    if (traits.main_group < 0) traits.main_group = told.main_group;
+    if (traits.groups.empty()) traits.groups = told.groups;
+    if (!traits.windows.empty()) return;
+    for (const auto& window : told.windows) {
+      const LayerId layer = index.group_layer(kDeviceLayer, window.group);
+      if (layer != kNone) index.set_window(rank, layer, window.blocks);
+    }
+  }
 
   const StagedRun* next_run() {
     if (!found_.empty()) {
@@ -227,8 +297,10 @@ class Restore {
       names_[i] = pair[2 * i];
       locals_[i] = pair[2 * i + 1];
     }
-    index.rank(rank).settling = true;
-    const Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, run.tier, 0};
+    index.rank(rank).settling = index.rank(rank).restored = true;
+    const LayerId layer = run.group == kNone ? run.tier : index.group_layer(run.tier, run.group);
+    if (layer == kNone) return;  // too many groups: as their events would be, they are left out
+    const Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, layer, run.term};
     if (index.store(rank, blocks)) stored_ += run.n;
     if (waiting_.empty()) return;
     for (const uint64_t name : names_) {
@@ -241,6 +313,7 @@ class Restore {
 
   const Stage& stage_;
   const StagedEntry& entry_;
+  size_t worker_ = 0;  // the next one to be taught
   size_t next_ = 0;
   bool last_call_ = false;
   uint64_t stored_ = 0;

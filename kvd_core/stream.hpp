@@ -14,9 +14,11 @@
 // steady state.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
-#include <unordered_map>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "events.hpp"
@@ -67,14 +69,28 @@ class Stream {
     return outcome_;
   }
 
-  // Drops every block of every rank this stream has spoken for, and what it was taught: another
-  // engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
+  // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
+  // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
   void clear() {
+    drop_restored();
     worker_.renew(index_, dp_rank_);
-    for (const auto& entry : states_) {
-      if (entry.first != dp_rank_) worker_.renew(index_, entry.first);
+    for (const uint32_t dp_rank : heard_) {
+      if (dp_rank != dp_rank_) worker_.renew(index_, dp_rank);
     }
-    states_.clear();
+    heard_.clear();
+  }
+
+  // Whether there are blocks of a dump that this stream's engine has not been heard about.
+  bool restored() const {
+    const auto& ranks = worker_.ranks;
+    return std::any_of(ranks.begin(), ranks.end(), [&](auto& entry) { return unheard(entry); });
+  }
+
+  // Drops those: the engine tells everything from its beginning.
+  void drop_restored() {
+    for (const auto& entry : worker_.ranks) {
+      if (unheard(entry)) worker_.renew(index_, entry.first);
+    }
   }
 
   // ---- the decoder's sink
@@ -82,7 +98,9 @@ class Stream {
   void begin(bool has_rank, uint32_t dp_rank) {
     const uint32_t wanted = has_rank ? dp_rank : dp_rank_;
     rank_ = worker_.rank(index_, wanted);
-    state_ = rank_ == kNone ? nullptr : &states_[wanted];
+    if (rank_ == kNone) return;
+    heard_.insert(wanted);
+    traits().restored = false;
   }
 
   void stored(const StoredEvent& e) {
@@ -116,7 +134,7 @@ class Stream {
       ignore(Ignored::MEDIUM);
     } else if (e.has_tier) {
       clear_layers(index_.tier_mask(static_cast<uint32_t>(e.tier)));
-    } else if (state_->numbers_groups) {
+    } else if (traits().numbers_groups) {
       clear_layers(index_.tier_mask(kDeviceLayer));
     } else {
       clear_layers(kAllLayers);
@@ -131,30 +149,30 @@ class Stream {
   }
 
  private:
-  struct Group {
-    int32_t id;
-    Kind kind;
-    int64_t window;  // tokens, 0 unknown
-  };
-  struct RankState {
-    std::vector<Group> groups;
-    int32_t main_group = -1;  // the full-attention group whose blocks are the prefix
-    bool numbers_groups = false;
-  };
   struct Place {
     LayerId layer;
     bool by_name;
   };
 
   static constexpr Place kNowhere{kNone, false};
-  static constexpr size_t kMaxGroups = 64;  // a hybrid model has a handful
+
+  // What has been taught about the rank of the batch.
+  RankTraits& traits() { return index_.rank(rank_); }
+  const RankTraits& traits() const { return index_.rank(rank_); }
 
   bool holds_nothing() const {
-    for (const auto& entry : states_) {
-      const RankId rank = worker_.find(entry.first);
+    for (const uint32_t dp_rank : heard_) {
+      const RankId rank = worker_.find(dp_rank);
       if (rank != kNone && !index_.holds_nothing(rank)) return false;
     }
-    return true;
+    return !restored();
+  }
+
+  // A rank that came with a dump is this stream's if it is its own, or is registered nowhere: then
+  // only batches name it, and these may be of this stream.
+  bool unheard(const std::pair<uint32_t, RankId>& entry) const {
+    const Rank& rank = index_.rank(entry.second);
+    return rank.restored && (entry.first == dp_rank_ || !rank.listed);
   }
 
   void clear_layers(LayerMask mask) {
@@ -173,7 +191,7 @@ class Stream {
   template <class Event>
   bool ours(const Event& e) {
     if (ignored_rank()) return false;
-    if (e.group >= 0) state_->numbers_groups = true;
+    if (e.group >= 0) traits().numbers_groups = true;
     if (e.remote) {
       ignore(Ignored::REMOTE);
       return false;
@@ -185,8 +203,8 @@ class Stream {
     return true;
   }
 
-  Group* known_group(int32_t id) {
-    for (Group& group : state_->groups) {
+  CacheGroup* known_group(int32_t id) {
+    for (CacheGroup& group : traits().groups) {
       if (group.id == id) return &group;
     }
     return nullptr;
@@ -194,10 +212,10 @@ class Stream {
 
   void learn(const StoredEvent& e) {
     if (e.kind == Kind::NONE || e.group < 0) return;
-    Group* group = known_group(e.group);
+    CacheGroup* group = known_group(e.group);
     if (group == nullptr) {
-      if (state_->groups.size() == kMaxGroups) return;
-      state_->groups.push_back({e.group, e.kind, e.window});
+      if (traits().groups.size() == kMaxGroups) return;
+      traits().groups.push_back({e.group, e.kind, e.window});
     } else {
       group->kind = e.kind;
       if (e.window > 0) group->window = e.window;
@@ -210,7 +228,7 @@ class Stream {
   Kind kind_of(const Event& e) {
     if (e.kind != Kind::NONE) return e.kind;
     if (e.group < 0) return Kind::FULL;
-    const Group* group = known_group(e.group);
+    const CacheGroup* group = known_group(e.group);
     if (group != nullptr) return group->kind;
     return e.group == 0 ? Kind::FULL : Kind::NONE;
   }
@@ -226,7 +244,7 @@ class Stream {
     }
     if (is_further_full_group(e.group)) return whole_prefix_place(e);
     if (e.n_tokens != 0) {
-      if (state_->main_group < 0) state_->main_group = e.group < 0 ? 0 : e.group;
+      if (traits().main_group < 0) traits().main_group = e.group < 0 ? 0 : e.group;
       return {static_cast<LayerId>(e.tier), false};
     }
     if (e.n_hashes != 0) index_.rank(rank_).offloads = true;
@@ -234,11 +252,11 @@ class Stream {
   }
 
   bool is_further_full_group(int32_t group) const {
-    return group > 0 && state_->main_group >= 0 && group != state_->main_group;
+    return group > 0 && traits().main_group >= 0 && group != traits().main_group;
   }
 
   Place window_place(const StoredEvent& e) {
-    const Group* group = known_group(e.group);
+    const CacheGroup* group = known_group(e.group);
     const int64_t window = e.window > 0 ? e.window : group != nullptr ? group->window : 0;
     if (e.group < 0 || window <= 0) {
       ignore(Ignored::KIND);
@@ -338,12 +356,11 @@ class Stream {
   Worker& worker_;
   uint32_t dp_rank_;
   StreamCounters& counters_;
-  std::unordered_map<uint32_t, RankState> states_;
+  std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
   Scratch scratch_;
   std::vector<uint64_t> locals_;
   RankId rank_ = kNone;
   uint32_t outcome_ = 0;
-  RankState* state_ = nullptr;
 };
 
 }  // namespace kvd

@@ -58,7 +58,8 @@ def _row(event: dict[str, Any]) -> Row:
 
 def read(data: bytes, binary: bool, step: int = 65536, **limits: int) -> list[StagedEntry]:
     """Reads a dump in pieces of `step` bytes."""
-    bounds = {"max_blocks": 2**40, "max_events": 2**40, "max_entries": 100, **limits}
+    bounds = {"max_blocks": 2**40, "max_events": 2**40, "max_entries": 100}
+    bounds |= {"max_ranks": 100_000, **limits}
     reader = DumpReader(binary, **bounds)
     for at in range(0, len(data), step):
         reader.feed(data[at : at + step])

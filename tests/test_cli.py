@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -135,6 +136,32 @@ def test_a_port_in_use_is_a_start_error() -> None:
     assert ended.returncode == 1
     assert f"127.0.0.1:{port}" in ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
+    files = ["-subj", "/CN=kvd", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run([*command.split(), *files], cwd=tmp_path, check=True, capture_output=True)
+    pems = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
+
+    def start(tls_bind: str, cert: str) -> str:
+        flags = ("--indexer-tls-bind", tls_bind, "--tls-certfile", cert)
+        ended = run("serve", "--indexer-bind", "127.0.0.1:0", *flags, "--tls-keyfile", pems["key"])
+        assert ended.returncode == 1
+        assert ended.stderr.count("\n") == 1, ended.stderr
+        return ended.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"cannot listen on {bind}" in start(bind, pems["cert"])
+    assert "cannot use" in start("127.0.0.1:0", pems["key"])  # no certificate in it
+
+
+def test_every_flag_is_said_to_have_the_variable_it_has() -> None:
+    epilog = " ".join(run("serve", "--help").stdout.split())
+    for setting in SETTINGS:
+        usual = f"KVD_{setting.name.upper()}"
+        assert setting.variable == usual or f"{setting.flag} as {setting.variable}" in epilog
 
 
 def test_workers_of_the_command_line_are_registered(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvd.config import StartError, StaticWorker, TlsListener, load
 from kvd.model import PartitionKey, RankKey
+from kvd.peers import MAX_PEERS
 from kvd.settings import (
     DEFAULT_INDEXER_BIND,
     SETTINGS,
@@ -152,6 +153,13 @@ def test_workers_need_a_block_size(text: str) -> None:
 def test_a_bad_variable_is_named(variable: str, text: str) -> None:
     with pytest.raises(StartError, match=f"{variable}='{text}'"):
         load({}, {variable: text})
+
+
+def test_peers_are_bounded_and_each_is_asked_once() -> None:
+    urls = [f"http://h:{n}" for n in range(MAX_PEERS)]
+    assert load({}, {"KVD_PEERS": ",".join([*urls, urls[0]])}).peers == tuple(urls)
+    with pytest.raises(StartError, match=f"more than {MAX_PEERS} peers"):
+        load({}, {"KVD_PEERS": ",".join([*urls, "http://another"])})
 
 
 def test_heartbeats_must_fit_their_timeout() -> None:

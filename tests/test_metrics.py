@@ -25,6 +25,8 @@ from kvd.model import PartitionKey, RankKey
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
 from kvd.wire.listener import Listener
+from kvd.wire.replay import ReplayEnd
+from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 SAMPLE = re.compile(r"([a-z_0-9]+)(?:\{((?:[a-z_]+=\"[^\"\\\n]*\",?)+)\})? ([0-9.e+-]+|\+Inf)")
 LONGEST_STALL_S = 0.05  # a tenth of it on a quiet machine
@@ -38,6 +40,12 @@ class NoStream:
 
     def clear(self) -> None:
         pass
+
+    def restored(self) -> bool:
+        return False
+
+    def drop_restored(self) -> bool:
+        return False
 
 
 def parse(text: str) -> dict[str, float]:
@@ -107,6 +115,30 @@ def test_totals_outlive_their_listeners() -> None:
     statuses = ("active", "failed", "paused", "pending")
     by_status = [samples[f'dynamo_kvindexer_listeners{{status="{s}"}}'] for s in statuses]
     assert by_status == [0, 0, 0, 1]
+
+
+def test_every_reason_has_its_series_from_the_start() -> None:
+    samples = parse(text_of(listener_families([], StreamCounts(), now=0.0)))
+    for end in ReplayEnd:
+        assert samples[f'kvd_replays_total{{end="{end}"}}'] == 0
+    for reason in (BAD_FRAME_COUNT, BAD_SEQUENCE):
+        assert samples[f'kvd_bad_messages_total{{reason="{reason}"}}'] == 0
+
+
+def test_totals_outlive_their_partitions() -> None:
+    state = State()
+    key = RankKey(PartitionKey("m", "a"), 1, 0)
+    for size in (16, 8):
+        state.add_rank(key, size)
+        worker = state.partition("m", "a").workers[1]
+        worker.store(0, [1], [1])
+        worker.store(0, [1], [2])
+        worker.drop(0, [7])
+        state.remove_rank(key)
+    samples = parse(text_of(state_families(state, 0)))
+    assert samples["kvd_unknown_blocks_removed_total"] == 2
+    assert samples["kvd_rebound_blocks_total"] == 2
+    assert samples["kvd_partitions_replaced_total"] == 0
 
 
 def test_the_index_is_summed_over_its_partitions() -> None:

@@ -19,6 +19,7 @@ from kvd.metrics import (
     Family,
     RequestMetrics,
     Source,
+    counter,
     listener_families,
     memory_families,
     render,
@@ -250,6 +251,8 @@ def _families(
     yield from requests.families()
     listeners = [registration.listener for registration in registry.registrations()]
     yield from listener_families(listeners, registry.left_counts, trio.current_time())
+    help = "Places in streams of unregistered ranks that were forgotten, at the bound"
+    yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
     yield from state_families(state, registry.instances())
     yield from memory_families()
     for source in sources:

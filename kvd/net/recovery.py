@@ -22,7 +22,7 @@ from kvd.logs import get_logger
 from kvd.model import InstanceId, PartitionKey
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
 from kvd.registry import Registry
-from kvd.restore import plan, restore
+from kvd.restore import Planned, plan, restore
 from kvd.state import MAX_PARTITIONS, State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, JSON_DUMP, RECOVERING_HEADER
 from kvd.wire.listener import ListenerStatus
@@ -32,8 +32,11 @@ ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
 
 # What a dump may hold. A block is 16 bytes while it is staged and ~54 in the index: 4 GiB in all.
 MAX_BLOCKS = 64 * 1024 * 1024
-# An event is 40 bytes while it is staged; lower tiers have one a block.
+# An event is 56 bytes while it is staged; lower tiers have one a block.
 MAX_EVENTS = 64 * 1024 * 1024
+# A rank of a worker is some 200 bytes with what belongs to it. The largest fleets have some
+# thousand; a query's answer has a row for each rank that matches.
+MAX_RANKS = 65_536
 
 # An instance has told again what its restored blocks came from when it has been listened to for
 # this long: what had queued is applied in milliseconds, a replay from its beginning in seconds.
@@ -92,7 +95,10 @@ async def recover(
 async def _attempt(state: State, url: str, stats: RecoveryStats, limits: FetchLimits) -> Attempt:
     try:
         entries = await _dump_of(url, state.instance_id, limits)
-        planned = plan(state, entries)
+        planned: list[Planned] = []
+        for item in plan(state, entries):
+            planned += [item] if item else []
+            await trio.lowlevel.checkpoint()
         if not planned:
             raise _Passed(Attempt.EMPTY)
     except _Passed as passed:
@@ -135,6 +141,7 @@ def _reader(headers: Headers) -> DumpReader:
         max_blocks=MAX_BLOCKS,
         max_events=MAX_EVENTS,
         max_entries=MAX_PARTITIONS,
+        max_ranks=MAX_RANKS,
     )
 
 

@@ -6,6 +6,10 @@ later one has another and both can be offered.
 
 from __future__ import annotations
 
+import re
+
+_ZERO = re.compile(rb"q\s*=\s*0(\.0*)?")  # RFC 9110 12.4.2: not acceptable
+
 BINARY_DUMP = b"application/vnd.kvd.dump.v1"
 JSON_DUMP = b"application/json"
 
@@ -16,5 +20,9 @@ RECOVERING_HEADER = b"kvd-recovering"
 
 
 def wants_binary(accept: bytes) -> bool:
-    """Says whether an Accept header names the binary form."""
-    return any(part.partition(b";")[0].strip() == BINARY_DUMP for part in accept.split(b","))
+    """Says whether an Accept header names the binary form, other than to refuse it (q=0)."""
+    for part in accept.lower().split(b","):
+        media, *parameters = (text.strip() for text in part.split(b";"))
+        if media == BINARY_DUMP:
+            return not any(_ZERO.fullmatch(parameter) for parameter in parameters)
+    return False

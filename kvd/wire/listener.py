@@ -69,6 +69,12 @@ class Stream(Protocol):
     def clear(self) -> None:
         """Drops all that earlier batches have stored."""
 
+    def restored(self) -> bool:
+        """Says whether its ranks hold blocks of a dump that no batch has spoken for since."""
+
+    def drop_restored(self) -> bool:
+        """Drops those; returns whether there were any."""
+
 
 class Listener(StreamCounts):
     """One (worker, rank) stream: every batch that continues it goes to `stream`.
@@ -86,6 +92,7 @@ class Listener(StreamCounts):
         "_paused",
         "_proving",
         "_receiving",
+        "_restored",
         "_stream",
         "_unproved",
         "connected",
@@ -118,6 +125,7 @@ class Listener(StreamCounts):
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
         self.loss = "registered again" if expected else ""  # why degraded, empty if not
         self._holes: list[range] = []  # numbers lost before the held batch
+        self._restored = False  # what came before the first batch is a dump's word
         self._joined_at = expected  # what was expected when the connection was made, -1 is over
         self._unproved = False  # the engine may be another one since the connection broke,
         self._proving = False  # and the held batch's replay is to tell
@@ -156,6 +164,8 @@ class Listener(StreamCounts):
         self.payload_bytes += len(payload)
         cursor = self.cursor
         if seq == cursor.expected and not self._unproved:
+            if seq == 0:
+                self._begin()
             cursor.accept(seq, payload)
             shown = self._apply(payload)
             if shown:
@@ -231,12 +241,23 @@ class Listener(StreamCounts):
     def _continue(self, seq: int, payload: bytes) -> None:
         """Applies a batch that is next, or lies behind numbers that will not come any more."""
         hole = range(self.cursor.expected, seq)
+        if seq == 0:
+            self._begin()
         if hole:
             self.lost += hole.stop - hole.start  # len() fails from 2^63 on
             self._holes.append(hole)
-            self.loss = f"missing {_ranges(self._holes)}"
+            self._restored = self._restored or self._stream.restored()
+            behind = ", restored from a peer" if self._restored else ""
+            self.loss = f"missing {_ranges(self._holes)}{behind}"
         self.cursor.accept(seq, payload)
         self._learn(seq, self._apply(payload))
+
+    def _begin(self) -> None:
+        """The engine tells everything from its beginning: what a dump said of it may be of another.
+
+        Nothing of it is lost, if it was of this one: all of that is told again.
+        """
+        self.superseded += self._stream.drop_restored()
 
     def _give_up_proof(self) -> None:
         """The engine has answered, and does not hold what would show that it is the same."""
@@ -247,6 +268,7 @@ class Listener(StreamCounts):
     def _learn(self, seq: int, shown: int) -> None:
         if shown & EMPTIED:
             self.loss = ""
+            self._restored = False
         if shown & FLAWED:
             self.flawed += 1
             self.loss = f"batch {seq} not understood"
@@ -257,7 +279,7 @@ class Listener(StreamCounts):
         self._stream.clear()
         self.cursor.restart()
         self._holes.clear()
-        self._proving = False
+        self._proving = self._restored = False
         self._joined_at = -1
         self.loss = ""
 

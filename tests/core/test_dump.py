@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import msgpack
 import pytest
 from dumps import (
     binary_of,
@@ -19,10 +20,12 @@ from dumps import (
     text_of,
 )
 
-from kvd_core.index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index import IngestCounters, PrefixIndex, Stream, Worker
+from kvd_core.scan import BodyScanner
 from tests.core.test_index_model import Pair
 
 BOTH = pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
+QUERY = BodyScanner({"token_ids": "u32"}, ())
 LONG = 5000  # blocks: several chains of the tree
 
 
@@ -137,6 +140,94 @@ def test_what_was_dumped_comes_back(seed: int, binary: bool) -> None:
         prompt = [pair.rng.randrange(3) for _ in range(40)]
         # Frequencies may differ: they count blocks behind a hole, which no rank can use.
         assert copy.match(prompt)[0] == pair.index.match(prompt)[0]
+
+
+def told(*events: dict[str, Any]) -> PrefixIndex:
+    """An index that a stream has told these events of blocks of one token."""
+    index = PrefixIndex(1, IngestCounters())
+    worker = index.add_worker(1)
+    worker.register(0)
+    tell(worker.stream(0), *events)
+    return index
+
+
+def tell(stream: Stream, *events: dict[str, Any]) -> None:
+    assert stream.apply(msgpack.packb([1.5, list(events), None])) == 0
+
+
+def blocks(first: int, last: int, **members: Any) -> dict[str, Any]:
+    """Stored blocks of tokens and names `first` .. `last`, below that before them."""
+    numbers = list(range(first, last + 1))
+    return {
+        "type": "BlockStored",
+        "block_hashes": numbers,
+        "parent_block_hash": first - 1 or None,
+        "token_ids": numbers,
+        "block_size": 1,
+        **members,
+    }
+
+
+def score(index: PrefixIndex, last: int, salt: str | None = None) -> int:
+    """Tokens of the prompt 1 .. `last` that rank 0 of worker 1 is credited with."""
+    QUERY.scan(json.dumps({"token_ids": list(range(1, last + 1))}).encode())
+    answer = json.loads(index.query_tokens(QUERY, 0, None, salt))
+    return int(answer["scores"].get("1", {}).get("0", 0))
+
+
+def copied(index: PrefixIndex) -> tuple[PrefixIndex, Stream]:
+    """What comes of its binary dump, and a stream that goes on there."""
+    (entry,) = read(binary_of(index, enough=50), True, step=7)
+    copy = PrefixIndex(1, IngestCounters())
+    worker = copy.add_worker(1)
+    step = entry.restore()
+    while step.apply(copy, [worker], 1):
+        pass
+    assert step.blocks == entry.blocks
+    copy.verify()
+    return copy, worker.stream(0)
+
+
+WINDOW = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 3}
+
+
+def test_cache_groups_come_back_in_the_binary_form() -> None:
+    drop = {"type": "BlockRemoved", "block_hashes": [8], "group_idx": 1}
+    index = told(blocks(1, 9, group_idx=0), blocks(1, 9, **WINDOW), drop)
+    copy, stream = copied(index)
+    assert [score(one, n) for one in (index, copy) for n in (9, 8, 7)] == [7, 7, 7] * 2
+    # What the groups are is known without being told again.
+    tell(stream, {**drop, "block_hashes": [6]})
+    assert score(copy, 9) == 5
+    tell(stream, blocks(6, 6, group_idx=1), blocks(8, 8, group_idx=1))
+    assert score(copy, 9) == 9
+    # Nor that the engine numbers them: its clear leaves what is offloaded.
+    tell(stream, blocks(1, 1, group_idx=0, medium="CPU"), {"type": "AllBlocksCleared"})
+    assert score(copy, 9) == 0
+    assert copy.stats()["held"] == {"device": 0, "host": 1, "disk": 0, "external": 0}
+    copy.verify()
+
+
+def test_salted_prompts_come_back_in_the_binary_form() -> None:
+    salted = {"cache_salt": "s"}
+    index = told(blocks(1, 3, **salted), blocks(4, 5), {**blocks(9, 9), "parent_block_hash": None})
+    assert (score(index, 5, "s"), score(index, 5)) == (5, 0)
+    copy, stream = copied(index)
+    assert (score(copy, 5, "s"), score(copy, 5)) == (5, 0)
+    tell(stream, blocks(6, 7))  # below salted blocks: salted, though it does not say so
+    assert (score(copy, 7, "s"), score(copy, 7)) == (7, 0)
+    assert copied(copy)[0].match([1])[0] == {}
+    copy.verify()
+
+
+def test_names_of_offloaded_blocks_are_kept_where_the_dumped_rank_kept_them() -> None:
+    offload = {**blocks(1, 2, medium="CPU"), "token_ids": []}
+    removed = {"type": "BlockRemoved", "block_hashes": [2]}
+    copy, stream = copied(told(blocks(1, 2), offload))
+    tell(stream, removed, {**removed, "medium": "CPU"}, {**offload, "block_hashes": [2]})
+    assert copy.match([])[0] == {}
+    assert copy.stats()["held"]["host"] == 2
+    copy.verify()
 
 
 @BOTH
@@ -309,13 +400,18 @@ def test_damage_is_refused_or_harmless(seed: int, binary: bool) -> None:
 @BOTH
 @pytest.mark.parametrize(
     ("limit", "complaint"),
-    [("max_blocks", "blocks"), ("max_events", "events"), ("max_entries", "entries")],
+    [
+        ("max_blocks", "blocks"),
+        ("max_events", "events"),
+        ("max_entries", "entries"),
+        ("max_ranks", "ranks"),
+    ],
 )
 def test_more_than_the_limits_is_refused(limit: str, complaint: str, binary: bool) -> None:
     index, (one,) = make(1)
     one.store(0, [1, 2, 3], [1, 2, 3])
     one.store(0, [1, 4], [1, 4])
-    most = {"max_blocks": 4, "max_events": 3, "max_entries": 1}[limit]
+    most = {"max_blocks": 4, "max_events": 3, "max_entries": 1, "max_ranks": 1}[limit]
     data = dumped(index, binary)
     assert read(data, binary, **{limit: most})
     with pytest.raises(ValueError, match=complaint):

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from dumps import dump_json, event, read
 
 from kvd_core.index import EMPTIED, FLAWED, IngestCounters, PrefixIndex
 from kvd_core.recent import SIZE, Recent
@@ -42,12 +43,49 @@ class Worker:
             self.worker.register(dp_rank)
         self.streams = [self.worker.stream(dp_rank) for dp_rank in (0, 1)]
 
+    def held(self) -> set[int]:
+        """Returns the ranks that hold the block of local hash 1."""
+        return {rank for _, rank in self.index.match([1])[0]}
+
     def scores(self, token: int) -> dict[str, int]:
         """Returns what each rank holds of a prompt of one block."""
         QUERY.scan(json.dumps({"token_ids": [token] * BLOCK}).encode())
         answer = json.loads(self.index.query_tokens(QUERY, 0, None, None))
         scores = answer["scores"].get("1", {})
         return {dp_rank: score for dp_rank, score in scores.items() if score}
+
+
+def test_what_a_dump_brought_is_known_until_batches_speak_for_it() -> None:
+    dumped = [event([(1, 1)], dp_rank=rank) for rank in (0, 1, 2)]
+    (entry,) = read(dump_json(*dumped, block_size=BLOCK), False)
+
+    def fresh() -> Worker:
+        made = Worker()
+        assert not made.streams[0].restored()
+        entry.restore().apply(made.index, [made.worker], 100)
+        return made
+
+    # The number 0: what is its own goes, and what is nobody's; another registered rank's stays.
+    made = fresh()
+    first, second = made.streams
+    assert first.drop_restored()
+    assert not first.drop_restored()
+    assert made.held() == {1}
+    assert second.restored()
+    second.apply(batch())
+    assert not second.drop_restored()
+    assert made.held() == {1}
+    # A restart: the same, and whatever batches have named.
+    made = fresh()
+    made.streams[0].apply(batch())
+    assert made.held() == {0, 1, 2}
+    made.streams[0].clear()
+    assert made.held() == {1}
+    # A clear that leaves a rank which may be the stream's has not emptied it.
+    made = fresh()
+    assert made.streams[0].apply(batch(CLEARED)) == 0
+    assert made.streams[0].apply(batch(CLEARED, rank=2)) == EMPTIED
+    made.index.verify()
 
 
 def test_clear_drops_the_ranks_a_stream_has_spoken_for() -> None:

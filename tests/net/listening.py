@@ -41,6 +41,12 @@ class Applied:
     def clear(self) -> None:
         self.batches.append(None)
 
+    def restored(self) -> bool:
+        return False
+
+    def drop_restored(self) -> bool:
+        return False
+
 
 class Listening:
     """A listener, what it applied, its gate and its task."""

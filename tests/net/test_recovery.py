@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
+import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 
+import msgpack
 import pytest
 import trio
 from dumps import binary_of, dump_json, event, read, rows_of
@@ -18,10 +22,10 @@ from kvd.faces import indexer
 from kvd.metrics import RequestMetrics
 from kvd.model import PartitionKey, RankKey
 from kvd.net.fetch import FetchLimits
-from kvd.net.recovery import SETTLED_AFTER_S, Attempt, RecoveryStats, recover, settle
+from kvd.net.recovery import MAX_RANKS, SETTLED_AFTER_S, Attempt, RecoveryStats, recover, settle
 from kvd.peers import MAX_PEERS, Peers
 from kvd.registry import Registry
-from kvd.restore import plan, restore
+from kvd.restore import Planned, plan, restore
 from kvd.state import State
 from kvd.wire.dump import BINARY_DUMP, wants_binary
 from kvd.wire.listener import Listener
@@ -31,6 +35,8 @@ from tests.http.serving import serving
 HASTY = FetchLimits(connect_s=1, stall_s=0.05, total_s=0.2, body_bytes=1_000_000)
 PARTITION = PartitionKey("m", "t")
 GOOD = dump_json(event([(1, 1), (2, 2)], worker=7), event([(1, 1)], worker=8, dp_rank=3))
+
+LONGEST_SLICE_S = 0.03  # a tenth of it on a quiet machine
 
 Serve = Callable[[trio.SocketStream], Awaitable[None]]
 
@@ -70,6 +76,10 @@ class Replica:
         await recover(self.state, urls, stats, HASTY)
         self.stats = stats
         return [attempt for attempt, count in stats.attempts.items() for _ in range(count)]
+
+    def restoring(self, dump: bytes) -> Iterator[int]:
+        planned = [item for item in plan(self.state, read(dump, False)) if item]
+        return restore(self.state, planned)
 
     def dumped(self) -> dict[str, object]:
         return {
@@ -216,6 +226,7 @@ UNREACHABLE: dict[str, Serve] = {
     "packed twice": answer(GOOD, b"transfer-encoding: gzip, chunked", length=False),
     "bad chunks": answer(BAD_CHUNK, b"transfer-encoding: chunked", length=False),
 }
+
 NEWER = BINARY_DUMP.replace(b"v1", b"v2")
 CONFLICTING = json.dumps(
     {
@@ -234,6 +245,7 @@ REFUSED: dict[str, Serve] = {
     "text called binary": answer(GOOD, b"content-type: " + BINARY_DUMP),
     "a type we did not ask for": answer(b"\0\1", b"content-type: " + NEWER),
     "two block sizes": answer(CONFLICTING),
+    "an instance with a text for its id": answer(dump_json(event([(1, 1)], worker="prefill-7"))),
     "a key that is none": answer(dump_json(event([(1, 1)]), key="nocolon")),
     "good blocks, then a bad one": answer(dump_json(event([(1, 1)]), event([(2**64, 1)]))),
 }
@@ -310,6 +322,7 @@ async def test_a_registration_replaces_restored_blocks_of_another_size() -> None
         await fresh.recover(url)
     fresh.register(9, block_size=8)
     assert fresh.dumped() == {"m:t": []}
+    assert (fresh.state.replaced_partitions, fresh.state.unsettled) == (1, set())
     with pytest.raises(Conflict):
         fresh.register(10, block_size=16)
 
@@ -374,6 +387,28 @@ async def test_a_worker_that_registers_keeps_its_blocks() -> None:
     assert fresh.depths(1, 2) == {(8, 3): (1, 1, 1)}
 
 
+async def test_an_engine_that_was_started_again_unheard_is_not_credited_with_a_dump() -> None:
+    fresh = await restored()
+    fresh.register(7)
+    (listener,) = fresh.idle.listeners.values()
+    listener.connecting()
+    listener.joined()
+    listener.take(0, msgpack.packb([1.5, [], None]))
+    assert fresh.depths(1, 2) == {(8, 3): (1, 1, 1)}
+    assert listener.health(0.0) == "exact"
+
+
+async def test_a_dump_is_kept_and_not_exact_when_its_engine_is_heard_in_the_middle() -> None:
+    fresh = await restored()
+    fresh.register(7)
+    (listener,) = fresh.idle.listeners.values()
+    listener.take(4, msgpack.packb([1.5, [], None]))
+    listener.judge()
+    listener.settle()
+    assert fresh.depths(1, 2)[7, 0] == (2, 2, 2)  # type: ignore[index]
+    assert listener.loss == "missing 0..3, restored from a peer"
+
+
 async def test_a_worker_that_left_meanwhile_stays_away() -> None:
     fresh = Replica()
     fresh.register(7)
@@ -387,15 +422,95 @@ async def test_a_worker_that_left_meanwhile_stays_away() -> None:
     assert fresh.depths(1, 2) == {(8, 3): (1, 1, 1)}
 
 
+async def test_a_registration_that_comes_between_two_slices_goes_first() -> None:
+    fresh = Replica()
+    steps = fresh.restoring(crowd(1000))
+    next(steps)
+    assert len(fresh.state.partition("m", "t").workers) < 1000
+    fresh.register(9, block_size=8)
+    for _ in steps:
+        pass
+    assert fresh.dumped() == {"m:t": []}
+    assert not fresh.state.unsettled
+
+
+def crowd(workers: int) -> bytes:
+    """A dump of so many workers with one block each."""
+    stored = b'{"blocks":[{"block_hash":1,"tokens_hash":1}]}'
+    one = b'{"worker_id":%d,"event":{"data":{"stored":' + stored + b"}}}"
+    events = b",".join(one % number for number in range(workers))
+    return b'{"m:t":{"block_size":16,"events":[' + events + b"]}}"
+
+
+async def test_a_dump_of_too_many_workers_is_refused_whole() -> None:
+    state, stats = State(), RecoveryStats()
+    async with peer(answer(crowd(MAX_RANKS + 1))) as url:
+        await recover(state, [url], stats)
+    assert (stats.attempts[Attempt.REFUSED], state.partitions) == (1, {})
+
+
+async def test_a_dump_of_many_workers_does_not_hold_up_others() -> None:
+    fresh = Replica()
+    longest = 0.0
+    state = fresh.state
+    entries = read(crowd(20_000), False)
+    planned: list[Planned] = []
+    steps = itertools.chain(plan(state, entries), restore(state, planned))
+    gc.disable()  # its pauses grow with what other tests have left behind
+    try:
+        started = time.thread_time()
+        for item in steps:
+            longest = max(longest, time.thread_time() - started)
+            planned += [item] if isinstance(item, Planned) else []
+            started = time.thread_time()
+    finally:
+        gc.enable()
+    assert len(fresh.state.partition("m", "t").workers) == 20_000
+    assert longest < LONGEST_SLICE_S
+
+
 async def test_a_worker_that_leaves_while_blocks_are_stored_stays_away() -> None:
     fresh = Replica()
     blocks = [(n, n) for n in range(1, 10_000)]
-    planned = plan(fresh.state, read(dump_json(event(blocks, worker=7)), False))
-    for stored in restore(fresh.state, planned):
+    dump = dump_json(event(blocks, worker=7))
+    for stored in fresh.restoring(dump):
         if stored and 7 in fresh.state.partitions[PARTITION].workers:
             await fresh.unregister(7)
             break
     assert not fresh.state.partitions
+
+
+async def test_a_rank_that_left_meanwhile_stays_away() -> None:
+    both = dump_json(event([(1, 1)], worker=7), event([(1, 1)], worker=7, dp_rank=1))
+
+    async def recovered(*ranks: int) -> object:
+        fresh = Replica()
+        for rank in ranks:
+            fresh.register(7, rank=rank)
+
+        async def serve(stream: trio.SocketStream) -> None:
+            await fresh.unregister(7, rank=0)
+            await answer(both)(stream)
+
+        async with peer(serve) as url:
+            await fresh.recover(url)
+        return fresh.depths(1) if fresh.state.partitions else None
+
+    assert await recovered(0, 1) == {(7, 1): (1, 1, 1)}
+    assert await recovered(0) is None  # an instance goes with its last registered rank
+
+
+async def test_a_rank_that_leaves_while_blocks_are_stored_stays_away() -> None:
+    fresh = Replica()
+    fresh.register(7)
+    fresh.register(7, rank=1)
+    fresh.state.begin_recovery()
+    numbers = [(n, n) for n in range(1, 10_000)]
+    events = [event(numbers[at : at + 1], at or None, worker=7) for at in range(9999)]
+    for stored in fresh.restoring(dump_json(*events, event([(1, 1)], worker=7, dp_rank=1))):
+        if stored and 0 in fresh.state.partition("m", "t").workers[7].ranks():
+            await fresh.unregister(7, rank=0)
+    assert fresh.depths(1) == {(7, 1): (1, 1, 1)}
 
 
 async def test_restored_ranks_settle_when_they_have_been_listened_to(
@@ -403,7 +518,7 @@ async def test_restored_ranks_settle_when_they_have_been_listened_to(
 ) -> None:
     fresh = Replica()
     fresh.register(7)
-    for _ in restore(fresh.state, plan(fresh.state, read(GOOD, False))):
+    for _ in fresh.restoring(GOOD):
         pass
     await fresh.unregister(8)
     assert fresh.state.unsettled == {(PARTITION, 7)}
@@ -435,3 +550,7 @@ def test_the_accept_header_decides() -> None:
     assert wants_binary(b"text/html, " + BINARY_DUMP + b";q=1")
     assert not wants_binary(b"*/*")
     assert not wants_binary(BINARY_DUMP + b"0")
+    assert wants_binary(BINARY_DUMP.upper() + b" ; Q=0.5")
+    assert wants_binary(BINARY_DUMP + b";q=0.001")
+    for zero in (b"q=0", b"Q=0.", b"q=0.000", b"x=1; q=0"):
+        assert not wants_binary(BINARY_DUMP + b";" + zero + b", application/json")

@@ -13,11 +13,20 @@ END_SEQ = (2**64 - 1).to_bytes(8)
 
 
 class Applied(list[bytes]):
-    """A stream that keeps its batches until it is cleared."""
+    """A stream that keeps its batches until it is cleared, and a dump's blocks until they go."""
+
+    dumped = False
 
     def apply(self, payload: bytes) -> int:
         self.append(payload)
         return SHOWS.get(payload, 0)
+
+    def restored(self) -> bool:
+        return self.dumped and not self
+
+    def drop_restored(self) -> bool:
+        dropped, self.dumped = self.dumped, False
+        return dropped
 
 
 def make(expected: int = 0, replay: bool = False) -> tuple[Listener, Applied]:
@@ -73,6 +82,46 @@ def test_a_batch_that_is_not_next_is_held_until_settled() -> None:
     assert listener.settle() == ""
     assert (listener.held, applied) == (None, [b"0", b"1", b"2", b"3"])
     assert (listener.gaps, listener.replayed, listener.lost, health(listener)) == (1, 2, 0, "exact")
+
+
+# ---- blocks of a peer's dump, before the engine has been heard
+
+
+def test_the_number_0_says_that_the_engine_is_another_than_the_dump_knew() -> None:
+    listener, applied = make()
+    applied.dumped = True
+    assert health(listener) == "recovering"
+    assert feed(listener, (0, b"0"), (1, b"1")) == []
+    assert (applied.dumped, applied, listener.superseded) == (False, [b"0", b"1"], 1)
+    assert (health(listener), listener.loss) == ("exact", "")
+
+
+def test_a_history_from_0_takes_the_place_of_a_dump() -> None:
+    listener, applied = make(replay=True)
+    applied.dumped = True
+    assert listener.take(2, b"2")
+    listener.judge()
+    assert listener.take_replayed(0, b"0") is None
+    assert (applied.dumped, applied) == (False, [b"0"])
+    listener.take_replayed(1, b"1")
+    assert (listener.settle(), listener.superseded, health(listener)) == ("", 1, "exact")
+
+
+def test_a_dump_is_kept_where_the_history_does_not_begin_at_0() -> None:
+    listener, applied = make(replay=True)
+    applied.dumped = True
+    assert listener.take(5, b"5")
+    listener.judge()
+    listener.take_replayed(2, b"2")
+    assert (listener.settle(), applied.dumped, listener.superseded) == ("0..1,3..4", True, 0)
+    assert (health(listener), listener.loss) == (
+        "degraded",
+        "missing 0..1,3..4, restored from a peer",
+    )
+    feed(listener, (7, b"7"))
+    assert listener.loss == "missing 6, restored from a peer"
+    feed(listener, (8, b"emptied"), (10, b"10"))
+    assert listener.loss == "missing 9"
 
 
 # what a replay of 1 .. 5 brings, what of it is applied, what is lost, strays
