@@ -106,6 +106,7 @@ cdef extern from "stream.hpp" namespace "kvd" nogil:
         void clear() except +
         cbool restored()
         void drop_restored() except +
+        cbool goes_on(const uint8_t*, size_t) except +
 
 cdef extern from "match.hpp" namespace "kvd" nogil:
     cppclass CDepth "kvd::Match::Depth":

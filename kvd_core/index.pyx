@@ -337,6 +337,15 @@ cdef class Stream:
         """Whether its ranks hold blocks of a dump that no batch has spoken for since."""
         return self.worker.index is not None and self.c.restored()
 
+    def goes_on(self, bytes payload not None):
+        """Whether a batch, not yet applied, speaks of blocks that only a dump has told of.
+
+        They are parents in it, or removed, without having been stored in it: no engine begins so.
+        """
+        return self.worker.index is not None and self.c.goes_on(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
+        )
+
     def drop_restored(self):
         """Drops those, because the engine tells everything from its beginning.
 

@@ -93,6 +93,14 @@ class Stream {
     }
   }
 
+  // Whether a batch speaks of blocks that only a dump has told of: as parents, or as removed. No
+  // engine begins with that.
+  bool goes_on(const uint8_t* payload, size_t size) {
+    GoesOn sink{*this};
+    decode_batch(payload, size, scratch_, sink);
+    return sink.found;
+  }
+
   // ---- the decoder's sink
 
   void begin(bool has_rank, uint32_t dp_rank) {
@@ -149,6 +157,32 @@ class Stream {
   }
 
  private:
+  // A sink that looks for names that are known without having been told in the batch.
+  struct GoesOn {
+    Stream& stream;
+    RankId rank = kNone;
+    bool found = false;
+    std::unordered_set<uint64_t> told{};
+
+    void begin(bool has_rank, uint32_t dp_rank) {
+      rank = stream.worker_.find(has_rank ? dp_rank : stream.dp_rank_);
+    }
+    void stored(const StoredEvent& e) {
+      if (e.has_parent) look_at(e.parent);
+      told.insert(e.hashes, e.hashes + e.n_hashes);
+    }
+    void removed(const RemovedEvent& e) {
+      for (uint32_t i = 0; i < e.n_hashes; ++i) look_at(e.hashes[i]);
+    }
+    void cleared(const ClearedEvent&) {}
+    void bad(Reason) {}
+
+    void look_at(uint64_t name) {
+      if (rank == kNone || told.count(name) != 0) return;
+      const Index& index = stream.index_;
+      found |= index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;
+    }
+  };
   struct Place {
     LayerId layer;
     bool by_name;

@@ -44,6 +44,9 @@ class NoStream:
     def restored(self) -> bool:
         return False
 
+    def goes_on(self, payload: bytes) -> bool:
+        return False
+
     def drop_restored(self) -> bool:
         return False
 

@@ -72,6 +72,9 @@ class Stream(Protocol):
     def restored(self) -> bool:
         """Says whether its ranks hold blocks of a dump that no batch has spoken for since."""
 
+    def goes_on(self, payload: bytes) -> bool:
+        """Says whether a batch, not yet applied, speaks of blocks that only a dump has told of."""
+
     def drop_restored(self) -> bool:
         """Drops those; returns whether there were any."""
 
@@ -165,7 +168,7 @@ class Listener(StreamCounts):
         cursor = self.cursor
         if seq == cursor.expected and not self._unproved:
             if seq == 0:
-                self._begin()
+                self._begin(payload)
             cursor.accept(seq, payload)
             shown = self._apply(payload)
             if shown:
@@ -242,7 +245,7 @@ class Listener(StreamCounts):
         """Applies a batch that is next, or lies behind numbers that will not come any more."""
         hole = range(self.cursor.expected, seq)
         if seq == 0:
-            self._begin()
+            self._begin(payload)
         if hole:
             self.lost += hole.stop - hole.start  # len() fails from 2^63 on
             self._holes.append(hole)
@@ -252,12 +255,19 @@ class Listener(StreamCounts):
         self.cursor.accept(seq, payload)
         self._learn(seq, self._apply(payload))
 
-    def _begin(self) -> None:
+    def _begin(self, payload: bytes) -> None:
         """The engine tells everything from its beginning: what a dump said of it may be of another.
 
-        Nothing of it is lost, if it was of this one: all of that is told again.
+        Nothing of it is lost, if it was of this one: all of that is told again. Only a batch that
+        goes on with the dump's blocks is no beginning, whatever its number.
         """
-        self.superseded += self._stream.drop_restored()
+        if not self._stream.restored():
+            return
+        if self._stream.goes_on(payload):
+            self._restored = True
+            self.loss = "restored from a peer"
+        else:
+            self.superseded += self._stream.drop_restored()
 
     def _give_up_proof(self) -> None:
         """The engine has answered, and does not hold what would show that it is the same."""

@@ -88,6 +88,22 @@ def test_what_a_dump_brought_is_known_until_batches_speak_for_it() -> None:
     made.index.verify()
 
 
+def test_a_batch_goes_on_with_what_it_has_not_told() -> None:
+    made = Worker()
+    (entry,) = read(dump_json(event([(1, 1), (2, 2)]), block_size=BLOCK), False)
+    entry.restore().apply(made.index, [made.worker], 100)
+    stream = made.streams[0]
+    below = {"parent_block_hash": 2}
+    removed = {"type": "BlockRemoved", "block_hashes": [2]}
+    assert stream.goes_on(batch(stored(3, 3, **below)))
+    assert stream.goes_on(batch(removed))
+    assert not stream.goes_on(batch(stored(3, 3, **below), rank=1))
+    assert not stream.goes_on(batch(stored(2, 2), stored(3, 3, **below), removed))
+    assert not stream.goes_on(batch(stored(4, 4, parent_block_hash=9)))
+    assert not stream.goes_on(b"x")
+    assert stream.restored()
+
+
 def test_clear_drops_the_ranks_a_stream_has_spoken_for() -> None:
     made = Worker()
     first, second = made.streams

@@ -76,7 +76,7 @@ class Life {
 
   // Goes on with the dump in progress, or begins one.
   void dump() {
-    if (dump_ == nullptr) dump_.reset(new kvd::Dump(index_));
+    if (dump_ == nullptr) dump_.reset(new kvd::Dump(index_, true));
     std::string text;
     if (!dump_->fill(owners(), text, kSlice)) dump_.reset();
   }

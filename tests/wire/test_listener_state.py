@@ -24,6 +24,9 @@ class Applied(list[bytes]):
     def restored(self) -> bool:
         return self.dumped and not self
 
+    def goes_on(self, payload: bytes) -> bool:
+        return payload == b"goes on"
+
     def drop_restored(self) -> bool:
         dropped, self.dumped = self.dumped, False
         return dropped
@@ -94,6 +97,16 @@ def test_the_number_0_says_that_the_engine_is_another_than_the_dump_knew() -> No
     assert feed(listener, (0, b"0"), (1, b"1")) == []
     assert (applied.dumped, applied, listener.superseded) == (False, [b"0", b"1"], 1)
     assert (health(listener), listener.loss) == ("exact", "")
+
+
+def test_a_number_0_that_goes_on_with_a_dump_is_no_beginning() -> None:
+    listener, applied = make()
+    applied.dumped = True
+    assert feed(listener, (0, b"goes on")) == []
+    assert (applied.dumped, applied, listener.superseded) == (True, [b"goes on"], 0)
+    assert (health(listener), listener.loss) == ("degraded", "restored from a peer")
+    feed(listener, (2, b"2"))
+    assert listener.loss == "missing 1, restored from a peer"
 
 
 def test_a_history_from_0_takes_the_place_of_a_dump() -> None:

@@ -37,6 +37,9 @@ class Applied(list[bytes]):
     def restored(self) -> bool:
         return self.dumped and not self.heard
 
+    def goes_on(self, payload: bytes) -> bool:
+        return False
+
     def drop_restored(self) -> bool:
         dropped = self.restored()
         self.dumped = self.dumped and not dropped
