@@ -73,6 +73,9 @@ public:
                                      reply.substr(0, 300));
     }
 
+    // To be called after a long pause.
+    void reconnect() { server_.reconnect(); }
+
 private:
     struct Sentinel {
         std::string payload, request;

@@ -95,6 +95,7 @@ inline void obey(Fleet& fleet, const DataSet& data) {
         double rate = 0, seconds = 0;
         long count = 0;
         words >> command;
+        fleet.reconnect();
         if (command == "churn" && words >> rate >> seconds >> count && rate > 0 && count > 0)
             churn.run(rate, seconds, count);
         else if (command == "fresh" && words >> count && count > 0)

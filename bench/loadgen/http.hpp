@@ -140,9 +140,15 @@ private:
 // One keep-alive connection used for one call at a time.
 class Caller {
 public:
-    explicit Caller(const std::string& url) : fd_(connect_to(url)) {}
+    explicit Caller(const std::string& url) : url_(url), fd_(connect_to(url)) {}
     ~Caller() { close(fd_); }
     Caller(const Caller&) = delete;
+
+    // Connects anew: a server may have closed a connection that was long idle.
+    void reconnect() {
+        close(fd_);
+        fd_ = connect_to(url_);
+    }
 
     // Sends a rendered request and returns the body; throws unless the status is 2xx.
     const std::string& call(const std::string& request) {
@@ -174,6 +180,7 @@ private:
                std::to_string(reader_.status()) + " " + reader_.body().substr(0, 300);
     }
 
+    std::string url_;
     int fd_;
     ResponseReader reader_;
 };
