@@ -141,6 +141,7 @@ struct RankTraits {
   std::vector<Window> windows;
   int32_t main_group = -1;      // the full-attention group whose blocks are the prefix
   bool numbers_groups = false;  // its stream numbers cache groups
+  bool plain = false;           // its stream has told of blocks without numbering groups
   uint32_t dp_rank = 0;
   bool listed = false;    // registered, so it is shown without a match too
   bool salted = false;    // its stream says which blocks carry a cache salt

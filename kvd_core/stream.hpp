@@ -146,8 +146,10 @@ class Stream {
       clear_layers(index_.tier_mask(kDeviceLayer));
     } else {
       clear_layers(kAllLayers);
+      // Where only some tiers are cleared, others may hold what was missed. They may, too, when the
+      // engine has not shown yet that it is none of those that number groups.
+      if (traits().plain && holds_nothing()) outcome_ |= kEmptied;
     }
-    if (holds_nothing()) outcome_ |= kEmptied;
   }
 
   void bad(Reason reason) {
@@ -211,6 +213,8 @@ class Stream {
 
   void clear_layers(LayerMask mask) {
     rank_ = worker_.clear(index_, index_.rank(rank_).dp_rank, mask);
+    // Nothing that came with a dump is left, so whatever is told from now on is told once.
+    if (index_.holds_nothing(rank_)) traits().settling = false;
   }
 
   void ignore(Ignored why) { ++counters_.ignored[static_cast<size_t>(why)]; }
@@ -225,7 +229,7 @@ class Stream {
   template <class Event>
   bool ours(const Event& e) {
     if (ignored_rank()) return false;
-    if (e.group >= 0) traits().numbers_groups = true;
+    (e.group >= 0 ? traits().numbers_groups : traits().plain) = true;
     if (e.remote) {
       ignore(Ignored::REMOTE);
       return false;

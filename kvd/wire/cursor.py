@@ -60,7 +60,7 @@ class Cursor:
         self._recent = Recent()
         self._row = range(0)  # the numbers of the others that came last
         self._row_at = 0  # what was expected when they came
-        self.rejoined()
+        self._doubt_below = expected + SIZE if expected else 0
 
     @property
     def last(self) -> int | None:
@@ -86,6 +86,8 @@ class Cursor:
     def accept(self, seq: int, payload: bytes) -> None:
         """Moves behind `seq`: its batch counts as applied, and what it skips as lost."""
         if seq != self.expected:
+            if self._in_doubt():  # numbers that nobody has heard do not end it
+                self._doubt_below += seq - self.expected
             self._recent.skip(self.expected, seq)
         self.expected = seq + 1
         self._recent.note(seq, payload)
@@ -102,7 +104,7 @@ class Cursor:
 
         Those before may be waiting still, so the doubt goes only with as many as are remembered.
         """
-        self._doubt_below = self.expected + SIZE if self.expected else 0
+        self._doubt_below = self.expected + SIZE
 
     def restart(self) -> None:
         """Begins anew: another engine speaks."""

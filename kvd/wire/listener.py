@@ -88,6 +88,8 @@ class Listener(StreamCounts):
 
     __slots__ = (
         "_apply",
+        "_broken",
+        "_confirming",
         "_failed",
         "_holes",
         "_joined",
@@ -130,8 +132,10 @@ class Listener(StreamCounts):
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
         self._joined_at = expected  # what was expected when the connection was made, -1 is over
+        self._broken = False  # the connection did, and has not been made again
         self._unproved = False  # the engine may be another one since the connection broke,
-        self._proving = False  # and the held batch's replay is to tell
+        self._proving = False  # and the held batch's replay is to tell by the last number,
+        self._confirming = False  # and whose the held batch is by its own
 
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
@@ -180,7 +184,8 @@ class Listener(StreamCounts):
     def judge(self) -> Verdict:
         """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart."""
         seq, payload = self._held()
-        self._proving, self._unproved = self._unproved, False
+        self._confirming, self._unproved = self._unproved, False
+        self._proving = self._confirming and self.cursor.last is not None
         verdict = self.cursor.judge(seq, payload)
         if verdict is Verdict.STALE:
             self.stale += 1
@@ -195,10 +200,11 @@ class Listener(StreamCounts):
         """Returns the numbers that a replay should bring before the held batch.
 
         After a broken connection the last accepted number is among them: a new engine may have
-        come as far meanwhile, and then its batch of that number is another one.
+        come as far meanwhile, and then its batch of that number is another one. So is the held
+        batch's: it may have waited in the queue since before, and be the old engine's.
         """
         seq, _ = self._held()
-        return range(self.cursor.expected - self._proving, seq)
+        return range(self.cursor.expected - self._proving, seq + self._confirming)
 
     def take_replayed(self, seq: int, payload: bytes) -> ReplayEnd | None:
         """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
@@ -207,8 +213,11 @@ class Listener(StreamCounts):
         if seq not in wanted or (known and seq >= self.cursor.expected):
             self.strays += 1  # one that is known and yet to come was the last engine's
             return ReplayEnd.REACHED if seq >= wanted.stop else None
+        if seq == self._held()[0]:
+            return self._confirm(seq, payload)
         if seq >= self.cursor.expected:
-            self._give_up_proof()
+            if self._proving:
+                self._give_up_proof()
             self.replayed += 1
             self._continue(seq, payload)
         elif not known:
@@ -219,14 +228,15 @@ class Listener(StreamCounts):
 
     def replay_ended(self, end: ReplayEnd) -> None:
         self.replays[end] = self.replays.get(end, 0) + 1
-        if end in (ReplayEnd.REACHED, ReplayEnd.MARKER):
+        answered = end in (ReplayEnd.REACHED, ReplayEnd.MARKER)
+        if answered and (self._proving or self._confirming):
             self._give_up_proof()
 
     def settle(self) -> str:
         """Applies the batch held back and returns which numbers before it are lost, if any."""
         seq, payload = self._held()
         self.held = None
-        self._proving = False
+        self._proving = self._confirming = False
         self._continue(seq, payload)
         lost = _ranges(self._holes)
         self._holes.clear()
@@ -269,11 +279,23 @@ class Listener(StreamCounts):
         else:
             self.superseded += self._stream.drop_restored()
 
+    def _confirm(self, seq: int, payload: bytes) -> ReplayEnd:
+        """Takes the engine's own batch for the held one, which another may have left in the queue;
+        then more of that other's may follow.
+        """
+        if self._proving:
+            self._give_up_proof()
+        self._confirming = False
+        if payload != self._held()[1]:
+            self.held = seq, payload
+            self._unproved = True
+        return ReplayEnd.REACHED
+
     def _give_up_proof(self) -> None:
         """The engine has answered, and does not hold what would show that it is the same."""
-        if self._proving:
-            self._proving = False
-            self.loss = "not known to be the same engine"
+        self._proving = self._confirming = False
+        self.loss = "not known to be the same engine"
+        self.cursor.rejoined()
 
     def _learn(self, seq: int, shown: int) -> None:
         if shown & EMPTIED:
@@ -305,7 +327,11 @@ class Listener(StreamCounts):
         self.joins += 1
         self._joined = self.connected = True
         self.disconnected_since = self.last_error = None
-        self.cursor.rejoined()
+        if self.joins > 1:  # what was queued before, perhaps of another engine, comes first
+            self.cursor.rejoined()
+        if self._broken:  # an earlier proof may have been of one that had been queued
+            self._unproved = self.replay_endpoint is not None
+            self._broken = False
         self._joined_at = self.cursor.expected
 
     def lost_connection(self, why: str, now: float) -> None:
@@ -313,13 +339,14 @@ class Listener(StreamCounts):
         if self.connected:
             self.losses += 1
             self._disconnected(now)
-            self._unproved = self.replay_endpoint is not None and self.cursor.last is not None
+            self._broken = True
+            self._unproved = self.replay_endpoint is not None
 
     def failed(self, why: str, now: float) -> None:
         """Drops the held batch, too: it shows as missing later, and may be replayed then."""
         self.lost_connection(why, now)
         self.failures += 1
-        self.held = None
+        self._forget_held()
         self._failed = True
 
     def crashed(self) -> None:
@@ -329,8 +356,15 @@ class Listener(StreamCounts):
 
     def paused(self, now: float) -> None:
         self._disconnected(now)
-        self.held = None
+        self._forget_held()
         self._paused = True
+
+    def _forget_held(self) -> None:
+        """Drops the held batch; what its replay was to prove is still to be proved."""
+        if self.held is not None:
+            self._unproved = self._unproved or self._proving or self._confirming
+            self._proving = self._confirming = False
+            self.held = None
 
     def _disconnected(self, now: float) -> None:
         if self.connected:

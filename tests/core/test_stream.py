@@ -83,8 +83,8 @@ def test_what_a_dump_brought_is_known_until_batches_speak_for_it() -> None:
     assert made.held() == {1}
     # A clear that leaves a rank which may be the stream's has not emptied it.
     made = fresh()
-    assert made.streams[0].apply(batch(CLEARED)) == 0
-    assert made.streams[0].apply(batch(CLEARED, rank=2)) == EMPTIED
+    assert made.streams[0].apply(batch(stored(9, 9), CLEARED)) == 0
+    assert made.streams[0].apply(batch(stored(9, 9), CLEARED, rank=2)) == EMPTIED
     made.index.verify()
 
 
@@ -150,9 +150,12 @@ OUTCOMES: dict[str, tuple[list[bytes], int]] = {
     "cut off": ([batch(stored(1, 7))[:-8]], FLAWED),
     "a bad event among good ones": ([batch(stored(1, 7), BAD, stored(2, 8))], FLAWED),
     "cleared": ([batch(stored(1, 7)), batch(CLEARED)], EMPTIED),
-    "cleared and stored": ([batch(CLEARED, stored(1, 7))], EMPTIED),
-    "bad, then cleared": ([batch(BAD, CLEARED)], EMPTIED | FLAWED),  # what was bad is said last
-    "cleared, then bad": ([batch(CLEARED, BAD)], EMPTIED | FLAWED),
+    "cleared on one tier": ([batch(stored(1, 7)), batch({**CLEARED, "medium": "GPU"})], 0),
+    "cleared where lower tiers stay": ([batch(stored(1, 7, group_idx=0)), batch(CLEARED)], 0),
+    "cleared by who knows what engine": ([batch(CLEARED)], 0),
+    "cleared and stored": ([batch(stored(1, 7)), batch(CLEARED, stored(1, 7))], EMPTIED),
+    "bad, then cleared": ([batch(stored(1, 7)), batch(BAD, CLEARED)], EMPTIED | FLAWED),
+    "cleared, then bad": ([batch(stored(1, 7)), batch(CLEARED, BAD)], EMPTIED | FLAWED),
     "another rank still holds": (
         [batch(stored(1, 7)), batch(stored(1, 7), rank=5), batch(CLEARED, rank=5)],
         0,
@@ -198,3 +201,15 @@ def test_skipped_numbers_are_known(first: int, stop: int) -> None:
     assert not recent.skipped(stop)
     recent.skip(stop, stop)
     assert not recent.skipped(stop)
+
+
+def test_after_a_clear_nothing_came_with_a_dump() -> None:
+    """A second copy counts as one at once, not only when the stream has settled."""
+    (entry,) = read(dump_json(event([(1, 1)]), block_size=BLOCK), False)
+    made = Worker()
+    entry.restore().apply(made.index, [made.worker], 100)
+    stream = made.streams[0]
+    second = stored(2, 8, parent_block_hash=1)
+    removed = {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU"}
+    stream.apply(batch(CLEARED, stored(1, 7), second, second, removed))
+    assert made.index.stats()["held"]["device"] == 2

@@ -126,10 +126,20 @@ def test_the_doubt_of_a_new_connection_ends() -> None:
     assert play(cursor, *new(5)) == [STALE]
 
 
+def test_the_doubt_of_a_new_connection_outlasts_a_gap() -> None:
+    cursor = at(range(10), rejoined=True)
+    cursor.accept(10 + 2 * SIZE, b"behind a gap")
+    assert play(cursor, *new(5)) == [RESTART]
+
+
 def test_a_first_connection_is_above_doubt() -> None:
+    assert play(Cursor(), *old(0, 1), *new(0)) == [NEXT, NEXT, STALE]
+
+
+def test_a_second_connection_before_the_first_batch_is_not() -> None:
     cursor = Cursor()
     cursor.rejoined()
-    assert play(cursor, *old(0, 1), *new(0)) == [NEXT, NEXT, STALE]
+    assert play(cursor, *old(0, 1), *new(0)) == [NEXT, NEXT, RESTART]
 
 
 def test_where_another_cursor_left_off() -> None:

@@ -51,6 +51,12 @@ def feed(listener: Listener, *batches: tuple[int, bytes]) -> list[str]:
     return lost
 
 
+def replay(listener: Listener, batch: bytes) -> ReplayEnd | None:
+    """Has all that is wanted replayed, up to the end."""
+    ends = (listener.take_replayed(seq, batch % seq) for seq in listener.wanted())
+    return next(filter(None, ends), None)
+
+
 def health(listener: Listener, now: float = 0.0) -> str:
     return listener.health(now)
 
@@ -199,12 +205,12 @@ def test_an_engine_that_has_come_as_far_is_told_by_its_replay() -> None:
     listener.joined()
     assert listener.take(2, b"z") is True  # the very number that was expected
     listener.judge()
-    assert listener.wanted() == range(1, 2)
+    assert listener.wanted() == range(1, 3)  # its own number, too: it may be an old one, queued
     assert listener.take_replayed(1, b"y") is ReplayEnd.OTHER_ENGINE
-    assert (applied, listener.wanted()) == ([], range(2))
-    for seq, payload in enumerate((b"x", b"y")):
-        listener.take_replayed(seq, payload)
-    assert listener.settle() == ""
+    assert (applied, listener.wanted()) == ([], range(3))
+    for seq, payload in enumerate((b"x", b"y", b"z")):
+        end = listener.take_replayed(seq, payload)
+    assert (end, listener.settle()) == (ReplayEnd.REACHED, "")
     assert (applied, listener.restarts) == ([b"x", b"y", b"z"], 1)
     assert listener.take(3, b"") is False
 
@@ -216,12 +222,57 @@ def test_the_same_engine_is_told_by_its_replay_and_asked_once() -> None:
     listener.joined()
     listener.take(4, b"e")
     listener.judge()
-    assert listener.wanted() == range(1, 4)
-    for seq, payload in (1, b"b"), (2, b"c"), (3, b"d"):
+    assert listener.wanted() == range(1, 5)
+    for seq, payload in (1, b"b"), (2, b"c"), (3, b"d"), (4, b"e"):
         end = listener.take_replayed(seq, payload)
     assert (end, listener.settle()) == (ReplayEnd.REACHED, "")
     assert (applied, listener.replayed, listener.restarts) == ([b"a", b"b", b"c", b"d", b"e"], 2, 0)
     assert listener.take(5, b"") is False
+
+
+@pytest.mark.parametrize("heard", [2, 0])  # by the old engine's connection, before it was lost
+def test_batches_that_were_queued_when_another_engine_came_do_not_count(heard: int) -> None:
+    listener, applied = make(replay=True)
+    feed(listener, *((seq, b"old %d" % seq) for seq in range(heard)))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    for seq in (heard, heard + 1):  # which the new engine has said as well
+        assert listener.take(seq, b"old %d" % seq) is True
+        listener.judge()
+        while replay(listener, b"new %d") is ReplayEnd.OTHER_ENGINE:
+            pass
+        listener.settle()
+    assert applied == [b"new %d" % seq for seq in range(heard + 2)]
+    assert health(listener) == "exact"
+
+
+def test_a_batch_that_no_replay_confirms_degrades() -> None:
+    listener, _ = make(replay=True)
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    listener.take(5, b"old")
+    listener.judge()
+    for seq in range(3):
+        listener.take_replayed(seq, b"new")
+    listener.replay_ended(ReplayEnd.MARKER)
+    listener.settle()
+    assert health(listener) == "degraded"
+    feed(listener, (3, b"new"))
+    assert (health(listener), listener.restarts) == ("degraded", 1)  # 0..2 could be asked for again
+
+
+def test_what_a_failed_socket_left_unproved_is_asked_again() -> None:
+    listener, _ = make(replay=True)
+    feed(listener, (0, b"a"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    listener.take(1, b"b")
+    listener.judge()
+    listener.failed("gone for good", 2.0)
+    listener.joined()
+    assert listener.take(1, b"b") is True
+    listener.judge()
+    assert listener.wanted() == range(2)
 
 
 @pytest.mark.parametrize("seqs", [[], [2, 3]])
@@ -319,6 +370,14 @@ def test_an_all_clear_ends_a_loss() -> None:
     assert health(listener) == "exact"
     feed(listener, (10, b"both"))
     assert health(listener) == "degraded"
+
+
+def test_an_engine_started_again_before_its_first_batch_was_taken() -> None:
+    listener, applied = make()
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    feed(listener, (100, b"old, queued since"), (42, b"new"))
+    assert (listener.restarts, applied) == (1, [b"new"])
 
 
 def test_a_worker_registered_again_has_lost_what_it_had() -> None:

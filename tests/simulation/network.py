@@ -1,0 +1,319 @@
+"""The way from engines to replicas: connections and sockets that behave as libzmq's do.
+
+A publisher gives a message to the connections it has at that moment. On the way it may be lost,
+delayed, repeated; never do messages of one connection overtake each other unless a proxy repeats
+them. A cut way stalls what is on it; after 15 s libzmq's heartbeat gives the connection up. What a
+SUB socket has received outlives its connection. The monitor tells of a connection before its first
+message can be received.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import trio
+import zmq
+
+from kvd.net.link import MONITOR_EVENT
+from tests.simulation.agenda import Agenda
+from tests.simulation.engine import Engine
+from tests.simulation.replays import answer
+
+HEARTBEAT_S = 15.0
+RETRY_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0)
+Frames = list[bytes]
+
+
+@dataclass
+class Way:
+    """What may happen between one replica and one engine."""
+
+    loss: float = 0.0
+    repeats: float = 0.0  # only behind a proxy
+    delay_s: float = 0.001
+    cut: bool = False
+    queue: int = 100_000  # messages that the SUB socket holds
+
+
+@dataclass
+class Port:
+    """An engine's sockets as others see them."""
+
+    engine: Engine
+    up: bool = True
+    replays: str = "good"
+    connections: list[Connection] = field(default_factory=list)
+
+
+class Network:
+    """All ways, by replica and engine."""
+
+    def __init__(self, agenda: Agenda, chance: random.Random) -> None:
+        self.agenda = agenda
+        self.chance = chance
+        self.ports: dict[str, Port] = {}  # by endpoint
+        self.ways: dict[tuple[str, str], Way] = {}  # by replica and endpoint
+
+    def add(self, engine: Engine) -> Port:
+        port = self.ports[engine.endpoint] = Port(engine)
+        if engine.replay_endpoint is not None:
+            self.ports[engine.replay_endpoint] = port
+        return port
+
+    def way(self, replica: str, endpoint: str) -> Way:
+        return self.ways.setdefault((replica, endpoint), Way())
+
+    def publish(self, port: Port, seq: int, payload: bytes) -> None:
+        for connection in list(port.connections):
+            connection.send([b"", seq.to_bytes(8), payload])
+
+    def hang_up(self, port: Port) -> None:
+        """The engine's process is gone; each side hears of it in its own time."""
+        for connection in port.connections:
+            self.agenda.after(self.chance.choice((0.0, 0.0, 0.01)), connection.gone)
+        port.connections.clear()
+
+
+class Connection:
+    """One SUB socket's way to one publisher: made again and again until the socket is closed."""
+
+    def __init__(self, network: Network, way: Way, port: Port, sub: SubSocket) -> None:
+        self._network = network
+        self._way = way
+        self.port = port
+        self._sub = sub
+        self._life = 0  # how many connections there have been; what was sent on older ones is lost
+        self._arrived = 0.0  # when the last message comes
+        self._stalled: list[Callable[[], None]] | None = None
+        self._tries = 0
+        self.up = False
+        self._later(0.0005, self._try)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        def run() -> None:
+            if not self._sub.closed and life == self._life:
+                call()
+
+        life = self._life
+        self._network.agenda.after(seconds, run)
+
+    def _try(self) -> None:
+        if self.port.up and not self._way.cut:
+            self._tries = 0
+            self.up = True
+            self._stalled = None
+            self.port.connections.append(self)
+            self._sub.tell(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            return
+        self._sub.tell(zmq.EVENT_CONNECT_RETRIED)
+        self._later(RETRY_S[min(self._tries, len(RETRY_S) - 1)], self._try)
+        self._tries += 1
+
+    def send(self, frames: Frames) -> None:
+        chance, way = self._network.chance, self._way
+        if chance.random() < way.loss:
+            return
+        now = trio.current_time()
+        self._arrived = max(self._arrived, now + chance.random() * way.delay_s)
+        self._later(self._arrived - now, partial(self._arrive, frames))
+        if self.port.engine.proxied and chance.random() < way.repeats:
+            late = self._arrived - now + chance.choice((0.0, 0.01, 0.5))
+            self._later(late, partial(self._arrive, frames))
+
+    def _arrive(self, frames: Frames) -> None:
+        if not self.up:
+            return
+        if self._stalled is not None:
+            self._stalled.append(partial(self._arrive, frames))
+        elif len(self._sub.queue) < self._way.queue:
+            self._sub.put(frames)
+
+    def gone(self) -> None:
+        """The other side is not there any more; over a cut way that is not heard."""
+        if not self.up:
+            return
+        if self._stalled is not None:
+            self._stalled.append(self.gone)
+        else:
+            self.break_off()
+
+    def break_off(self, fault: bool = False) -> None:
+        """The connection is lost; after a protocol `fault` libzmq does not try again."""
+        if not self.up:
+            return
+        self.drop()
+        self._sub.tell(zmq.EVENT_DISCONNECTED)
+        if not fault:
+            self._sub.tell(zmq.EVENT_CONNECT_RETRIED)
+            self._later(0.1, self._try)
+
+    def drop(self) -> None:
+        if self in self.port.connections:
+            self.port.connections.remove(self)
+        self._life += 1
+        self.up = False
+
+    def stall(self) -> None:
+        if self.up and self._stalled is None:
+            self._stalled = []
+            self._later(HEARTBEAT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._stalled is not None and self._way.cut:
+            self._stalled = None
+            self.break_off()
+
+    def flow(self) -> None:
+        stalled, self._stalled = self._stalled or [], None
+        for call in stalled:
+            call()
+
+
+class SimulatedSocket:
+    """What all kinds have: a queue, and somebody who waits for it."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._filled = trio.Event()
+        self.queue: deque[Frames] = deque()
+        self.closed = False
+
+    @property
+    def underlying(self) -> SimulatedSocket:
+        return self
+
+    def put(self, frames: Frames) -> None:
+        self.queue.append(frames)
+        self._filled.set()
+
+    async def wait(self) -> None:
+        await trio.lowlevel.checkpoint()
+        while not self.queue:
+            self._filled = trio.Event()
+            await self._filled.wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class PairSocket(SimulatedSocket):
+    def connect(self, address: str) -> None:
+        self._wire.monitors[address] = self
+
+
+class SubSocket(SimulatedSocket):
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire)
+        self._address: str | None = None
+        self.connection: Connection | None = None
+
+    def monitor(self, address: str | None, events: int) -> None:
+        if self._address is not None:
+            self._wire.monitors.pop(self._address, None)
+        self._address = address
+
+    def tell(self, event: int) -> None:
+        monitor = self._wire.monitors.get(self._address or "")
+        if monitor is not None:
+            monitor.put([MONITOR_EVENT.pack(event, 0)])
+
+    def connect(self, endpoint: str) -> None:
+        self.connection = self._wire.connect(endpoint, self)
+
+    def close(self) -> None:
+        super().close()
+        if self.connection is not None:
+            self.connection.drop()
+            self._wire.connections.remove(self.connection)
+
+
+class DealerSocket(SimulatedSocket):
+    def connect(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def send_multipart(self, frames: Frames, flags: int) -> None:
+        start = int.from_bytes(frames[1])
+        self._wire.network.agenda.after(0.001, partial(self._ask, start))
+
+    def _ask(self, start: int) -> None:
+        """libzmq holds a request back until there is a connection."""
+        network, port = self._wire.network, self._wire.network.ports[self._endpoint]
+        if self.closed:
+            return
+        if not port.up or self._wire.is_cut(port.engine.endpoint):
+            network.agenda.after(0.1, partial(self._ask, start))
+            return
+        process = port.engine.process
+        for delay_s, frames in answer(port.replays, network.chance, port.engine, start):
+            network.agenda.after(delay_s, partial(self._hear, port, process.number, frames))
+
+    def _hear(self, port: Port, process: int, frames: Frames) -> None:
+        same = port.up and port.engine.process.number == process
+        if same and not self.closed and not self._wire.is_cut(port.engine.endpoint):
+            self.put(frames)
+
+
+KINDS: dict[int, type[Any]] = {zmq.SUB: SubSocket, zmq.PAIR: PairSocket, zmq.DEALER: DealerSocket}
+
+
+class Wire:
+    """All sockets of one replica; what its listeners are given as the ZMQ context."""
+
+    def __init__(self, network: Network, replica: str, cut_replays: bool) -> None:
+        self.network = network
+        self.replica = replica
+        self.monitors: dict[str, PairSocket] = {}
+        self.connections: list[Connection] = []
+        self._cut_replays = cut_replays
+
+    def connect(self, endpoint: str, sub: SubSocket) -> Connection:
+        way = self.network.way(self.replica, endpoint)
+        connection = Connection(self.network, way, self.network.ports[endpoint], sub)
+        self.connections.append(connection)
+        return connection
+
+    def to(self, endpoint: str) -> list[Connection]:
+        port = self.network.ports[endpoint]
+        return [connection for connection in self.connections if connection.port is port]
+
+    def is_cut(self, endpoint: str) -> bool:
+        return self._cut_replays and self.network.way(self.replica, endpoint).cut
+
+
+class SimulatedZSocket:
+    """In the place of `kvd.net.zsocket.ZSocket`."""
+
+    def __init__(self, wire: Wire, kind: int, options: Mapping[int, int | bytes]) -> None:
+        self.socket = KINDS[kind](wire)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def receive_nowait(self) -> Frames | None:
+        queue = self.socket.queue
+        return queue.popleft() if queue else None
+
+    async def wait_readable(self) -> None:
+        await self.socket.wait()
+
+
+def drain(
+    socket: SubSocket,
+    take: Callable[[int, bytes], bool],
+    refuse: Callable[[str], None],
+    max_messages: int,
+    budget_ns: int,
+) -> bool:
+    """In the place of `kvd_core.drain.drain`; turns are short, so that much happens between."""
+    for _ in range(min(max_messages, 4)):
+        if not socket.queue:
+            return False
+        _, seq, payload = socket.queue.popleft()
+        if take(int.from_bytes(seq), payload):
+            return True
+    return True

@@ -1,0 +1,110 @@
+"""Compares replicas with what the engines have said: whatever calls itself exact must be."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import trio
+
+from kvd.faces import indexer
+from kvd.http.types import Request
+from kvd.wire.listener import StreamHealth
+from kvd_core.hashing import local_hashes
+from tests.simulation.engine import BLOCK, VALUES, Cache, Depths, Engine, Path, tokens_of
+from tests.simulation.replica import Replica
+
+
+class Wrong(AssertionError):
+    """The simulated fleet has come into a state that kvd promises not to let happen."""
+
+
+class Oracle:
+    """Asks random questions; its own draws do not disturb the fleet's."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(f"oracle {seed}")
+        self.compared = 0  # exact streams, times questions
+        self.excused: dict[str, int] = {}  # by the documented limit
+
+    def check(self, replica: Replica, questions: int = 4) -> None:
+        """Raises Wrong when a stream is called exact and the index does not answer so."""
+        for engine in replica.engines.values():
+            self._check_crashes(replica, engine)
+            if self.is_exact(replica, engine) and not self._excuse(replica, engine):
+                for path in self._questions(engine, questions):
+                    self._compare(replica, engine, path)
+
+    def check_all(self, replica: Replica) -> None:
+        """Asks all that the engines' caches have ever been asked, and checks the index itself."""
+        self.check(replica, questions=1_000)
+        for partition in replica.state.partitions.values():
+            partition.index.verify()
+
+    def _check_crashes(self, replica: Replica, engine: Engine) -> None:
+        found = replica.find(engine)
+        if found is not None and found.listener.crashes:
+            raise Wrong(f"{replica.name}: the listener of {engine.key} has crashed")
+
+    def is_exact(self, replica: Replica, engine: Engine) -> bool:
+        return health(replica, engine) is StreamHealth.EXACT
+
+    def _excuse(self, replica: Replica, engine: Engine) -> bool:
+        """A restart that cannot be noticed is excused where docs/reliability.md says so."""
+        why = replica.state.taps[engine.key].mixed
+        if why in ("", "nothing"):
+            return False
+        self.excused[why] = self.excused.get(why, 0) + 1
+        return True
+
+    def _questions(self, engine: Engine, count: int) -> list[Path]:
+        known = engine.asked
+        picked = self._chance.sample(known, count) if count < len(known) else known
+        more = [self._chance.randrange(VALUES) for _ in range(4)]
+        return [*picked, tuple(more), *((*path, more[0]) for path in picked[:1])]
+
+    def _compare(self, replica: Replica, engine: Engine, path: Path) -> None:
+        self.compared += 1
+        truth, told = said_by(replica, engine).depths(path), depths(replica, engine, path)
+        scored = score(replica, engine, path)
+        if told != truth or scored != truth[0] * BLOCK:
+            tap = replica.state.taps[engine.key]
+            raise Wrong(
+                f"{replica.name} calls {engine.key} exact and says {told} (score {scored}) of "
+                f"{path}; the engine said {truth} (last applied {tap.last}, mixed {tap.mixed!r}, "
+                f"restored {replica.recovery.blocks})"
+            )
+
+
+def health(replica: Replica, engine: Engine) -> StreamHealth | None:
+    found = replica.find(engine)
+    return None if found is None else found.listener.health(trio.current_time())
+
+
+def said_by(replica: Replica, engine: Engine) -> Cache:
+    """What the engine has said to hold, as far as the replica has heard it."""
+    last = replica.state.taps[engine.key].last
+    return Cache() if last is None else engine.truth(last[0], last[1] + 1)
+
+
+def depths(replica: Replica, engine: Engine, path: Path) -> Depths:
+    index = replica.state.partitions[engine.key.partition].index
+    found, _ = index.match(local_hashes(tokens_of(path), BLOCK))
+    return found.get((engine.key.instance_id, engine.key.dp_rank), (0, 0, 0))
+
+
+def score(replica: Replica, engine: Engine, path: Path) -> int:
+    """The device tokens that /query says of the rank."""
+    row = query(replica, engine, path)["scores"].get(str(engine.key.instance_id), {})
+    tokens: int = row.get(str(engine.key.dp_rank), 0)
+    return tokens
+
+
+def query(replica: Replica, engine: Engine, path: Path) -> Any:
+    model, tenant = engine.key.partition
+    members = {"model_name": model, "tenant_id": tenant, "token_ids": tokens_of(path)}
+    request = Request("POST", "/query", b"", [], json.dumps(members).encode())
+    body = indexer.query(replica.state, request).body
+    assert isinstance(body, bytes)
+    return json.loads(body)

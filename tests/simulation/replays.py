@@ -1,0 +1,63 @@
+"""How replay servers answer: each kind gives the messages and the moments they come at."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from tests.simulation.engine import Engine
+
+END = (1 << 64) - 1
+GOOD = ("good", "four_frames", "slow")
+BAD = ("silent", "no_end", "broken_off", "strays", "garbage", "dripping", "backwards", "empty")
+
+Answer = Iterator[tuple[float, list[bytes]]]  # seconds after the request, frames
+
+
+def answer(kind: str, chance: random.Random, engine: Engine, start: int) -> Answer:
+    kept = [(seq, payload) for seq, payload in engine.ring if seq >= start]
+    at = 0.001
+    for frames in _messages(kind, chance, engine, kept):
+        yield at, frames
+        at += PAUSE_S.get(kind, 0.0001)
+
+
+PAUSE_S = {"slow": 0.5, "dripping": 0.3}
+
+
+def _messages(
+    kind: str, chance: random.Random, engine: Engine, kept: list[tuple[int, bytes]]
+) -> Iterator[list[bytes]]:
+    if kind in ("silent", "empty"):
+        yield from [_frames(END, b"")] if kind == "empty" else []
+        return
+    if kind == "dripping":
+        yield from [_frames(0, batch) for batch in engine.process.batches[:1]] * 200
+        return
+    if kind == "backwards":
+        kept.reverse()
+    if kind == "broken_off":
+        kept = kept[: len(kept) // 2]
+    for seq, payload in kept:
+        if kind == "strays":
+            yield _stray(chance, engine)
+        if kind == "garbage":
+            yield chance.choice(([b""], [b"", b"\0" * 7, payload], [b"x"] * 5))
+        yield (
+            [b"", b"topic", *_frames(seq, payload)[1:]]
+            if kind == "four_frames"
+            else _frames(seq, payload)
+        )
+    if kind not in ("no_end", "broken_off"):
+        yield _frames(END, b"")
+
+
+def _stray(chance: random.Random, engine: Engine) -> list[bytes]:
+    """A batch that was said at some time, by this process; mostly not the one asked for."""
+    said = engine.process.batches
+    seq = chance.randrange(len(said))
+    return _frames(seq, said[seq])
+
+
+def _frames(seq: int, payload: bytes) -> list[bytes]:
+    return [b"", seq.to_bytes(8), payload]

@@ -1,0 +1,234 @@
+"""A replica: kvd's own parts, over simulated sockets and a simulated way to its peer.
+
+What is left out is the HTTP server, and libzmq. In the places of the latter and of the HTTP client
+`simulated` puts what network.py and `fetch` here say; everything in between is the real thing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import trio
+
+import kvd.faces.dumps
+import kvd.net.link
+import kvd.net.listener
+import kvd.net.recovery
+import kvd.net.replay
+import kvd.net.turns
+import kvd.restore
+from kvd.faces import indexer
+from kvd.http.types import Request
+from kvd.model import RankKey
+from kvd.net.fetch import FetchError
+from kvd.net.link import LinkOptions
+from kvd.net.listeners import ListenerTasks
+from kvd.net.recovery import RecoveryStats, recover, settle
+from kvd.registry import Registration, Registry
+from kvd.state import State
+from kvd.wire.listener import Listener
+from kvd_core.index import EMPTIED, Stream
+from tests.simulation.engine import BLOCK, Engine
+from tests.simulation.network import Network, SimulatedZSocket, Wire, drain
+
+UNKNOWN = "not known to be the same engine"
+UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that prove nothing
+
+
+class Tap:
+    """Stands before a stream and notes whose batches were applied to it."""
+
+    def __init__(self, stream: Stream, engine: Engine) -> None:
+        self._stream = stream
+        self._engine = engine
+        self.listener: Listener | None = None
+        self.last: tuple[int, int] | None = None  # process and number of the last batch
+        self.paused = False  # since then
+        self._unanswered = 0  # replays until then
+        self.unknown = False  # an answered replay has not shown whose batches these are
+        self.mixed = ""  # why batches of two processes met unnoticed, if they did
+        self.restarts = 0
+
+    def restored(self) -> bool:
+        return self._stream.restored()
+
+    def drop_restored(self) -> bool:
+        return self._stream.drop_restored()
+
+    def apply(self, payload: bytes) -> int:
+        process, seq = self._engine.where[payload]
+        if self.listener is not None and self.listener.loss == UNKNOWN:
+            self.unknown = True
+        if self.last is not None and process != self.last[0]:
+            self.mixed = self.mixed or self._why_unnoticed(process)
+        shown = self._stream.apply(payload)
+        if shown & EMPTIED:
+            self.mixed = ""
+        self.last = process, seq
+        self.paused = False
+        self._unanswered = self._count_unanswered()
+        return shown
+
+    def clear(self) -> None:
+        self.last = None
+        self.mixed = ""
+        self.unknown = False
+        self.restarts += 1
+        self._stream.clear()
+
+    def _why_unnoticed(self, process: int) -> str:
+        """Names the documented limit that let a restart pass; "nothing" is a bug."""
+        assert self.last is not None
+        if process < self.last[0]:
+            return "old batches were queued"
+        if not self._engine.has_replay:
+            return "no replay endpoint"
+        if self._count_unanswered() != self._unanswered:
+            return "replay not answered"
+        if self.paused:
+            return "paused"
+        if self.unknown:
+            return "cleared by an engine that is not known"
+        return "proxied" if self._engine.proxied else "nothing"
+
+    def _count_unanswered(self) -> int:
+        if self.listener is None:
+            return 0
+        replays = self.listener.replays
+        return sum(replays.get(end, 0) for end in UNANSWERED) + self.listener.spared_replays
+
+
+class TappedState(State):
+    """Has a tap at every registered stream."""
+
+    def __init__(self, engines: dict[RankKey, Engine]) -> None:
+        super().__init__()
+        self._engines = engines
+        self.taps: dict[RankKey, Tap] = {}
+
+    def add_rank(self, key: RankKey, block_size: int) -> Any:
+        tap = self.taps[key] = Tap(super().add_rank(key, block_size), self._engines[key])
+        return tap
+
+
+class Replica:
+    """One process of kvd; ended, it is gone for good and another one takes its name."""
+
+    def __init__(self, name: str, network: Network, engines: Iterable[Engine], kind: bool) -> None:
+        self.name = name
+        self.url = f"http://{name}:1"
+        self.network = network
+        self.engines = {engine.key: engine for engine in engines}
+        self.state = TappedState(self.engines)
+        self.wire = Wire(network, name, cut_replays=not kind)
+        self.recovery = RecoveryStats()
+        self.registry: Registry
+        self.ready = trio.Event()
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+
+    async def run(
+        self,
+        peers: list[str],
+        at_start: list[Engine],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Does what the daemon does from its start to its end."""
+        with self._scope:
+            async with trio.open_nursery() as listening:
+                context: Any = self.wire
+                tasks = ListenerTasks(listening, context, self.ready, LinkOptions())
+                self.registry = Registry(self.state, tasks)
+                for engine in at_start:
+                    self.register(engine)
+                task_status.started()
+                await recover(self.state, peers, self.recovery)
+                self.ready.set()
+                await settle(self.state, self.registry)
+                await trio.sleep_forever()
+        self._ended.set()
+
+    async def stop(self) -> None:
+        self._scope.cancel()
+        await self._ended.wait()
+
+    def register(self, engine: Engine) -> None:
+        self.registry.register(engine.key, engine.endpoint, BLOCK, engine.replay_endpoint)
+        self.state.taps[engine.key].listener = self.registration(engine).listener
+
+    def registration(self, engine: Engine) -> Registration:
+        found = self.find(engine)
+        assert found is not None
+        return found
+
+    def find(self, engine: Engine) -> Registration | None:
+        known = self.registry.registrations()
+        return next((each for each in known if each.key == engine.key), None)
+
+    async def pause(self, engine: Engine) -> None:
+        self.state.taps[engine.key].paused = True
+        await self.registry.pause(engine.key.instance_id, engine.key.dp_rank)
+
+    async def unregister(self, engine: Engine) -> None:
+        key = engine.key
+        await self.registry.unregister(
+            key.instance_id, key.partition.model_name, key.partition.tenant_id, key.dp_rank
+        )
+
+
+class PeerAccess:
+    """How one replica fetches the other's dump: in pieces that take time, or not at all."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.replicas: dict[str, Replica] = {}  # those that run, by URL
+        self.failures = 0.2  # of the attempts
+
+    async def fetch(self, url: str, accept: bytes, limits: object, begin: Any) -> None:
+        """In the place of `kvd.net.fetch.fetch`."""
+        await trio.sleep(self.chance.choice((0.0, 0.01, 1.0)))
+        replica = self.replicas.get(url.removesuffix("/dump"))
+        broken = self.chance.random() < self.failures
+        if replica is None or (broken and self.chance.random() < 0.5):
+            raise FetchError("refused")
+        text = self.chance.random() < 0.3  # as another indexer would write it
+        headers = [] if text else [(b"accept", accept)]
+        response = indexer.dump(replica.state, Request("GET", "/dump", b"", headers, b""))
+        given = {b"content-type": response.content_type, **dict(response.headers)}
+        sink = begin(given)
+        pieces: Any = response.body
+        async with aclosing(pieces):
+            async for piece in pieces:
+                await trio.sleep(self.chance.choice((0.0, 0.0, 0.001, 0.05)))
+                if broken and self.chance.random() < 0.3:
+                    raise FetchError("broke off")
+                sink(piece)
+        if broken:
+            raise FetchError("broke off at the end")
+
+
+@contextmanager
+def simulated(peers: PeerAccess) -> Iterator[None]:
+    """Puts the simulation in the place of sockets, and makes slices so small that many are cut."""
+    places: list[tuple[Any, str, object]] = [
+        (kvd.net.link, "ZSocket", SimulatedZSocket),
+        (kvd.net.replay, "ZSocket", SimulatedZSocket),
+        (kvd.net.replay, "ROUND_NS", 1 << 62),  # no real clock decides about turns
+        (kvd.net.turns, "perf_counter_ns", lambda: 0),
+        (kvd.net.listener, "drain", drain),
+        (kvd.net.recovery, "fetch", peers.fetch),
+        (kvd.faces.dumps, "SLICE_BYTES", 256),
+        (kvd.restore, "SLICE_BLOCKS", 8),
+        (kvd.restore, "SLICE_WORKERS", 1),
+    ]
+    before = [getattr(module, name) for module, name, _ in places]
+    for module, name, value in places:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(places, before, strict=True):
+            setattr(module, name, value)

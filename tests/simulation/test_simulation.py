@@ -1,0 +1,37 @@
+"""A few lives of a simulated fleet; thousands more by `python -m tests.simulation`."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.__main__ import count
+from tests.simulation.world import run_seed
+
+SEEDS = range(8)  # 0.3 s each
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Lost connections are the daily bread here."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_called_exact_is(seed: int) -> None:
+    run_seed(seed)
+
+
+def test_a_seed_always_has_the_same_life() -> None:
+    told: list[list[str]] = [[], []]
+    totals: list[collections.Counter[str]] = [collections.Counter(), collections.Counter()]
+    for lines, sums in zip(told, totals, strict=True):
+        count(run_seed(3, lines.append), sums)
+    assert told[0] == told[1]
+    assert totals[0] == totals[1]
+    assert totals[0]["compared"] > 100
