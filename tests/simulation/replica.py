@@ -52,6 +52,9 @@ class Tap:
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
 
+    def goes_on(self, payload: bytes) -> bool:
+        return self._stream.goes_on(payload)
+
     def restored(self) -> bool:
         return self._stream.restored()
 
