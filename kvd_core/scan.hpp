@@ -43,7 +43,7 @@ constexpr size_t MAX_FIELD_DEPTH = 128;
 constexpr size_t MAX_ECHO = 40;
 
 enum class Verdict : uint8_t { ok, malformed, wrong };
-enum class Element : uint8_t { u32, hash64 };
+enum class Element : uint8_t { u32, hash64, i64 };
 enum class Kind : uint8_t { absent, null, no, yes, integer, real, text, escaped, nested };
 
 // Where a requested member lies in the body; a text is without its quotes.
@@ -244,8 +244,11 @@ inline BodyScan::Bytes BodyScan::field(Bytes p, Field& into) {
 
 inline BodyScan::Bytes BodyScan::array(Bytes p, Array& into) {
     if (at(p) != '[') return unexpected(p, into.name + ": expected an array");
-    return into.element == Element::u32 ? elements<U32>(p + 1, into.name, into.narrow)
-                                        : elements<Hash64>(p + 1, into.name, into.wide);
+    switch (into.element) {
+        case Element::u32: return elements<U32>(p + 1, into.name, into.narrow);
+        case Element::hash64: return elements<Hash64>(p + 1, into.name, into.wide);
+        default: return elements<Int64>(p + 1, into.name, into.wide);
+    }
 }
 
 template <class E>

@@ -15,6 +15,7 @@ cdef extern from "scan.hpp" namespace "kvd::scanning" nogil:
     cdef enum class Element(uint8_t):
         u32        # 0 .. 2^32-1
         hash64     # -2^63 .. 2^64-1, negative ones as two's complement
+        i64        # -2^63 .. 2^63-1, the same
 
     cdef enum class Kind(uint8_t):
         absent
@@ -45,7 +46,7 @@ cdef extern from "scan.hpp" namespace "kvd::scanning" nogil:
         size_t held_bytes()                            # memory kept for the next scan
         cbool present(size_t array)
         const Column[uint32_t]& narrow(size_t array)   # of an array of u32
-        const Column[uint64_t]& wide(size_t array)     # of an array of hash64
+        const Column[uint64_t]& wide(size_t array)     # of an array of hash64 or i64
         const Value& value(size_t field)
         const string& unescaped(const Value& value) except +
 
@@ -53,7 +54,7 @@ cdef extern from "scan.hpp" namespace "kvd::scanning" nogil:
 cdef class BodyScanner:
     cdef BodyScan core
     cdef tuple array_names  # by position
-    cdef tuple elements     # their kinds: "u32" or "hash64"
+    cdef tuple elements     # their kinds: "u32", "hash64" or "i64"
     cdef tuple field_names  # by position
 
     # The numbers of array `i` of the last body and how many there are, 0 if it had none.

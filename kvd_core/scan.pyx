@@ -7,9 +7,11 @@ scan.hpp has the picture, the invariants and the costs.
 import json
 from math import isinf
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int64_t
+
+ELEMENTS = {"u32": <int>Element.u32, "hash64": <int>Element.hash64, "i64": <int>Element.i64}
 
 # An integer of at most this many bytes fits 64 bits with certainty.
 cdef Py_ssize_t SHORT_INTEGER = 18
@@ -18,8 +20,9 @@ cdef Py_ssize_t SHORT_INTEGER = 18
 cdef class BodyScanner:
     """The scanner of one route's bodies: what it knows is fixed, its memory is used again.
 
-    `arrays` maps the members that are long arrays of integers to "u32" (0..2^32-1) or "hash64"
-    (-2^63..2^64-1, negative ones as two's complement); `fields` names the others that are wanted.
+    `arrays` maps the members that are long arrays of integers to "u32" (0..2^32-1), "hash64"
+    (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, the same); `fields`
+    names the others that are wanted.
     For one thread, and not re-entrant: arrays are good until the next scan. That also gives back
     memory beyond 4 MiB an array (KEPT_BYTES).
     """
@@ -32,9 +35,9 @@ cdef class BodyScanner:
         if len(set(names)) != len(names):
             raise ValueError("a member is named twice")
         for name, element in arrays.items():
-            if element not in ("u32", "hash64"):
-                raise ValueError(f"{name}: {element!r} is neither u32 nor hash64")
-            self.core.add_array(name.encode(), Element.u32 if element == "u32" else Element.hash64)
+            if element not in ELEMENTS:
+                raise ValueError(f"{name}: {element!r} is none of {', '.join(ELEMENTS)}")
+            self.core.add_array(name.encode(), <Element><int>ELEMENTS[element])
         for name in self.field_names:
             self.core.add_field(name.encode())
 
@@ -77,6 +80,12 @@ cdef class BodyScanner:
         wide = self.u64(i, &n)
         return [wide[k] for k in range(n)]
 
+    def hashes(self):
+        """Returns the first array of the last body, of 64 bits, as native u64s in one bytes."""
+        cdef size_t n = 0
+        cdef const uint64_t* first = self.u64(0, &n)
+        return PyBytes_FromStringAndSize(<const char*>first, n * sizeof(uint64_t))
+
     def __sizeof__(self):
         return object.__sizeof__(self) + self.core.held_bytes()
 
@@ -87,8 +96,8 @@ cdef class BodyScanner:
         return self.core.narrow(i).data()
 
     cdef const uint64_t* u64(self, int i, size_t* n) except? NULL:
-        if self.elements[i] != "hash64":
-            raise TypeError(f"array {i} does not hold hash64")
+        if self.elements[i] == "u32":
+            raise TypeError(f"array {i} does not hold 64 bits")
         n[0] = self.core.wide(i).size()
         return self.core.wide(i).data()
 

@@ -283,11 +283,15 @@ struct U32 {
     }
 };
 
-struct Hash64 {
+// Integers of 64 bits, negative ones as two's complement, up to HIGHEST.
+template <uint64_t HIGHEST>
+struct Wide64 {
     using type = uint64_t;
     static constexpr bool negative = true;
     static constexpr unsigned usual = 4;  // commas in 64 bytes at 19 or 20 digits
-    static constexpr const char* range = " is not in -9223372036854775808..18446744073709551615";
+    static constexpr const char* range =
+        HIGHEST == UINT64_MAX ? " is not in -9223372036854775808..18446744073709551615"
+                              : " is not in -9223372036854775808..9223372036854775807";
 
     // No branch on what is random in a hash: its sign, and whether it has 18, 19 or 20 digits.
     static bool commas(const uint8_t* body, const uint32_t* at, uint32_t gap, size_t count,
@@ -305,6 +309,7 @@ struct Hash64 {
                 bad |= uint64_t{length == 20} & (uint64_t{end[-20] != '1'} | uint64_t{value < E19});
             }
             bad |= minus & (uint64_t{value > LOWEST} | uint64_t{value == 0});
+            if (HIGHEST != UINT64_MAX) bad |= ~minus & uint64_t{value > HIGHEST};
             out[i] = (value ^ (0 - minus)) + minus;
         }
         return bad == 0;
@@ -316,7 +321,7 @@ struct Hash64 {
                 __builtin_add_overflow(value, *first & 15, &value))
                 return false;
         *out = minus ? 0 - value : value;
-        return !minus || value <= LOWEST;
+        return value <= (minus ? LOWEST : HIGHEST);
     }
 
   private:
@@ -337,6 +342,9 @@ struct Hash64 {
 #endif
     }
 };
+
+using Hash64 = Wide64<UINT64_MAX>;  // of engines, which write them signed or unsigned
+using Int64 = Wide64<INT64_MAX>;
 
 // The rules of the picture, block after block; the state is what reaches into the next one.
 template <bool NEGATIVE>

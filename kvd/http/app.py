@@ -1,64 +1,67 @@
 """The Quart-trio application: every route of a face, for the cold ones and for the TLS listener.
 
-Quart's own answers are HTML; here every failure is `{"error": text}`, as on the hot routes.
+Quart's own answers are HTML; here every failure is `{"error": text}`, as on the hot routes. Its
+router decodes paths before it compares them and is not asked (see table.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import quart
 from quart_trio import QuartTrio
-from werkzeug.exceptions import HTTPException, MethodNotAllowed
+from werkzeug.exceptions import HTTPException
 
 from kvd.http.answer import answer
 from kvd.http.asgi import AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, error_response, too_large
 from kvd.http.guard import observed
 from kvd.http.limits import HttpLimits
+from kvd.http.table import Found, RouteTable
 from kvd.http.types import Observer, Request, Response, Route
-
-_View = Callable[[], Awaitable[quart.Response]]
 
 
 def build_app(
     routes: tuple[Route, ...], limits: HttpLimits, observe: Observer | None = None
 ) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
+    table = RouteTable(routes)
     app = QuartTrio(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = max(route.body_limit for route in routes)
     app.config["BODY_TIMEOUT"] = limits.body_seconds
     app.config["RESPONSE_TIMEOUT"] = None  # the servers bound each send; a dump may take long
-    app.url_map.merge_slashes = False  # another spelling is another path, not a redirection
-    for route in routes:
-        app.add_url_rule(
-            route.path,
-            endpoint=f"{route.method} {route.path}",
-            view_func=_view(route),
-            methods=[route.method],
-            provide_automatic_options=False,
-        )
+
+    @app.before_request
+    async def serve() -> quart.Response:
+        path = quart.request.scope["raw_path"]
+        found = table.find(quart.request.method, path)
+        return _refused(table.methods(path)) if found is None else await _answered(found)
+
     app.register_error_handler(HTTPException, _render_exception)
-    if observe is None:
-        return app
-    return observed(app, frozenset(route.path for route in routes), observe)
+    return app if observe is None else observed(app, table, observe)
 
 
-def _view(route: Route) -> _View:
-    async def view() -> quart.Response:
-        body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
-        if len(body) > route.body_limit:
-            return _render(too_large(route.body_limit))
-        request = Request(
-            method=quart.request.method,
-            path=route.path,
-            query=quart.request.query_string,
-            headers=list(quart.request.scope["headers"]),
-            body=body,
-        )
-        return _render(await answer(route, request))
+async def _answered(found: Found) -> quart.Response:
+    route, captured = found
+    body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
+    if len(body) > route.body_limit:
+        return _render(too_large(route.body_limit))
+    request = Request(
+        method=quart.request.method,
+        path=route.path,
+        query=quart.request.query_string,
+        headers=list(quart.request.scope["headers"]),
+        body=body,
+        captured=captured,
+    )
+    return _render(await answer(route, request))
 
-    return view
+
+def _refused(methods: list[str]) -> quart.Response:
+    """Returns the answer to a request without a route; `methods` are those its path has."""
+    if not methods:
+        return _render(error_response(404, "not found"))
+    rendered = _render(error_response(405, "method not allowed"))
+    rendered.headers["allow"] = ", ".join(methods)
+    return rendered
 
 
 def _render(response: Response) -> quart.Response:
@@ -73,9 +76,6 @@ def _render(response: Response) -> quart.Response:
 
 
 async def _render_exception(error: HTTPException) -> quart.Response:
+    """Words what Quart itself refuses: a body that is too large, or too slow."""
     status = error.code or 500
-    text = INTERNAL_ERROR if status == 500 else error.name.lower()
-    rendered = _render(error_response(status, text))
-    if isinstance(error, MethodNotAllowed):
-        rendered.headers["allow"] = ", ".join(sorted(error.valid_methods or ()))
-    return rendered
+    return _render(error_response(status, INTERNAL_ERROR if status == 500 else error.name.lower()))

@@ -22,7 +22,7 @@ from kvd.http.body import read_body
 from kvd.http.errors import Refusal, error_body, error_response
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.render import CLOSE_LINE, whole_response
-from kvd.http.table import RouteTable
+from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
 from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Observer, Request, Route
 from kvd.http.writer import connection_lines, persists_after
@@ -49,11 +49,12 @@ class Service:
         self.lane = Lane(table.plain(), Connection.serve_parked, Connection.note_answered)
         self.observe = observe
 
-    def serve(self, shared: Shared, head: Head, route: Route, body: bytes) -> tuple[bytes, bool]:
+    def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
         """Returns the response of a hot route, rendered, and whether the connection persists."""
         started = perf_counter()
+        route, captured = found
         response = answer_now(
-            route, Request(head.method, route.path, head.query, head.headers, body)
+            route, Request(head.method, route.path, head.query, head.headers, body, captured)
         )
         status = response.status
         if self.observe is not None:
@@ -98,7 +99,7 @@ class Connection(Transport):
         self.deadline = self.shared.idle_deadline
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
-        return self._service.serve(self.shared, head, route, body)
+        return self._service.serve(self.shared, head, Found(route, b""), body)
 
     def note_answered(self, route: Route, seconds: float) -> None:
         """Counts a request that the lane has answered with 200."""
@@ -193,10 +194,11 @@ class Connection(Transport):
         if head is None:
             return False
         self.shared.stats.requests += 1
-        route = self._service.table.find(head.method, head.path)
+        found = self._service.table.find(head.method, head.path)
+        route = None if found is None else found.route
         body = await self._read_body(head, route) if head.length else b""
-        if route is not None and route.hot:
-            data, persists = self._service.serve(self.shared, head, route, body)
+        if found is not None and found.route.hot:
+            data, persists = self._service.serve(self.shared, head, found, body)
             await self.send(data)
             return persists
         return await self._serve_app(head, body)

@@ -10,11 +10,12 @@ import trio
 
 from kvd.http.asgi import AsgiApp, Message
 from kvd.http.errors import error_body
+from kvd.http.table import RouteTable
 from kvd.http.types import Observer
 
 
-def observed(app: AsgiApp, paths: frozenset[str], observe: Observer) -> AsgiApp:
-    """Returns `app` with `observe` told of every request to one of `paths`."""
+def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
+    """Returns `app` with `observe` told of every request to a path of `table`."""
 
     async def observed_app(scope: Any, receive: Any, send: Any) -> None:
         started = perf_counter()
@@ -23,8 +24,8 @@ def observed(app: AsgiApp, paths: frozenset[str], observe: Observer) -> AsgiApp:
         def note(status: int) -> None:
             nonlocal answered
             answered = True
-            if scope.get("path") in paths:
-                observe(scope["path"], scope["method"], status, perf_counter() - started)
+            if path := table.label(scope.get("raw_path", b"")):
+                observe(path, scope["method"], status, perf_counter() - started)
 
         async def noting_send(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -1,18 +1,33 @@
-"""Finds the route of a request without the application's router."""
+"""Finds the route of a request by its raw path.
+
+The peers compare paths as they are spelled, before percent-decoding, and clients put ids of any
+text into them: `a%2Fb` is one segment. Quart's router decodes first, so the application asks here
+as well.
+"""
 
 from __future__ import annotations
 
+import re
 from inspect import iscoroutinefunction
+from typing import NamedTuple
 
 from kvd.http.types import Route
+
+
+class Found(NamedTuple):
+    """A route, and what stands in the path for its placeholder."""
+
+    route: Route
+    captured: bytes  # one segment, still percent-encoded
 
 
 class RouteTable:
     """The routes of one face by method and raw path."""
 
     def __init__(self, routes: tuple[Route, ...]) -> None:
-        self._routes: dict[tuple[str, bytes], Route] = {}
-        self.paths = frozenset(route.path for route in routes)
+        self._routes = routes
+        self._exact: dict[tuple[str, bytes], Found] = {}
+        self._patterns: list[tuple[str, re.Pattern[bytes], Route]] = []
         for route in routes:
             self._add(route, route.method)
             if route.method == "GET":
@@ -21,19 +36,44 @@ class RouteTable:
     def _add(self, route: Route, method: str) -> None:
         if route.hot and iscoroutinefunction(route.handler):
             raise ValueError(f"the hot route {method} {route.path} has an asynchronous handler")
+        if "{" in route.path:
+            before, _, after = map(re.escape, re.split(rb"(\{\w+\})", route.path.encode()))
+            self._patterns.append((method, re.compile(before + b"([^/]+)" + after), route))
+            return
         key = method, route.path.encode()
-        if key in self._routes:
+        if key in self._exact:
             raise ValueError(f"two routes for {method} {route.path}")
-        self._routes[key] = route
+        self._exact[key] = Found(route, b"")
 
-    def find(self, method: str, path: bytes) -> Route | None:
-        """Returns the route whose path is spelled exactly like this."""
-        return self._routes.get((method, path))
+    def find(self, method: str, path: bytes) -> Found | None:
+        """Returns the route of a raw path without its query; an exact one before a placeholder."""
+        found = self._exact.get((method, path))
+        if found is None and self._patterns:
+            return self._match(method, path)
+        return found
+
+    def _match(self, method: str, path: bytes) -> Found | None:
+        for of_method, pattern, route in self._patterns:
+            if of_method == method and (match := pattern.fullmatch(path)):
+                return Found(route, match[1])
+        return None
+
+    def methods(self, path: bytes) -> list[str]:
+        """Returns the methods some route has for this path, sorted; none: there is no such path."""
+        methods = {route.method for route in self._routes} | {"HEAD"}
+        return sorted(method for method in methods if self.find(method, path))
+
+    def label(self, path: bytes) -> str | None:
+        """Returns the path of the routes that this one leads to, as metrics name it."""
+        for method in self.methods(path):
+            if found := self.find(method, path):
+                return found.route.path
+        return None
 
     def plain(self) -> dict[bytes, Route]:
         """Returns the hot routes by the beginning of their requests, as `POST /query`."""
         return {
             f"{route.method} {route.path}".encode(): route
-            for route in self._routes.values()
-            if route.hot
+            for route in self._routes
+            if route.hot and "{" not in route.path
         }

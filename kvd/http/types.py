@@ -21,7 +21,8 @@ DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework gr
 class Request:
     """One HTTP request, its body read whole.
 
-    `path` is the decoded path without the query string; header names are lower case.
+    `path` is the route's; `captured` is the segment that stands for its placeholder, still
+    percent-encoded. Header names are lower case.
     """
 
     method: str
@@ -29,6 +30,7 @@ class Request:
     query: bytes
     headers: Headers
     body: bytes
+    captured: bytes = b""
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Binds a method and an exact path to a handler.
+    """Binds a method and a path to a handler; one segment of that may be a placeholder, `{id}`.
 
     `hot` routes have a plain function as handler, which answers with bytes, and bypass the Quart
     application on the plain port. Their `answerer` may answer in the handler's place, the same as

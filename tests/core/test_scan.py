@@ -6,6 +6,7 @@ import json
 import math
 import random
 import sys
+from array import array
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 from kvd_core.scan import BodyScanner
 
 U32_MAX = 2**32 - 1
-I64_MIN, U64_MAX = -(2**63), 2**64 - 1
-LIMITS = {"tokens": (0, U32_MAX), "hashes": (I64_MIN, U64_MAX)}
+I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
+LIMITS = {"tokens": (0, U32_MAX), "hashes": (I64_MIN, U64_MAX), "signed": (I64_MIN, I64_MAX)}
 FIELDS = ("name", "other", "näme")
 
-SCANNER = BodyScanner({"tokens": "u32", "hashes": "hash64"}, FIELDS)
+SCANNER = BodyScanner({"tokens": "u32", "hashes": "hash64", "signed": "i64"}, FIELDS)
 
 
 # -- the slow truth: json.loads, made strict, and the rules of a body in plain Python -------------
@@ -172,7 +173,7 @@ def arrays(draw: st.DrawFn, items: st.SearchStrategy[str], max_size: int = 200) 
 def bodies(draw: st.DrawFn, items: st.SearchStrategy[str]) -> str:
     """An object with known and unknown members in any order, some of them twice."""
     member = st.one_of(
-        st.tuples(st.sampled_from(["tokens", "hashes"]), arrays(items)),
+        st.tuples(st.sampled_from(["tokens", "hashes", "signed"]), arrays(items)),
         st.tuples(st.sampled_from(FIELDS) | texts, values.map(json.dumps)),
     )
     members = draw(st.lists(member, max_size=6))
@@ -192,7 +193,7 @@ def test_any_bytes_are_answered_as_strict_json(body: bytes) -> None:
 @given(
     st.lists(
         st.sampled_from(
-            rb'{ } [ ] : , "tokens" "hashes" "name" "x" " \ \u d83d \ude00'.split()
+            rb'{ } [ ] : , "tokens" "hashes" "signed" "name" "x" " \ \u d83d \ude00'.split()
             + b"1 0 - . e 4294967296 true nul l NaN \xc3 \xa9 \xed\xa0\x80 \x00".split()
             + [b" ", b"\n"]
         )
@@ -294,7 +295,8 @@ GOOD_HASHES = [str(n) for n in (0, -1, 10**16, 10**19 - 1, 10**19, U64_MAX, 2**6
 @pytest.mark.parametrize(
     ("name", "item"),
     [("tokens", item) for item in BAD_ANYWHERE + BAD_TOKENS]
-    + [("hashes", item) for item in BAD_ANYWHERE + BAD_HASHES + GOOD_HASHES],
+    + [("hashes", item) for item in BAD_ANYWHERE + BAD_HASHES + GOOD_HASHES]
+    + [("signed", item) for item in BAD_ANYWHERE + BAD_HASHES + GOOD_HASHES],
 )
 def test_an_odd_element_at_every_place_of_a_block(name: str, item: str) -> None:
     for separator in (",", ", "):
@@ -348,6 +350,10 @@ def test_the_bad_element_is_named(separator: str) -> None:
         (
             '{"hashes": [-9223372036854775809]}',
             "hashes[0]: -9223372036854775809 is not in -9223372036854775808..18446744073709551615",
+        ),
+        (
+            '{"signed": [9223372036854775808]}',
+            "signed[0]: 9223372036854775808 is not in -9223372036854775808..9223372036854775807",
         ),
         (
             '{"tokens": [' + "9" * 5000 + "]}",
@@ -479,6 +485,14 @@ def test_a_refused_body_leaves_nothing(body: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         SCANNER.scan(body.encode())
     assert SCANNER.array("tokens") == SCANNER.array("hashes") == []
+
+
+def test_the_first_array_as_bytes() -> None:
+    scanner = BodyScanner({"signed": "i64", "hashes": "hash64"})
+    scanner.scan(b'{"hashes":[7],"signed":[-1,2,-9223372036854775808]}')
+    assert scanner.hashes() == array("Q", [U64_MAX, 2, 2**63]).tobytes()
+    scanner.scan(b"{}")
+    assert scanner.hashes() == b""
 
 
 def test_several_arrays_keep_to_themselves() -> None:

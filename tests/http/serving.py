@@ -81,6 +81,14 @@ async def slow(request: Request) -> Response:
     return Response(200, b"late", b"text/plain")
 
 
+def named(request: Request) -> Response:
+    return Response(200, request.captured, b"text/plain")
+
+
+def unnamed(request: Request) -> Response:
+    return Response(200, b"no name", b"text/plain")
+
+
 def both(method: str, path: str, handler: object, limit: int = 2 * 1024 * 1024) -> list[Route]:
     """Returns a hot route, and a cold one under /app."""
     return [
@@ -99,6 +107,8 @@ ROUTES: tuple[Route, ...] = (
     *both("GET", "/missing", missing),
     *both("GET", "/bug", buggy),
     *both("GET", "/big", big),
+    *both("GET", "/named/{name}/state", named),
+    *both("GET", "/named/exact/state", unnamed),
     Route("GET", "/counted", counted),
     Route("GET", "/broken", broken_off),
     Route("GET", "/slow", slow),

@@ -71,9 +71,25 @@ async def test_another_method_is_405_and_names_those_allowed(prefix: str) -> Non
         assert running.observed[-1] == ("GET", f"{prefix}/query", 405)
 
 
-async def test_an_encoded_path_is_the_same_path() -> None:
+@PREFIXES
+async def test_a_path_is_what_it_is_spelled_like(prefix: str) -> None:
     async with serving() as running, running.client() as client:
-        assert (await client.request("GET", "/%68ealth")).status == 200
+        for path in ("/%68ealth", "/health/", "//health", "/health/."):
+            assert (await client.request("GET", prefix + path)).status == 404
+
+
+@PREFIXES
+async def test_a_segment_of_a_path_is_captured_as_it_is_spelled(prefix: str) -> None:
+    async with serving() as running, running.client() as client:
+        for segment in (b"a", b"a%2Fb", b"%C3%A9", b"%zz", b"state"):
+            reply = await client.request("GET", f"{prefix}/named/{segment.decode()}/state")
+            assert (reply.status, reply.body) == (200, segment)
+            assert running.observed[-1] == ("GET", f"{prefix}/named/{{name}}/state", 200)
+        assert (await client.request("GET", f"{prefix}/named/exact/state")).body == b"no name"
+        for path in ("/named//state", "/named/a/b/state", "/named/a/state/", "/named/state"):
+            assert (await client.request("GET", prefix + path)).status == 404
+        reply = await client.request("POST", f"{prefix}/named/a/state")
+        assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD")
 
 
 @PREFIXES
