@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "compare.hpp"
 #include "index.hpp"
 
 namespace kvd {
@@ -80,19 +81,6 @@ class Match {
       i += met;
       if (met < chain.len()) return;
     }
-  }
-
-  // How many of the first `n` are equal. Eight at a time, because a loop that may end at each
-  // element is not vectorised.
-  static size_t equal_length(const uint64_t* a, const uint64_t* b, size_t n) {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-      uint64_t differ = 0;
-      for (size_t k = i; k < i + 8; ++k) differ |= a[k] ^ b[k];
-      if (differ != 0) break;
-    }
-    while (i < n && a[i] == b[i]) ++i;
-    return i;
   }
 
   // Calls visit(set, from, to) for the runs of a layer along the path, in prompt positions;

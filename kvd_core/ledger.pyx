@@ -1,0 +1,335 @@
+# distutils: language = c++
+"""The slot accounting of one (model, tenant): what every rank is working on.
+
+The structure and its rules are in the C++ headers this module binds: `ledger.hpp` (ranks, loads,
+operations), `ledger_trie.hpp` (live prompts), `ledger_requests.hpp`, `ledger_rows.hpp` (JSON).
+
+One thread owns a ledger. Nothing here does I/O, reads a clock or logs. Costs: n is the number of
+blocks of a prompt, m the nodes of the trie on its path (at most the number of places where live
+prompts part or end on it), r the number of ranks.
+"""
+
+from collections import namedtuple
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from cython.operator cimport dereference as deref
+
+from kvd_core.scan cimport BodyScanner
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
+    PyObject* PyBytes_New "PyBytes_FromStringAndSize" (const char*, Py_ssize_t) except NULL
+    int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
+
+MAX_REQUESTS = kMaxRequests
+MAX_BLOCKS = kMaxBlocks
+MAX_RANKS = kMaxRanks
+MAX_TOKENS = kMaxTokens
+MAX_REQUEST_ID_BYTES = kMaxIdBytes
+
+ADDED = <int>kAdded
+REPEATED = <int>kRepeated
+EXISTS = <int>kExists
+FULL = <int>kFull
+OVERFLOW = <int>kOverflow
+
+LiveRequest = namedtuple(
+    "LiveRequest",
+    "worker_id dp_rank blocks prefill_tokens tokens prefill_complete admitted_at output_blocks",
+)
+Load = namedtuple("Load", "prefill_tokens decode_blocks requests")
+
+
+cdef struct Prompt:
+    const uint64_t* hashes
+    size_t blocks
+
+
+cdef Prompt prompt_of(object hashes) except *:
+    cdef Prompt prompt
+    if isinstance(hashes, BodyScanner):
+        prompt.hashes = (<BodyScanner>hashes).u64(0, &prompt.blocks)
+        return prompt
+    if not isinstance(hashes, bytes) or PyBytes_GET_SIZE(hashes) % sizeof(uint64_t):
+        raise TypeError("hashes are a BodyScanner or the bytes of native 64-bit integers")
+    prompt.hashes = <const uint64_t*>PyBytes_AS_STRING(hashes)
+    prompt.blocks = PyBytes_GET_SIZE(hashes) // sizeof(uint64_t)
+    return prompt
+
+
+cdef string_view utf8(str text) except *:
+    cdef Py_ssize_t size = 0
+    cdef const char* begin = PyUnicode_AsUTF8AndSize(text, &size)
+    return string_view(begin, size)
+
+
+cdef string_view bounded(str text, str what) except *:
+    cdef string_view bytes_ = utf8(text)
+    if bytes_.size() > kMaxIdBytes:
+        raise ValueError(f"{what} exceeds {MAX_REQUEST_ID_BYTES} bytes")
+    return bytes_
+
+
+cdef bytes cut(PyObject* answer, Py_ssize_t size):
+    # Gives back what rendering did not need; takes over the reference.
+    _PyBytes_Resize(&answer, size)
+    text = <bytes>answer
+    Py_DECREF(text)
+    return text
+
+
+cdef class Ledger:
+    """Live requests of the ranks of one (model, tenant), and the loads that follow from them."""
+
+    def __cinit__(
+        self,
+        uint32_t max_requests=kMaxRequests,
+        uint64_t max_blocks=kMaxBlocks,
+        uint32_t max_output_blocks=kMaxOutputs,
+    ):
+        if max_requests > kMaxRequests or max_blocks > kMaxBlocks or max_output_blocks > kMaxOutputs:
+            raise ValueError("limits can only be lowered")
+        cdef CLimits limits
+        limits.requests = max_requests
+        limits.blocks = max_blocks
+        limits.outputs = max_output_blocks
+        self.c = new CLedger(limits)
+
+    def __dealloc__(self):
+        del self.c
+
+    def add_rank(self, uint64_t worker_id, uint32_t dp_rank):
+        """Adds a rank, or finds it, and returns its id: dense, used again after removal.
+
+        OverflowError when there are MAX_RANKS. O(log r), and 16 bytes moved for each rank that
+        sorts behind it.
+        """
+        cdef RankId rank = self.c.add_rank(worker_id, dp_rank)
+        if rank == kNone:
+            raise OverflowError(f"more than {MAX_RANKS} ranks")
+        return rank
+
+    def remove_rank(self, RankId rank):
+        """Removes a rank with its requests; returns their ids in order of admission.
+
+        KeyError if there is no such rank. O(free of each of its requests).
+        """
+        self.live(rank)
+        ids = []
+        cdef RequestId request = self.c.rank(rank).chain.first
+        while request != kNone:
+            self.let_go(request, ids)
+            request = self.c.rank(rank).chain.first
+        self.removed += len(ids)
+        self.c.remove_rank(rank)
+        return ids
+
+    def rank_of(self, uint64_t worker_id, uint32_t dp_rank):
+        """The id of a rank, None if there is none. O(log r)."""
+        cdef RankId rank = self.c.find_rank(worker_id, dp_rank)
+        return None if rank == kNone else rank
+
+    def add(self, str request_id not None, RankId rank, hashes, tokens, double now, str key=None):
+        """Books a request: its prompt, and `tokens` to prefill until it is said to be complete.
+
+        `hashes` is a scanner whose array 0 has the sequence hashes, or their bytes as native
+        64-bit integers; `now` is in seconds and must not go back. Returns ADDED, or why nothing
+        changed: REPEATED (this very request lives already, and both came with the same `key`),
+        EXISTS (the id is in use), FULL (MAX_REQUESTS or MAX_BLOCKS), OVERFLOW (more than
+        MAX_TOKENS, or the rank's sum would be more than 2^62).
+
+        KeyError if there is no such rank; ValueError for an id or key of more than
+        MAX_REQUEST_ID_BYTES, or negative tokens. O(n + m log r).
+        """
+        cdef Prompt prompt = prompt_of(hashes)
+        return <int>self.admit(request_id, rank, prompt.hashes, prompt.blocks, tokens, now, key)
+
+    cdef COutcome admit(self, str request_id, RankId rank, const uint64_t* hashes, size_t blocks,
+                        object tokens, double now, str key) except *:
+        cdef CAdmission admission
+        admission.id = bounded(request_id, "the request id")
+        if key is not None:
+            admission.key = bounded(key, "the retry key")
+        admission.rank = self.live(rank)
+        if tokens < 0:
+            raise ValueError("tokens must not be negative")
+        if tokens > kMaxTokens:
+            return self.c.overflow()
+        admission.hashes = hashes
+        admission.blocks = blocks
+        admission.tokens = tokens
+        admission.now = now
+        return self.c.add(admission)
+
+    def prefill_complete(self, str request_id not None):
+        """Takes a request's prefill tokens off its rank, once; False if there is none. O(1)."""
+        cdef RequestId request = self.find(request_id)
+        if request == kNone:
+            return False
+        self.c.complete_prefill(request)
+        return True
+
+    def free(self, str request_id not None):
+        """Takes a request off its rank; False if there is none. O(n + m log r + output blocks)."""
+        cdef RequestId request = self.find(request_id)
+        if request == kNone:
+            return False
+        self.c.free(request)
+        return True
+
+    def output_block(self, str request_id not None, fraction=None):
+        """Adds one output block to a request; False if there is no such request.
+
+        With a `fraction`, all output blocks of the request, and the blocks at the end of its prompt
+        that no other request of its rank has, weigh that much from now on. A request has at most
+        2^20 output blocks: what comes then is counted in `stats()["refused"]`. ValueError for a
+        fraction outside [0, 1]. O(1), with a fraction O(m log r + output blocks).
+        """
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError("the fraction must lie in [0, 1]")
+        cdef RequestId request = self.find(request_id)
+        if request == kNone:
+            return False
+        self.c.add_output(request)
+        if fraction is not None:
+            self.c.decay(request, fraction)
+        return True
+
+    def expire(self, double before, size_t limit):
+        """Frees requests admitted before a time, oldest first, at most `limit`; returns their ids.
+
+        There may be more when as many as `limit` came. O(free of each).
+        """
+        ids = []
+        cdef RequestId request = self.c.requests().oldest()
+        while request != kNone and limit != 0 and deref(&self.c.requests()[request]).admitted < before:
+            self.let_go(request, ids)
+            request = self.c.requests().oldest()
+            limit -= 1
+        self.expired += len(ids)
+        return ids
+
+    def oldest(self):
+        """When the oldest live request was admitted, None without any. O(1)."""
+        cdef RequestId request = self.c.requests().oldest()
+        return None if request == kNone else self.c.requests()[request].admitted
+
+    def request(self, str request_id not None):
+        """What is booked under an id (a LiveRequest), None if nothing is. O(1).
+
+        Its `prefill_tokens` are those that still count, its `tokens` those it came with.
+        """
+        cdef RequestId number = self.find(request_id)
+        if number == kNone:
+            return None
+        cdef const CRequest* request = &self.c.requests()[number]
+        cdef const CRank* rank = &self.c.rank(request.rank)
+        return LiveRequest(
+            rank.worker_id,
+            rank.dp_rank,
+            request.blocks,
+            request.tokens if request.prefilling else 0,
+            request.tokens,
+            not request.prefilling,
+            request.admitted,
+            request.outputs,
+        )
+
+    def load(self, RankId rank):
+        """The Load of a rank: prefill tokens, decode blocks, requests. KeyError if absent. O(1)."""
+        cdef const CRank* r = &self.c.rank(self.live(rank))
+        return Load(r.prefill_tokens, r.decode_blocks(), r.requests)
+
+    def render_loads(self, bytes prefix not None=b""):
+        """The loads of all ranks as JSON objects with commas between, by (worker, dp rank).
+
+        `prefix` opens each: ready JSON members, with a comma behind. O(r). See `ledger_rows.hpp`.
+        """
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        cdef string_view opening = string_view(PyBytes_AS_STRING(prefix), PyBytes_GET_SIZE(prefix))
+        try:
+            answer = PyBytes_New(NULL, rows.room(opening.size()))
+            begin = PyBytes_AS_STRING(<object>answer)
+            return cut(answer, rows.loads(begin, opening) - begin)
+        finally:
+            del rows
+
+    def project(self, hashes, uint64_t new_tokens):
+        """What the load of each rank would be with a further request, as a JSON array.
+
+        OverflowError for more than MAX_TOKENS. O(n + r + the ranks on the path). See
+        `ledger_rows.hpp`.
+        """
+        if new_tokens > kMaxTokens:
+            raise OverflowError("too many tokens")
+        cdef Prompt prompt = prompt_of(hashes)
+        cdef const uint32_t* depths = self.c.own_depths(prompt.hashes, prompt.blocks)
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        try:
+            answer = PyBytes_New(NULL, rows.room(0))
+            begin = PyBytes_AS_STRING(<object>answer)
+            return cut(answer, rows.projection(begin, depths, prompt.blocks, new_tokens) - begin)
+        finally:
+            del rows
+
+    def depths(self, hashes):
+        """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
+        cdef Prompt prompt = prompt_of(hashes)
+        cdef const uint32_t* depths = self.c.own_depths(prompt.hashes, prompt.blocks)
+        cdef RankId rank
+        return {rank: depths[rank] for rank in range(self.c.rank_end()) if depths[rank]}
+
+    def stats(self):
+        """Sizes now and totals since the start. `passages` are the pairs of a node and a rank."""
+        cdef const CTally* t = &self.c.tally()
+        return {
+            "requests": self.c.requests().size(),
+            "blocks": self.c.trie().block_count(),
+            "nodes": self.c.trie().node_count(),
+            "passages": self.c.trie().passage_count(),
+            "ranks": self.c.order().size(),
+            "output_blocks": self.c.output_count(),
+            "bytes": self.c.bytes(),
+            "added": t.added,
+            "repeated": t.repeated,
+            "freed": t.freed - self.expired - self.removed,
+            "expired": self.expired,
+            "removed": self.removed,
+            "refused": {
+                "exists": t.refused_exists,
+                "full": t.refused_full,
+                "overflow": t.refused_overflow,
+                "output_blocks": t.refused_outputs,
+            },
+        }
+
+    def verify(self):
+        """Checks every invariant and sums everything up anew; AssertionError names what is wrong."""
+        cdef CVerifier* verifier = new CVerifier(deref(self.c))
+        try:
+            verifier.run()
+        except RuntimeError as broken:
+            raise AssertionError(str(broken)) from None
+        finally:
+            del verifier
+
+    cdef RequestId find(self, str request_id) except? 0:
+        return self.c.requests().find(utf8(request_id))
+
+    cdef RankId live(self, RankId rank) except? 0xffffffff:
+        if not self.c.is_live(rank):
+            raise KeyError(rank)
+        return rank
+
+    cdef list let_go(self, RequestId request, list ids):
+        cdef string_view text = self.c.requests()[request].id()
+        ids.append(PyUnicode_DecodeUTF8(text.data(), text.size(), NULL))
+        self.c.free(request)
+        return ids

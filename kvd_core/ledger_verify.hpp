@@ -1,0 +1,179 @@
+// Checks every numbered invariant of the ledger's headers and forms every sum anew.
+// For tests and debug builds: O(everything).
+#pragma once
+
+#include <cmath>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "ledger.hpp"
+
+namespace kvd::ledger {
+
+class Verifier {
+ public:
+  explicit Verifier(const Ledger& ledger)
+      : ledger_(ledger), trie_(ledger.trie()), requests_(ledger.requests()) {}
+
+  // Throws std::logic_error with the first violation.
+  void run() {
+    check_requests();
+    check_nodes();
+    check_ranks();
+  }
+
+ private:
+  struct Sums {
+    uint64_t tokens = 0, blocks = 0, outputs = 0, requests = 0;
+    double prompt = 0, output = 0;
+  };
+
+  static void require(bool holds, const std::string& what) {
+    if (!holds) throw std::logic_error("kvd_core ledger invariant broken: " + what);
+  }
+
+  void check_requests() {
+    uint64_t count = 0, outputs = 0;
+    RequestId older = kNone;
+    for (RequestId id = requests_.oldest(); id != kNone; id = requests_[id].newer) {
+      const Request& request = requests_[id];
+      require(++count <= requests_.size(), "requests 1: the chain of admission ends");
+      require(request.older == older, "requests 1: the chain of admission is linked both ways");
+      require(requests_.find(request.id()) == id, "requests 1: a request is found by its id");
+      require(request.decayed <= request.outputs, "requests 2: decayed outputs are outputs");
+      require(ledger_.is_live(request.rank), "ledger: a request's rank is live");
+      check_path(request);
+      sum(request);
+      outputs += request.outputs;
+      older = id;
+    }
+    require(count == requests_.size(), "requests 1: every request is in the chain of admission");
+    require(outputs == ledger_.output_count(), "ledger: output blocks are counted");
+  }
+
+  void check_path(const Request& request) {
+    uint64_t blocks = 0;
+    if (request.end != kRoot) ++ends_[request.end];
+    for (NodeId id = request.end; id != kRoot; id = trie_.node(id).parent) {
+      blocks += trie_.node(id).len;
+      ++passing_[{id, request.rank}];
+      require(blocks <= request.blocks, "trie: a path leads to the root");
+    }
+    require(blocks == request.blocks, "trie: a request covers whole nodes");
+  }
+
+  void sum(const Request& request) {
+    Sums& sums = sums_[request.rank];
+    ++sums.requests;
+    sums.tokens += request.prefilling ? request.tokens : 0;
+    sums.outputs += request.outputs;
+    sums.output += request.decayed * request.fraction + (request.outputs - request.decayed);
+  }
+
+  void check_nodes() {
+    uint64_t nodes = 0, blocks = 0, passages = 0;
+    size_t heap = 0;
+    trie_.each([&](NodeId id) {
+      const Node& node = trie_.node(id);
+      ++nodes;
+      blocks += node.len;
+      passages += node.passages.size();
+      heap += node.passages.bytes();
+      require(node.len >= 1 && node.len <= Trie::kMaxRun, "trie 2: runs are bounded");
+      require(node.first == node.hashes[0], "trie: the first hash is at hand");
+      require(trie_.child(node.parent, node.first) == id, "trie 1: children are found");
+      require(node.ends == ends_[id], "trie: ends are counted");
+      ++children_[node.parent];
+      children_xor_[node.parent] ^= id;
+      check_passages(id, node);
+    });
+    require(nodes == trie_.node_count() && blocks == trie_.block_count(), "trie: nodes are counted");
+    require(passages == trie_.passage_count() && passages == passing_.size(),
+            "trie 3: every passage is some request's");
+    require(heap == trie_.heap_, "trie: the passages' memory is counted");
+    trie_.each([&](NodeId id) { check_shape(id, trie_.node(id)); });
+  }
+
+  void check_passages(NodeId id, const Node& node) {
+    require(node.passages.size() >= 1, "trie 2: some request passes through a node");
+    require(node.passages.size() > 1 || node.passages.bytes() == 0, "passages: one needs no buffer");
+    const Passage* last = nullptr;
+    for (const Passage& passage : node.passages) {
+      require(last == nullptr || last->rank < passage.rank, "passages: ranks ascend");
+      require(passage.weight >= 0 && passage.weight <= 1, "passages: weights are fractions");
+      const auto counted = passing_.find({id, passage.rank});
+      require(counted != passing_.end() && counted->second == passage.requests,
+              "trie 3: requests that pass are counted");
+      Sums& sums = sums_[passage.rank];
+      sums.blocks += node.len;
+      sums.prompt += node.len * passage.weight;
+      last = &passage;
+    }
+  }
+
+  void check_shape(NodeId id, const Node& node) {
+    require(node.children == children_[id] && node.child_xor == children_xor_[id],
+            "trie 5: children are counted");
+    if (node.children != 1 || node.ends != 0) return;
+    const Node& child = trie_.node(node.child_xor);
+    require(node.len + child.len > Trie::kMaxRun || !node.passages.weighs_like(child.passages),
+            "trie 4: an only child is joined");
+  }
+
+  void check_ranks() {
+    size_t live = 0;
+    for (RankId id = 0; id < ledger_.rank_end(); ++id) {
+      if (!ledger_.is_live(id)) continue;
+      ++live;
+      const Rank& rank = ledger_.rank(id);
+      require(ledger_.find_rank(rank.worker_id, rank.dp_rank) == id, "ledger 3: ranks are listed");
+      check_sums(rank, sums_[id]);
+      check_chain(id, rank);
+    }
+    const auto& order = ledger_.order();
+    require(order.size() == live && live + ledger_.free_.size() == ledger_.rank_end(),
+            "ledger 3: a rank is listed or free");
+    for (size_t i = 1; i < order.size(); ++i) {
+      require(order[i - 1] < order[i], "ledger 3: ranks are sorted");
+    }
+  }
+
+  void check_sums(const Rank& rank, const Sums& sums) {
+    require(rank.requests == sums.requests, "ledger: a rank's requests are counted");
+    require(rank.prefill_tokens == sums.tokens, "ledger 1: prefill tokens are summed");
+    require(rank.blocks == sums.blocks, "ledger 2: blocks are counted");
+    require(rank.outputs == sums.outputs, "ledger 2: output blocks are counted");
+    require(near(rank.prompt, sums.prompt), "ledger 2: weights of blocks are summed");
+    require(near(rank.output, sums.output), "ledger 2: weights of output blocks are summed");
+    require(rank.blocks != 0 || rank.prompt == 0, "ledger 2: no blocks weigh nothing");
+    require(rank.outputs != 0 || rank.output == 0, "ledger 2: no output blocks weigh nothing");
+  }
+
+  static bool near(double running, double anew) {
+    return std::abs(running - anew) <= 1e-9 * (1 + std::abs(anew));
+  }
+
+  void check_chain(RankId id, const Rank& rank) {
+    uint64_t count = 0;
+    RequestId before = kNone;
+    for (RequestId at = rank.chain.first; at != kNone; at = requests_[at].after) {
+      require(requests_[at].rank == id && requests_[at].before == before && ++count <= rank.requests,
+              "requests 1: a rank's chain has its requests");
+      before = at;
+    }
+    require(count == rank.requests, "requests 1: a rank's chain has all its requests");
+  }
+
+  const Ledger& ledger_;
+  const Trie& trie_;
+  const Requests& requests_;
+  std::map<NodeId, uint32_t> ends_;
+  std::map<NodeId, uint32_t> children_;
+  std::map<NodeId, NodeId> children_xor_;
+  std::map<std::pair<NodeId, RankId>, uint32_t> passing_;
+  std::map<RankId, Sums> sums_;
+};
+
+}  // namespace kvd::ledger
