@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_serve(commands)
     add_indexer(commands)
+    add_slot_tracker(commands)
     return parser
 
 
@@ -50,10 +51,11 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
     serve = commands.add_parser(
         "serve",
         help="run every face",
-        description="Runs every face kvd has; today that is the KV indexer.",
+        description="Runs every face kvd has, the KV indexer and the slot tracker, in one process.",
         epilog="Each flag but --demo can be given in the environment instead: --indexer-bind as "
         "KVD_INDEXER_BIND, and so on, but --min-initial-workers as "
-        "DYN_ROUTER_MIN_INITIAL_WORKERS. The flag wins.",
+        "DYN_ROUTER_MIN_INITIAL_WORKERS and --request-expiry-s as "
+        "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS. The flag wins.",
         allow_abbrev=False,
     )
     for setting in settings.SETTINGS:
@@ -72,13 +74,7 @@ def add_indexer(commands: Any) -> None:
         epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
         allow_abbrev=False,
     )
-    indexer.add_argument("--host", metavar="HOST", help="listening address (default 127.0.0.1)")
-    indexer.add_argument(
-        "--port",
-        type=_usage(settings.parse_port),
-        metavar="PORT",
-        help="listening port (default 8090)",
-    )
+    add_address(indexer, settings.DEFAULT_INDEXER_BIND)
     indexer.add_argument(
         "--threads",
         type=_usage(settings.parse_u32),
@@ -89,6 +85,33 @@ def add_indexer(commands: Any) -> None:
         add_setting(indexer, setting)
     indexer.add_argument("--routing-group", metavar="NAME", help="another name of --tenant-id")
     indexer.set_defaults(given=indexer_settings, demo=False)
+
+
+def add_slot_tracker(commands: Any) -> None:
+    slot_tracker = commands.add_parser(
+        "slot-tracker",
+        help="run the slot tracker alone, with the flags of `python -m dynamo.slot_tracker`",
+        description="Runs the slot tracker alone, with the flags of `python -m "
+        "dynamo.slot_tracker`.",
+        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
+        allow_abbrev=False,
+    )
+    add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
+    for setting in settings.REPLICA_SETTINGS:
+        add_setting(slot_tracker, setting)
+    slot_tracker.set_defaults(given=slot_tracker_settings, demo=False)
+
+
+def add_address(parser: argparse.ArgumentParser, default: settings.TcpBind) -> None:
+    parser.add_argument(
+        "--host", metavar="HOST", help=f"listening address (default {default.host})"
+    )
+    parser.add_argument(
+        "--port",
+        type=_usage(settings.parse_port),
+        metavar="PORT",
+        help=f"listening port (default {default.port})",
+    )
 
 
 def add_setting(parser: argparse.ArgumentParser, setting: settings.Setting) -> None:
@@ -114,11 +137,26 @@ def indexer_settings(
         if given["tenant_id"] not in (None, args.routing_group):
             parser.error("--tenant-id and --routing-group are one setting and differ")
         given["tenant_id"] = args.routing_group
-    if args.host is not None or args.port is not None:
-        default = settings.DEFAULT_INDEXER_BIND
-        port = default.port if args.port is None else args.port
-        given["indexer_bind"] = settings.TcpBind(args.host or default.host, port)
+    given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
+    given["slot_tracker_bind"] = settings.OFF
     return given
+
+
+def slot_tracker_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
+    given["indexer_bind"] = settings.OFF
+    given["slot_tracker_bind"] = address(args, settings.DEFAULT_SLOT_TRACKER_BIND)
+    return given
+
+
+def address(args: argparse.Namespace, default: settings.TcpBind) -> settings.TcpBind | None:
+    """Returns where a command's only face is to listen; None if the flags do not say."""
+    if args.host is None and args.port is None:
+        return None
+    port = default.port if args.port is None else args.port
+    return settings.TcpBind(args.host or default.host, port)
 
 
 def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:

@@ -14,7 +14,7 @@ from typing import Any
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.model import PartitionKey, RankKey
-from kvd.settings import SETTINGS, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
+from kvd.settings import OFF, SETTINGS, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
 from kvd.wire.endpoints import check_endpoint
 
 # The original's name and spellings for what its own end-to-end tests switch on.
@@ -33,6 +33,15 @@ class TlsListener:
     bind: TcpBind
     certfile: Path
     keyfile: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSync:
+    """Where this process tells its replicas about requests, and where it hears of theirs."""
+
+    host: str
+    port: int
+    peers: tuple[str, ...]  # ZMQ endpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +66,12 @@ class EngineLimits:
 class Config:
     """Everything the daemon is told at start; nothing in it changes afterwards."""
 
-    indexer_bind: Bind
+    indexer_bind: Bind | None  # None: not served
     indexer_tls: TlsListener | None
+    slot_tracker_bind: Bind | None
+    request_expiry_s: int
+    metrics_workers: int  # shown one by one up to this number
+    replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
     peers: tuple[str, ...]  # base URLs, to be asked in this order
     recovery_delay_s: float
@@ -78,9 +91,19 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
     values = {setting.name: _resolve(setting, given, environ) for setting in SETTINGS}
     if demo and not isinstance(values["indexer_bind"], TcpBind):
         raise StartError("--demo needs an --indexer-bind of HOST:PORT")
+    indexer_bind, slot_tracker_bind = (
+        None if values[name] == OFF else values[name]
+        for name in ("indexer_bind", "slot_tracker_bind")
+    )
+    if indexer_bind is None and slot_tracker_bind is None:
+        raise StartError("every face is off")
     return Config(
-        indexer_bind=values["indexer_bind"],
+        indexer_bind=indexer_bind,
         indexer_tls=_tls(values),
+        slot_tracker_bind=slot_tracker_bind,
+        request_expiry_s=values["request_expiry_s"],
+        metrics_workers=values["metrics_workers"],
+        replica_sync=_replica_sync(values),
         workers=_workers(values),
         peers=values["peers"] or (),
         recovery_delay_s=values["recovery_delay_s"],
@@ -120,12 +143,23 @@ def _tls(values: Mapping[str, Any]) -> TlsListener | None:
         return None
     if bind is None or certfile is None or keyfile is None:
         raise StartError("TLS needs all of --indexer-tls-bind, --tls-certfile and --tls-keyfile")
+    if values["indexer_bind"] == OFF:
+        raise StartError("--indexer-tls-bind needs the indexer, which is off")
     for path in (certfile, keyfile):
         try:
             path.open("rb").close()
         except OSError as error:
             raise StartError(f"cannot read {path}: {error.strerror}") from None
     return TlsListener(bind, certfile, keyfile)
+
+
+def _replica_sync(values: Mapping[str, Any]) -> ReplicaSync | None:
+    port, peers = values["replica_sync_port"], values["replica_sync_peers"]
+    if port is None:
+        if peers:
+            raise StartError("--replica-sync-peers needs --replica-sync-port")
+        return None
+    return ReplicaSync(values["replica_sync_host"], port, peers or ())
 
 
 def _engine(values: Mapping[str, Any]) -> EngineLimits:

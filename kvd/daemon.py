@@ -1,6 +1,6 @@
 """The daemon: everything it runs, in the order it starts, and the reverse in which it stops.
 
-    root: signals, sweep of removed ranks, watchdog
+    root: signals, sweep of removed ranks, expiry of requests, watchdog
      └ listeners: one task per registered rank                      stop last
         └ start-up: recovery from a peer, the gate
         └ faces: one front per bind, TLS beside it, the demo        stop first
@@ -19,24 +19,20 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
-import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 
 import trio
 
 from kvd._version import VERSION
-from kvd.config import Config, StartError, TlsListener
+from kvd.config import Config
 from kvd.demo import DemoStats, run_demo
-from kvd.faces import indexer
-from kvd.http.app import build_app
-from kvd.http.front import Front
-from kvd.http.listeners import open_listeners
-from kvd.http.tls import TlsServer
+from kvd.faces import indexer, slot_tracker
+from kvd.faces.slot_metrics import slot_families
+from kvd.http.types import Route
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
-from kvd.metrics import Family, RequestMetrics, Source, by_label, counter, gauge, stats_families
+from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import sdnotify
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
@@ -44,6 +40,8 @@ from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.registry import Registry
+from kvd.serving import FaceServer
+from kvd.slots import SlotTrackers
 from kvd.state import State
 
 EXIT_SECOND_SIGNAL = 130
@@ -51,6 +49,8 @@ EXIT_SECOND_SIGNAL = 130
 # A removed or cleared rank is invisible at once; its memory comes back in slices of under 1 ms.
 SWEEP_STEPS = 8192  # of at most about 0.1 us
 SWEEP_PAUSE_S = 0.05
+
+EXPIRY_PAUSE_S = 1.0  # between two looks for requests that are too old
 
 # Little here is cyclic garbage, and a full collection looks at all that listeners are made of:
 # 40 ms at 400 of them. Allocations for a small collection, small ones for a middle one, and those
@@ -74,16 +74,21 @@ class _Daemon:
         self._state = State()
         self._peers = Peers(config.peers)
         self._recovery = RecoveryStats()
+        self._slots = SlotTrackers(config.request_expiry_s)
+        self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
+        self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._signalled = trio.Event()
 
     async def run(self) -> int:
+        config = self._config
         with ExitStack() as opened:
-            # Here, so that an address in use is one line and not a group of exceptions.
-            sockets = await _open(opened, str(self._config.indexer_bind))
-            tls_sockets = await _open_tls(opened, self._config.indexer_tls)
-            return await self._run(sockets, tls_sockets)
+            if config.indexer_bind is not None:
+                await self._indexer.open(opened, config.indexer_bind, config.indexer_tls)
+            if config.slot_tracker_bind is not None:
+                await self._slot_tracker.open(opened, config.slot_tracker_bind, None)
+            return await self._run()
 
-    async def _run(self, sockets: list[socket.socket], tls_sockets: list[socket.socket]) -> int:
+    async def _run(self) -> int:
         config = self._config
         context = make_context()
         try:
@@ -97,10 +102,11 @@ class _Daemon:
                     )
                     tasks = ListenerTasks(listening, context, ready, options)
                     registry = Registry(self._state, tasks)
-                    for worker in config.workers:
-                        registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                    listening.start_soon(self._start_up, registry, ready)
-                    await self._serve(registry, sockets, tls_sockets)
+                    if config.indexer_bind is not None:
+                        for worker in config.workers:
+                            registry.register(worker.key, worker.endpoint, worker.block_size, None)
+                        listening.start_soon(self._start_up, registry, ready)
+                    await self._serve(self._faces(registry))
                     listening.cancel_scope.cancel()
         finally:
             context.destroy(linger=0)
@@ -113,6 +119,7 @@ class _Daemon:
         async with trio.open_nursery() as root:
             root.start_soon(self._watch_signals, signals)
             root.start_soon(self._sweep)
+            root.start_soon(self._expire)
             root.start_soon(_feed_watchdog)
             yield
             root.cancel_scope.cancel()
@@ -132,6 +139,12 @@ class _Daemon:
             else:
                 await trio.sleep(SWEEP_PAUSE_S)
 
+    async def _expire(self) -> None:
+        while True:
+            await trio.sleep(EXPIRY_PAUSE_S)
+            for _ in self._slots.expire(trio.current_time()):
+                await trio.lowlevel.checkpoint()
+
     async def _start_up(self, registry: Registry, ready: trio.Event) -> None:
         """Fills the index from a peer and opens the gate."""
         config = self._config
@@ -146,8 +159,23 @@ class _Daemon:
         log.info("ready", workers=registry.instances())
         await settle(self._state, registry)
 
-    def _families(self, front: Front) -> Iterator[Family]:
-        """Yields what only the daemon knows."""
+    def _faces(self, registry: Registry) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
+        """Yields the faces that are to be served, with their routes."""
+        config = self._config
+        if config.indexer_bind is not None:
+            self._indexer.sources.append(lambda: indexer.families(self._state, registry))
+            self._indexer.sources.append(self._recovery_families)
+            test_endpoints = config.test_endpoints
+            yield (
+                self._indexer,
+                indexer.routes(self._state, registry, self._peers, test_endpoints=test_endpoints),
+            )
+        if config.slot_tracker_bind is not None:
+            most = config.metrics_workers
+            self._slot_tracker.sources.append(lambda: slot_families(self._slots, most))
+            yield self._slot_tracker, slot_tracker.routes(self._slots)
+
+    def _recovery_families(self) -> Iterator[Family]:
         stats = self._recovery
         help = "Attempts to take a peer's state, by outcome"
         name = "kvd_recovery_attempts_total"
@@ -156,99 +184,41 @@ class _Daemon:
         yield gauge("kvd_recovery_seconds", "Time that took", stats.seconds)
         help = "Peers refused at the bound"
         yield counter("kvd_peers_refused_total", help, self._peers.refused)
-        help = "HTTP server, plain port"
-        yield from stats_families("kvd_http", front.stats, help, frozenset({"connections_open"}))
 
-    async def _serve(
-        self,
-        registry: Registry,
-        sockets: list[socket.socket],
-        tls_sockets: list[socket.socket],
-    ) -> None:
+    async def _serve(self, faces: Iterator[tuple[FaceServer, tuple[Route, ...]]]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
-        config = self._config
-        requests = RequestMetrics()
-        sources: list[Source] = []
-        routes = indexer.routes(
-            self._state,
-            registry,
-            self._peers,
-            requests,
-            sources,
-            test_endpoints=config.test_endpoints,
-        )
-        app = build_app(routes, config.http, requests.observe)
-        front = Front(routes, app, config.http, requests.observe)
-        sources.append(lambda: self._families(front))
         stop = trio.Event()
-        async with trio.open_nursery() as faces:
-            await faces.start(front.serve, sockets, stop)
-            if config.indexer_tls is not None:
-                tls = config.indexer_tls
-                server = TlsServer(app, tls.certfile, tls.keyfile, config.http)
-                sources.append(lambda: _tls_families(server))
-                await faces.start(server.serve, tls_sockets, stop)
-            addresses = [_address(sock) for sock in sockets]
-            log.info("serving", version=VERSION, face="indexer", bind=" ".join(addresses))
+        async with trio.open_nursery() as serving:
+            for face, routes in faces:
+                await serving.start(face.serve, routes, stop)
+                bind = " ".join(face.addresses())
+                log.info("serving", version=VERSION, face=face.name, bind=bind)
             _notify(sdnotify.READY)
             # What exists now stays: the garbage collector need not look at it ever again.
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            if config.demo:
-                await self._run_demo(f"http://{addresses[0]}", front)
+            if self._config.demo:
+                await self._run_demo(f"http://{self._indexer.addresses()[0]}")
             await self._signalled.wait()
             stop.set()
 
-    async def _run_demo(self, base_url: str, front: Front) -> None:
+    async def _run_demo(self, base_url: str) -> None:
         """Runs the demo until a signal."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: run_demo(base_url, stats=lambda: self._totals(front)))
+            nursery.start_soon(lambda: run_demo(base_url, stats=self._totals))
             await self._signalled.wait()
             nursery.cancel_scope.cancel()
 
-    def _totals(self, front: Front) -> DemoStats:
+    def _totals(self) -> DemoStats:
         ingest = self._state.ingest.as_dict()
         indexes = [partition.index for partition in self._state.partitions.values()]
+        stats = self._indexer.stats
         return DemoStats(
             events=ingest["stored"] + ingest["removed"] + ingest["cleared"],
             blocks=sum(index.stats()["blocks"] for index in indexes),
-            queries=front.stats.requests - front.stats.requests_app,
+            queries=stats.requests - stats.requests_app,
         )
-
-
-async def _open(opened: ExitStack, bind: str) -> list[socket.socket]:
-    try:
-        sockets = await open_listeners(bind)
-    except (OSError, ValueError) as error:
-        raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
-    for sock in sockets:
-        opened.enter_context(sock)
-    return sockets
-
-
-async def _open_tls(opened: ExitStack, tls: TlsListener | None) -> list[socket.socket]:
-    """Opens the HTTPS port, if there is to be one, after a look at what it is to show."""
-    if tls is None:
-        return []
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certfile, tls.keyfile)
-    except OSError as error:
-        raise StartError(f"cannot use {tls.certfile} with {tls.keyfile}: {error}") from None
-    return await _open(opened, str(tls.bind))
-
-
-def _tls_families(server: TlsServer) -> Iterator[Family]:
-    gauges = frozenset({"connections_open"})
-    return stats_families("kvd_https", server.stats, "HTTP server, TLS port", gauges)
-
-
-def _address(sock: socket.socket) -> str:
-    name = sock.getsockname()
-    if isinstance(name, str):
-        return f"unix:{name}"
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _notify(message: bytes) -> None:

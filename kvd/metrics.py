@@ -6,7 +6,7 @@
 
 Everything but requests is read at the scrape. A generator of families yields None where other
 work may go on, so a scrape of thousands of listeners or partitions does not stall the loop. Labels
-come from closed sets only: no model, tenant, worker or client text ever is one.
+come from closed sets; models, tenants and workers are named only where their number is bounded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvd.wire.replay import ReplayEnd
 from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 CONTENT_TYPE = b"text/plain; version=0.0.4"
+METRICS_PATH = "/metrics"  # scrapes themselves are not observed
 
 # Upper bounds in seconds: 0.1 ms doubled 19 times, as on the original.
 BUCKETS = tuple(0.0001 * 2**k for k in range(20))
@@ -71,11 +72,15 @@ def render(families: Iterable[Family | None]) -> Iterator[bytes]:
 def _family(family: Family) -> bytes:
     lines = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.type}"]
     for suffix, labels, value in family.samples:
-        text = ",".join(f'{name}="{value}"' for name, value in labels)
+        text = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
         lines.append(
             f"{family.name}{suffix}{{{text}}} {value}" if text else f"{family.name} {value}"
         )
     return "\n".join([*lines, ""]).encode()
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 @dataclass(slots=True)
@@ -89,13 +94,14 @@ class _Endpoint:
 class RequestMetrics:
     """Requests by path, method and outcome. A path appears with its first request."""
 
-    def __init__(self, unobserved: frozenset[str] = frozenset(("/metrics",))) -> None:
-        self._unobserved = unobserved
+    def __init__(self, prefix: str) -> None:
+        """Names of the metrics begin with `prefix`."""
+        self._prefix = prefix
         self._endpoints: dict[str, _Endpoint] = {}
 
     def observe(self, path: str, method: str, status: int, seconds: float) -> None:
         """Counts one request to a path that some route has."""
-        if path in self._unobserved:
+        if path == METRICS_PATH:
             return
         endpoint = self._endpoints.get(path)
         if endpoint is None:
@@ -122,13 +128,13 @@ class RequestMetrics:
         # A family without samples is not announced: series appear once they are hit.
         if errors:
             help = "HTTP error responses (4xx/5xx)"
-            yield Family("dynamo_kvindexer_errors_total", "counter", help, errors)
+            yield Family(f"{self._prefix}_errors_total", "counter", help, errors)
         if requests:
-            name = "dynamo_kvindexer_request_duration_seconds"
+            name = f"{self._prefix}_request_duration_seconds"
             samples = [sample for path, one in ordered for sample in _histogram(path, one)]
             yield Family(name, "histogram", "HTTP request latency", samples)
             help = "Total HTTP requests"
-            yield Family("dynamo_kvindexer_requests_total", "counter", help, requests)
+            yield Family(f"{self._prefix}_requests_total", "counter", help, requests)
 
 
 def _histogram(path: str, endpoint: _Endpoint) -> Iterator[tuple[str, Labels, float]]:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.logs import LEVELS
 from kvd.model import DEFAULT_TENANT
 from kvd.peers import MAX_PEERS
+from kvd.wire.endpoints import check_endpoint
 
 ENV_PREFIX = "KVD_"
 
@@ -47,7 +49,11 @@ class UnixBind:
 
 Bind = TcpBind | UnixBind
 
-DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)  # the port of the original, on loopback only
+OFF = "off"  # the bind of a face that is not to be served
+
+# The ports of the originals, on loopback only.
+DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
+DEFAULT_SLOT_TRACKER_BIND = TcpBind("127.0.0.1", 8091)
 
 
 def parse_bind(text: str) -> Bind:
@@ -58,6 +64,11 @@ def parse_bind(text: str) -> Bind:
             raise ValueError("the path of the unix socket is missing")
         return UnixBind(path)
     return parse_tcp_bind(text)
+
+
+def parse_face_bind(text: str) -> Bind | str:
+    """Reads a bind, or OFF."""
+    return OFF if text == OFF else parse_bind(text)
 
 
 def parse_tcp_bind(text: str) -> TcpBind:
@@ -122,6 +133,23 @@ def parse_urls(text: str) -> tuple[str, ...]:
     return urls
 
 
+def parse_replica_port(text: str) -> int:
+    if (port := parse_port(text)) == 0:
+        raise ValueError("expected a port from 1 to 65535: replicas have to know it")
+    return port
+
+
+def parse_replica_peers(text: str) -> tuple[str, ...]:
+    """Splits like parse_urls and checks every endpoint."""
+    endpoints = parse_urls(text)
+    for endpoint in endpoints:
+        try:
+            check_endpoint(endpoint)
+        except BadRequest as error:
+            raise ValueError(str(error)) from None
+    return endpoints
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One row of the table: how a text becomes a value, and what holds when nobody says.
@@ -154,6 +182,30 @@ WORKER_SETTINGS = (
     Setting("workers", str, None, "ID[:RANK]=ENDPOINT,...", "engines to listen to from the start"),
 )
 
+REPLICA_SETTINGS = (
+    Setting(
+        "replica_sync_port",
+        parse_replica_port,
+        None,
+        "PORT",
+        "where requests are told to replicas of this process",
+    ),
+    Setting(
+        "replica_sync_host",
+        str,
+        "127.0.0.1",
+        "HOST",
+        "address of that port; 0.0.0.0 is every interface",
+    ),
+    Setting(
+        "replica_sync_peers",
+        parse_replica_peers,
+        None,
+        "ENDPOINT,...",
+        "replicas to take requests from, as tcp://HOST:PORT",
+    ),
+)
+
 PEER_SETTINGS = (
     Setting("peers", parse_urls, None, "URL,...", "indexers to take the state from at the start"),
 )
@@ -176,10 +228,32 @@ DAEMON_SETTINGS = (
     ),
     Setting(
         "indexer_bind",
-        parse_bind,
+        parse_face_bind,
         DEFAULT_INDEXER_BIND,
-        "HOST:PORT|unix:PATH",
+        "HOST:PORT|unix:PATH|off",
         "where the KV indexer listens",
+    ),
+    Setting(
+        "slot_tracker_bind",
+        parse_face_bind,
+        DEFAULT_SLOT_TRACKER_BIND,
+        "HOST:PORT|unix:PATH|off",
+        "where the slot tracker listens",
+    ),
+    Setting(
+        "request_expiry_s",
+        parse_positive,
+        300,
+        "SECONDS",
+        "a request is forgotten when it is older than",
+        borrowed="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+    ),
+    Setting(
+        "metrics_workers",
+        parse_u32,
+        100,
+        "N",
+        "/metrics shows loads rank by rank while no more workers are registered than",
     ),
     Setting("indexer_tls_bind", parse_tcp_bind, None, "HOST:PORT", "where it listens with TLS"),
     Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain for TLS"),
@@ -223,4 +297,4 @@ DAEMON_SETTINGS = (
     Setting("log_level", parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}"),
 )
 
-SETTINGS = WORKER_SETTINGS + PEER_SETTINGS + DAEMON_SETTINGS
+SETTINGS = WORKER_SETTINGS + PEER_SETTINGS + REPLICA_SETTINGS + DAEMON_SETTINGS

@@ -1,4 +1,4 @@
-"""Reads the members of request bodies, strictly.
+"""Reads what requests say, strictly: members of bodies, parameters of queries, path segments.
 
 Bodies are JSON objects whose members are checked one by one; what is missing, mistyped or out of
 range is Invalid (422) with the member's name, what is no JSON at all is BadJson (400).
@@ -7,14 +7,18 @@ range is Invalid (422) with the member's name, what is no JSON at all is BadJson
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import parse_qsl, unquote_to_bytes
 
-from kvd.errors import BadJson, Invalid
+from kvd.errors import BadJson, BadRequest, Invalid
+from kvd.http.types import Request
 from kvd.model import DEFAULT_TENANT
 from kvd_core.scan import BodyScanner
 
 U32_MAX = 2**32 - 1
 MAX_KEPT_BYTES = 4096  # of a name or address that is registered; the longest path Linux has
 U64_MAX = 2**64 - 1
+
+TENANT = ("tenant_id", "routing_group")  # the documented name and the newer one
 
 Members = dict[str, Any]
 
@@ -77,8 +81,26 @@ def tenant(members: Members) -> str:
     """Returns the tenant under its documented or its newer name, else the default one."""
     if "routing_group" not in members:  # nearly always, and on the hot path
         return _text(members.get("tenant_id", DEFAULT_TENANT), "tenant_id")
-    given = alias(members, "tenant_id", "routing_group")
+    given = alias(members, *TENANT)
     return DEFAULT_TENANT if given is None else given
+
+
+def parameters(request: Request) -> dict[str, Any]:
+    """Returns the parameters of the query; raises BadRequest if one is given twice."""
+    found: dict[str, Any] = {}
+    for name, value in parse_qsl(request.query.decode("latin-1"), keep_blank_values=True):
+        if name in found:
+            raise BadRequest(f"the parameter `{name}` is given twice")
+        found[name] = value
+    return found
+
+
+def segment(request: Request) -> str:
+    """Returns the text in the path that the route's placeholder stands for."""
+    try:
+        return unquote_to_bytes(request.captured).decode()
+    except UnicodeDecodeError:
+        raise BadRequest("the path is not UTF-8") from None
 
 
 def _text(value: Any, name: str) -> str:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl
 
 import trio
 
-from kvd.errors import BadRequest, Invalid
+from kvd.errors import Invalid
 from kvd.faces import bodies
 from kvd.faces.dumps import binary_dump, sliced, text_dump
+from kvd.faces.monitoring import HEALTH
 from kvd.http.types import Handler, Request, Response, Route
-from kvd.metrics import CONTENT_TYPE as METRICS_TYPE
-from kvd.metrics import (
-    Family,
-    RequestMetrics,
-    Source,
-    counter,
-    listener_families,
-    memory_families,
-    render,
-    state_families,
-)
+from kvd.metrics import Family, counter, listener_families, state_families
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
 from kvd.registry import Registration, Registry, by_instance
@@ -38,13 +28,12 @@ from kvd_core.scan import BodyScanner
 QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
 OK = b'{"status":"ok"}'
 
-TENANT = ("tenant_id", "routing_group")
-QUERY_FIELDS = ("model_name", *TENANT, "cache_salt", "lora_name")
+QUERY_FIELDS = ("model_name", *bodies.TENANT, "cache_salt", "lora_name")
 SALT = ("additional_salt", "additionalsalt")
 
 QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
-KEPT = ("model_name", *TENANT, "endpoint", "replay_endpoint")
+KEPT = ("model_name", *bodies.TENANT, "endpoint", "replay_endpoint")
 REGISTER = BodyScanner(
     {},
     (
@@ -52,13 +41,13 @@ REGISTER = BodyScanner(
         "endpoint",
         "model_name",
         "block_size",
-        *TENANT,
+        *bodies.TENANT,
         "dp_rank",
         "replay_endpoint",
         *SALT,
     ),
 )
-UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *TENANT, "dp_rank"))
+UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *bodies.TENANT, "dp_rank"))
 RANK = BodyScanner({}, ("instance_id", "dp_rank"))
 PEER = BodyScanner({}, ("url",))
 
@@ -75,22 +64,17 @@ def routes(
     state: State,
     registry: Registry,
     peers: Peers,
-    requests: RequestMetrics,
-    sources: Sequence[Source] = (),
     *,
     test_endpoints: bool = False,
 ) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's state, with `test_endpoints` all of them.
-
-    /metrics shows `requests`, what it reads of the state, and what further `sources` say.
-    """
+    """Returns the face's routes over the daemon's state, with `test_endpoints` all of them."""
     control = (
         Route("POST", "/test/pause_listener", partial(pause_listener, registry)),
         Route("POST", "/test/resume_listener", partial(resume_listener, registry)),
     )
     known = state.partitions, DEFAULT_TENANT
     return (
-        Route("GET", "/health", health, hot=True),
+        HEALTH,
         _hot("/query", partial(query, state), PlainQuery(QUERY, *known)),
         _hot("/query_by_hash", partial(query_by_hash, state), PlainQuery(QUERY_BY_HASH, *known)),
         Route("POST", "/register", partial(register, registry)),
@@ -100,18 +84,12 @@ def routes(
         Route("POST", "/register_peer", partial(register_peer, peers)),
         Route("POST", "/deregister_peer", partial(deregister_peer, peers)),
         Route("GET", "/peers", partial(list_peers, peers)),
-        Route("GET", "/metrics", partial(metrics, state, registry, requests, sources)),
         *(control if test_endpoints else ()),
     )
 
 
 def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
     return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT)
-
-
-def health(request: Request) -> Response:
-    """Answers as long as the daemon lives, whatever it knows."""
-    return Response(200, b"", content_type=b"")
 
 
 def query(state: State, request: Request) -> Response:
@@ -193,9 +171,9 @@ def _rank(request: Request) -> tuple[int, int]:
 def workers(state: State, registry: Registry, request: Request) -> Response:
     """Lists instances; `?model_name=`, `?tenant_id=` and its newer name narrow the list."""
     now = trio.current_time()
-    wanted = _parameters(request.query)
+    wanted = bodies.parameters(request)
     model_name = wanted.get("model_name")
-    tenant_id = bodies.alias(wanted, *TENANT)
+    tenant_id = bodies.alias(wanted, *bodies.TENANT)
     rows = [
         _instance(state.partitions[partition], ranks, now)
         for (partition, _), ranks in by_instance(registry.registrations()).items()
@@ -232,37 +210,19 @@ def list_peers(peers: Peers, request: Request) -> Response:
     return Response(200, json.dumps(list(peers)).encode())
 
 
-def metrics(
-    state: State,
-    registry: Registry,
-    requests: RequestMetrics,
-    sources: Sequence[Source],
-    request: Request,
-) -> Response:
-    """Streams what is counted, in Prometheus' text format."""
-    return Response(
-        200, sliced(render(_families(state, registry, requests, sources))), METRICS_TYPE
-    )
-
-
-def _families(
-    state: State, registry: Registry, requests: RequestMetrics, sources: Sequence[Source]
-) -> Iterator[Family | None]:
-    yield from requests.families()
+def families(state: State, registry: Registry) -> Iterator[Family | None]:
+    """Yields what /metrics says of listeners, partitions and recovery."""
     listeners = [registration.listener for registration in registry.registrations()]
     yield from listener_families(listeners, registry.left_counts, trio.current_time())
     help = "Places in streams of unregistered ranks that were forgotten, at the bound"
     yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
     yield from state_families(state, registry.instances())
-    yield from memory_families()
-    for source in sources:
-        yield from source()
 
 
 def _optional_tenant(members: bodies.Members) -> str | None:
     """Returns the tenant to unregister from; absent or null is every tenant of the model."""
-    given = {name: members[name] for name in TENANT if members.get(name) is not None}
-    return bodies.alias(given, *TENANT)
+    given = {name: members[name] for name in bodies.TENANT if members.get(name) is not None}
+    return bodies.alias(given, *bodies.TENANT)
 
 
 def _instance(partition: Partition, ranks: list[Registration], now: float) -> dict[str, Any]:
@@ -291,12 +251,3 @@ def _listener(listener: Listener, now: float) -> Iterator[tuple[str, str | int]]
         yield "loss", listener.loss
     if (last := listener.cursor.last) is not None:
         yield "last_seq", last
-
-
-def _parameters(query_string: bytes) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    for name, value in parse_qsl(query_string.decode("latin-1"), keep_blank_values=True):
-        if name in parameters:
-            raise BadRequest(f"the parameter `{name}` is given twice")
-        parameters[name] = value
-    return parameters

@@ -1,6 +1,6 @@
 """Plays scenarios to a running server: python -m tests.conformance --base URL [FILE ...]
 
-Without files it plays all. Prints one line a scenario and the totals;
+Without files it plays all of a face. Prints one line a scenario and the totals;
 the exit code is 1 if any failed.
 """
 
@@ -20,6 +20,7 @@ from .runner import Scenario, load_all, play
 from .steps import Target
 
 FOLDER = Path(__file__).parent
+FACES = ("indexer", "slot_tracker")
 
 
 def main() -> int:
@@ -29,7 +30,7 @@ def main() -> int:
         shlex.split(arguments.spawn_command) if arguments.spawn_command else None,
         dict(pair.split("=", 1) for pair in arguments.rename),
     )
-    given = arguments.files or FOLDER.glob("indexer/*.json")
+    given = arguments.files or FOLDER.glob(f"{arguments.face}/*.json")
     outcomes: Counter[str] = Counter()
     with httpx.Client(trust_env=False) as client:
         for scenario in load_all(given):
@@ -41,6 +42,9 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.conformance", description=__doc__)
     parser.add_argument("--base", metavar="URL", required=True, help="the server under test")
+    parser.add_argument(
+        "--face", choices=FACES, default="indexer", help="whose scenarios, if no file is named"
+    )
     parser.add_argument(
         "--spawn-command",
         metavar="COMMAND",

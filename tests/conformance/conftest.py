@@ -1,9 +1,12 @@
-"""The daemon that all scenarios share."""
+"""The daemons that all scenarios share, one a face."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,20 +14,33 @@ from processes import Server, clean_environment, find_free_port
 
 from .steps import Target
 
-KVD = [sys.executable, "-m", "kvd", "indexer"]
+COMMANDS = {"indexer": "indexer", "slot_tracker": "slot-tracker"}
 # No scenario looks at the pause before recovery; all that have peers would wait for it.
-SPAWNED = ["env", "KVD_RECOVERY_DELAY_S=0", *KVD]
+SPAWN_ENVIRONMENT = ["env", "KVD_RECOVERY_DELAY_S=0"]
 
 
 @pytest.fixture(scope="session")
-def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A kvd that is started once."""
+def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Target]]:
+    """Returns the kvd of a face, started when it is first asked for."""
+    with ExitStack() as started:
+
+        @cache
+        def of(face: str) -> Target:
+            folder = tmp_path_factory.mktemp(face)
+            return started.enter_context(
+                _running([sys.executable, "-m", "kvd", COMMANDS[face]], folder)
+            )
+
+        yield of
+
+
+@contextmanager
+def _running(command: list[str], folder: Path) -> Iterator[Target]:
     port = find_free_port()
-    command = [*KVD, "--port", str(port)]
-    server = Server(command, tmp_path_factory.mktemp("kvd"), port, clean_environment())
+    server = Server([*command, "--port", str(port)], folder, port, clean_environment())
     try:
         server.wait_healthy()
-        yield Target(server.base_url, spawn_command=SPAWNED)
+        yield Target(server.base_url, spawn_command=[*SPAWN_ENVIRONMENT, *command])
     finally:
         code = server.stop()
     assert code == 0, server.stderr

@@ -1,0 +1,201 @@
+"""The slot tracker's API, as Dynamo's standalone one serves it (docs/faces/slot_tracker.md)."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import trio
+
+from kvd.errors import Invalid, NotFound
+from kvd.faces import bodies
+from kvd.faces.monitoring import HEALTH
+from kvd.http.types import Handler, Request, Response, Route
+from kvd.model import PartitionKey
+from kvd.slots import SlotTrackers, Tracker
+from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
+from kvd_core.scan import BodyScanner
+
+OK = b'{"status":"ok"}'
+
+RETRY_KEY = b"idempotency-key"  # header, draft-ietf-httpapi-idempotency-key-header
+MAX_RETRY_KEY_BYTES = 255  # kept with the request; a UUID has 36
+
+PLACE = ("model_name", *bodies.TENANT)
+REGISTER = BodyScanner({}, (*PLACE, "worker_id", "block_size", "dp_start", "dp_size"))
+UNREGISTER = BodyScanner({}, (*PLACE, "worker_id"))
+ADD = BodyScanner(
+    {"sequence_hashes": "i64"}, (*PLACE, "request_id", "worker_id", "dp_rank", "new_isl_tokens")
+)
+STEP = BodyScanner({}, (*PLACE, "request_id"))
+PROJECT = BodyScanner({"sequence_hashes": "i64"}, (*PLACE, "new_isl_tokens"))
+
+
+def routes(slots: SlotTrackers) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's slot trackers."""
+    return (
+        HEALTH,
+        Route("POST", "/register", partial(register, slots)),
+        Route("POST", "/unregister", partial(unregister, slots)),
+        Route("GET", "/workers", partial(workers, slots)),
+        _hot("POST", "/add", partial(add, slots)),
+        _hot("POST", "/prefill_complete", partial(prefill_complete, slots)),
+        _hot("POST", "/free", partial(free, slots)),
+        _hot("GET", "/loads", partial(loads, slots)),
+        _hot("POST", "/potential_loads", partial(potential_loads, slots)),
+        Route("GET", "/requests/{request_id}", partial(show_request, slots)),
+    )
+
+
+def _hot(method: str, path: str, handler: Handler) -> Route:
+    return Route(method, path, handler, hot=True)
+
+
+def register(slots: SlotTrackers, request: Request) -> Response:
+    members = bodies.scan(REGISTER, request.body)
+    slots.register(
+        _kept_place(members),
+        bodies.uint(members, "worker_id", bodies.U64_MAX),
+        bodies.uint(members, "block_size", bodies.U32_MAX),
+        bodies.uint(members, "dp_start", bodies.U32_MAX),
+        bodies.uint(members, "dp_size", bodies.U32_MAX),
+    )
+    return Response(201, OK)
+
+
+def unregister(slots: SlotTrackers, request: Request) -> Response:
+    members = bodies.scan(UNREGISTER, request.body)
+    slots.unregister(_place(members), bodies.uint(members, "worker_id", bodies.U64_MAX))
+    return Response(200, OK)
+
+
+def workers(slots: SlotTrackers, request: Request) -> Response:
+    """Lists workers; `?model_name=`, `?tenant_id=` and its newer name narrow the list."""
+    rows = [
+        {
+            "worker_id": row.worker_id,
+            "model_name": row.key.model_name,
+            "tenant_id": row.key.tenant_id,
+            "block_size": row.block_size,
+            "dp_start": row.ranks.start,
+            "dp_size": len(row.ranks),
+        }
+        for row in slots.workers(*_filters(request))
+    ]
+    return Response(200, json.dumps(rows).encode())
+
+
+def add(slots: SlotTrackers, request: Request) -> Response:
+    """Books a request: 201, or 200 for a retry under the same Idempotency-Key."""
+    members = bodies.scan(ADD, request.body)
+    bodies.require(members, "sequence_hashes")
+    added = slots.add(
+        _tracker(slots, members),
+        _new_request_id(members),
+        bodies.uint(members, "worker_id", bodies.U64_MAX),
+        bodies.uint(members, "dp_rank", bodies.U32_MAX),
+        ADD,
+        _new_tokens(members),
+        trio.current_time(),
+        _retry_key(request),
+    )
+    return Response(201 if added else 200, OK)
+
+
+def prefill_complete(slots: SlotTrackers, request: Request) -> Response:
+    members = bodies.scan(STEP, request.body)
+    slots.prefill_complete(_tracker(slots, members), bodies.text(members, "request_id"))
+    return Response(200, OK)
+
+
+def free(slots: SlotTrackers, request: Request) -> Response:
+    members = bodies.scan(STEP, request.body)
+    slots.free(_tracker(slots, members), bodies.text(members, "request_id"))
+    return Response(200, OK)
+
+
+def loads(slots: SlotTrackers, request: Request) -> Response:
+    """Says what every rank is working on; filters as for /workers."""
+    rows = (
+        tracker.ledger.render_loads(tracker.row_prefix)
+        for tracker in slots.select(*_filters(request))
+    )
+    return Response(200, b"[%b]" % b",".join(rows))
+
+
+def potential_loads(slots: SlotTrackers, request: Request) -> Response:
+    """Says what every rank of a tracker would be working on with one more prompt."""
+    members = bodies.scan(PROJECT, request.body)
+    bodies.require(members, "sequence_hashes")
+    tracker = _tracker(slots, members)
+    return Response(200, tracker.ledger.project(PROJECT, _new_tokens(members)))
+
+
+def show_request(slots: SlotTrackers, request: Request) -> Response:
+    """Shows the accounting of one live request of `?model_name=` and `?tenant_id=`."""
+    place = bodies.parameters(request)
+    tracker = _tracker(slots, place)
+    request_id = bodies.segment(request)
+    live = tracker.ledger.request(request_id)
+    if live is None:
+        raise NotFound(f"request {request_id} not found")
+    row = {
+        "request_id": request_id,
+        "model_name": tracker.key.model_name,
+        "tenant_id": tracker.key.tenant_id,
+        "worker_id": live.worker_id,
+        "dp_rank": live.dp_rank,
+        "blocks": live.blocks,
+        "new_isl_tokens": live.tokens,
+        "active_prefill_tokens": live.prefill_tokens,
+        "prefill_complete": live.prefill_complete,
+        "output_blocks": live.output_blocks,
+        "age_s": round(trio.current_time() - live.admitted_at, 3),
+    }
+    return Response(200, json.dumps(row).encode())
+
+
+def _place(members: bodies.Members) -> PartitionKey:
+    return PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members))
+
+
+def _kept_place(members: bodies.Members) -> PartitionKey:
+    """Returns the place of a registration, whose names are kept."""
+    place = _place(members)
+    bodies.bounded(place.model_name, "model_name")
+    bodies.bounded(place.tenant_id, "tenant_id")
+    return place
+
+
+def _tracker(slots: SlotTrackers, members: bodies.Members) -> Tracker:
+    return slots.tracker(bodies.text(members, "model_name"), bodies.tenant(members))
+
+
+def _new_request_id(members: bodies.Members) -> str:
+    request_id = bodies.text(members, "request_id")
+    if len(request_id) > MAX_REQUEST_ID_BYTES // 4 and (
+        len(request_id.encode()) > MAX_REQUEST_ID_BYTES
+    ):
+        raise Invalid(f"request_id: longer than {MAX_REQUEST_ID_BYTES} bytes")
+    return request_id
+
+
+def _new_tokens(members: bodies.Members) -> int:
+    if "new_isl_tokens" not in members:
+        return 0
+    return bodies.uint(members, "new_isl_tokens", MAX_TOKENS)
+
+
+def _retry_key(request: Request) -> str | None:
+    for name, value in request.headers:
+        if name == RETRY_KEY:
+            if len(value) > MAX_RETRY_KEY_BYTES:
+                raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
+            return value.decode("latin-1")
+    return None
+
+
+def _filters(request: Request) -> tuple[str | None, str | None]:
+    """Returns the model and the tenant that a listing is narrowed to."""
+    wanted = bodies.parameters(request)
+    return wanted.get("model_name"), bodies.alias(wanted, *bodies.TENANT)

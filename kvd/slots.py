@@ -1,0 +1,273 @@
+"""Slot trackers: what the running requests of every model and tenant weigh on its ranks.
+
+    SlotTrackers
+      └ trackers: (model, tenant) ──> Tracker
+                                        ├ ledger    kvd_core: live requests, loads, projections
+                                        └ workers   worker id ──> its data-parallel ranks
+
+A tracker lives from its first worker to its last; its block size is fixed by the first. Every step
+of a request's life that succeeds here is told to the replicas, and theirs is taken from them, so
+that all account for the same requests; what came from a replica is never told on.
+All of it is touched by one thread only, and no method awaits: each call is one atomic change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
+from kvd.model import PartitionKey
+from kvd.wire.lifecycle import Lifecycle, Outcome, Step
+from kvd_core import ledger
+from kvd_core.ledger import Ledger, LiveRequest
+from kvd_core.scan import BodyScanner
+
+# An empty tracker costs about 3 KB; real fleets have some hundred.
+MAX_TRACKERS = 16_384
+MAX_DP_SIZE = 4096  # ranks of one worker, as on the original
+U32_MAX = 2**32 - 1
+
+EXPIRY_SLICE = 64  # requests expired, or trackers looked at, between two rests: under 1 ms
+
+
+class WorkerRow(NamedTuple):
+    """One registered worker."""
+
+    key: PartitionKey
+    worker_id: int
+    block_size: int
+    ranks: range
+
+
+@dataclass(slots=True)
+class Tracker:
+    """The live requests of one model and tenant, and the workers they may run on."""
+
+    key: PartitionKey
+    block_size: int  # tokens per block
+    ledger: Ledger = field(default_factory=Ledger)
+    workers: dict[int, range] = field(default_factory=dict)  # by worker id: its dp ranks
+    row_prefix: bytes = b""  # rendered members that name the tracker in a row of loads
+
+    def __post_init__(self) -> None:
+        model, tenant = (json.dumps(name) for name in self.key)
+        self.row_prefix = f'"model_name":{model},"tenant_id":{tenant},'.encode()
+
+    def rank(self, worker_id: int, dp_rank: int) -> int:
+        """Returns the ledger's number of a registered rank or raises NotFound."""
+        rank = self.ledger.rank_of(worker_id, dp_rank)
+        if rank is None:
+            raise NotFound(f"worker {worker_id} dp_rank {dp_rank} not found")
+        return rank
+
+
+class SlotTrackers:
+    """All trackers of the daemon."""
+
+    def __init__(self, expiry_s: float) -> None:
+        """Requests older than `expiry_s` seconds are dropped."""
+        self._expiry_s = expiry_s
+        self.publish: Callable[[Lifecycle], None] | None = None  # told of every step, if set
+        self.trackers: dict[PartitionKey, Tracker] = {}
+        self.refused_trackers = 0  # at MAX_TRACKERS
+        self.ended: Counter[str] = Counter()  # totals of ledgers that are no more
+
+    def tracker(self, model_name: str, tenant_id: str) -> Tracker:
+        """Returns a tracker or raises NotFound."""
+        # A plain tuple finds the key that equals it, for a third of what making a key costs.
+        found: Tracker | None = self.trackers.get((model_name, tenant_id))  # type: ignore[call-overload]
+        if found is None:
+            raise NotFound(f"no slot tracker for model={model_name} tenant_id={tenant_id}")
+        return found
+
+    # ---- workers
+
+    def register(
+        self, key: PartitionKey, worker_id: int, block_size: int, dp_start: int, dp_size: int
+    ) -> None:
+        """Registers a worker with its contiguous ranks; nothing has changed when it raises."""
+        if block_size == 0:
+            raise BadRequest("block_size must be greater than 0")
+        if not 0 < dp_size <= MAX_DP_SIZE:
+            raise BadRequest(f"dp_size must be from 1 to {MAX_DP_SIZE}")
+        if dp_start + dp_size > U32_MAX:
+            raise BadRequest(f"dp_start + dp_size must not be above {U32_MAX}")
+        tracker = self.trackers.get(key) or self._new(key, block_size)
+        if tracker.block_size != block_size:
+            raise Conflict(
+                f"block_size mismatch for model={key.model_name} tenant_id={key.tenant_id}: "
+                f"existing={tracker.block_size}, requested={block_size}"
+            )
+        if worker_id in tracker.workers:
+            raise Conflict(
+                f"worker {worker_id} already registered for model={key.model_name} "
+                f"tenant_id={key.tenant_id}"
+            )
+        if tracker.ledger.stats()["ranks"] + dp_size > ledger.MAX_RANKS:
+            raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
+        self.trackers[key] = tracker
+        tracker.workers[worker_id] = range(dp_start, dp_start + dp_size)
+        for dp_rank in tracker.workers[worker_id]:
+            tracker.ledger.add_rank(worker_id, dp_rank)
+
+    def _new(self, key: PartitionKey, block_size: int) -> Tracker:
+        if len(self.trackers) >= MAX_TRACKERS:
+            self.refused_trackers += 1
+            raise Unavailable(f"there are {MAX_TRACKERS} models and tenants already")
+        return Tracker(key, block_size)
+
+    def unregister(self, key: PartitionKey, worker_id: int) -> None:
+        """Removes a worker with its live requests, here and on the replicas, or raises NotFound."""
+        tracker = self.tracker(*key)
+        ranks = tracker.workers.pop(worker_id, None)
+        if ranks is None:
+            raise NotFound(
+                f"worker {worker_id} not found for model={key.model_name} tenant_id={key.tenant_id}"
+            )
+        for dp_rank in ranks:
+            for request_id in tracker.ledger.remove_rank(tracker.rank(worker_id, dp_rank)):
+                self._tell(tracker, request_id, worker_id, dp_rank, Step.FREE)
+        if not tracker.workers:
+            del self.trackers[key]
+            self.ended.update(totals(tracker.ledger))
+
+    def select(self, model_name: str | None, tenant_id: str | None) -> list[Tracker]:
+        """Returns the trackers of a model and a tenant, None for any, sorted."""
+        return [
+            self.trackers[key]
+            for key in sorted(self.trackers)
+            if model_name in (None, key.model_name) and tenant_id in (None, key.tenant_id)
+        ]
+
+    def workers(self, model_name: str | None, tenant_id: str | None) -> Iterator[WorkerRow]:
+        """Yields the registered workers of these trackers, sorted."""
+        for tracker in self.select(model_name, tenant_id):
+            for worker_id in sorted(tracker.workers):
+                ranks = tracker.workers[worker_id]
+                yield WorkerRow(tracker.key, worker_id, tracker.block_size, ranks)
+
+    # ---- requests
+
+    def add(
+        self,
+        tracker: Tracker,
+        request_id: str,
+        worker_id: int,
+        dp_rank: int,
+        hashes: BodyScanner,
+        tokens: int,
+        now: float,
+        retry_key: str | None,
+    ) -> bool:
+        """Books a request; False if it is a retry of one that is booked already, equal in all.
+
+        Raises NotFound, Conflict on an id that lives, Unavailable at a bound.
+        """
+        rank = tracker.rank(worker_id, dp_rank)
+        outcome = tracker.ledger.add(request_id, rank, hashes, tokens, now, retry_key)
+        if outcome == ledger.ADDED:
+            if self.publish is not None:
+                content = hashes.hashes(), tokens
+                self._tell(tracker, request_id, worker_id, dp_rank, Step.ADD, *content)
+            return True
+        if outcome == ledger.REPEATED:
+            return False
+        if outcome == ledger.EXISTS:
+            raise Conflict(f"request {request_id} already exists")
+        raise _refusal(outcome)
+
+    def prefill_complete(self, tracker: Tracker, request_id: str) -> None:
+        """Ends the prefill of a request, once or again; raises NotFound."""
+        live = self._told(tracker, request_id)
+        if not tracker.ledger.prefill_complete(request_id):
+            raise NotFound(f"request {request_id} not found")
+        if live is not None:
+            self._tell(tracker, request_id, live.worker_id, live.dp_rank, Step.PREFILL_COMPLETE)
+
+    def free(self, tracker: Tracker, request_id: str) -> None:
+        """Ends a request; one that is unknown is none to end."""
+        live = self._told(tracker, request_id)
+        tracker.ledger.free(request_id)
+        if live is not None:
+            self._tell(tracker, request_id, live.worker_id, live.dp_rank, Step.FREE)
+
+    def expire(self, now: float) -> Iterator[None]:
+        """Drops what is older than the expiry age; rests at every yield.
+
+        Replicas do the same with their own clocks and are not told.
+        """
+        before = now - self._expiry_s
+        for number, key in enumerate(list(self.trackers), 1):
+            tracker = self.trackers.get(key)
+            while tracker is not None and tracker.ledger.expire(before, EXPIRY_SLICE):
+                yield
+                tracker = self.trackers.get(key)  # it may have ended, or begun anew, meanwhile
+            if number % EXPIRY_SLICE == 0:
+                yield
+
+    # ---- replicas
+
+    def apply(self, event: Lifecycle, now: float) -> Outcome:
+        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
+        tracker = self.trackers.get(event.partition)
+        if tracker is None:
+            return Outcome.UNKNOWN_MODEL
+        if tracker.block_size != event.block_size:
+            return Outcome.BLOCK_SIZE
+        if event.worker_id not in tracker.workers:
+            return Outcome.UNKNOWN_WORKER
+        rank = tracker.ledger.rank_of(event.worker_id, event.dp_rank)
+        if rank is None:
+            return Outcome.UNKNOWN_RANK
+        if event.step is Step.ADD:
+            outcome = tracker.ledger.add(
+                event.request_id, rank, event.hashes, event.prefill_tokens, now
+            )
+            if outcome == ledger.ADDED:
+                return Outcome.APPLIED
+            return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
+        live = tracker.ledger.request(event.request_id)
+        if live is None:
+            return Outcome.UNKNOWN_REQUEST
+        if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
+            return Outcome.OTHER_WORKER
+        if event.step is Step.FREE:
+            tracker.ledger.free(event.request_id)
+        else:
+            tracker.ledger.prefill_complete(event.request_id)
+        return Outcome.APPLIED
+
+    def _told(self, tracker: Tracker, request_id: str) -> LiveRequest | None:
+        """Returns the request if there is anyone to tell of it."""
+        return None if self.publish is None else tracker.ledger.request(request_id)
+
+    def _tell(
+        self,
+        tracker: Tracker,
+        request_id: str,
+        worker_id: int,
+        dp_rank: int,
+        step: Step,
+        hashes: bytes = b"",
+        tokens: int = 0,
+    ) -> None:
+        if self.publish is not None:
+            where = tracker.key, tracker.block_size, request_id, worker_id, dp_rank
+            self.publish(Lifecycle(*where, step, hashes, tokens))
+
+
+def _refusal(outcome: int) -> Exception:
+    if outcome == ledger.OVERFLOW:
+        return Invalid("new_isl_tokens: more than the rank can count")
+    return Unavailable("there is no room for another live request")
+
+
+def totals(of: Ledger) -> dict[str, int]:
+    """Returns what a ledger counts that only grows."""
+    stats = of.stats()
+    counts = {name: stats[name] for name in ("added", "repeated", "freed", "expired", "removed")}
+    return counts | {f"refused_{why}": count for why, count in stats["refused"].items()}
