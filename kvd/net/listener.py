@@ -16,6 +16,7 @@ import trio
 from kvd.logs import get_logger
 from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
+from kvd.net.turns import MAX_TURN_MESSAGES
 from kvd.wire.cursor import Verdict
 from kvd.wire.replay import ReplayEnd
 from kvd_core.drain import drain
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from kvd.net.turns import Turns
     from kvd.net.zsocket import Context
     from kvd.wire.listener import Listener
-
-MAX_TURN_MESSAGES = 64  # per turn of the loop: small ones take 0.1 ms, a turn itself 8 us
 
 log = get_logger(__name__)
 
