@@ -21,13 +21,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import trio
 
 from kvd._version import VERSION
-from kvd.config import Config
+from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
-from kvd.faces import indexer, slot_tracker
+from kvd.faces import indexer, replica_sync, slot_tracker
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
 from kvd.logs import get_logger
@@ -36,13 +37,21 @@ from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import sdnotify
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
+from kvd.net.publisher import open_publisher
 from kvd.net.recovery import RecoveryStats, recover, settle
+from kvd.net.replication import REPLICA_LINK, Replication
 from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.registry import Registry
+from kvd.replicas import Replicas
 from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
 from kvd.state import State
+from kvd.wire.lifecycle import Lifecycle, Outcome
+from kvd.wire.replica import ReplicaCounts
+
+if TYPE_CHECKING:
+    from kvd.net.zsocket import Context
 
 EXIT_SECOND_SIGNAL = 130
 
@@ -75,6 +84,7 @@ class _Daemon:
         self._peers = Peers(config.peers)
         self._recovery = RecoveryStats()
         self._slots = SlotTrackers(config.request_expiry_s)
+        self._replica_counts = ReplicaCounts()
         self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._signalled = trio.Event()
@@ -106,7 +116,8 @@ class _Daemon:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)
                         listening.start_soon(self._start_up, registry, ready)
-                    await self._serve(self._faces(registry))
+                    replicas = await self._replicate(listening, context)
+                    await self._serve(self._faces(registry, replicas))
                     listening.cancel_scope.cancel()
         finally:
             context.destroy(linger=0)
@@ -159,7 +170,28 @@ class _Daemon:
         log.info("ready", workers=registry.instances())
         await settle(self._state, registry)
 
-    def _faces(self, registry: Registry) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
+    async def _replicate(self, nursery: trio.Nursery, context: Context) -> Replicas:
+        """Returns the replicas; without a port for them, or a face, there can be none."""
+        sync = self._config.replica_sync
+        if sync is None or self._config.slot_tracker_bind is None:
+            return Replicas(None, self._replica_counts)
+        try:
+            publisher = await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
+        except OSError as error:
+            raise StartError(str(error.strerror)) from None
+        links = Replication(nursery, context, publisher, self._apply, self._replica_counts)
+        self._slots.publish = links.publish
+        replicas = Replicas(links, self._replica_counts)
+        for endpoint in sync.peers:
+            replicas.register(endpoint)
+        return replicas
+
+    def _apply(self, event: Lifecycle) -> Outcome:
+        return self._slots.apply(event, trio.current_time())
+
+    def _faces(
+        self, registry: Registry, replicas: Replicas
+    ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
         """Yields the faces that are to be served, with their routes."""
         config = self._config
         if config.indexer_bind is not None:
@@ -173,7 +205,9 @@ class _Daemon:
         if config.slot_tracker_bind is not None:
             most = config.metrics_workers
             self._slot_tracker.sources.append(lambda: slot_families(self._slots, most))
-            yield self._slot_tracker, slot_tracker.routes(self._slots)
+            self._slot_tracker.sources.append(replicas.families)
+            routes = slot_tracker.routes(self._slots) + replica_sync.routes(replicas)
+            yield self._slot_tracker, routes
 
     def _recovery_families(self) -> Iterator[Family]:
         stats = self._recovery

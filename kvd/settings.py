@@ -16,7 +16,7 @@ from kvd.http.limits import HttpLimits
 from kvd.logs import LEVELS
 from kvd.model import DEFAULT_TENANT
 from kvd.peers import MAX_PEERS
-from kvd.wire.endpoints import check_endpoint
+from kvd.wire.endpoints import check_replica_endpoint
 
 ENV_PREFIX = "KVD_"
 
@@ -144,7 +144,7 @@ def parse_replica_peers(text: str) -> tuple[str, ...]:
     endpoints = parse_urls(text)
     for endpoint in endpoints:
         try:
-            check_endpoint(endpoint)
+            check_replica_endpoint(endpoint)
         except BadRequest as error:
             raise ValueError(str(error)) from None
     return endpoints

@@ -16,7 +16,7 @@ import secrets
 import struct
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 import zmq
@@ -27,7 +27,6 @@ from kvd.wire.endpoints import is_ipv6
 if TYPE_CHECKING:
     from kvd.net.streamlog import StreamLog
     from kvd.net.zsocket import Context
-    from kvd.wire.listener import Listener
 
 
 KEEPALIVE_IDLE_S = 30  # finds dead hosts of workers whose ZMTP is too old for heartbeats
@@ -50,9 +49,34 @@ MONITORED = (
 )
 
 
+class Linked(Protocol):
+    """Who wants a connection, and is told what becomes of it; moments are monotonic seconds."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    def connecting(self) -> None:
+        """There is a new socket."""
+
+    def joined(self) -> None:
+        """The other end answers."""
+
+    def lost_connection(self, why: str, now: float) -> None:
+        """The connection broke, or broke off early; libzmq tries again."""
+
+    def failed(self, why: str, now: float) -> None:
+        """The socket is of no more use; another one follows."""
+
+    def crashed(self) -> None:
+        """A message met a bug."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """How a listener treats its connection."""
+    """How a subscriber treats its connection."""
 
     heartbeat_s: float = 5.0  # like the peer; a frozen worker is noticed after the timeout
     heartbeat_timeout_s: float = 15.0
@@ -68,6 +92,8 @@ class LinkOptions:
 class Link:
     """A connecting SUB socket and its monitor, closed by the stack it is given.
 
+    Only messages whose first frame begins with `topic` come.
+
     An event for a monitor without a reader would block libzmq's only I/O thread for good, and all
     listeners with it. So there is a reader before the first event, without a limit (events are
     few), and monitoring ends before the reader does. Raises zmq.ZMQError.
@@ -77,19 +103,20 @@ class Link:
         self,
         stack: ExitStack,
         context: Context,
-        listener: Listener,
+        linked: Linked,
         log: StreamLog,
         options: LinkOptions,
+        topic: bytes = b"",
     ) -> None:
-        self._listener = listener
+        self._linked = linked
         self._log = log
         self._options = options
         self._fault = ""
         self._patience = trio.CancelScope()  # ends when libzmq has done nothing more for too long
         self._give_up_at = math.inf
 
-        endpoint = listener.endpoint
-        subscribed = {zmq.SUBSCRIBE: b"", **socket_options(endpoint, options)}
+        endpoint = linked.endpoint
+        subscribed = {zmq.SUBSCRIBE: topic, **socket_options(endpoint, options)}
         self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
         # A secret name: who registers it as an endpoint would take our place at the monitor.
         address = f"inproc://monitor-{secrets.token_hex(16)}"
@@ -101,17 +128,17 @@ class Link:
         self.sub.socket.connect(endpoint)
 
     async def watch(self) -> str:
-        """Tells the listener what libzmq does; returns why libzmq will do nothing more."""
+        """Tells who is linked what libzmq does; returns why libzmq will do nothing more."""
         while True:
             self.hear()
             with trio.CancelScope(deadline=self._give_up_at) as self._patience:
                 await self._monitor.wait_readable()
             # Look once more: it may have been this loop, not libzmq, that was late.
             if self._patience.cancelled_caught and not self.hear():
-                return f"{self._fault or 'protocol error'}: {self._listener.endpoint}"
+                return f"{self._fault or 'protocol error'}: {self._linked.endpoint}"
 
     def hear(self) -> bool:
-        """Tells the listener what libzmq has done up to now; returns whether it was anything."""
+        """Tells who is linked what libzmq has done up to now; returns whether it was anything."""
         heard = False
         while (frames := self._monitor.receive_nowait()) is not None:
             event, _ = MONITOR_EVENT.unpack(frames[0])
@@ -120,14 +147,14 @@ class Link:
         return heard
 
     def _tell(self, event: int) -> None:
-        listener = self._listener
+        linked = self._linked
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._fault = ""
-            listener.joined()
-            self._log.info("worker joined", endpoint=listener.endpoint)
+            linked.joined()
+            self._log.info(f"{self._log.kind} joined", endpoint=linked.endpoint)
         elif event == zmq.EVENT_DISCONNECTED:
             self._wait_until(trio.current_time() + self._options.give_up_s)
-            self._lost(f"{self._fault or 'connection lost'}: {listener.endpoint}")
+            self._lost(f"{self._fault or 'connection lost'}: {linked.endpoint}")
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._wait_until(math.inf)
         else:
@@ -137,9 +164,9 @@ class Link:
         self._give_up_at = self._patience.deadline = moment
 
     def _lost(self, why: str) -> None:
-        if self._listener.connected:
-            self._log.warning("worker lost", error=why)
-        self._listener.lost_connection(why, trio.current_time())
+        if self._linked.connected:
+            self._log.warning(f"{self._log.kind} lost", error=why)
+        self._linked.lost_connection(why, trio.current_time())
 
 
 def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes]:

@@ -1,37 +1,32 @@
 """Reads the event stream of one (worker, rank) for as long as the worker is registered.
 
-One task per listener, three nested stretches of time:
+One task per listener, socket after socket (`kvd.net.sessions`). While one is of use:
 
-    run            the registration    socket after socket, with a growing pause between two
-      _session     one SUB socket      until libzmq has given it up; what had arrived still counts
-        watch      its connections     libzmq makes them, again and again, and tells its monitor
-        _receive   its messages        in turns, so that neither a burst nor a worker starves others
-          _settle  the one held back   what is missing before it is replayed; later ones wait in the
-                                       socket meanwhile
+    receive    its messages        in turns, so that neither a burst nor a worker starves others
+      _settle  the one held back   what is missing before it is replayed; later ones wait in the
+                                   socket meanwhile
 """
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import trio
-import zmq
 
 from kvd.logs import get_logger
-from kvd.net.link import Link, LinkOptions
+from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
+from kvd.net.turns import MAX_TURN_MESSAGES
 from kvd.wire.cursor import Verdict
 from kvd.wire.replay import ReplayEnd
 from kvd_core.drain import drain
 
 if TYPE_CHECKING:
+    from kvd.net.link import Link, LinkOptions
     from kvd.net.replay import Replayer
     from kvd.net.turns import Turns
     from kvd.net.zsocket import Context
     from kvd.wire.listener import Listener
-
-MAX_TURN_MESSAGES = 64  # per turn of the loop: small ones take 0.1 ms, a turn itself 8 us
 
 log = get_logger(__name__)
 
@@ -51,75 +46,32 @@ async def run_listener(
     that is a bug, but a batch that met it once would end the daemon again after every restart,
     as soon as it is replayed.
     """
-    await _Reader(listener, context, ready, options, replayer, turns).run()
+    lines = StreamLog(log, "listener", listener.name)
+    reader = _Reader(listener, ready, replayer, turns, lines)
+    await Sessions(listener, reader, context, options, lines).run()
 
 
 class _Reader:
-    """The task of one listener."""
+    """What one listener does with its messages."""
 
-    __slots__ = ("_context", "_listener", "_log", "_options", "_ready", "_replayer", "_spare_until",
-                 "_turns")  # fmt: skip
+    __slots__ = ("_listener", "_log", "_ready", "_replayer", "_spare_until", "_turns")
 
     def __init__(
         self,
         listener: Listener,
-        context: Context,
         ready: trio.Event,
-        options: LinkOptions,
         replayer: Replayer,
         turns: Turns,
+        log: StreamLog,
     ) -> None:
         self._listener = listener
-        self._context = context
         self._ready = ready
-        self._options = options
         self._replayer = replayer
         self._turns = turns
         self._spare_until = 0.0  # monotonic seconds; no replays before
-        self._log = StreamLog(log, listener.name)
+        self._log = log
 
-    async def run(self) -> None:
-        shortest, longest = self._options.reconnect_s, self._options.reconnect_max_s
-        pause_s = shortest
-        while True:
-            started = trio.current_time()
-            why = await self._survive_session()
-            now = trio.current_time()
-            self._listener.failed(why, now)
-            if now - started > 2 * longest:
-                pause_s = shortest  # not one of a row of failures
-            self._log.warning("listener failed", error=why, retry_s=pause_s)
-            await trio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest)
-
-    async def _survive_session(self) -> str:
-        """Returns why the session ended; a bug costs the batch it happened on and the socket."""
-        why = "internal error"
-        try:
-            why = await self._session()
-        except* Exception:
-            self._listener.crashed()
-            self._log.exception("listener crashed")
-        return why
-
-    async def _session(self) -> str:
-        """Reads over one socket for as long as that is of use; returns why it is not any more."""
-        listener = self._listener
-        with contextlib.ExitStack() as stack:
-            try:
-                link = Link(stack, self._context, listener, self._log, self._options)
-            except zmq.ZMQError as error:
-                why = zmq.strerror(error.errno or 0)
-                return f"failed to connect ZMQ SUB socket to {listener.endpoint}: {why}"
-            listener.connecting()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._receive, link)
-                why = await link.watch()
-                nursery.cancel_scope.cancel()
-            await self._receive_rest(link)
-            return why
-
-    async def _receive(self, link: Link) -> None:
+    async def receive(self, link: Link) -> NoReturn:
         """Feeds the listener from the socket, for ever.
 
         Receiving fails only if the context ended before its listeners did: a bug, so it may raise.
@@ -136,7 +88,7 @@ class _Reader:
             else:
                 await link.sub.wait_readable()
 
-    async def _receive_rest(self, link: Link) -> None:
+    async def receive_rest(self, link: Link) -> None:
         """Takes what had arrived before the socket became useless, up to the first gap.
 
         What comes from there on shows as missing on the next socket, where it can be replayed.

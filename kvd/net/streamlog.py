@@ -1,4 +1,4 @@
-"""Log lines about one listener: its name first, each kind of line at most every half minute."""
+"""Log lines about one stream: its name first, each kind of line at most every half minute."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import trio
 
 from kvd.logs import Log, RateLimit
 
-LOG_EVERY_S = 30.0  # per listener and kind of line; what is held back shows in the counters
+LOG_EVERY_S = 30.0  # per stream and kind of line; what is held back shows in the counters
 
 
 class StreamLog:
-    __slots__ = ("_limit", "_log", "_name")
+    """`kind` says what `name` is the name of."""
 
-    def __init__(self, log: Log, name: str) -> None:
+    __slots__ = ("_limit", "_log", "_name", "kind")
+
+    def __init__(self, log: Log, kind: str, name: str) -> None:
+        self.kind = kind
         self._log = log
         self._name = name
         self._limit = RateLimit(LOG_EVERY_S)
@@ -31,4 +34,4 @@ class StreamLog:
     def _write(self, write: Callable[..., None], event: str, fields: dict[str, object]) -> None:
         held = self._limit.admit(event, trio.current_time())
         if held is not None:
-            write(event, listener=self._name, **fields, held=held)
+            write(event, **{self.kind: self._name}, **fields, held=held)

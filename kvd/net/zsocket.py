@@ -51,6 +51,21 @@ class ZSocket:
         except zmq.Again:
             return None
 
+    def receive_up_to(self, most: int) -> list[bytes] | None:
+        """Returns the frames of the next message, None when there is none.
+
+        Of a message that has more than `most` frames the first beyond that is the last returned;
+        the others stay, so that the socket is of no more use.
+        """
+        sock = self.socket
+        try:
+            frames = [sock.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        while len(frames) <= most and sock.get(zmq.RCVMORE):
+            frames.append(sock.recv(zmq.NOBLOCK))
+        return frames
+
     async def receive(self) -> list[bytes]:
         """Waits for the next message and returns its frames."""
         await trio.lowlevel.checkpoint()

@@ -5,7 +5,7 @@ Rules and texts are those of Dynamo's standalone indexer 1.6.1, as seen on a liv
 with any address. On top of them kvd refuses what libzmq would read differently than it looks: a
 NUL byte cuts the rest off, a `;` splits source from destination, blanks and control characters are
 never part of an address. What passes may still not be connectable (`tcp://*:5557`): that shows in
-the listener's status.
+the listener's status. A replica's address is refused then; there the original takes a port 0.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ def check_replay_endpoint(endpoint: str) -> None:
         check_endpoint(endpoint)
     except BadRequest as error:
         raise BadRequest(f"invalid replay endpoint `{endpoint}`: {error}") from None
+
+
+def check_replica_endpoint(endpoint: str) -> None:
+    """Raises BadRequest unless another process may publish there."""
+    check_endpoint(endpoint)
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if endpoint.startswith("tcp://") and (host == "*" or not port.strip("0")):
+        raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: nothing can be connected to there")
 
 
 def is_ipv6(endpoint: str) -> bool:

@@ -82,7 +82,7 @@ class Stage:
         self._say(f"{method} {path} {show(http.get('json'))} -> {response.status_code}")
         if method == "POST" and path == "/register" and response.is_success and "base" not in http:
             members = ("instance_id", "worker_id", "model_name")
-            given = http["json"]
+            given = http.get("json", {})
             self._registered.append({name: given[name] for name in members if name in given})
         return response
 

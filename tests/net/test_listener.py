@@ -13,8 +13,7 @@ import zmq
 from listening import Listening
 from zmtp_fakes import ChildPublisher, Publisher, open_descriptors, reserved_endpoint, until
 
-from kvd.net.listener import MAX_TURN_MESSAGES
-from kvd.net.turns import ROUND_NS
+from kvd.net.turns import MAX_TURN_MESSAGES, ROUND_NS
 
 Publish = Callable[..., Publisher]
 Listen = Callable[..., Listening]

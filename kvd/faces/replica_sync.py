@@ -1,0 +1,42 @@
+"""The routes that say which replicas to listen to; the same on every face that has replicas."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from kvd.faces import bodies
+from kvd.http.types import Request, Response, Route
+from kvd.replicas import Replicas
+from kvd_core.scan import BodyScanner
+
+OK = b'{"status":"ok"}'
+
+PEER = BodyScanner({}, ("endpoint",))
+
+
+def routes(replicas: Replicas) -> tuple[Route, ...]:
+    return (
+        Route("POST", "/replica_sync/register_peer", partial(register_peer, replicas)),
+        Route("POST", "/replica_sync/deregister_peer", partial(deregister_peer, replicas)),
+        Route("GET", "/replica_sync/peers", partial(list_peers, replicas)),
+    )
+
+
+def register_peer(replicas: Replicas, request: Request) -> Response:
+    """Answers 201 for a new replica, 200 for a known one."""
+    new = replicas.register(bodies.bounded(_endpoint(request), "endpoint"))
+    return Response(201 if new else 200, OK)
+
+
+async def deregister_peer(replicas: Replicas, request: Request) -> Response:
+    await replicas.deregister(_endpoint(request))
+    return Response(200, OK)
+
+
+def list_peers(replicas: Replicas, request: Request) -> Response:
+    return Response(200, json.dumps(replicas.endpoints()).encode())
+
+
+def _endpoint(request: Request) -> str:
+    return bodies.text(bodies.scan(PEER, request.body), "endpoint")

@@ -1,0 +1,159 @@
+"""Tells other replicas what becomes of requests here, and hears from them.
+
+    publish ──> Publisher, one PUB socket ──> every replica that subscribes
+    Replica, each a task: SUB socket ──> decode ──> apply
+
+There is no history and no acknowledgement: who joins late, or was cut off, has missed what was said
+meanwhile. Requests end, so what was missed ends with them: a request that is missing here is freed
+unheard, and one whose end was missed expires.
+
+Neither end bounds the number of frames a message may have before its last one has come: libzmq
+keeps them all. Replicas are whom an operator names, on a network of their own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvd.logs import get_logger
+from kvd.net.link import LinkOptions
+from kvd.net.sessions import Sessions
+from kvd.net.streamlog import StreamLog
+from kvd.net.supervisor import Supervisor
+from kvd.net.turns import MAX_TURN_MESSAGES, Turns
+from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Refused, decode, encode
+from kvd.wire.replica import Replica, ReplicaCounts
+
+if TYPE_CHECKING:
+    from kvd.net.link import Link
+    from kvd.net.publisher import Publisher
+    from kvd.net.zsocket import Context, ZSocket
+
+# A message of more frames is left where it is, and the socket with it: there may be millions.
+MAX_FRAMES = 64
+
+REPLICA_LINK = LinkOptions(max_message_bytes=BOUNDS.payload_bytes)
+
+log = get_logger(__name__)
+
+Apply = Callable[[Lifecycle], Outcome]
+
+
+class Replication:
+    """The replica plane of one process: its publisher, and a task per replica it listens to.
+
+    `apply` is called with every event of others, as it comes; what it raises is a bug, which costs
+    that event and the connection. It may not publish what it is called with.
+    """
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        context: Context,
+        publisher: Publisher,
+        apply: Apply,
+        counts: ReplicaCounts,
+        options: LinkOptions = REPLICA_LINK,
+    ) -> None:
+        self.router_id = secrets.randbelow(2**64 - 1) + 1  # 0 is nobody
+        self.counts = counts
+        self._context = context
+        self._publisher = publisher
+        self._apply = apply
+        self._options = options
+        self._turns = Turns()
+        self._tasks: Supervisor[Replica] = Supervisor(nursery)
+        nursery.start_soon(publisher.run)
+
+    def publish(self, event: Lifecycle) -> None:
+        """Tells all replicas; never waits, never raises for what an event holds."""
+        counts = self.counts
+        payload = encode(event, self.router_id)
+        if len(payload) > BOUNDS.payload_bytes:
+            counts.oversized += 1
+            return
+        counts.published += 1
+        if not self._publisher.send([TOPIC, payload]):
+            counts.overflows += 1
+
+    def start(self, replica: Replica) -> None:
+        """Starts to listen to a replica, whether it is there or not; KeyError if that is so."""
+        lines = StreamLog(log, "replica", replica.endpoint)
+        reader = _Reader(self, replica, self._apply, self._turns, lines)
+        sessions = Sessions(replica, reader, self._context, self._options, lines, TOPIC)
+        self._tasks.start(replica, sessions.run)
+
+    async def stop(self, replica: Replica) -> None:
+        """Returns when nobody listens to the replica any more."""
+        await self._tasks.stop(replica)
+
+
+class _Reader:
+    """Takes the events of one replica."""
+
+    __slots__ = ("_apply", "_counts", "_endless", "_log", "_replica", "_router_id", "_turns")
+
+    def __init__(
+        self, plane: Replication, replica: Replica, apply: Apply, turns: Turns, log: StreamLog
+    ) -> None:
+        self._router_id = plane.router_id
+        self._counts = plane.counts
+        self._replica = replica
+        self._apply = apply
+        self._turns = turns
+        self._log = log
+        self._endless = False
+
+    async def receive(self, link: Link) -> str:
+        """Takes messages until one has more than MAX_FRAMES frames."""
+        self._endless = False
+        while not self._endless:
+            if await self._drain(link):
+                await trio.lowlevel.checkpoint()
+            else:
+                await link.sub.wait_readable()
+        return f"a message of more than {MAX_FRAMES} frames: {self._replica.endpoint}"
+
+    async def receive_rest(self, link: Link) -> None:
+        while not self._endless and await self._drain(link):
+            await trio.lowlevel.checkpoint()
+
+    async def _drain(self, link: Link) -> bool:
+        """Takes waiting messages for one turn; returns whether there may be more."""
+        budget_ns = await self._turns.begin()
+        if not self._replica.connected:
+            link.hear()
+        more = self._take_some(link.sub, perf_counter_ns() + budget_ns)
+        self._turns.end()
+        return more
+
+    def _take_some(self, sub: ZSocket, deadline_ns: int) -> bool:
+        for _ in range(MAX_TURN_MESSAGES):
+            frames = sub.receive_up_to(MAX_FRAMES)
+            if frames is None:
+                return False
+            self._take(frames)
+            if self._endless or perf_counter_ns() > deadline_ns:
+                break
+        return True
+
+    def _take(self, frames: list[bytes]) -> None:
+        counts = self._counts
+        counts.received += 1
+        self._replica.received += 1
+        self._endless = len(frames) > MAX_FRAMES
+        decoded = decode(frames)
+        if isinstance(decoded, Refused):
+            counts.refused[decoded] += 1
+            self._log.warning("message refused", reason=decoded)
+            return
+        event, router_id = decoded
+        if router_id == self._router_id:
+            counts.own += 1
+        else:
+            counts.count(self._apply(event))

@@ -1,0 +1,111 @@
+"""Keeps one subscription for ever, over socket after socket.
+
+Two nested stretches of time, inside whatever task calls `Sessions.run`:
+
+    run            the subscription    socket after socket, with a growing pause between two
+      _session     one SUB socket      until libzmq has given it up, or the reader has;
+                                       what had arrived still counts
+        watch      its connections     libzmq makes them, again and again, and tells its monitor
+        receive    its messages        the reader's part
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import trio
+import zmq
+
+from kvd.net.link import Link, Linked, LinkOptions
+
+if TYPE_CHECKING:
+    from kvd.net.streamlog import StreamLog
+    from kvd.net.zsocket import Context
+
+
+class Reader(Protocol):
+    """Takes the messages of a link."""
+
+    async def receive(self, link: Link) -> str:
+        """Takes messages for ever, or until the link is of no more use, and returns why."""
+
+    async def receive_rest(self, link: Link) -> None:
+        """Takes what had arrived before the link became useless."""
+
+
+class Sessions:
+    """The sockets of one subscription, one at a time."""
+
+    __slots__ = ("_context", "_linked", "_log", "_options", "_reader", "_topic")
+
+    def __init__(
+        self,
+        linked: Linked,
+        reader: Reader,
+        context: Context,
+        options: LinkOptions,
+        log: StreamLog,
+        topic: bytes = b"",
+    ) -> None:
+        self._linked = linked
+        self._reader = reader
+        self._context = context
+        self._options = options
+        self._log = log
+        self._topic = topic
+
+    async def run(self) -> NoReturn:
+        """Keeps the other end connected and its messages read, until cancelled."""
+        shortest, longest = self._options.reconnect_s, self._options.reconnect_max_s
+        pause_s = shortest
+        while True:
+            started = trio.current_time()
+            why = await self._survive_session()
+            now = trio.current_time()
+            self._linked.failed(why, now)
+            if now - started > 2 * longest:
+                pause_s = shortest  # not one of a row of failures
+            self._log.warning(f"{self._log.kind} failed", error=why, retry_s=pause_s)
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest)
+
+    async def _survive_session(self) -> str:
+        """Returns why the session ended; a bug costs the message it happened on and the socket."""
+        why = "internal error"
+        try:
+            why = await self._session()
+        except* Exception:
+            self._linked.crashed()
+            self._log.exception(f"{self._log.kind} crashed")
+        return why
+
+    async def _session(self) -> str:
+        """Reads over one socket for as long as that is of use; returns why it is not any more."""
+        linked = self._linked
+        with contextlib.ExitStack() as stack:
+            try:
+                link = Link(stack, self._context, linked, self._log, self._options, self._topic)
+            except zmq.ZMQError as error:
+                why = zmq.strerror(error.errno or 0)
+                return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"
+            linked.connecting()
+            why = await _first(link.watch, partial(self._reader.receive, link))
+            await self._reader.receive_rest(link)
+            return why
+
+
+async def _first(*runs: Callable[[], Awaitable[str]]) -> str:
+    """Returns what the first of them to end returns; the others are cancelled."""
+    answers: list[str] = []
+
+    async def run(one: Callable[[], Awaitable[str]]) -> None:
+        answers.append(await one())
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for one in runs:
+            nursery.start_soon(run, one)
+    return answers[0]

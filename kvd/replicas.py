@@ -1,0 +1,104 @@
+"""The replicas whose events are applied here, and what metrics say of them.
+
+    register ──> Replica ──> Links.start        (net: a supervised task)
+    deregister ──> forgotten ──> Links.stop, awaited
+
+Without a port of its own a process takes part in nothing: then there are no links, and no replica
+can be registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.metrics import Family, by_label, counter, gauge
+from kvd.wire.endpoints import check_endpoint, check_replica_endpoint
+from kvd.wire.replica import Replica, ReplicaCounts
+
+# A fleet has two or three. Each is a task with three ZMQ sockets.
+MAX_REPLICAS = 1024
+
+
+class Links(Protocol):
+    """What listens to replicas; `kvd.net` provides it."""
+
+    def start(self, replica: Replica) -> None:
+        """Starts to listen to a replica, whether it is there or not."""
+
+    async def stop(self, replica: Replica) -> None:
+        """Returns when nobody listens to the replica any more."""
+
+
+class Replicas:
+    """The registered replicas; `links` is None where replica sync is off."""
+
+    def __init__(self, links: Links | None, counts: ReplicaCounts) -> None:
+        self._links = links
+        self._counts = counts
+        self._replicas: dict[str, Replica] = {}
+        self.refused = 0  # registrations beyond MAX_REPLICAS
+
+    def endpoints(self) -> list[str]:
+        return sorted(self._replicas)
+
+    def register(self, endpoint: str) -> bool:
+        """Listens to a replica; returns whether it is a new one.
+
+        Raises Conflict where replica sync is off, BadRequest on a faulty address, Unavailable at
+        the bound.
+        """
+        links = self._enabled()
+        check_replica_endpoint(endpoint)
+        if endpoint in self._replicas:
+            return False
+        if len(self._replicas) >= MAX_REPLICAS:
+            self.refused += 1
+            raise Unavailable(f"there are {MAX_REPLICAS} replicas already")
+        replica = self._replicas[endpoint] = Replica(endpoint, self._counts)
+        links.start(replica)
+        return True
+
+    async def deregister(self, endpoint: str) -> None:
+        """Returns when nothing more of a replica is applied; raises NotFound, or as `register`."""
+        links = self._enabled()
+        check_endpoint(endpoint)
+        replica = self._replicas.pop(endpoint, None)
+        if replica is None:
+            raise NotFound("peer not found")
+        await links.stop(replica)
+
+    def _enabled(self) -> Links:
+        if self._links is None:
+            raise Conflict("replica sync is disabled")
+        return self._links
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say; addresses are no labels."""
+        connected = sum(replica.connected for replica in self._replicas.values())
+        yield gauge("kvd_replica_peers", "Registered replicas", len(self._replicas))
+        yield gauge("kvd_replica_peers_connected", "Of these, replicas that answer", connected)
+        help = "Replicas refused at the bound"
+        yield counter("kvd_replica_peers_refused_total", help, self.refused)
+        for name, help in COUNTERS.items():
+            yield counter(f"kvd_replica_{name}_total", help, getattr(self._counts, name))
+        help = "Messages of replicas that are no events, by reason"
+        yield by_label("kvd_replica_refused_total", "counter", help, "reason", self._counts.refused)
+        help = "Events of replicas that did not fit what is known here, by reason"
+        yield by_label("kvd_replica_dropped_total", "counter", help, "reason", self._counts.dropped)
+
+
+# Counters of ReplicaCounts, and what each says.
+COUNTERS = {
+    "published": "Events published to replicas",
+    "oversized": "Events not published because they are longer than any replica reads",
+    "overflows": "Times that a replica's queue was full: it misses events until half is sent",
+    "received": "Messages of replicas, whatever became of them",
+    "own": "Of these, messages that this process had published",
+    "applied": "Of these, events that were applied",
+    "joins": "Connections on which a replica answered",
+    "losses": "Of these, connections that broke",
+    "failures": "Sockets that could not be connected or had to be given up",
+    "crashes": "Bugs, each of which cost an event and the connection",
+}

@@ -1,0 +1,282 @@
+"""What slot trackers tell each other about requests: one message per step of a request's life.
+
+    frame 1   the topic, dynamo.slot-tracker.v1
+    frame 2   msgpack, integers in their shortest form:
+
+      {model_name, routing_group, tenant_id, block_size,
+       event: {request_id, worker: {worker_id, dp_rank}, data, router_id, lora_name}}
+
+      data    "Free" | "MarkPrefillCompleted" | {"AddRequest":
+              {token_sequence: [u64 sequence hashes] or nil, track_prefill_tokens: bool,
+               expected_output_tokens: u32 or nil,
+               prefill_load_hint: {initial_effective_prefill_tokens, expected_prefill_duration}
+                                  or nil}}
+
+These are the frames of Dynamo 1.6.1, seen on a live one, but for one member: that has the tenant as
+`routing_group`, its predecessor as `tenant_id`, and both pass over the name they do not know.
+`router_id` names the process that publishes. What is read is as wide as there: structs may come as
+arrays of all their members, optional members may be absent or nil, further keys are passed over;
+`expected_prefill_duration` is not modelled.
+
+Cost: some 25 us to write and 45 us to read 512 hashes, 2 us and 12 us for a step without any
+(timeit, CPython 3.11). Copying the hashes' bytes by strided slices would take less than half of
+that where none is below 2^32; to know that takes as long as is won.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+
+from kvd.model import PartitionKey
+from kvd.wire.unpack import Bounds, unpack
+
+TOPIC = b"dynamo.slot-tracker.v1"
+
+U32_MAX = 2**32 - 1
+U64_MAX = 2**64 - 1
+MAX_TOKENS = 2**53  # of one request: sums of a million of these are still far from any overflow
+
+HASH_BYTES = 8
+MAX_HASHES = 2**18  # of one request: 4 Mi tokens in blocks of 16
+BOUNDS = Bounds(
+    payload_bytes=4 * 1024 * 1024,  # these hashes take 2.3 MiB, the rest is for names
+    array_elements=MAX_HASHES,
+    text_bytes=4096,  # of one name; like the names that HTTP clients register
+)
+
+ENVELOPE = ("model_name", "routing_group", "block_size", "event")
+EVENT = ("request_id", "worker", "data", "router_id", "lora_name")
+WORKER = ("worker_id", "dp_rank")
+REQUEST = (
+    "token_sequence",
+    "track_prefill_tokens",
+    "expected_output_tokens",
+    "prefill_load_hint",
+)
+HINT = ("initial_effective_prefill_tokens", "expected_prefill_duration")
+TENANT_NAMES = ("routing_group", "tenant_id")
+
+
+class Step(StrEnum):
+    """What has happened to a request."""
+
+    ADD = "add"
+    PREFILL_COMPLETE = "prefill_complete"
+    FREE = "free"
+
+
+ADD_NAME = "AddRequest"
+NAMES = {Step.PREFILL_COMPLETE: "MarkPrefillCompleted", Step.FREE: "Free"}
+STEPS = {name: step for step, name in NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """One step of one request's life; all from `hashes` to `expected_output_tokens` is of an ADD.
+
+    `hashes` are the sequence hashes of its blocks as native u64s. `prefill_tokens` are those that
+    count until the prefill is complete.
+    """
+
+    partition: PartitionKey
+    block_size: int
+    request_id: str
+    worker_id: int
+    dp_rank: int
+    step: Step
+    hashes: bytes = b""
+    prefill_tokens: int = 0
+    expected_output_tokens: int | None = None
+    lora_name: str | None = None
+
+
+class Outcome(StrEnum):
+    """What became of a peer's event; all but the first change nothing."""
+
+    APPLIED = "applied"
+    UNKNOWN_MODEL = "unknown_model"  # or tenant
+    UNKNOWN_WORKER = "unknown_worker"
+    UNKNOWN_RANK = "unknown_rank"
+    BLOCK_SIZE = "block_size"  # another than the one registered here
+    DUPLICATE = "duplicate"  # an ADD of a request that lives
+    UNKNOWN_REQUEST = "unknown_request"
+    OTHER_WORKER = "other_worker"  # the request lives on another worker or rank
+    FULL = "full"  # a bound is reached
+
+
+class Refused(StrEnum):
+    """Why a message is no event."""
+
+    FRAMES = "frames"  # not two
+    TOPIC = "topic"
+    MSGPACK = "msgpack"  # cannot be read, or is larger or more complex than any event
+    ENVELOPE = "envelope"  # a member is missing, nil or of the wrong type
+    TENANTS = "tenants"  # both names of the tenant, and two tenants
+    EVENT = "event"  # like ENVELOPE, in what that holds
+    STEP = "step"  # none of the three
+    HASHES = "hashes"  # not numbers from 0 to 2^64-1
+    RANGE = "range"  # any other number is too large or negative
+
+
+class _Refusal(Exception):
+    """Leaves a reader at the first fault."""
+
+    def __init__(self, reason: Refused) -> None:
+        self.reason = reason
+
+
+# ---- writing
+
+
+def encode(event: Lifecycle, router_id: int) -> bytes:
+    """Returns the payload of a message; its other frame is the TOPIC."""
+    model_name, tenant_id = event.partition
+    envelope = {
+        "model_name": model_name,
+        "routing_group": tenant_id,
+        "tenant_id": tenant_id,
+        "block_size": event.block_size,
+        "event": {
+            "request_id": event.request_id,
+            "worker": {"worker_id": event.worker_id, "dp_rank": event.dp_rank},
+            "data": NAMES.get(event.step) or {ADD_NAME: _request(event)},
+            "router_id": router_id,
+            "lora_name": event.lora_name,
+        },
+    }
+    payload: bytes = msgpack.packb(envelope)
+    return payload
+
+
+def _request(event: Lifecycle) -> dict[str, Any]:
+    tokens = event.prefill_tokens
+    hint = {"initial_effective_prefill_tokens": tokens, "expected_prefill_duration": None}
+    return {
+        "token_sequence": array("Q", event.hashes).tolist(),
+        "track_prefill_tokens": tokens > 0,
+        "expected_output_tokens": event.expected_output_tokens,
+        "prefill_load_hint": hint if tokens else None,
+    }
+
+
+# ---- reading
+
+
+def decode(frames: list[bytes]) -> tuple[Lifecycle, int] | Refused:
+    """Returns a message's event and the router_id of who published it, or why there is none."""
+    if len(frames) != 2:
+        return Refused.FRAMES
+    topic, payload = frames
+    if topic != TOPIC:
+        return Refused.TOPIC
+    try:
+        value = unpack(payload, BOUNDS)
+    except ValueError:
+        return Refused.MSGPACK
+    try:
+        return _read(value)
+    except _Refusal as refusal:
+        return refusal.reason
+
+
+def _read(value: object) -> tuple[Lifecycle, int]:
+    envelope = _members(value, ENVELOPE, Refused.ENVELOPE)
+    partition = PartitionKey(
+        _text(envelope.get("model_name"), Refused.ENVELOPE),
+        _tenant(envelope),
+    )
+    block_size = _number(envelope.get("block_size"), U32_MAX, Refused.ENVELOPE)
+    event = _members(envelope.get("event"), EVENT, Refused.EVENT)
+    worker = _members(event.get("worker"), WORKER, Refused.EVENT)
+    lora_name = event.get("lora_name")
+    step, of_add = _data(event.get("data"))
+    read = Lifecycle(
+        partition,
+        block_size,
+        _text(event.get("request_id"), Refused.EVENT),
+        _number(worker.get("worker_id"), U64_MAX),
+        _number(worker.get("dp_rank"), U32_MAX),
+        step,
+        lora_name=None if lora_name is None else _text(lora_name, Refused.EVENT),
+        **of_add,
+    )
+    return read, _number(event.get("router_id"), U64_MAX)
+
+
+def _tenant(envelope: dict[Any, Any]) -> str:
+    given = [envelope[name] for name in TENANT_NAMES if name in envelope]
+    texts = {_text(value, Refused.ENVELOPE) for value in given or [None]}
+    if len(texts) > 1:
+        raise _Refusal(Refused.TENANTS)
+    return texts.pop()
+
+
+def _data(data: object) -> tuple[Step, dict[str, Any]]:
+    """Returns the step and what only an ADD has."""
+    content = None
+    if isinstance(data, dict) and len(data) == 1:
+        data, content = next(iter(data.items()))
+    if data == ADD_NAME:
+        return Step.ADD, _of_add(_members(content, REQUEST, Refused.EVENT))
+    if not isinstance(data, str) or data not in STEPS or content is not None:
+        raise _Refusal(Refused.STEP)
+    return STEPS[data], {}
+
+
+def _of_add(request: dict[Any, Any]) -> dict[str, Any]:
+    expected = request.get("expected_output_tokens")
+    return {
+        "hashes": _hashes(request.get("token_sequence")),
+        "prefill_tokens": _prefill_tokens(request),
+        "expected_output_tokens": None if expected is None else _number(expected, U32_MAX),
+    }
+
+
+def _hashes(sequence: object) -> bytes:
+    if sequence is None:
+        return b""
+    if not isinstance(sequence, list):
+        raise _Refusal(Refused.HASHES)
+    try:
+        return array("Q", sequence).tobytes()
+    except (TypeError, OverflowError):
+        raise _Refusal(Refused.HASHES) from None
+
+
+def _prefill_tokens(request: dict[Any, Any]) -> int:
+    tracked = request.get("track_prefill_tokens", True)
+    if not isinstance(tracked, bool):
+        raise _Refusal(Refused.EVENT)
+    if request.get("prefill_load_hint") is None:
+        return 0
+    hint = _members(request["prefill_load_hint"], HINT, Refused.EVENT)
+    tokens = _number(hint.get("initial_effective_prefill_tokens"), MAX_TOKENS)
+    return tokens if tracked else 0
+
+
+def _members(value: object, names: tuple[str, ...], fault: Refused) -> dict[Any, Any]:
+    """Returns a struct's members by name; it may have come without the names."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, list) or len(value) != len(names):
+        raise _Refusal(fault)
+    return dict(zip(names, value, strict=True))
+
+
+def _text(value: object, fault: Refused) -> str:
+    if not isinstance(value, str):
+        raise _Refusal(fault)
+    return value
+
+
+def _number(value: object, maximum: int, fault: Refused = Refused.EVENT) -> int:
+    if type(value) is not int:  # bool is an int to Python, and not to msgpack
+        raise _Refusal(fault)
+    if not 0 <= value <= maximum:
+        raise _Refusal(Refused.RANGE)
+    return value

@@ -1,0 +1,69 @@
+"""What is known of the replicas that tell us of requests, and of what they tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvd.wire.lifecycle import Outcome, Refused
+
+DROPPED = [outcome for outcome in Outcome if outcome is not Outcome.APPLIED]
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaCounts:
+    """What has happened on the replica plane, as plain numbers that only grow.
+
+    `received` is the sum of `own`, `applied`, what was refused and what was dropped.
+    """
+
+    published: int = 0
+    oversized: int = 0  # not published: no replica would read a message that long
+    overflows: int = 0  # times that a replica's queue was full, see `Publisher.send`
+    received: int = 0
+    own: int = 0  # published by this very process
+    applied: int = 0
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Refused, 0))
+    dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROPPED, 0))
+    joins: int = 0  # connections on which a replica answered
+    losses: int = 0  # of these, how many broke
+    failures: int = 0  # sockets that could not be connected or had to be given up
+    crashes: int = 0  # bugs, each of which cost an event and the connection
+
+    def count(self, outcome: Outcome) -> None:
+        if outcome is Outcome.APPLIED:
+            self.applied += 1
+        else:
+            self.dropped[outcome] += 1
+
+
+class Replica:
+    """Another process, by the address where it publishes; the task that listens tells how it is."""
+
+    __slots__ = ("_counts", "connected", "endpoint", "last_error", "received")
+
+    def __init__(self, endpoint: str, counts: ReplicaCounts) -> None:
+        self.endpoint = endpoint
+        self.connected = False
+        self.last_error: str | None = None
+        self.received = 0  # messages
+        self._counts = counts
+
+    def connecting(self) -> None:
+        self.connected = False
+
+    def joined(self) -> None:
+        self._counts.joins += 1
+        self.connected = True
+        self.last_error = None
+
+    def lost_connection(self, why: str, now: float) -> None:
+        self._counts.losses += self.connected
+        self.connected = False
+        self.last_error = why
+
+    def failed(self, why: str, now: float) -> None:
+        self.lost_connection(why, now)
+        self._counts.failures += 1
+
+    def crashed(self) -> None:
+        self._counts.crashes += 1
