@@ -185,10 +185,11 @@ class Ledger {
   }
 
   Outcome add(const Admission& a) {
+    if (a.tokens > kMaxTokens) return overflow();
     const RequestId known = requests_.find(a.id);
     if (known != kNone) return meet_again(known, a);
     Rank& rank = ranks_[a.rank];
-    if (a.tokens > kMaxTokens || rank.prefill_tokens + a.tokens > kMaxRankTokens) return overflow();
+    if (rank.prefill_tokens + a.tokens > kMaxRankTokens) return overflow();
     const Trie::Place at = trie_.find(a.hashes, a.blocks);
     if (!has_room(at, a.blocks)) {
       ++tally_.refused_full;

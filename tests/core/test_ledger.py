@@ -1,0 +1,476 @@
+"""The ledger's rules by example; figures marked "observed" are those of a live Dynamo 1.6.1."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import pytest
+
+from kvd_core.ledger import (
+    ADDED,
+    EXISTS,
+    FULL,
+    MAX_REQUEST_ID_BYTES,
+    MAX_TOKENS,
+    OVERFLOW,
+    REPEATED,
+    Ledger,
+)
+from kvd_core.scan import BodyScanner
+
+LONG = list(range(1, 10_001))  # more blocks than a node of the trie has
+
+
+def packed(*hashes: int) -> bytes:
+    return array("Q", (value % 2**64 for value in hashes)).tobytes()
+
+
+class Tracker:
+    """A ledger with one rank; every step is followed by a check of all invariants."""
+
+    def __init__(self, **limits: int) -> None:
+        self.ledger = Ledger(**limits)
+        self.rank = self.ledger.add_rank(7, 0)
+        self.empty = self.ledger.stats()["bytes"]
+
+    def add(self, name: str, *hashes: int, tokens: int = 0, key: str | None = None) -> int:
+        outcome = self.ledger.add(name, self.rank, packed(*hashes), tokens, 0.0, key)
+        self.ledger.verify()
+        return outcome
+
+    def output(self, name: str, fraction: float | None = None) -> int:
+        assert self.ledger.output_block(name, fraction)
+        return self.decode()
+
+    def free(self, name: str) -> int:
+        assert self.ledger.free(name)
+        return self.decode()
+
+    def decode(self) -> int:
+        self.ledger.verify()
+        return self.ledger.load(self.rank).decode_blocks
+
+    def prefill(self) -> int:
+        return self.ledger.load(self.rank).prefill_tokens
+
+    def depth(self, *hashes: int) -> int:
+        return self.ledger.depths(packed(*hashes)).get(self.rank, 0)
+
+
+@pytest.mark.parametrize(
+    "prompts, blocks",
+    [
+        ([[1, 2, 3]], 3),
+        ([[1, 2, 3], [1, 2, 3]], 3),
+        ([[1, 2, 3], [1, 2, 4, 5]], 5),
+        ([[1, 2, 3], [1, 2]], 3),
+        ([[]], 0),
+        ([[1, 1, 1]], 3),
+        ([[1, 2, 1]], 3),
+        ([[1, 2, 3], [9, 2, 3]], 6),
+        ([[1, 2, 3], [2, 3]], 5),
+    ],
+)
+def test_a_block_is_its_path(prompts: list[list[int]], blocks: int) -> None:
+    tracker = Tracker()
+    for number, prompt in enumerate(prompts):
+        assert tracker.add(str(number), *prompt) == ADDED
+    assert tracker.decode() == blocks
+    for number in range(len(prompts)):
+        tracker.free(str(number))
+    assert tracker.decode() == 0
+    assert tracker.ledger.stats()["bytes"] == tracker.empty
+
+
+def test_depth_is_a_live_path_from_the_root() -> None:
+    tracker = Tracker()
+    tracker.add("a", 1, 2, 3)
+    assert tracker.depth(1, 2, 3, 4) == 3
+    assert tracker.depth(1, 2) == 2
+    assert tracker.depth(1, 9, 3) == 1
+    assert tracker.depth(2, 3) == tracker.depth() == 0
+    tracker.add("b", 1, 2, 8, 9)
+    assert tracker.depth(1, 2, 8) == 3
+    tracker.free("a")
+    assert tracker.depth(1, 2, 3) == 2
+
+
+def test_ranks_do_not_share() -> None:
+    ledger = Ledger()
+    ranks = [ledger.add_rank(worker, dp_rank) for worker in (1, 2) for dp_rank in (0, 1)]
+    for number, rank in enumerate(ranks[:3]):
+        ledger.add(str(number), rank, packed(*LONG[: 1 + number]), 10, 0.0)
+    assert [ledger.load(rank) for rank in ranks] == [(10, 1, 1), (10, 2, 1), (10, 3, 1), (0, 0, 0)]
+    assert ledger.depths(packed(1, 2, 3, 4)) == {ranks[0]: 1, ranks[1]: 2, ranks[2]: 3}
+    ledger.verify()
+
+
+def test_prefill_tokens_count_until_completion() -> None:
+    tracker = Tracker()
+    tracker.add("a", 1, tokens=48)
+    tracker.add("b", 1, tokens=5)
+    assert tracker.prefill() == 53
+    for _ in range(2):
+        assert tracker.ledger.prefill_complete("a")
+        assert tracker.prefill() == 5
+    tracker.free("b")
+    assert tracker.prefill() == 0
+    assert not tracker.ledger.prefill_complete("b")
+    assert not tracker.ledger.free("b")
+    tracker.ledger.verify()
+
+
+def test_what_is_booked_can_be_read() -> None:
+    tracker = Tracker()
+    tracker.ledger.add("a", tracker.rank, packed(1, 2), 48, 3.5)
+    tracker.output("a")
+    assert tracker.ledger.request("a") == (7, 0, 2, 48, 48, False, 3.5, 1)
+    tracker.ledger.prefill_complete("a")
+    assert tracker.ledger.request("a") == (7, 0, 2, 0, 48, True, 3.5, 1)
+    assert tracker.ledger.request("b") is None
+
+
+# Output blocks
+
+
+@pytest.mark.parametrize(
+    "prompt, outputs, fraction, load",
+    [  # all observed; each of them is a half, but for rounding on the way
+        (4, 1, 0.1, 0),
+        (3, 2, 0.1, 0),
+        (2, 3, 0.1, 1),
+        (1, 4, 0.1, 1),
+        (0, 5, 0.1, 0),
+        (4, 1, 0.3, 2),
+        (1, 4, 0.3, 1),
+        (0, 5, 0.3, 1),
+        (4, 1, 0.7, 4),
+        (3, 2, 0.7, 3),
+        (2, 3, 0.9, 5),
+        (0, 1, 0.5, 1),
+        (2, 5, 0.5, 4),
+    ],
+)
+def test_halves_round_as_observed(prompt: int, outputs: int, fraction: float, load: int) -> None:
+    tracker = Tracker()
+    tracker.add("a", *LONG[:prompt])
+    for _ in range(outputs - 1):
+        tracker.output("a")
+    assert tracker.output("a", fraction) == load
+    assert tracker.free("a") == 0
+
+
+def test_a_fraction_replaces_that_before() -> None:
+    tracker = Tracker()
+    tracker.add("a", 1, 2)
+    assert [tracker.output("a", f) for f in (0, None, 1, 0.5)] == [0, 1, 5, 3]
+    tracker.add("b")  # a prompt without whole blocks
+    assert tracker.output("b", 0.5) == 4
+
+
+def test_shared_blocks_keep_their_weight() -> None:
+    tracker = Tracker()  # steps and figures observed
+    tracker.add("a", 1, 2, 3, 4)
+    tracker.add("b", 1, 2, 7, 8)
+    assert tracker.output("a", 0.0) == 4
+    assert tracker.output("b", 0.0) == 2
+    assert tracker.free("a") == 2
+    assert tracker.free("b") == 0
+    tracker.add("c", 1, 2)
+    tracker.add("d", 1, 2, 3, 4)
+    assert tracker.output("c", 0.0) == 4
+    assert tracker.output("d", 0.0) == 2
+
+
+def test_a_block_keeps_its_fraction_when_it_is_shared_later() -> None:
+    tracker = Tracker()
+    tracker.add("a", 1, 2, 3, 4)
+    assert tracker.output("a", 0.25) == 1
+    tracker.add("b", 1, 2, 9)  # parts the run
+    assert tracker.decode() == 2
+    assert tracker.free("a") == 2  # 0.25 + 0.25 + 1
+    assert tracker.output("b", 1.0) == 4
+    assert tracker.free("b") == 0
+
+
+def test_other_ranks_change_nothing_about_a_sum() -> None:
+    alone, beside = Tracker(), Tracker()
+    other = beside.ledger.add_rank(8, 0)
+    for tracker in (alone, beside):
+        tracker.add("a", 1, 2, 3, 4, 5)
+        tracker.output("a", 0.1)
+    for blocks in (2, 4):  # parts what is one stretch for the rank
+        beside.ledger.add(str(blocks), other, packed(*range(1, blocks + 1)), 0, 0.0)
+    for fraction in (0.3, 0.7, 0.9, 0.1):
+        assert alone.output("a", fraction) == beside.output("a", fraction)
+    assert alone.free("a") == beside.free("a") == 0
+
+
+@pytest.mark.parametrize("fraction", [-0.0001, 1.0001, float("nan"), float("inf")])
+def test_a_bad_fraction_changes_nothing(fraction: float) -> None:
+    tracker = Tracker()
+    tracker.add("a", 1, 2)
+    with pytest.raises(ValueError):
+        tracker.ledger.output_block("a", fraction)
+    assert tracker.decode() == 2
+    assert not tracker.ledger.output_block("b", 0.5)
+
+
+# Adds that come again, and bounds
+
+
+def test_an_id_is_taken_until_it_is_freed() -> None:
+    tracker = Tracker()
+    tracker.add("a", 1, 2, tokens=5)
+    assert tracker.add("a", 1, 2, tokens=5) == EXISTS
+    other = tracker.ledger.add_rank(8, 0)
+    assert tracker.ledger.add("a", other, packed(9), 1, 0.0) == EXISTS
+    assert tracker.ledger.load(other) == (0, 0, 0)
+    tracker.free("a")
+    assert tracker.ledger.add("a", other, packed(9), 1, 0.0) == ADDED
+
+
+@pytest.mark.parametrize(
+    "key, hashes, tokens, worker, outcome",
+    [
+        ("k", [1, 2], 5, 7, REPEATED),
+        ("other", [1, 2], 5, 7, EXISTS),
+        (None, [1, 2], 5, 7, EXISTS),
+        ("k", [1], 5, 7, EXISTS),
+        ("k", [1, 3], 5, 7, EXISTS),
+        ("k", [1, 2, 3], 5, 7, EXISTS),
+        ("k", [1, 2], 6, 7, EXISTS),
+        ("k", [1, 2], 5, 8, EXISTS),
+    ],
+)
+def test_only_the_very_same_add_is_a_retry(
+    key: str | None, hashes: list[int], tokens: int, worker: int, outcome: int
+) -> None:
+    tracker = Tracker()
+    tracker.ledger.add_rank(8, 0)
+    tracker.add("a", 1, 2, tokens=5, key="k")
+    tracker.add("b", 1, 2, 3)
+    rank = tracker.ledger.rank_of(worker, 0)
+    assert rank is not None
+    before = tracker.ledger.render_loads()
+    assert tracker.ledger.add("a", rank, packed(*hashes), tokens, 9.0, key) == outcome
+    assert tracker.ledger.render_loads() == before
+    tracker.ledger.verify()
+
+
+def test_an_empty_key_is_none() -> None:
+    tracker = Tracker()
+    tracker.add("a", key="")
+    assert tracker.add("a", key="") == EXISTS
+
+
+def test_bounds_on_requests_and_blocks() -> None:
+    tracker = Tracker(max_requests=3, max_blocks=4)
+    assert tracker.add("a", 1, 2, 3) == ADDED
+    assert tracker.add("b", 1, 2, 3, 4, 5) == FULL
+    assert tracker.add("b", 1, 9, 10) == FULL
+    assert tracker.add("b", 1, 9) == ADDED  # what is shared counts once
+    assert tracker.add("c", *LONG[:3]) == ADDED
+    assert tracker.add("d") == FULL
+    assert tracker.ledger.stats()["refused"] == {
+        "exists": 0,
+        "full": 3,
+        "overflow": 0,
+        "output_blocks": 0,
+    }
+    tracker.free("a")
+    assert tracker.add("d") == ADDED
+    with pytest.raises(ValueError):
+        Ledger(max_blocks=2**27 + 1)
+
+
+def test_bound_on_output_blocks() -> None:
+    tracker = Tracker(max_output_blocks=2)
+    tracker.add("a")
+    assert [tracker.output("a") for _ in range(3)] == [1, 2, 2]
+    assert tracker.output("a", 0.5) == 1
+    assert tracker.ledger.stats()["refused"]["output_blocks"] == 2
+
+
+def test_tokens_cannot_overflow() -> None:
+    tracker = Tracker()
+    assert tracker.add("a", 1, tokens=2**53 + 1) == OVERFLOW
+    assert tracker.add("a", 1, tokens=2**64 + 5) == OVERFLOW
+    assert tracker.ledger.stats()["requests"] == 0
+    for number in range(512):
+        name = str(number)
+        assert tracker.ledger.add(name, tracker.rank, b"", MAX_TOKENS, 0.0) == ADDED
+    assert tracker.prefill() == 2**62
+    assert tracker.add("a", 1, tokens=1) == OVERFLOW
+    assert tracker.add("a", 1, tokens=0) == ADDED
+    with pytest.raises(ValueError):
+        tracker.add("b", tokens=-1)
+    with pytest.raises(OverflowError):
+        tracker.ledger.project(b"", 2**53 + 1)
+    assert json.loads(tracker.ledger.project(b"", 2**53)) == [
+        {
+            "worker_id": 7,
+            "dp_rank": 0,
+            "potential_prefill_tokens": 2**62 + 2**53,
+            "potential_decode_blocks": 1,
+            "active_requests": 513,
+        }
+    ]
+
+
+def test_ids_are_any_text_of_bounded_size() -> None:
+    tracker = Tracker()
+    names = ["", "\0", "a:b/c", "é" * (MAX_REQUEST_ID_BYTES // 2), "💥"]
+    for name in names:
+        assert tracker.add(name, key=name) == ADDED
+    for name in ("a" * (MAX_REQUEST_ID_BYTES + 1), "\ud800"):
+        with pytest.raises(ValueError):
+            tracker.add(name)
+        with pytest.raises(ValueError):
+            tracker.add("x", key=name)
+    assert not tracker.ledger.free("a" * (MAX_REQUEST_ID_BYTES + 1))
+    assert tracker.ledger.remove_rank(tracker.rank) == names
+
+
+# Expiry, ranks
+
+
+def test_expiry_goes_by_admission_in_slices() -> None:
+    tracker = Tracker()
+    for age in range(6):
+        tracker.ledger.add(str(age), tracker.rank, packed(age), 1, float(age))
+    tracker.ledger.prefill_complete("0")  # progress does not refresh
+    assert tracker.ledger.oldest() == 0.0
+    assert tracker.ledger.expire(0.0, 10) == []
+    assert tracker.ledger.expire(4.0, 3) == ["0", "1", "2"]
+    assert tracker.ledger.expire(4.0, 3) == ["3"]
+    assert tracker.ledger.oldest() == 4.0
+    assert tracker.decode() == tracker.prefill() == 2
+    assert not tracker.ledger.prefill_complete("0")
+    assert tracker.add("0", 1) == ADDED
+    assert tracker.ledger.expire(9.0, 10) == ["4", "5", "0"]
+    assert tracker.ledger.oldest() is None
+    assert tracker.ledger.stats()["expired"] == 7
+
+
+def test_a_removed_rank_takes_its_requests_along() -> None:
+    ledger = Ledger()
+    start = ledger.stats()["bytes"]
+    ranks = [ledger.add_rank(worker, 3) for worker in range(5)]
+    for number in range(10):
+        ledger.add(str(number), ranks[number % 5], packed(1, number), 1, 0.0)
+    assert ledger.remove_rank(ranks[2]) == ["2", "7"]
+    ledger.verify()
+    assert ledger.rank_of(2, 3) is None
+    for gone in (lambda: ledger.load(ranks[2]), lambda: ledger.remove_rank(ranks[2])):
+        with pytest.raises(KeyError):
+            gone()
+    with pytest.raises(KeyError):
+        ledger.add("x", ranks[2], b"", 0, 0.0)
+    assert ledger.add_rank(77, 0) == ranks[2]  # ids are used again
+    assert ledger.add_rank(1, 3) == ledger.rank_of(1, 3) == ranks[1]
+    for worker, rank in [(77, ranks[2]), *((w, r) for w, r in enumerate(ranks) if w != 2)]:
+        assert ledger.rank_of(worker, 0 if worker == 77 else 3) == rank
+        ledger.remove_rank(rank)
+        ledger.verify()
+    assert ledger.stats()["bytes"] == start
+
+
+# Rendering, input
+
+
+def test_rows_are_sorted_numerically() -> None:
+    ledger = Ledger()
+    assert ledger.render_loads(b'"model_name":"m",') == b""
+    assert ledger.project(b"", 0) == b"[]"
+    for worker, dp_rank in ((10, 0), (2**64 - 1, 2**32 - 1), (9, 1), (9, 0)):
+        rank = ledger.add_rank(worker, dp_rank)
+        ledger.add(f"{worker}-{dp_rank}", rank, packed(1, 2, worker), 48, 0.0)
+    text = ledger.render_loads(b'"model_name":"m","tenant_id":"t",')
+    assert text.startswith(
+        b'{"model_name":"m","tenant_id":"t","worker_id":9,"dp_rank":0,'
+        b'"active_prefill_tokens":48,"active_decode_blocks":3},{'
+    )
+    order = [(row["worker_id"], row["dp_rank"]) for row in json.loads(b"[" + text + b"]")]
+    assert order == [(9, 0), (9, 1), (10, 0), (2**64 - 1, 2**32 - 1)]
+    assert ledger.project(packed(1, 2, 9, 4), 16).startswith(
+        b'[{"worker_id":9,"dp_rank":0,"potential_prefill_tokens":64,'
+        b'"potential_decode_blocks":4,"active_requests":1},{'
+    )
+
+
+def test_hashes_come_straight_from_a_body() -> None:
+    scanner = BodyScanner(arrays={"sequence_hashes": "hash64"}, fields=("n",))
+    tracker = Tracker()
+    scanner.scan(b'{"sequence_hashes":[1,-22,18446744073709551615]}')
+    assert tracker.ledger.add("a", tracker.rank, scanner, 0, 0.0) == ADDED
+    assert tracker.depth(1, -22, -1) == 3
+    assert json.loads(tracker.ledger.project(scanner, 0))[0]["potential_decode_blocks"] == 3
+    scanner.scan(b"{}")
+    assert tracker.ledger.add("b", tracker.rank, scanner, 0, 0.0) == ADDED
+    assert tracker.decode() == 3
+
+
+@pytest.mark.parametrize(
+    "hashes", [[1, 2], b"1234567", None, BodyScanner(arrays={"token_ids": "u32"})]
+)
+def test_other_hashes_are_refused(hashes: object) -> None:
+    tracker = Tracker()
+    with pytest.raises(TypeError):
+        tracker.ledger.add("a", tracker.rank, hashes, 0, 0.0)
+    with pytest.raises(TypeError):
+        tracker.ledger.project(hashes, 0)
+
+
+# Structure
+
+
+def test_churn_at_branches_leaves_no_fragments() -> None:
+    tracker = Tracker()
+    tracker.add("long", *LONG[:500])
+    for length in range(499, 0, -7):
+        tracker.add("branch", *LONG[:length], 77_777)
+        tracker.add("end", *LONG[:length])
+        tracker.free("branch")
+        tracker.free("end")
+    assert tracker.ledger.stats()["nodes"] == 1
+    tracker.output("long", 0.5)
+    tracker.add("end", *LONG[:100])
+    tracker.output("long", 0.25)  # behind the shared blocks only
+    tracker.free("end")
+    assert tracker.ledger.stats()["nodes"] == 2
+    tracker.output("long", 0.25)
+    assert tracker.ledger.stats()["nodes"] == 1
+
+
+def test_long_prompts_are_cut_and_joined() -> None:
+    tracker = Tracker()
+    tracker.add("long", *LONG)
+    nodes = tracker.ledger.stats()["nodes"]
+    assert nodes == 3
+    for length in (1, 4095, 4096, 4097, 5000, 7096, 9999, 10_000):
+        assert tracker.add("other", *LONG[:length], 77_777) == ADDED
+        assert tracker.decode() == len(LONG) + 1
+        assert tracker.depth(*LONG) == len(LONG)
+        tracker.free("other")
+        assert tracker.ledger.stats()["nodes"] <= nodes
+    assert tracker.free("long") == 0
+    assert tracker.ledger.stats()["bytes"] == tracker.empty
+
+
+def test_thousands_of_ranks_share_a_prompt() -> None:
+    ledger = Ledger()
+    ranks = [ledger.add_rank(worker, 0) for worker in range(2000)]
+    before = ledger.stats()["bytes"]
+    for rank in ranks:
+        ledger.add(str(rank), rank, packed(*LONG[:300], 50_000 + rank), 1, 0.0)
+    ledger.verify()
+    assert ledger.stats()["nodes"] == 2001
+    assert ledger.stats()["blocks"] == 2300
+    depths = ledger.depths(packed(*LONG[:300], 50_007))
+    assert depths == {rank: 301 if rank == 7 else 300 for rank in ranks}
+    for rank in ranks:
+        ledger.free(str(rank))
+    ledger.verify()
+    assert ledger.stats()["bytes"] == before

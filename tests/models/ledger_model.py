@@ -1,0 +1,158 @@
+"""A plain-Python ledger: the same rules as `kvd_core/ledger.hpp`, nothing fast about it.
+
+A block is its path from the root, numbered; a rank is a dictionary from block to how many of its
+live requests have it and what it weighs. The two sums of a rank are formed in the same order as in
+the core, so that loads agree to the last half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+ADDED, REPEATED, EXISTS, FULL, OVERFLOW = range(5)
+MAX_TOKENS = 2**53
+
+
+@dataclass
+class Block:
+    requests: int = 0
+    weight: float = 1.0
+
+
+@dataclass
+class ModelRequest:
+    rank: tuple[int, int]
+    blocks: list[int]
+    tokens: int
+    admitted: float
+    key: str | None
+    prefilling: bool = True
+    outputs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class ModelRank:
+    blocks: dict[int, Block] = field(default_factory=dict)
+    prompt: float = 0.0
+    output: float = 0.0
+
+
+class ModelLedger:
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[int, int], int] = {}  # (block above, hash) -> block
+        self.ranks: dict[tuple[int, int], ModelRank] = {}
+        self.requests: dict[str, ModelRequest] = {}  # in order of admission
+
+    def path(self, hashes: list[int]) -> list[int]:
+        blocks: list[int] = []
+        for value in hashes:
+            above = blocks[-1] if blocks else -1
+            blocks.append(self.numbers.setdefault((above, value), len(self.numbers)))
+        return blocks
+
+    def add_rank(self, rank: tuple[int, int]) -> None:
+        self.ranks.setdefault(rank, ModelRank())
+
+    def remove_rank(self, rank: tuple[int, int]) -> list[str]:
+        gone = [name for name, request in self.requests.items() if request.rank == rank]
+        for name in gone:
+            self.free(name)
+        del self.ranks[rank]
+        return gone
+
+    def add(
+        self,
+        name: str,
+        rank: tuple[int, int],
+        hashes: list[int],
+        tokens: int,
+        now: float,
+        key: str | None,
+    ) -> int:
+        if tokens > MAX_TOKENS:
+            return OVERFLOW
+        known = self.requests.get(name)
+        blocks = self.path(hashes)
+        if known is not None:
+            same = (known.rank, known.blocks, known.tokens) == (rank, blocks, tokens)
+            return REPEATED if key and key == known.key and same else EXISTS
+        self.requests[name] = ModelRequest(rank, blocks, tokens, now, key)
+        of_rank = self.ranks[rank]
+        for block in blocks:
+            if block not in of_rank.blocks:
+                of_rank.blocks[block] = Block()
+                of_rank.prompt += 1
+            of_rank.blocks[block].requests += 1
+        return ADDED
+
+    def prefill_complete(self, name: str) -> bool:
+        if name not in self.requests:
+            return False
+        self.requests[name].prefilling = False
+        return True
+
+    def free(self, name: str) -> bool:
+        request = self.requests.pop(name, None)
+        if request is None:
+            return False
+        rank = self.ranks[request.rank]
+        lost = []
+        for block in reversed(request.blocks):
+            rank.blocks[block].requests -= 1
+            if rank.blocks[block].requests == 0:
+                lost.append(rank.blocks.pop(block).weight)
+        for weight, stretch in groupby(lost):
+            rank.prompt -= len(list(stretch)) * weight
+        for weight in request.outputs:
+            rank.output -= weight
+        if not rank.blocks:
+            rank.prompt = 0.0
+        if not any(r.outputs for r in self.requests.values() if r.rank == request.rank):
+            rank.output = 0.0
+        return True
+
+    def output_block(self, name: str, fraction: float | None) -> bool:
+        request = self.requests.get(name)
+        if request is None:
+            return False
+        rank = self.ranks[request.rank]
+        request.outputs.append(1.0)
+        rank.output += 1
+        if fraction is not None:
+            self.decay(request, rank, fraction)
+        return True
+
+    def decay(self, request: ModelRequest, rank: ModelRank, fraction: float) -> None:
+        for weight in request.outputs:
+            rank.output += fraction - weight
+        request.outputs = [fraction] * len(request.outputs)
+        old = []
+        for block in reversed(request.blocks):
+            if rank.blocks[block].requests > 1:
+                break
+            old.append(rank.blocks[block].weight)
+            rank.blocks[block].weight = fraction
+        for weight, stretch in groupby(old):
+            rank.prompt += len(list(stretch)) * (fraction - weight)
+
+    def expire(self, before: float, limit: int) -> list[str]:
+        gone = [name for name, request in self.requests.items() if request.admitted < before][
+            :limit
+        ]
+        for name in gone:
+            self.free(name)
+        return gone
+
+    def load(self, rank: tuple[int, int]) -> tuple[int, int, int]:
+        """Prefill tokens, decode blocks (halves away from zero), requests."""
+        mine = [request for request in self.requests.values() if request.rank == rank]
+        sums = self.ranks[rank]
+        load = max(sums.prompt + sums.output, 0.0)
+        decode = int(load) + (load - int(load) >= 0.5)
+        return sum(r.tokens for r in mine if r.prefilling), decode, len(mine)
+
+    def depth(self, rank: tuple[int, int], hashes: list[int]) -> int:
+        held = self.ranks[rank].blocks
+        blocks = self.path(hashes)
+        return next((i for i, block in enumerate(blocks) if block not in held), len(blocks))
