@@ -150,6 +150,14 @@ class SlotTrackers:
                 ranks = tracker.workers[worker_id]
                 yield WorkerRow(tracker.key, worker_id, tracker.block_size, ranks)
 
+    def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
+        """Returns a JSON array of what every rank of these trackers is working on, sorted."""
+        rows = (
+            tracker.ledger.render_loads(tracker.row_prefix)
+            for tracker in self.select(model_name, tenant_id)
+        )
+        return b"[%b]" % b",".join(rows)
+
     # ---- requests
 
     def add(

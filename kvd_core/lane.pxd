@@ -21,13 +21,17 @@ cdef extern from "plain_head.hpp" namespace "kvd" nogil:
         PlainHeader* headers
         size_t length       # of the body
         cbool json          # which is announced as exactly application/json
+        cbool keyed         # there is an Idempotency-Key
 
     cbool read_plain_head(const char* data, size_t n, PlainHead& head)
 
 
 cdef class Answerer:
-    # The JSON of a 200 answer to the request body, None to leave the request to its handler.
-    # `body` is followed by readable memory only up to `size`. Changes nothing that can be seen.
+    cdef bint created   # its answers have the status 201, not 200
+    cdef bint bodiless  # it is for requests without a body and a query
+
+    # The JSON of the answer to the request body, None to leave the request to its handler: then
+    # nothing has changed. `body` is followed by readable memory only up to `size`.
     cdef bytes answer(self, const char* body, size_t size)
 
 
@@ -38,9 +42,11 @@ cdef class Lane:
     cdef PlainHead _head  # of the request being served
     cdef object _serve, _note
     cdef bint _dry  # the last receive found nothing
-    cdef public bytes lines  # of the head of a 200 answer, before its length; None: ask `serve`
+    # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
+    cdef public bytes lines, created_lines
 
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route)
-    cdef _send_answer(self, int fd, bytes body)
+    cdef bint _suits(self, Answerer answerer)
+    cdef _send_answer(self, int fd, bytes head, bytes body)
     cdef _send(self, int fd, const char* data, size_t size, bint persists)

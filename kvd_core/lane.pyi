@@ -11,15 +11,16 @@ class Answerer:
 
 def plain_head(
     data: bytes,
-) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool] | None: ...
+) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool, bool] | None: ...
 
 class Lane:
     lines: bytes | None
+    created_lines: bytes | None
     def __init__(
         self,
         routes: dict[bytes, Any],
         serve: Callable[[Any, Any, bytes, list[tuple[bytes, bytes]], bytes], tuple[bytes, bool]],
-        note: Callable[[Any, Any, float], None],
+        note: Callable[[Any, Any, int, float], None],
     ) -> None: ...
     def fileno(self) -> int: ...
     def add(self, fd: int) -> None: ...

@@ -91,13 +91,14 @@ cdef list headers_of(const PlainHead& head):
 def plain_head(bytes data not None):
     """Reads the plain head that `data` begin with; None if they do not.
 
-    Returns its size, `METHOD /path`, the query, the headers, the length of the body, and whether
-    that is JSON.
+    Returns its size, `METHOD /path`, the query, the headers, the length of the body, whether that is
+    JSON, and whether there is an Idempotency-Key.
     """
     cdef PlainHead head
     if not read_plain_head(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), head):
         return None
-    return head.size, as_bytes(head.route), as_bytes(head.query), headers_of(head), head.length, head.json
+    route, query = as_bytes(head.route), as_bytes(head.query)
+    return head.size, route, query, headers_of(head), head.length, head.json, head.keyed
 
 
 cdef int64_t _now_ns() noexcept nogil:
@@ -124,7 +125,7 @@ cdef class Lane:
         """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
 
         A route has `body_limit` (bytes) and `answerer` (an Answerer or None). What that answers is
-        told to `note(connection, route, seconds)`; for the rest `serve(connection, route, query,
+        told to `note(connection, route, status, seconds)`; for the rest `serve(connection, route, query,
         headers, body)` returns the response, and whether the connection persists.
         """
         self._routes = routes
@@ -232,11 +233,15 @@ cdef class Lane:
         cdef const char* body = self._buffer + self._head.size
         try:
             answerer = route.answerer
-            if answerer is not None and self._head.json and self.lines is not None:
-                response = (<Answerer?>answerer).answer(body, self._head.length)
+            if answerer is not None and self._suits(<Answerer?>answerer):
+                response = (<Answerer>answerer).answer(body, self._head.length)
                 if response is not None:
-                    self._note(connection, route, (_now_ns() - started) * 1e-9)
-                    return self._send_answer(fd, response)
+                    created = (<Answerer>answerer).created
+                    seconds = (_now_ns() - started) * 1e-9
+                    self._note(connection, route, 201 if created else 200, seconds)
+                    return self._send_answer(
+                        fd, self.created_lines if created else self.lines, response
+                    )
             response, persists = self._serve(
                 connection,
                 route,
@@ -248,13 +253,20 @@ cdef class Lane:
             return error
         return self._send(fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), persists)
 
-    cdef _send_answer(self, int fd, bytes body):
-        cdef size_t lines = PyBytes_GET_SIZE(self.lines), size = PyBytes_GET_SIZE(body)
+    cdef bint _suits(self, Answerer answerer):
+        if self.lines is None or self._head.keyed:
+            return False
+        if answerer.bodiless:
+            return self._head.length == 0 and self._head.query.size == 0
+        return self._head.json
+
+    cdef _send_answer(self, int fd, bytes head, bytes body):
+        cdef size_t lines = PyBytes_GET_SIZE(head), size = PyBytes_GET_SIZE(body)
         cdef char* out = self._buffer
         if lines + kLengthLine + size > kBuffer:
-            response = b"%bcontent-length: %d\r\n\r\n%b" % (self.lines, size, body)
+            response = b"%bcontent-length: %d\r\n\r\n%b" % (head, size, body)
             return self._send(fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), True)
-        memcpy(out, PyBytes_AS_STRING(self.lines), lines)
+        memcpy(out, PyBytes_AS_STRING(head), lines)
         out += lines
         out += snprintf(out, kLengthLine, "content-length: %zu\r\n\r\n", size)
         memcpy(out, PyBytes_AS_STRING(body), size)

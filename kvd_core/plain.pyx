@@ -10,7 +10,8 @@ Costs: 0.4 µs beside scanning the body and asking the index; the handler takes 
 instruction cache, three times that.
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.stdint cimport uint8_t
+from libc.stddef cimport ptrdiff_t
+from libc.stdint cimport uint8_t, uint64_t
 
 from kvd_core.index cimport PrefixIndex
 from kvd_core.scan cimport BodyScanner, Kind, Value, Verdict
@@ -23,6 +24,9 @@ cdef enum:
     kCacheSalt
     kLora
 FIELDS = ("model_name", "tenant_id", "routing_group", "cache_salt", "lora_name")
+
+cdef ptrdiff_t MAX_DIGITS = 20  # of 2^64 - 1
+cdef uint64_t HIGHEST_TENTH = 0xffffffffffffffff // 10
 
 
 cdef class PlainQuery(Answerer):
@@ -73,3 +77,19 @@ cdef str text(const Value& value):
 cdef str optional_text(const Value& value):
     """Returns a text, an empty one for an absent member or null, None for anything else."""
     return "" if value.kind == Kind.absent or value.kind == Kind.null else text(value)
+
+
+cdef bint natural(const Value& value, uint64_t maximum, uint64_t* number):
+    """Reads a whole number from 0 to `maximum`; False for anything else."""
+    cdef const uint8_t* digit = value.begin
+    cdef uint64_t sum = 0, next
+    if value.kind != Kind.integer or digit[0] == c"-" or value.end - digit > MAX_DIGITS:
+        return False
+    while digit != value.end:
+        next = sum * 10 + (digit[0] - c"0")
+        if sum > HIGHEST_TENTH or next < sum * 10:
+            return False
+        sum = next
+        digit += 1
+    number[0] = sum
+    return sum <= maximum

@@ -45,6 +45,7 @@ struct PlainHead {
   PlainHeader headers[kMaxHeaders];
   size_t length = 0;  // of the body
   bool json = false;  // the body is announced as exactly application/json
+  bool keyed = false;  // an Idempotency-Key may change what the request means
 };
 
 class PlainHeadReader {
@@ -57,7 +58,7 @@ class PlainHeadReader {
     const char* const begin = p_;
     if (!request_line(head)) return false;
     head.n_headers = head.length = 0;
-    head.json = false;
+    head.json = head.keyed = false;
     bool has_length = false, has_type = false;
     while (!skip("\r\n", 2)) {
       if (head.n_headers == PlainHead::kMaxHeaders) return false;
@@ -126,6 +127,9 @@ class PlainHeadReader {
         if (has_length) return false;
         has_length = true;
         return digits(value, head.length);
+      case 15:
+        if (name.is("idempotency-key", 15)) head.keyed = true;
+        return true;
       case 16:
         return !name.is("proxy-connection", 16);
       case 17:

@@ -6,11 +6,12 @@ range is Invalid (422) with the member's name, what is no JSON at all is BadJson
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 from kvd.errors import BadJson, BadRequest, Invalid
-from kvd.http.types import Request
+from kvd.http.types import Request, Response
 from kvd.model import DEFAULT_TENANT
 from kvd_core.scan import BodyScanner
 
@@ -101,6 +102,11 @@ def segment(request: Request) -> str:
         return unquote_to_bytes(request.captured).decode()
     except UnicodeDecodeError:
         raise BadRequest("the path is not UTF-8") from None
+
+
+def json_response(value: Any) -> Response:
+    """Returns a 200 with the value, written without blanks as the peers do."""
+    return Response(200, json.dumps(value, separators=(",", ":")).encode())
 
 
 def _text(value: Any, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -179,7 +178,7 @@ def workers(state: State, registry: Registry, request: Request) -> Response:
         for (partition, _), ranks in by_instance(registry.registrations()).items()
         if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
     ]
-    return Response(200, json.dumps(rows).encode())
+    return bodies.json_response(rows)
 
 
 def dump(state: State, request: Request) -> Response:
@@ -207,7 +206,7 @@ def deregister_peer(peers: Peers, request: Request) -> Response:
 
 
 def list_peers(peers: Peers, request: Request) -> Response:
-    return Response(200, json.dumps(list(peers)).encode())
+    return bodies.json_response(list(peers))
 
 
 def families(state: State, registry: Registry) -> Iterator[Family | None]:

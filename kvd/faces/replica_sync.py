@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 from kvd.faces import bodies
@@ -35,7 +34,7 @@ async def deregister_peer(replicas: Replicas, request: Request) -> Response:
 
 
 def list_peers(replicas: Replicas, request: Request) -> Response:
-    return Response(200, json.dumps(replicas.endpoints()).encode())
+    return bodies.json_response(replicas.endpoints())
 
 
 def _endpoint(request: Request) -> str:

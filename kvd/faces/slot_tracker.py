@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import trio
@@ -11,9 +10,17 @@ from kvd.errors import Invalid, NotFound
 from kvd.faces import bodies
 from kvd.faces.monitoring import HEALTH
 from kvd.http.types import Handler, Request, Response, Route
-from kvd.model import PartitionKey
+from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.slots import SlotTrackers, Tracker
+from kvd_core.lane import Answerer
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
+from kvd_core.plain_slots import (
+    PlainAdd,
+    PlainFree,
+    PlainLoads,
+    PlainPrefillComplete,
+    PlainProjection,
+)
 from kvd_core.scan import BodyScanner
 
 OK = b'{"status":"ok"}'
@@ -28,27 +35,39 @@ ADD = BodyScanner(
     {"sequence_hashes": "i64"}, (*PLACE, "request_id", "worker_id", "dp_rank", "new_isl_tokens")
 )
 STEP = BodyScanner({}, (*PLACE, "request_id"))
+ALL = BodyScanner({}, PLACE)
 PROJECT = BodyScanner({"sequence_hashes": "i64"}, (*PLACE, "new_isl_tokens"))
 
 
 def routes(slots: SlotTrackers) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's slot trackers."""
+    known = slots, DEFAULT_TENANT
     return (
         HEALTH,
         Route("POST", "/register", partial(register, slots)),
         Route("POST", "/unregister", partial(unregister, slots)),
         Route("GET", "/workers", partial(workers, slots)),
-        _hot("POST", "/add", partial(add, slots)),
-        _hot("POST", "/prefill_complete", partial(prefill_complete, slots)),
-        _hot("POST", "/free", partial(free, slots)),
-        _hot("GET", "/loads", partial(loads, slots)),
-        _hot("POST", "/potential_loads", partial(potential_loads, slots)),
+        _hot("POST", "/add", partial(add, slots), PlainAdd(ADD, *known, trio.current_time)),
+        _hot(
+            "POST",
+            "/prefill_complete",
+            partial(prefill_complete, slots),
+            PlainPrefillComplete(STEP, *known),
+        ),
+        _hot("POST", "/free", partial(free, slots), PlainFree(STEP, *known)),
+        _hot("GET", "/loads", partial(loads, slots), PlainLoads(ALL, *known)),
+        _hot(
+            "POST",
+            "/potential_loads",
+            partial(potential_loads, slots),
+            PlainProjection(PROJECT, *known),
+        ),
         Route("GET", "/requests/{request_id}", partial(show_request, slots)),
     )
 
 
-def _hot(method: str, path: str, handler: Handler) -> Route:
-    return Route(method, path, handler, hot=True)
+def _hot(method: str, path: str, handler: Handler, answerer: Answerer) -> Route:
+    return Route(method, path, handler, True, answerer)
 
 
 def register(slots: SlotTrackers, request: Request) -> Response:
@@ -82,7 +101,7 @@ def workers(slots: SlotTrackers, request: Request) -> Response:
         }
         for row in slots.workers(*_filters(request))
     ]
-    return Response(200, json.dumps(rows).encode())
+    return bodies.json_response(rows)
 
 
 def add(slots: SlotTrackers, request: Request) -> Response:
@@ -116,11 +135,7 @@ def free(slots: SlotTrackers, request: Request) -> Response:
 
 def loads(slots: SlotTrackers, request: Request) -> Response:
     """Says what every rank is working on; filters as for /workers."""
-    rows = (
-        tracker.ledger.render_loads(tracker.row_prefix)
-        for tracker in slots.select(*_filters(request))
-    )
-    return Response(200, b"[%b]" % b",".join(rows))
+    return Response(200, slots.render_loads(*_filters(request)))
 
 
 def potential_loads(slots: SlotTrackers, request: Request) -> Response:
@@ -152,7 +167,7 @@ def show_request(slots: SlotTrackers, request: Request) -> Response:
         "output_blocks": live.output_blocks,
         "age_s": round(trio.current_time() - live.admitted_at, 3),
     }
-    return Response(200, json.dumps(row).encode())
+    return bodies.json_response(row)
 
 
 def _place(members: bodies.Members) -> PartitionKey:

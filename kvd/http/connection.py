@@ -101,12 +101,12 @@ class Connection(Transport):
         head.method, head.query, head.headers = route.method, query, headers
         return self._service.serve(self.shared, head, Found(route, b""), body)
 
-    def note_answered(self, route: Route, seconds: float) -> None:
-        """Counts a request that the lane has answered with 200."""
+    def note_answered(self, route: Route, status: int, seconds: float) -> None:
+        """Counts a request that the lane has answered."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
         if self._service.observe is not None:
-            self._service.observe(route.path, route.method, 200, seconds)
+            self._service.observe(route.path, route.method, status, seconds)
 
     def wake(self, outcome: Leftover | Exception) -> None:
         """Ends the parked state of a connection that the lane has given up."""

@@ -90,6 +90,7 @@ class Front(Server[Connection]):
             self._shared.sweep(trio.current_time(), date_line)
             if not self._shared.stopping:
                 self._service.lane.lines = start_lines(200, JSON) + date_line
+                self._service.lane.created_lines = start_lines(201, JSON) + date_line
             for connection in self._running:
                 if connection.deadline <= self._shared.now:
                     connection.expire()

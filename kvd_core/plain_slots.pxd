@@ -1,0 +1,32 @@
+# distutils: language = c++
+"""Data sheet of the plain requests of the slot tracker (plain_slots.pyx)."""
+from libc.stdint cimport uint64_t
+
+from kvd_core.lane cimport Answerer
+from kvd_core.ledger cimport Ledger
+from kvd_core.scan cimport BodyScanner
+
+
+cdef class PlainSlots(Answerer):
+    cdef BodyScanner scanner
+    cdef object slots   # kvd.slots.SlotTrackers, or like it
+    cdef dict trackers  # its trackers by (model, tenant); each has a Ledger as `ledger`
+    cdef str tenant     # the default one
+
+    cdef Ledger scanned(self, const char* body, size_t size)
+
+
+cdef class PlainAdd(PlainSlots):
+    cdef object clock   # returns seconds
+
+cdef class PlainPrefillComplete(PlainSlots):
+    pass
+
+cdef class PlainFree(PlainSlots):
+    pass
+
+cdef class PlainProjection(PlainSlots):
+    pass
+
+cdef class PlainLoads(PlainSlots):
+    pass
