@@ -16,7 +16,7 @@ from processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment
 
 from kvd._version import VERSION
 from kvd.cli import build_parser, indexer_settings, main, serve_settings
-from kvd.settings import SETTINGS, TcpBind
+from kvd.settings import OFF, SETTINGS, TcpBind
 
 ENDPOINT = "tcp://127.0.0.1:5557"
 
@@ -112,13 +112,15 @@ def test_a_start_error_is_one_line_and_ends_with_1(
 
 
 def test_the_documented_flags_mean_what_they_say() -> None:
-    assert given("indexer") == {}
-    assert given("indexer", "--port", "8091", "--threads", "4") == {
+    alone = {"slot_tracker_bind": OFF}
+    assert given("indexer") == alone
+    assert given("indexer", "--port", "8091", "--threads", "4") == alone | {
         "indexer_bind": TcpBind("127.0.0.1", 8091)
     }
-    assert given("indexer", "--host", "::1") == {"indexer_bind": TcpBind("::1", 8090)}
-    assert given("indexer", "--routing-group", "a", "--tenant-id", "a") == {"tenant_id": "a"}
-    assert given("indexer", "--routing-group", "a") == {"tenant_id": "a"}
+    assert given("indexer", "--host", "::1") == alone | {"indexer_bind": TcpBind("::1", 8090)}
+    of_tenant = alone | {"tenant_id": "a"}
+    assert given("indexer", "--routing-group", "a", "--tenant-id", "a") == of_tenant
+    assert given("indexer", "--routing-group", "a") == of_tenant
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:

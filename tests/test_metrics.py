@@ -74,7 +74,7 @@ def text_of(families: Iterator[Family | None]) -> str:
 
 
 def test_requests_are_counted_as_on_the_original() -> None:
-    requests = RequestMetrics()
+    requests = RequestMetrics("dynamo_kvindexer")
     for status, seconds in ((200, 0.0001), (404, 0.0002), (503, 100.0)):
         requests.observe("/query", "POST", status, seconds)
     requests.observe("/workers", "GET", 200, 0.00015)
@@ -96,7 +96,7 @@ def test_requests_are_counted_as_on_the_original() -> None:
 
 
 def test_nothing_is_announced_before_it_is_hit() -> None:
-    assert text_of(RequestMetrics().families()) == ""
+    assert text_of(RequestMetrics("dynamo_kvindexer").families()) == ""
 
 
 def test_totals_outlive_their_listeners() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvd.errors import KvdError
 from kvd.faces import indexer
 from kvd.http.types import Request, Response, Route
-from kvd.metrics import RequestMetrics
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
 from kvd.registry import Registry
@@ -38,10 +37,7 @@ def filled_state() -> State:
 
 
 STATE = filled_state()
-ROUTES = {
-    route.path: route
-    for route in indexer.routes(STATE, cast(Registry, None), Peers(), RequestMetrics())
-}
+ROUTES = {route.path: route for route in indexer.routes(STATE, cast(Registry, None), Peers())}
 QUERIES = [ROUTES["/query"], ROUTES["/query_by_hash"]]
 
 VALUES = st.sampled_from(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -95,8 +96,10 @@ AT_ONCE_S = 0.05
     ],
     ids=str,
 )
-def test_what_is_not_so_fails(step: Step, kvd: Target, client: httpx.Client) -> None:
-    stage = Stage(kvd, client)
+def test_what_is_not_so_fails(
+    step: Step, kvd: Callable[[str], Target], client: httpx.Client
+) -> None:
+    stage = Stage(kvd("indexer"), client)
     try:
         with pytest.raises(Failure):
             stage.play(step)
@@ -114,6 +117,8 @@ def test_what_is_not_so_fails(step: Step, kvd: Target, client: httpx.Client) -> 
     ],
     ids=str,
 )
-def test_what_is_no_step_is_refused(step: Step, kvd: Target, client: httpx.Client) -> None:
+def test_what_is_no_step_is_refused(
+    step: Step, kvd: Callable[[str], Target], client: httpx.Client
+) -> None:
     with pytest.raises(BadScenario):
-        Stage(kvd, client).play(step)
+        Stage(kvd("indexer"), client).play(step)

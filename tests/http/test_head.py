@@ -75,7 +75,7 @@ def test_a_plain_head_is_what_llhttp_makes_of_it(
     found = plain_head(data)
     if found is None:
         return
-    size, route, query, headers, length, json = found
+    size, route, query, headers, length, json, keyed = found
     parser = HeadParser()
     parser.feed(data[:size])
     head = parser.finish(HttpLimits())
@@ -84,6 +84,7 @@ def test_a_plain_head_is_what_llhttp_makes_of_it(
     assert [(name, value.rstrip()) for name, value in head.headers] == headers
     assert (head.query, head.length) == (query, length)
     assert (head.http11, head.keep_alive, head.expects_continue) == (True, True, False)
+    assert keyed == any(name == b"idempotency-key" for name, _ in headers)
     assert json == (dict(reversed(headers)).get(b"content-type") == b"application/json")
 
 

@@ -19,7 +19,6 @@ from dumps import binary_of, dump_json, event, read, rows_of
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.faces import indexer
-from kvd.metrics import RequestMetrics
 from kvd.model import PartitionKey, RankKey
 from kvd.net.fetch import FetchLimits
 from kvd.net.recovery import MAX_RANKS, SETTLED_AFTER_S, Attempt, RecoveryStats, recover, settle
@@ -92,7 +91,7 @@ class Replica:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
-        routes = indexer.routes(self.state, self.registry, Peers(), RequestMetrics())
+        routes = indexer.routes(self.state, self.registry, Peers())
         async with serving(routes=routes) as running:
             host, port = running.address
             yield f"http://{host}:{port}"
