@@ -90,7 +90,9 @@ cdef class Ledger:
         uint64_t max_blocks=kMaxBlocks,
         uint32_t max_output_blocks=kMaxOutputs,
     ):
-        if max_requests > kMaxRequests or max_blocks > kMaxBlocks or max_output_blocks > kMaxOutputs:
+        if max_requests > kMaxRequests or max_blocks > kMaxBlocks:
+            raise ValueError("limits can only be lowered")
+        if max_output_blocks > kMaxOutputs:
             raise ValueError("limits can only be lowered")
         cdef CLimits limits
         limits.requests = max_requests
@@ -133,7 +135,7 @@ cdef class Ledger:
         return None if rank == kNone else rank
 
     def add(self, str request_id not None, RankId rank, hashes, tokens, double now, str key=None):
-        """Books a request: its prompt, and `tokens` to prefill until it is said to be complete.
+        """Books a request: its prompt, and `tokens` to prefill until that is complete.
 
         `hashes` is a scanner whose array 0 has the sequence hashes, or their bytes as native
         64-bit integers; `now` is in seconds and must not go back. Returns ADDED, or why nothing
@@ -198,17 +200,18 @@ cdef class Ledger:
             self.c.decay(request, fraction)
         return True
 
-    def expire(self, double before, size_t limit):
+    def expire(self, double before, Py_ssize_t limit):
         """Frees requests admitted before a time, oldest first, at most `limit`; returns their ids.
 
         There may be more when as many as `limit` came. O(free of each).
         """
         ids = []
         cdef RequestId request = self.c.requests().oldest()
-        while request != kNone and limit != 0 and deref(&self.c.requests()[request]).admitted < before:
+        while len(ids) < limit and request != kNone:
+            if not self.c.requests()[request].admitted < before:
+                break
             self.let_go(request, ids)
             request = self.c.requests().oldest()
-            limit -= 1
         self.expired += len(ids)
         return ids
 
@@ -311,7 +314,7 @@ cdef class Ledger:
         }
 
     def verify(self):
-        """Checks every invariant and sums everything up anew; AssertionError names what is wrong."""
+        """Checks every invariant and forms every sum anew; AssertionError says what is wrong."""
         cdef CVerifier* verifier = new CVerifier(deref(self.c))
         try:
             verifier.run()

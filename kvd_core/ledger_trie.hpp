@@ -107,7 +107,8 @@ class Trie {
   // The most passages that `enter` can add at a place.
   uint64_t passages_needed(const Place& at, size_t n) const {
     const bool parts = at.node != kRoot && at.inside < nodes_[at.node].len;
-    return at.nodes + 1 + (parts ? nodes_[at.node].passages.size() : 0) + (n - at.depth) / kMaxRun + 1;
+    const uint64_t copied = parts ? nodes_[at.node].passages.size() : 0;
+    return at.nodes + copied + (n - at.depth) / kMaxRun + 2;
   }
 
   // Sends a request of the rank down a prompt that was found at `at`. Returns the node it ends in

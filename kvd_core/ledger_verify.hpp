@@ -89,7 +89,8 @@ class Verifier {
       children_xor_[node.parent] ^= id;
       check_passages(id, node);
     });
-    require(nodes == trie_.node_count() && blocks == trie_.block_count(), "trie: nodes are counted");
+    require(nodes == trie_.node_count(), "trie: nodes are counted");
+    require(blocks == trie_.block_count(), "trie: blocks are counted");
     require(passages == trie_.passage_count() && passages == passing_.size(),
             "trie 3: every passage is some request's");
     require(heap == trie_.heap_, "trie: the passages' memory is counted");
@@ -98,7 +99,8 @@ class Verifier {
 
   void check_passages(NodeId id, const Node& node) {
     require(node.passages.size() >= 1, "trie 2: some request passes through a node");
-    require(node.passages.size() > 1 || node.passages.bytes() == 0, "passages: one needs no buffer");
+    require(node.passages.size() > 1 || node.passages.bytes() == 0,
+            "passages: one needs no buffer");
     const Passage* last = nullptr;
     for (const Passage& passage : node.passages) {
       require(last == nullptr || last->rank < passage.rank, "passages: ranks ascend");
@@ -159,7 +161,8 @@ class Verifier {
     uint64_t count = 0;
     RequestId before = kNone;
     for (RequestId at = rank.chain.first; at != kNone; at = requests_[at].after) {
-      require(requests_[at].rank == id && requests_[at].before == before && ++count <= rank.requests,
+      const Request& request = requests_[at];
+      require(request.rank == id && request.before == before && ++count <= rank.requests,
               "requests 1: a rank's chain has its requests");
       before = at;
     }

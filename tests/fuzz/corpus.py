@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import random
 import struct
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ def lives() -> Iterator[bytes]:
         yield life
 
 
+def ledgers() -> Iterator[bytes]:
+    for seed in range(20):
+        yield random.Random(seed).randbytes(400)
+
+
 def step(kind: int, payload: bytes) -> bytes:
     return struct.pack("<BH", kind, len(payload)) + payload
 
@@ -53,3 +59,4 @@ if __name__ == "__main__":
     write(root / "decoder", payloads())
     write(root / "scan", iter(BODIES))
     write(root / "index", lives())
+    write(root / "ledger", ledgers())
