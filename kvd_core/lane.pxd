@@ -31,14 +31,16 @@ cdef class Answerer:
     cdef bint bodiless  # it is for requests without a body and a query
 
     # The JSON of the answer to the request body, None to leave the request to its handler: then
-    # nothing has changed. `body` is followed by readable memory only up to `size`.
-    cdef bytes answer(self, const char* body, size_t size)
+    # nothing has changed. `body` is followed by readable memory only up to `size`. `captured`
+    # is what stands in the path for the route's placeholder, without any percent-encoding.
+    cdef bytes answer(self, const char* body, size_t size, Text captured)
 
 
 cdef class Lane:
     cdef int _epoll
     cdef char* _buffer
     cdef dict _routes, _parked
+    cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
     cdef object _serve, _note
     cdef bint _dry  # the last receive found nothing
@@ -46,7 +48,8 @@ cdef class Lane:
     cdef public bytes lines, created_lines
 
     cdef _step(self, connection, int fd)
-    cdef _answer(self, connection, int fd, route)
+    cdef _answer(self, connection, int fd, route, Text captured)
+    cdef _find(self, Text* captured)
     cdef bint _suits(self, Answerer answerer)
     cdef _send_answer(self, int fd, bytes head, bytes body)
     cdef _send(self, int fd, const char* data, size_t size, bint persists)

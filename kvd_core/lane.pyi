@@ -7,7 +7,7 @@ class Leftover(NamedTuple):
     persists: bool
 
 class Answerer:
-    def __call__(self, body: bytes) -> bytes | None: ...
+    def __call__(self, body: bytes, captured: bytes = ...) -> bytes | None: ...
 
 def plain_head(
     data: bytes,
@@ -19,7 +19,10 @@ class Lane:
     def __init__(
         self,
         routes: dict[bytes, Any],
-        serve: Callable[[Any, Any, bytes, list[tuple[bytes, bytes]], bytes], tuple[bytes, bool]],
+        patterns: list[tuple[bytes, bytes, Any]],
+        serve: Callable[
+            [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes], tuple[bytes, bool]
+        ],
         note: Callable[[Any, Any, int, float], None],
     ) -> None: ...
     def fileno(self) -> int: ...

@@ -60,6 +60,8 @@ cdef extern from "<sys/socket.h>" nogil:
 
 cdef extern from "<string.h>" nogil:
     void* memcpy(void* to, const void* source, size_t n)
+    int memcmp(const void* a, const void* b, size_t n)
+    void* memchr(const void* text, int c, size_t n)
 
 cdef extern from "<stdio.h>" nogil:
     int snprintf(char* text, size_t size, const char* format, ...)
@@ -69,6 +71,8 @@ cdef extern from "<stdio.h>" nogil:
 # response, and whether the connection may carry another request (not after the client's end).
 Leftover = namedtuple("Leftover", ("received", "unsent", "persists"))
 
+_LEFT = object()  # not answered here
+
 cdef enum:
     kEvents = 64  # taken from the set at once
     kStreak = 8  # requests of one connection in a row before others have their turn
@@ -77,7 +81,14 @@ cdef enum:
 
 
 cdef bytes as_bytes(const Text& text):
-    return PyBytes_FromStringAndSize(text.begin, text.size)
+    return PyBytes_FromStringAndSize(text.begin, text.size) if text.size else b""
+
+
+cdef Text as_text(bytes data):
+    cdef Text text
+    text.begin = PyBytes_AS_STRING(data)
+    text.size = PyBytes_GET_SIZE(data)
+    return text
 
 
 cdef list headers_of(const PlainHead& head):
@@ -110,25 +121,28 @@ cdef int64_t _now_ns() noexcept nogil:
 cdef class Answerer:
     """Answers the plain form of one route's requests from C; see the data sheet."""
 
-    def __call__(self, bytes body not None):
+    def __call__(self, bytes body not None, bytes captured not None=b""):
         """Returns the answer to a body, None if that is left to the route's handler."""
-        return self.answer(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body))
+        return self.answer(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), as_text(captured))
 
-    cdef bytes answer(self, const char* body, size_t size):
+    cdef bytes answer(self, const char* body, size_t size, Text captured):
         raise NotImplementedError
 
 
 cdef class Lane:
     """The parked connections of one listener."""
 
-    def __cinit__(self, dict routes not None, serve not None, note not None):
+    def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None):
         """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
 
-        A route has `body_limit` (bytes) and `answerer` (an Answerer or None). What that answers is
-        told to `note(connection, route, status, seconds)`; for the rest `serve(connection, route, query,
-        headers, body)` returns the response, and whether the connection persists.
+        `patterns` are those with a placeholder: what their requests begin with before it, what
+        follows it, and the route. A route has `body_limit` (bytes), `answerer` (an Answerer or
+        None) and `waits`. What the answerer answers is told to `note(connection, route, status,
+        seconds)`; for the rest `serve(connection, route, captured, query, headers, body)` returns
+        the response, and whether the connection persists; routes that wait are left to the task.
         """
         self._routes = routes
+        self._patterns = patterns
         self._serve = serve
         self._note = note
         self._parked = {}
@@ -217,24 +231,52 @@ cdef class Lane:
         if got == 0:
             return Leftover(b"", b"", False)
         # A full buffer may hide more behind it, of which the set will not tell.
+        cdef Text captured
         if got < kBuffer and read_plain_head(self._buffer, got, self._head):
+            captured.begin = NULL
+            captured.size = 0
             route = self._routes.get(as_bytes(self._head.route))
+            if route is None and self._patterns:
+                route = self._find(&captured)
             if (
                 route is not None
                 and self._head.size + self._head.length == <size_t>got
                 and self._head.length <= <size_t>route.body_limit
             ):
-                return self._answer(connection, fd, route)
+                outcome = self._answer(connection, fd, route, captured)
+                if outcome is not _LEFT:
+                    return outcome
         return Leftover(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
 
-    cdef _answer(self, connection, int fd, route):
+    cdef _find(self, Text* captured):
+        """Returns the route with a placeholder that the head's path is of, None if there is none."""
+        cdef Text path = self._head.route
+        cdef bytes begin, end
+        cdef size_t before, after
+        for begin, end, route in self._patterns:
+            before, after = PyBytes_GET_SIZE(begin), PyBytes_GET_SIZE(end)
+            if path.size <= before + after or memcmp(path.begin, PyBytes_AS_STRING(begin), before):
+                continue
+            if memcmp(path.begin + path.size - after, PyBytes_AS_STRING(end), after):
+                continue
+            captured.begin = path.begin + before
+            captured.size = path.size - before - after
+            if memchr(captured.begin, c"/", captured.size) == NULL:
+                return route
+        return None
+
+    cdef _answer(self, connection, int fd, route, Text captured):
         cdef bytes response
         cdef int64_t started = _now_ns()
         cdef const char* body = self._buffer + self._head.size
         try:
             answerer = route.answerer
-            if answerer is not None and self._suits(<Answerer?>answerer):
-                response = (<Answerer>answerer).answer(body, self._head.length)
+            if (
+                answerer is not None
+                and self._suits(<Answerer?>answerer)
+                and (captured.size == 0 or memchr(captured.begin, c"%", captured.size) == NULL)
+            ):
+                response = (<Answerer>answerer).answer(body, self._head.length, captured)
                 if response is not None:
                     created = (<Answerer>answerer).created
                     seconds = (_now_ns() - started) * 1e-9
@@ -242,9 +284,12 @@ cdef class Lane:
                     return self._send_answer(
                         fd, self.created_lines if created else self.lines, response
                     )
+            if route.waits:
+                return _LEFT
             response, persists = self._serve(
                 connection,
                 route,
+                as_bytes(captured),
                 as_bytes(self._head.query),
                 headers_of(self._head),
                 PyBytes_FromStringAndSize(body, self._head.length),

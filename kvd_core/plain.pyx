@@ -14,6 +14,7 @@ from libc.stddef cimport ptrdiff_t
 from libc.stdint cimport uint8_t, uint64_t
 
 from kvd_core.index cimport PrefixIndex
+from kvd_core.lane cimport Text
 from kvd_core.scan cimport BodyScanner, Kind, Value, Verdict
 
 # Positions of the FIELDS.
@@ -45,7 +46,7 @@ cdef class PlainQuery(Answerer):
         self.partitions = partitions
         self.tenant = tenant
 
-    cdef bytes answer(self, const char* body, size_t size):
+    cdef bytes answer(self, const char* body, size_t size, Text captured):
         cdef BodyScanner scanner = self.scanner
         if scanner.core.scan(<const uint8_t*>body, size) != Verdict.ok:
             return None

@@ -1,6 +1,6 @@
 // Reads the head of a plain HTTP/1.1 request: the one nearly every client sends.
 //
-//   POST /query?x=1 HTTP/1.1\r\n            GET or POST, an absolute path, HTTP/1.1
+//   POST /query?x=1 HTTP/1.1\r\n            GET, POST or DELETE, an absolute path, HTTP/1.1
 //   Host: kvd\r\n                           any headers of plain names and printable values, ...
 //   Content-Type: application/json\r\n
 //   Content-Length: 3052\r\n                ... at most one length, and nothing that changes how the
@@ -80,7 +80,7 @@ class PlainHeadReader {
 
   bool request_line(PlainHead& head) {
     head.route.begin = p_;
-    if (!skip("POST /", 6) && !skip("GET /", 5)) return false;
+    if (!skip("POST /", 6) && !skip("GET /", 5) && !skip("DELETE /", 8)) return false;
     while (p_ < end_ && target_char(*p_)) ++p_;
     head.route.size = static_cast<size_t>(p_ - head.route.begin);
     head.query = {p_, 0};

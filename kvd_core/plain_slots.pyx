@@ -11,6 +11,7 @@ instruction cache, three times that.
 from libc.stdint cimport uint8_t, uint64_t
 from libcpp.string_view cimport string_view
 
+from kvd_core.lane cimport Text
 from kvd_core.ledger cimport CAdmission, Ledger, RequestId, kAdded, kMaxIdBytes, kMaxTokens, kNone
 from kvd_core.plain cimport natural, text
 from kvd_core.scan cimport BodyScanner, Kind, Value, Verdict
@@ -81,7 +82,7 @@ cdef class PlainAdd(PlainSlots):
         self.clock = clock
         self.created = True
 
-    cdef bytes answer(self, const char* body, size_t size):
+    cdef bytes answer(self, const char* body, size_t size, Text captured):
         cdef Ledger ledger = self.scanned(body, size)
         cdef BodyScanner scanner = self.scanner
         cdef CAdmission admission
@@ -109,7 +110,7 @@ cdef class PlainPrefillComplete(PlainSlots):
 
     FIELDS = STEP_FIELDS
 
-    cdef bytes answer(self, const char* body, size_t size):
+    cdef bytes answer(self, const char* body, size_t size, Text captured):
         cdef Ledger ledger = self.scanned(body, size)
         cdef RequestId request = named(self, ledger)
         if request == kNone:
@@ -123,7 +124,7 @@ cdef class PlainFree(PlainSlots):
 
     FIELDS = STEP_FIELDS
 
-    cdef bytes answer(self, const char* body, size_t size):
+    cdef bytes answer(self, const char* body, size_t size, Text captured):
         cdef Ledger ledger = self.scanned(body, size)
         cdef RequestId request = named(self, ledger)
         if request == kNone:
@@ -137,7 +138,7 @@ cdef class PlainProjection(PlainSlots):
 
     FIELDS = PROJECTION_FIELDS
 
-    cdef bytes answer(self, const char* body, size_t size):
+    cdef bytes answer(self, const char* body, size_t size, Text captured):
         cdef Ledger ledger = self.scanned(body, size)
         cdef uint64_t tokens = 0
         if ledger is None or not self.scanner.core.present(0):
@@ -154,7 +155,7 @@ cdef class PlainLoads(PlainSlots):
         super().__init__(scanner, slots, tenant)
         self.bodiless = True
 
-    cdef bytes answer(self, const char* body, size_t size):
+    cdef bytes answer(self, const char* body, size_t size, Text captured):
         return self.slots.render_loads(None, None)
 
 

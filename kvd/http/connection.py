@@ -16,7 +16,7 @@ from time import perf_counter
 
 import trio
 
-from kvd.http.answer import answer_now
+from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.errors import Refusal, error_body, error_response
@@ -24,7 +24,7 @@ from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
-from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Observer, Request, Route
+from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Observer, Request, Response, Route
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
 from kvd_core.lane import Lane, Leftover
@@ -40,30 +40,56 @@ _REFUSAL_COUNTERS = {
 }
 
 
+_TOO_LONG = error_response(503, "the request took too long")
+
+
 class Service:
     """What a listener serves, and the lane its connections are parked in."""
 
     def __init__(self, table: RouteTable, app: AsgiApp, observe: Observer | None) -> None:
         self.table = table
         self.app = app
-        self.lane = Lane(table.plain(), Connection.serve_parked, Connection.note_answered)
+        self.lane = Lane(
+            table.plain(),
+            table.plain_patterns(),
+            Connection.serve_parked,
+            Connection.note_answered,
+        )
         self.observe = observe
 
     def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
-        """Returns the response of a hot route, rendered, and whether the connection persists."""
+        """Returns a plain handler's response, rendered, and whether the connection persists."""
         started = perf_counter()
-        route, captured = found
-        response = answer_now(
-            route, Request(head.method, route.path, head.query, head.headers, body, captured)
-        )
+        response = answer_now(found.route, _request(head, found, body))
+        return self._rendered(shared, head, found, response, started)
+
+    async def serve_waiting(
+        self, shared: Shared, head: Head, found: Found, body: bytes
+    ) -> tuple[bytes, bool]:
+        """Does the same for an asynchronous handler, which has `handler_seconds`."""
+        started = perf_counter()
+        response = _TOO_LONG
+        with trio.move_on_after(shared.limits.handler_seconds) as scope:
+            response = await answer(found.route, _request(head, found, body))
+        shared.stats.handler_timeouts += scope.cancelled_caught
+        return self._rendered(shared, head, found, response, started)
+
+    def _rendered(
+        self, shared: Shared, head: Head, found: Found, response: Response, started: float
+    ) -> tuple[bytes, bool]:
         status = response.status
         if self.observe is not None:
-            self.observe(route.path, head.method, status, perf_counter() - started)
+            self.observe(found.route.path, head.method, status, perf_counter() - started)
         shared.stats.handler_bugs += status == 500
         persists = persists_after(status, head, shared)
         lines = connection_lines(head, shared, persists)
         assert isinstance(response.body, bytes)
         return whole_response(response, response.body, lines, head.method == "HEAD"), persists
+
+
+def _request(head: Head, found: Found, body: bytes) -> Request:
+    route, captured = found
+    return Request(head.method, route.path, head.query, head.headers, body, captured)
 
 
 class Connection(Transport):
@@ -92,14 +118,14 @@ class Connection(Transport):
             self.sock.close()
 
     def serve_parked(
-        self, route: Route, query: bytes, headers: Headers, body: bytes
+        self, route: Route, captured: bytes, query: bytes, headers: Headers, body: bytes
     ) -> tuple[bytes, bool]:
         """Serves a plain request that the lane has received and no answerer has taken."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
-        return self._service.serve(self.shared, head, Found(route, b""), body)
+        return self._service.serve(self.shared, head, Found(route, captured), body)
 
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
         """Counts a request that the lane has answered."""
@@ -198,10 +224,35 @@ class Connection(Transport):
         route = None if found is None else found.route
         body = await self._read_body(head, route) if head.length else b""
         if found is not None and found.route.hot:
-            data, persists = self._service.serve(self.shared, head, found, body)
+            if found.route.waits:
+                data, persists = await self._serve_waiting(head, found, body)
+            else:
+                data, persists = self._service.serve(self.shared, head, found, body)
             await self.send(data)
             return persists
         return await self._serve_app(head, body)
+
+    async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
+        """Serves an asynchronous handler, which is cancelled when its client leaves."""
+        self.rest()
+        served = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_client, nursery.cancel_scope)
+            served = await self._service.serve_waiting(self.shared, head, found, body)
+            nursery.cancel_scope.cancel()
+        if served is None:
+            raise ConnectionResetError("the client left before its answer")
+        return served
+
+    async def _watch_client(self, serving: trio.CancelScope) -> None:
+        """Cancels `serving` when the client's end of the stream is there, and nothing before it."""
+        await trio.lowlevel.wait_readable(self.fd)
+        try:
+            gone = not self.sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            gone = True  # reset
+        if gone:
+            serving.cancel()
 
     async def _read_body(self, head: Head, route: Route | None) -> bytes:
         limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit

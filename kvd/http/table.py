@@ -8,7 +8,6 @@ as well.
 from __future__ import annotations
 
 import re
-from inspect import iscoroutinefunction
 from typing import NamedTuple
 
 from kvd.http.types import Route
@@ -34,8 +33,6 @@ class RouteTable:
                 self._add(route, "HEAD")
 
     def _add(self, route: Route, method: str) -> None:
-        if route.hot and iscoroutinefunction(route.handler):
-            raise ValueError(f"the hot route {method} {route.path} has an asynchronous handler")
         if "{" in route.path:
             before, _, after = map(re.escape, re.split(rb"(\{\w+\})", route.path.encode()))
             self._patterns.append((method, re.compile(before + b"([^/]+)" + after), route))
@@ -77,3 +74,12 @@ class RouteTable:
             for route in self._routes
             if route.hot and "{" not in route.path
         }
+
+    def plain_patterns(self) -> list[tuple[bytes, bytes, Route]]:
+        """Returns the hot routes with a placeholder: what is before it, and what behind."""
+        found = []
+        for route in self._routes:
+            if route.hot and "{" in route.path:
+                before, after = re.split(r"\{\w+\}", f"{route.method} {route.path}")
+                found.append((before.encode(), after.encode(), route))
+        return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 
 from kvd_core.lane import Answerer
 
@@ -54,9 +55,9 @@ Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response
 class Route:
     """Binds a method and a path to a handler; one segment of that may be a placeholder, `{id}`.
 
-    `hot` routes have a plain function as handler, which answers with bytes, and bypass the Quart
-    application on the plain port. Their `answerer` may answer in the handler's place, the same as
-    that would. `body_limit` is in bytes; a longer body is answered 413 before anyone sees it.
+    `hot` routes answer with bytes, and bypass the Quart application on the plain port. Their
+    `answerer` may answer in the handler's place, the same as that would. `body_limit` is in bytes;
+    a longer body is answered 413 before anyone sees it.
     """
 
     method: str
@@ -65,6 +66,10 @@ class Route:
     hot: bool = False
     answerer: Answerer | None = None
     body_limit: int = DEFAULT_BODY_LIMIT
+    waits: bool = field(init=False)  # the handler is asynchronous
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "waits", iscoroutinefunction(self.handler))
 
 
 # Told of every request to a path that some route has, whatever its outcome, just before it is

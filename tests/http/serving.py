@@ -112,6 +112,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/counted", counted),
     Route("GET", "/broken", broken_off),
     Route("GET", "/slow", slow),
+    Route("GET", "/waiting", slow, hot=True),
+    Route("DELETE", "/gone/{name}", named, hot=True),
 )
 
 
