@@ -9,7 +9,7 @@ can be registered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvd.errors import Conflict, NotFound, Unavailable
@@ -39,6 +39,9 @@ class Replicas:
         self._counts = counts
         self._replicas: dict[str, Replica] = {}
         self.refused = 0  # registrations beyond MAX_REPLICAS
+
+    def all(self) -> Iterable[Replica]:
+        return self._replicas.values()
 
     def endpoints(self) -> list[str]:
         return sorted(self._replicas)

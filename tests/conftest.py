@@ -49,12 +49,13 @@ def kvd_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def peer_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """A function that starts Dynamo's own indexer with further flags and waits for it."""
+    """A function that starts a service of Dynamo's own with further flags and waits for it."""
     servers: list[Server] = []
 
-    def start(*flags: str) -> Server:
+    def start(*flags: str, service: str = "indexer") -> Server:
         port = find_free_port()
-        command = [os.environ[PEER_VARIABLE], "-m", "dynamo.indexer", "--port", str(port), *flags]
+        module = f"dynamo.{service}"
+        command = [os.environ[PEER_VARIABLE], "-m", module, "--port", str(port), *flags]
         servers.append(Server(command, tmp_path, port, clean_environment()))
         servers[-1].wait_healthy()
         return servers[-1]

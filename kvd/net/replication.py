@@ -71,7 +71,7 @@ class Replication:
         nursery.start_soon(publisher.run)
 
     def publish(self, event: Lifecycle) -> None:
-        """Tells all replicas; never waits, never raises for what an event holds."""
+        """Tells all replicas; never waits."""
         counts = self.counts
         payload = encode(event, self.router_id)
         if len(payload) > BOUNDS.payload_bytes:

@@ -56,8 +56,11 @@ class Publisher:
         self.seq = 0
 
     async def subscribed(self) -> None:
-        await until(lambda: self.socket.poll(0))
-        assert self.socket.recv() == b"\1"
+        await self.subscribed_to(b"")
+
+    async def subscribed_to(self, topic: bytes) -> None:
+        """Waits for the next subscription, after those that ended."""
+        await until(lambda: self.socket.poll(0) and self.socket.recv() == b"\1" + topic)
 
     def send(self, *payloads: bytes) -> None:
         for payload in payloads:
@@ -103,8 +106,10 @@ def ready(socket_type: bytes = b"PUB") -> bytes:
 
 
 def message(*frames: bytes) -> bytes:
-    last = len(frames) - 1
-    return b"".join(bytes([i < last, len(frame)]) + frame for i, frame in enumerate(frames))
+    *others, last = frames
+    return b"".join(b"\3" + struct.pack(">Q", len(frame)) + frame for frame in others) + (
+        large_frame(len(last)) + last
+    )
 
 
 def large_frame(size: int) -> bytes:
@@ -121,9 +126,11 @@ async def read_exactly(stream: trio.SocketStream, size: int) -> bytes:
     return data
 
 
-async def shake_hands(stream: trio.SocketStream) -> None:
-    """Does the handshake of ZMTP 3.0 and waits for the subscriber's part of it."""
-    await stream.send_all(GREETING + ready())
+async def shake_hands(
+    stream: trio.SocketStream, socket_type: bytes = b"PUB", version: bytes = b"\3\0"
+) -> None:
+    """Does the handshake of ZMTP 3.0 and waits for the other end's part of it."""
+    await stream.send_all(GREETING.replace(b"\3\0", version) + ready(socket_type))
     await read_exactly(stream, len(GREETING))
     _, size = await read_exactly(stream, 2)
     await read_exactly(stream, size)
