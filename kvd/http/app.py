@@ -14,7 +14,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from kvd.http.answer import answer
 from kvd.http.asgi import AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, error_response, too_large
-from kvd.http.guard import observed
+from kvd.http.guard import admitted, observed
 from kvd.http.limits import HttpLimits
 from kvd.http.types import Observer, Request, Response, Route
 
@@ -39,9 +39,12 @@ def build_app(
             provide_automatic_options=False,
         )
     app.register_error_handler(HTTPException, _render_exception)
+    bounded = admitted(
+        app, {route.path: route.admission for route in routes if route.admission is not None}
+    )
     if observe is None:
-        return app
-    return observed(app, frozenset(route.path for route in routes), observe)
+        return bounded
+    return observed(bounded, frozenset(route.path for route in routes), observe)
 
 
 def _view(route: Route) -> _View:

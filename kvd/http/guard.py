@@ -1,7 +1,8 @@
-"""What an ASGI application needs around it: `observed` anywhere, `guarded` under hypercorn."""
+"""What an ASGI application needs around it: `observed`, `admitted`; `guarded` under hypercorn."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -10,7 +11,7 @@ import trio
 
 from kvd.http.asgi import AsgiApp, Message
 from kvd.http.errors import error_body
-from kvd.http.types import Observer
+from kvd.http.types import Admission, Observer
 
 
 def observed(app: AsgiApp, paths: frozenset[str], observe: Observer) -> AsgiApp:
@@ -38,6 +39,30 @@ def observed(app: AsgiApp, paths: frozenset[str], observe: Observer) -> AsgiApp:
                 note(503)
 
     return observed_app
+
+
+def admitted(app: AsgiApp, admissions: Mapping[str, Admission]) -> AsgiApp:
+    """Returns `app` with a bound on the requests under way to each of these paths.
+
+    Here and not in the handler, because only the server knows when a streamed answer has ended,
+    in whatever way.
+    """
+
+    async def admitted_app(scope: Any, receive: Any, send: Any) -> None:
+        admission = admissions.get(scope.get("path"))
+        if admission is None:
+            await app(scope, receive, send)
+        elif admission.inside >= admission.limit:
+            admission.refused += 1
+            await _send_failure(send, admission.text)
+        else:
+            admission.inside += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                admission.inside -= 1
+
+    return admitted_app
 
 
 def guarded(app: AsgiApp, handler_seconds: float) -> AsgiApp:
@@ -68,7 +93,8 @@ class _Exchange:
         with self._scope:
             await app(scope, self.receive, self.send)
         if self._scope.cancelled_caught and not self._started:
-            await self._send_timeout()
+            closing = (b"connection", b"close")
+            await _send_failure(self._send, "the request took too long", closing)
 
     async def receive(self) -> Message:
         """Withholds the disconnection until the response is sent.
@@ -89,12 +115,14 @@ class _Exchange:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._ended.set()
 
-    async def _send_timeout(self) -> None:
-        body = error_body("the request took too long")
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        await self._send({"type": "http.response.start", "status": 503, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+
+async def _send_failure(send: Any, text: str, *headers: tuple[bytes, bytes]) -> None:
+    """Answers 503."""
+    body = error_body(text)
+    headers = (
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *headers,
+    )
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
