@@ -33,8 +33,8 @@ class Listeners(Protocol):
     def start(self, key: RankKey, listener: Listener) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
 
-    async def stop(self, key: RankKey) -> None:
-        """Returns when the listener's task has ended; at once when there is none."""
+    async def stop(self, key: RankKey) -> bool:
+        """Returns True when the listener's task has ended; False, and at once, without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,12 @@ class Registry:
         return self._ranks.get(registration.key) is registration
 
     async def _stop(self, registration: Registration) -> None:
-        """Ends the listener of a registration, never that of a later one of the same rank."""
-        if self._is_current(registration):
-            await self._listeners.stop(registration.key)
+        """Ends the listener of a registration, never that of a later one of the same rank.
+
+        Another call that has waited for the same end may have been faster, and resumed it.
+        """
+        while self._is_current(registration) and await self._listeners.stop(registration.key):
+            pass
 
     def _remove(self, registration: Registration) -> None:
         key, listener = registration.key, registration.listener
