@@ -107,12 +107,10 @@ class Registry:
             for partition in self._state.strays(instance_id, model_name, tenant_id)
         ]
         leaving = [
-            registration
-            for key, registration in self._ranks.items()
-            if key.instance_id == instance_id
-            and key.partition.model_name == model_name
-            and tenant_id in (None, key.partition.tenant_id)
-            and dp_rank in (None, key.dp_rank)
+            self._ranks[RankKey(partition.key, instance_id, rank)]
+            for partition in self._state.partitions_of(model_name, tenant_id)
+            for registered, rank in partition.ranks
+            if registered == instance_id and dp_rank in (None, rank)
         ]
         if not leaving and not any(strays):
             raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
