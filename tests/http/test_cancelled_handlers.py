@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 import zmq
 from cancelling import every_checkpoint
 from serving import PATIENT, Client, eventually, open_descriptors, serving
@@ -156,6 +157,7 @@ async def test_a_request(what: str, daemon: Daemon, monkeypatch: pytest.MonkeyPa
             if key not in {registration.key for registration in daemon.registry.registrations()}:
                 daemon.register(key)
         await cancelling.run(partial(daemon.ask, *request))
+        await trio.testing.wait_all_tasks_blocked()
         daemon.check()
         assert await daemon.ask(*request) in statuses
         daemon.check()
