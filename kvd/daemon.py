@@ -195,12 +195,18 @@ class _Daemon:
         """Yields the faces that are to be served, with their routes."""
         config = self._config
         if config.indexer_bind is not None:
-            self._indexer.sources.append(lambda: indexer.families(self._state, registry))
+            dumps = indexer.dumps_bound()
+            self._indexer.sources.append(lambda: indexer.families(self._state, registry, dumps))
             self._indexer.sources.append(self._recovery_families)
-            test_endpoints = config.test_endpoints
             yield (
                 self._indexer,
-                indexer.routes(self._state, registry, self._peers, test_endpoints=test_endpoints),
+                indexer.routes(
+                    self._state,
+                    registry,
+                    self._peers,
+                    dumps,
+                    test_endpoints=config.test_endpoints,
+                ),
             )
         if config.slot_tracker_bind is not None:
             most = config.metrics_workers

@@ -33,8 +33,8 @@ class Listeners(Protocol):
     def start(self, key: RankKey, listener: Listener) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
 
-    async def stop(self, key: RankKey) -> None:
-        """Returns when the listener's task has ended; at once when there is none."""
+    async def stop(self, key: RankKey) -> bool:
+        """Returns True when the listener's task has ended; False, and at once, without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,10 @@ class Registry:
             for partition in self._state.strays(instance_id, model_name, tenant_id)
         ]
         leaving = [
-            registration
-            for key, registration in self._ranks.items()
-            if key.instance_id == instance_id
-            and key.partition.model_name == model_name
-            and tenant_id in (None, key.partition.tenant_id)
-            and dp_rank in (None, key.dp_rank)
+            self._ranks[RankKey(partition.key, instance_id, rank)]
+            for partition in self._state.partitions_of(model_name, tenant_id)
+            for registered, rank in partition.ranks
+            if registered == instance_id and dp_rank in (None, rank)
         ]
         if not leaving and not any(strays):
             raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
@@ -169,9 +167,12 @@ class Registry:
         return self._ranks.get(registration.key) is registration
 
     async def _stop(self, registration: Registration) -> None:
-        """Ends the listener of a registration, never that of a later one of the same rank."""
-        if self._is_current(registration):
-            await self._listeners.stop(registration.key)
+        """Ends the listener of a registration, never that of a later one of the same rank.
+
+        Another call that has waited for the same end may have been faster, and resumed it.
+        """
+        while self._is_current(registration) and await self._listeners.stop(registration.key):
+            pass
 
     def _remove(self, registration: Registration) -> None:
         key, listener = registration.key, registration.listener

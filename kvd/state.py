@@ -25,6 +25,9 @@ from kvd_core.index import Dump, IngestCounters, PrefixIndex, Stream, Worker
 # An empty partition costs about 31 KB; 16,384 of them 640 MB. Real fleets have some hundred.
 MAX_PARTITIONS = 16_384
 
+# Looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later ones.
+SWEPT_PARTITIONS = 256
+
 # Instances and ranks unregistered while a peer's dump is being taken, ~150 bytes each. Recovery
 # takes seconds; what is beyond the bound comes back with the dump and can be unregistered again.
 MAX_DEPARTED = 65_536
@@ -72,6 +75,7 @@ class State:
         self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
         self.unsettled: set[tuple[PartitionKey, InstanceId]] = set()  # see settle()
         self._departed: set[_Departure] | None = None
+        self._to_sweep: list[PartitionKey] = []
         self.unnoted_departures = 0  # beyond MAX_DEPARTED
 
     def partition(self, model_name: str, tenant_id: str) -> Partition:
@@ -171,11 +175,8 @@ class State:
         """Returns the partitions that know the instance from a dump only."""
         return [
             partition
-            for key, partition in self.partitions.items()
-            if key.model_name == model_name
-            and tenant_id in (None, key.tenant_id)
-            and instance_id in partition.workers
-            and not partition.is_registered(instance_id)
+            for partition in self.partitions_of(model_name, tenant_id)
+            if instance_id in partition.workers and not partition.is_registered(instance_id)
         ]
 
     def remove_stray(
@@ -208,9 +209,26 @@ class State:
 
     # ---- walks
 
+    def partitions_of(self, model_name: str, tenant_id: str | None) -> list[Partition]:
+        """Returns the partitions of a model, or of one tenant of it; O(partitions) without one."""
+        if tenant_id is not None:
+            found = self.partitions.get(PartitionKey(model_name, tenant_id))
+            return [] if found is None else [found]
+        return [one for key, one in self.partitions.items() if key.model_name == model_name]
+
     def sweep(self, max_steps: int) -> bool:
-        """Frees what removed and cleared ranks held, in small steps; True while there is more."""
-        return any(partition.index.sweep(max_steps) for partition in self.partitions.values())
+        """Frees what removed and cleared ranks held, in small steps; True while there is more.
+
+        False also after SWEPT_PARTITIONS without anything to free; the next call goes on there.
+        """
+        for _ in range(min(SWEPT_PARTITIONS, len(self.partitions))):
+            if not self._to_sweep:
+                self._to_sweep = list(self.partitions)
+            partition = self.partitions.get(self._to_sweep[-1])
+            if partition is not None and partition.index.sweep(max_steps):
+                return True
+            self._to_sweep.pop()
+        return False
 
     def dump(self, binary: bool = False) -> Iterator[tuple[Partition, Dump]]:
         """Yields every partition with its dump; partitions that vanish meanwhile are left out."""

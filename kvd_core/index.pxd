@@ -103,6 +103,7 @@ cdef extern from "stream.hpp" namespace "kvd" nogil:
     cppclass CStream "kvd::Stream":
         CStream(CIndex&, CWorker&, uint32_t, CStreamCounters&) except +
         uint32_t apply(const uint8_t*, size_t) except +
+        size_t flaw()               # a kvd::Reason, kReasons if there is none
         void clear() except +
         cbool restored()
         void drop_restored() except +

@@ -321,6 +321,11 @@ cdef class Stream:
         verify_if_debug(deref(self.worker.index.c))
         return outcome
 
+    def flaw(self):
+        """Why the last applied batch is FLAWED: the first of REASONS that it met, "" if it is not."""
+        cdef size_t reason = self.c.flaw()
+        return "" if reason == kReasons else REASONS[reason]
+
     def clear(self):
         """Drops the blocks of every rank this stream has spoken for, also in batches only.
 

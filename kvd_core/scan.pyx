@@ -127,6 +127,8 @@ cdef object python_value(BodyScan& core, const Value& value, str name):
         return True
     if value.kind == Kind.no:
         return False
+    if value.kind == Kind.integer and length == 2 and begin[0] == c"-" and begin[1] == c"0":
+        return -0.0  # no integer has that sign; the original's reader takes it so, too
     if value.kind == Kind.integer and length <= SHORT_INTEGER:
         return short_integer(begin, length)
     if value.kind == Kind.escaped:

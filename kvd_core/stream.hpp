@@ -65,9 +65,14 @@ class Stream {
   uint32_t apply(const uint8_t* payload, size_t size) {
     ++counters_.batches;
     outcome_ = 0;
+    flaw_ = kReasons;
     decode_batch(payload, size, scratch_, *this);
     return outcome_;
   }
+
+  // Why the last applied batch is flawed, as an index of kReasonNames: the first Reason in their
+  // order, kReasons if it is not.
+  size_t flaw() const { return flaw_; }
 
   // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
   // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
@@ -155,7 +160,9 @@ class Stream {
   void bad(Reason reason) {
     ++counters_.bad[static_cast<size_t>(reason)];
     // Bytes behind a batch take nothing from it, and events of other types are about other things.
-    if (reason != Reason::TRAILING && reason != Reason::UNKNOWN_TYPE) outcome_ |= kFlawed;
+    if (reason == Reason::TRAILING || reason == Reason::UNKNOWN_TYPE) return;
+    outcome_ |= kFlawed;
+    if (flaw_ == kReasons) flaw_ = static_cast<size_t>(reason);
   }
 
  private:
@@ -399,6 +406,7 @@ class Stream {
   std::vector<uint64_t> locals_;
   RankId rank_ = kNone;
   uint32_t outcome_ = 0;
+  size_t flaw_ = kReasons;
 };
 
 }  // namespace kvd

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,17 @@ def peer_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield start
     for server in servers:
         server.stop(signal.SIGKILL)  # it has no handler for any other
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with cert.pem and key.pem for 127.0.0.1."""
+    path = tmp_path_factory.mktemp("certificate")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
+    names = ["-subj", "/CN=kvd", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run([*command.split(), *names, *files], cwd=path, check=True, capture_output=True)
+    return path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

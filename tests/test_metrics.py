@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+import ssl
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
+import msgpack
 import pytest
 from processes import Server
 
+import kvd.registry
+import kvd.state
+from kvd.errors import Unavailable
+from kvd.faces import indexer
+from kvd.http.types import Request
 from kvd.metrics import (
     BUCKETS,
     Family,
@@ -22,6 +30,8 @@ from kvd.metrics import (
     stats_families,
 )
 from kvd.model import PartitionKey, RankKey
+from kvd.peers import MAX_PEERS, Peers
+from kvd.registry import Registry
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
 from kvd.wire.listener import Listener
@@ -30,6 +40,16 @@ from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 SAMPLE = re.compile(r"([a-z_0-9]+)(?:\{((?:[a-z_]+=\"[^\"\\\n]*\",?)+)\})? ([0-9.e+-]+|\+Inf)")
 LONGEST_STALL_S = 0.05  # a tenth of it on a quiet machine
+
+
+class Idle:
+    """Listeners that read nothing."""
+
+    def start(self, key: RankKey, listener: Listener) -> None:
+        pass
+
+    async def stop(self, key: RankKey) -> bool:
+        return False
 
 
 class NoStream:
@@ -144,6 +164,65 @@ def test_totals_outlive_their_partitions() -> None:
     assert samples["kvd_partitions_replaced_total"] == 0
 
 
+def test_what_reached_a_bound_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvd.state, "MAX_DEPARTED", 1)
+    monkeypatch.setattr(kvd.state, "MAX_PARTITIONS", 1)
+    state = State()
+    state.add_rank(RankKey(PartitionKey("m", "a"), 1, 0), 16)
+    with pytest.raises(Unavailable):
+        state.add_rank(RankKey(PartitionKey("m", "b"), 1, 0), 16)
+    state.begin_recovery()
+    for instance_id in range(3):
+        state.note_departure("m", "a", instance_id, None)
+    samples = parse(text_of(state_families(state, 1)))
+    assert samples["kvd_departures_unnoted_total"] == 2
+    assert samples["kvd_partitions_refused_total"] == 1
+
+
+def test_parked_blocks_that_lacked_their_salt_are_counted() -> None:
+    """A salt is named with a prompt's first block, which comes late here."""
+    state = State()
+    stream = state.add_rank(RankKey(PartitionKey("m", "a"), 1, 0), 4)
+
+    def stored(name: int, parent: int | None, **more: object) -> bytes:
+        event = {
+            "type": "BlockStored",
+            "block_hashes": [name],
+            "parent_block_hash": parent,
+            "token_ids": [name] * 4,
+            "block_size": 4,
+            **more,
+        }
+        return bytes(msgpack.packb([1.5, [event], None]))
+
+    stream.apply(stored(2, 1))
+    samples = parse(text_of(state_families(state, 1)))
+    assert samples["kvd_parked_blocks"] == 1
+    assert samples["kvd_parked_blocks_unsalted_total"] == 0
+    stream.apply(stored(1, None, extra_keys=[["salt"]]))
+    samples = parse(text_of(state_families(state, 1)))
+    assert samples["kvd_parked_blocks"] == 0
+    assert samples["kvd_parked_blocks_unsalted_total"] == 1
+
+
+async def test_forgotten_places_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvd.registry, "MAX_LEFT_PLACES", 2)
+    state = State()
+    registry = Registry(state, Idle())
+    route = next(
+        route
+        for route in indexer.routes(state, registry, Peers(), indexer.dumps_bound())
+        if route.path == "/metrics"
+    )
+    for instance_id in range(5):
+        key = RankKey(PartitionKey("m", "a"), instance_id, 0)
+        registry.register(key, "tcp://127.0.0.1:1", 16, None)
+        await registry.unregister(instance_id, "m", "a", None)
+    response = route.handler(Request("GET", "/metrics", b"", [], b""))
+    text = b"".join([piece async for piece in response.body])
+    assert parse(text.decode())["kvd_places_forgotten_total"] == 3
+
+
 def test_the_index_is_summed_over_its_partitions() -> None:
     state = State()
     for tenant in ("a", "b"):
@@ -242,6 +321,32 @@ def test_a_running_kvd_says_what_it_counts(kvd_process: Callable[..., Server]) -
     assert samples["kvd_http_connections_open"] >= 1
     assert samples['kvd_recovery_attempts_total{outcome="recovered"}'] == 0
     assert samples["process_resident_memory_bytes"] > 1e6
+    assert not any(name.startswith("kvd_https_") for name in samples)
+
+
+def test_peers_at_the_bound_and_the_https_port_are_counted(
+    kvd_process: Callable[..., Server], certificate: Path, free_port: Callable[[], int]
+) -> None:
+    https = f"127.0.0.1:{free_port()}"
+    environ = {
+        "KVD_PEERS": ",".join(f"http://p{number}" for number in range(MAX_PEERS - 1)),
+        "KVD_RECOVERY_DELAY_S": "60",
+        "KVD_INDEXER_TLS_BIND": https,
+        "KVD_TLS_CERTFILE": str(certificate / "cert.pem"),
+        "KVD_TLS_KEYFILE": str(certificate / "key.pem"),
+    }
+    server = kvd_process(environ=environ)
+    trust = ssl.create_default_context(cafile=certificate / "cert.pem")
+    with httpx.Client(verify=trust, trust_env=False) as client:
+        for name, status in (("a", 201), ("b", 503), ("a", 201), ("c", 503)):
+            url = f"https://{https}/register_peer"
+            assert client.post(url, json={"url": f"http://{name}"}).status_code == status
+        samples = scrape(server)[1]
+    assert samples["kvd_peers_refused_total"] == 2
+    assert samples["kvd_https_requests_total"] == 4
+    assert samples["kvd_https_connections_total"] == samples["kvd_https_connections_open"] == 1
+    plain = {name for name in samples if name.startswith("kvd_http_")}
+    assert {name.replace("http", "https") for name in plain} <= samples.keys()
 
 
 @pytest.mark.peer

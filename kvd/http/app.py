@@ -13,7 +13,7 @@ from werkzeug.exceptions import HTTPException
 from kvd.http.answer import answer
 from kvd.http.asgi import AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, error_response, too_large
-from kvd.http.guard import observed
+from kvd.http.guard import admitted, observed
 from kvd.http.limits import HttpLimits
 from kvd.http.table import Found, RouteTable
 from kvd.http.types import Observer, Request, Response, Route
@@ -36,7 +36,8 @@ def build_app(
         return _refused(table.methods(path)) if found is None else await _answered(found)
 
     app.register_error_handler(HTTPException, _render_exception)
-    return app if observe is None else observed(app, table, observe)
+    bounded = admitted(app, table)
+    return bounded if observe is None else observed(bounded, table, observe)
 
 
 async def _answered(found: Found) -> quart.Response:

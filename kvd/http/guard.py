@@ -1,4 +1,4 @@
-"""What an ASGI application needs around it: `observed` anywhere, `guarded` under hypercorn."""
+"""What an ASGI application needs around it: `observed`, `admitted`; `guarded` under hypercorn."""
 
 from __future__ import annotations
 
@@ -41,6 +41,31 @@ def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
     return observed_app
 
 
+def admitted(app: AsgiApp, table: RouteTable) -> AsgiApp:
+    """Returns `app` with the bounds that routes of `table` have on requests under way.
+
+    Here and not in the handler, because only the server knows when a streamed answer has ended,
+    in whatever way.
+    """
+
+    async def admitted_app(scope: Any, receive: Any, send: Any) -> None:
+        found = table.find(scope.get("method", ""), scope.get("raw_path", b""))
+        admission = None if found is None else found.route.admission
+        if admission is None:
+            await app(scope, receive, send)
+        elif admission.inside >= admission.limit:
+            admission.refused += 1
+            await _send_failure(send, admission.text)
+        else:
+            admission.inside += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                admission.inside -= 1
+
+    return admitted_app
+
+
 def guarded(app: AsgiApp, handler_seconds: float) -> AsgiApp:
     """Returns `app` fit for hypercorn: bounded in time, and HTTP requests only."""
 
@@ -69,7 +94,8 @@ class _Exchange:
         with self._scope:
             await app(scope, self.receive, self.send)
         if self._scope.cancelled_caught and not self._started:
-            await self._send_timeout()
+            closing = (b"connection", b"close")
+            await _send_failure(self._send, "the request took too long", closing)
 
     async def receive(self) -> Message:
         """Withholds the disconnection until the response is sent.
@@ -90,12 +116,14 @@ class _Exchange:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._ended.set()
 
-    async def _send_timeout(self) -> None:
-        body = error_body("the request took too long")
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        await self._send({"type": "http.response.start", "status": 503, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+
+async def _send_failure(send: Any, text: str, *headers: tuple[bytes, bytes]) -> None:
+    """Answers 503."""
+    body = error_body(text)
+    headers = (
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *headers,
+    )
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

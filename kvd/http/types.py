@@ -48,6 +48,19 @@ class Response:
     headers: Headers = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Admission:
+    """Lets so many requests in at a time, until their answers have been sent, and counts the rest.
+
+    `text` is for clients that are answered 503.
+    """
+
+    limit: int
+    text: str
+    inside: int = 0
+    refused: int = 0
+
+
 Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response]]
 
 
@@ -58,6 +71,7 @@ class Route:
     `hot` routes answer with bytes, and bypass the Quart application on the plain port. Their
     `answerer` may answer in the handler's place, the same as that would. `body_limit` is in bytes;
     a longer body is answered 413 before anyone sees it.
+    `admission` bounds how many requests of a route that is not hot are under way.
     """
 
     method: str
@@ -66,6 +80,7 @@ class Route:
     hot: bool = False
     answerer: Answerer | None = None
     body_limit: int = DEFAULT_BODY_LIMIT
+    admission: Admission | None = None
     waits: bool = field(init=False)  # the handler is asynchronous
 
     def __post_init__(self) -> None:

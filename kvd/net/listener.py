@@ -54,7 +54,7 @@ async def run_listener(
 class _Reader:
     """What one listener does with its messages."""
 
-    __slots__ = ("_listener", "_log", "_ready", "_replayer", "_spare_until", "_turns")
+    __slots__ = ("_flaw_said", "_listener", "_log", "_ready", "_replayer", "_spare_until", "_turns")
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class _Reader:
         self._replayer = replayer
         self._turns = turns
         self._spare_until = 0.0  # monotonic seconds; no replays before
+        self._flaw_said = listener.last_flaw  # before a pause
         self._log = log
 
     async def receive(self, link: Link) -> NoReturn:
@@ -104,15 +105,22 @@ class _Reader:
         budget_ns = await self._turns.begin()
         if not listener.connected:
             link.hear()
-        refused, flawed = listener.refused, listener.flawed
+        refused = listener.refused
         socket = link.sub.socket.underlying
         more = drain(socket, listener.take, listener.refuse, MAX_TURN_MESSAGES, budget_ns)
         self._turns.end()
         if listener.refused != refused:
             self._log.warning("messages refused", **listener.bad_frames)
-        if listener.flawed != flawed:
-            self._log.warning("batch not understood", last=listener.loss)
+        self._say_flaw()
         return more
+
+    def _say_flaw(self) -> None:
+        """Logs the last batch that was not understood, live or replayed, unless it has been."""
+        flaw = self._listener.last_flaw
+        if flaw is not None and flaw is not self._flaw_said:
+            self._flaw_said = flaw
+            seq, reason = flaw
+            self._log.warning("batch not understood", batch=seq, reason=reason)
 
     async def _settle(self, link: Link) -> None:
         """Applies or drops the batch held back; fetches first what is missing before it."""
@@ -126,6 +134,7 @@ class _Reader:
             self._log.warning("engine restarted", last_seq=last)
         end = await self._replay()
         lost = listener.settle()
+        self._say_flaw()
         if lost:
             self._log.warning("batches lost", missing=lost, lost=listener.lost, replay=end)
 

@@ -54,9 +54,9 @@ class ListenerTasks:
         """Starts the listener's task; KeyError while `key` has one."""
         self._tasks.start(key, partial(self._run, listener))
 
-    async def stop(self, key: RankKey) -> None:
-        """Returns when the listener's task has ended; at once when there is none."""
-        await self._tasks.stop(key)
+    async def stop(self, key: RankKey) -> bool:
+        """Returns True when the listener's task has ended; False, and at once, without one."""
+        return await self._tasks.stop(key)
 
     async def _run(self, listener: Listener) -> None:
         self._health[listener] = StreamHealth.RECOVERING

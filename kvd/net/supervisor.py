@@ -45,12 +45,17 @@ class Supervisor(Generic[Key]):
         child = self._children[key] = _Child()
         self._nursery.start_soon(self._run, key, child, run, name=f"child {key}")
 
-    async def stop(self, key: Key) -> None:
-        """Cancels the child of `key` and returns once it has ended; without a child, at once."""
+    async def stop(self, key: Key) -> bool:
+        """Cancels the child of `key`; returns True once it has ended, False without a child.
+
+        When several wait for that end, one of them may have started another by then.
+        """
         child = self._children.get(key)
-        if child is not None:
-            child.scope.cancel()
-            await child.ended.wait()
+        if child is None:
+            return False
+        child.scope.cancel()
+        await child.ended.wait()
+        return True
 
     async def _run(self, key: Key, child: _Child, run: Callable[[], Awaitable[object]]) -> None:
         try:

@@ -66,6 +66,9 @@ class Stream(Protocol):
     def apply(self, payload: bytes) -> int:
         """Applies a batch and returns what it has shown, as bits: EMPTIED, FLAWED."""
 
+    def flaw(self) -> str:
+        """Says why the last batch was FLAWED."""
+
     def clear(self) -> None:
         """Drops all that earlier batches have stored."""
 
@@ -106,6 +109,7 @@ class Listener(StreamCounts):
         "endpoint",
         "held",
         "last_error",
+        "last_flaw",
         "loss",
         "name",
         "replay_endpoint",
@@ -129,6 +133,7 @@ class Listener(StreamCounts):
 
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
         self.loss = "registered again" if expected else ""  # why degraded, empty if not
+        self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
         self._joined_at = expected  # what was expected when the connection was made, -1 is over
@@ -303,6 +308,7 @@ class Listener(StreamCounts):
             self._restored = False
         if shown & FLAWED:
             self.flawed += 1
+            self.last_flaw = seq, self._stream.flaw()
             self.loss = f"batch {seq} not understood"
 
     def _restart(self) -> None:

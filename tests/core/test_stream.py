@@ -176,6 +176,19 @@ def test_outcome(name: str) -> None:
     assert outcome == shown
 
 
+def test_a_flaw_of_a_batch_is_named() -> None:
+    stream = Worker().streams[0]
+    assert stream.flaw() == ""
+    for payload, flaw in (
+        (batch(BAD, {**stored(1, 7), "block_size": "x"}), "hashes"),
+        (batch(stored(1, 7))[:-8], "truncated"),
+        (b"\xc1", "not_msgpack"),
+        (batch(OTHER), ""),
+    ):
+        stream.apply(payload)
+        assert stream.flaw() == flaw
+
+
 def test_recent_batches_are_known() -> None:
     recent = Recent()
     for number in range(2 * SIZE):

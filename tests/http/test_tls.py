@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -27,17 +26,6 @@ from kvd.http.app import build_app
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
 from kvd.http.tls import TlsServer
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with cert.pem and key.pem for 127.0.0.1."""
-    path = tmp_path_factory.mktemp("certificate")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
-    names = ["-subj", "/CN=kvd", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run([*command.split(), *names, *files], cwd=path, check=True, capture_output=True)
-    return path
 
 
 class RunningTls:

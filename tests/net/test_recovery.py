@@ -91,7 +91,7 @@ class Replica:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
-        routes = indexer.routes(self.state, self.registry, Peers())
+        routes = indexer.routes(self.state, self.registry, Peers(), indexer.dumps_bound())
         async with serving(routes=routes) as running:
             host, port = running.address
             yield f"http://{host}:{port}"

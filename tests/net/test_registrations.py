@@ -217,6 +217,30 @@ async def test_a_loss_is_said_once(daemon: Daemon, log: io.StringIO) -> None:
     assert degraded.endswith('loss="missing 1,3"')
 
 
+async def test_a_batch_that_is_not_understood_is_named_with_the_reason(
+    daemon: Daemon, log: io.StringIO
+) -> None:
+    """Also when a batch of the same turn ends the loss, and behind a gap."""
+    cleared = msgpack.packb([1.5, [{"type": "AllBlocksCleared"}], None])
+    daemon.worker.seq = 0
+    daemon.worker.send(stored(0), b"\xc1", cleared)
+    await daemon.reaches(2)
+    assert daemon.listener.health(trio.current_time()) == "exact"
+    [line] = [line for line in log.getvalue().splitlines() if "not understood" in line]
+    assert "batch=1 reason=not_msgpack" in line
+
+
+async def test_a_batch_behind_a_gap_that_is_not_understood_is_named(
+    daemon: Daemon, log: io.StringIO
+) -> None:
+    daemon.publish(0)
+    await daemon.reaches(0)
+    daemon.worker.seq = 5
+    daemon.worker.send(stored(5)[:-8])
+    await daemon.reaches(5)
+    assert "batch=5 reason=truncated" in log.getvalue()
+
+
 async def test_an_old_removal_never_ends_a_new_registration(
     daemon: Daemon, nursery: trio.Nursery
 ) -> None:

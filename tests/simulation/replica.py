@@ -52,6 +52,9 @@ class Tap:
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
 
+    def flaw(self) -> str:
+        return self._stream.flaw()
+
     def goes_on(self, payload: bytes) -> bool:
         return self._stream.goes_on(payload)
 
@@ -129,6 +132,7 @@ class Replica:
         self.wire = Wire(network, name, cut_replays=not kind)
         self.recovery = RecoveryStats()
         self.registry: Registry
+        self.tasks: ListenerTasks
         self.ready = trio.Event()
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -143,8 +147,8 @@ class Replica:
         with self._scope:
             async with trio.open_nursery() as listening:
                 context: Any = self.wire
-                tasks = ListenerTasks(listening, context, self.ready, LinkOptions())
-                self.registry = Registry(self.state, tasks)
+                self.tasks = ListenerTasks(listening, context, self.ready, LinkOptions())
+                self.registry = Registry(self.state, self.tasks)
                 for engine in at_start:
                     self.register(engine)
                 task_status.started()
@@ -189,6 +193,7 @@ class PeerAccess:
         self.chance = chance
         self.replicas: dict[str, Replica] = {}  # those that run, by URL
         self.failures = 0.2  # of the attempts
+        self.texts = 0.3  # of the answers, as another indexer would write them
 
     async def fetch(self, url: str, accept: bytes, limits: object, begin: Any) -> None:
         """In the place of `kvd.net.fetch.fetch`."""
@@ -197,7 +202,7 @@ class PeerAccess:
         broken = self.chance.random() < self.failures
         if replica is None or (broken and self.chance.random() < 0.5):
             raise FetchError("refused")
-        text = self.chance.random() < 0.3  # as another indexer would write it
+        text = self.chance.random() < self.texts
         headers = [] if text else [(b"accept", accept)]
         response = indexer.dump(replica.state, Request("GET", "/dump", b"", headers, b""))
         given = {b"content-type": response.content_type, **dict(response.headers)}

@@ -21,6 +21,9 @@ class Applied(list[bytes]):
         self.append(payload)
         return SHOWS.get(payload, 0)
 
+    def flaw(self) -> str:
+        return "truncated"
+
     def restored(self) -> bool:
         return self.dumped and not self
 
@@ -360,6 +363,8 @@ def test_a_batch_that_is_not_understood_is_lost() -> None:
     feed(listener, (0, b""), (1, b"flawed"), (2, b""))
     assert (health(listener), listener.loss) == ("degraded", "batch 1 not understood")
     assert listener.flawed == 1
+    feed(listener, (3, b"emptied"))  # which ends the loss, not what has been
+    assert (listener.loss, listener.last_flaw) == ("", (1, "truncated"))
 
 
 def test_an_all_clear_ends_a_loss() -> None:

@@ -1,0 +1,34 @@
+"""What must hold between registry, state and listener tasks whenever no call is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvd.model import RankKey
+from kvd.registry import Registry
+from kvd.state import State
+from kvd.wire.listener import ListenerStatus
+
+
+def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) -> None:
+    """`tasks` are the ranks that have a listener's task."""
+    registrations = list(registry.registrations())
+    known = {
+        RankKey(key, *rank)
+        for key, partition in state.partitions.items()
+        for rank in partition.ranks
+    }
+    assert {registration.key for registration in registrations} == known
+    listening = {
+        registration.key
+        for registration in registrations
+        if registration.listener.status is not ListenerStatus.PAUSED
+    }
+    assert set(tasks) == listening
+    for partition in state.partitions.values():
+        assert partition.workers, "a partition that nobody is in"
+        for instance_id, dp_rank in partition.ranks:
+            assert dp_rank in partition.workers[instance_id].ranks()
+        partition.index.verify()
+    for key, instance_id in state.unsettled:
+        assert instance_id in state.partitions[key].workers

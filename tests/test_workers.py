@@ -1,0 +1,93 @@
+"""GET /workers of a large fleet: in slices, and right whatever changes between them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from test_metrics import LONGEST_STALL_S, Idle
+
+from kvd.faces import indexer
+from kvd.http.types import Request
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import Registry
+from kvd.state import State
+
+RANKS = 2_000
+SOMEWHERE = "tcp://127.0.0.1:1"
+
+
+class Fleet:
+    def __init__(self, instances: int) -> None:
+        self.state = State()
+        self.registry = Registry(self.state, Idle())
+        for number in range(RANKS):
+            key = RankKey(PartitionKey("m", "t"), number % instances, number // instances)
+            self.registry.register(key, SOMEWHERE, 16, None)
+
+    def pieces(self, query: bytes = b"") -> AsyncIterator[bytes]:
+        response = indexer.workers(
+            self.state, self.registry, Request("GET", "/workers", query, [], b"")
+        )
+        return cast(AsyncIterator[bytes], response.body)
+
+    async def listed(self, query: bytes = b"") -> Any:
+        return json.loads(b"".join([piece async for piece in self.pieces(query)]))
+
+
+async def check_slices(fleet: Fleet) -> None:
+    slices = longest = 0.0
+    started = time.thread_time()
+    async for piece in fleet.pieces():
+        longest = max(longest, time.thread_time() - started)
+        slices += bool(piece)
+        started = time.thread_time()
+    assert longest < LONGEST_STALL_S
+    assert slices > 3
+
+
+async def test_many_instances() -> None:
+    fleet = Fleet(instances=500)
+    await check_slices(fleet)
+    rows = await fleet.listed()
+    assert [row["instance_id"] for row in rows] == list(range(500))
+    assert rows[7] == {
+        "instance_id": 7,
+        "source": "zmq",
+        "status": "pending",
+        "stream": "recovering",
+        "model_name": "m",
+        "tenant_id": "t",
+        "block_size": 16,
+        "endpoints": {str(rank): SOMEWHERE for rank in range(4)},
+        "listeners": {
+            str(rank): {"endpoint": SOMEWHERE, "status": "pending", "stream": "recovering"}
+            for rank in range(4)
+        },
+    }
+
+
+async def test_an_instance_of_many_ranks() -> None:
+    fleet = Fleet(instances=1)
+    await check_slices(fleet)
+    [row] = await fleet.listed()
+    assert list(row["listeners"]) == list(row["endpoints"]) == [str(rank) for rank in range(RANKS)]
+
+
+async def test_nobody() -> None:
+    fleet = Fleet(instances=4)
+    assert await fleet.listed(b"model_name=another") == []
+    assert len(await fleet.listed(b"model_name=m&tenant_id=t")) == 4
+
+
+async def test_the_fleet_may_leave_meanwhile() -> None:
+    fleet = Fleet(instances=50)
+    pieces = fleet.pieces()
+    first = await anext(pieces)
+    for instance_id in range(50):
+        await fleet.registry.unregister(instance_id, "m", "t", None)
+    rest = b"".join([piece async for piece in pieces])
+    assert len(json.loads(first + rest)) == 50
+    assert await fleet.listed() == []
