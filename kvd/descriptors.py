@@ -15,8 +15,8 @@ LISTENER_DESCRIPTORS = 4
 # For all else: connections of two ports, 1,024 each; 64 replays, three each; what is open anyway.
 OTHER_DESCRIPTORS = 2_560
 
-# Each has two of the 65,535 sockets that libzmq has; the rest is for replays.
-MAX_LISTENERS = 32_000
+# Each has three of the 65,535 sockets that libzmq has; the rest is for replays.
+MAX_LISTENERS = 21_000
 
 ENOUGH = OTHER_DESCRIPTORS + MAX_LISTENERS * LISTENER_DESCRIPTORS
 
