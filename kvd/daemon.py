@@ -28,6 +28,7 @@ import trio
 from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
+from kvd.descriptors import listeners_within, raise_limit
 from kvd.faces import indexer, replica_sync, slot_tracker
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
@@ -72,14 +73,18 @@ log = get_logger(__name__)
 def run(config: Config) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError."""
     keep_freed_memory()
-    return trio.run(_Daemon(config).run)
+    max_ranks = listeners_within(raise_limit())
+    if len(config.workers) > max_ranks:
+        raise StartError(f"there are descriptors for {max_ranks} workers only (ulimit -n)")
+    return trio.run(_Daemon(config, max_ranks).run)
 
 
 class _Daemon:
     """One process's daemon."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, max_ranks: int) -> None:
         self._config = config
+        self._max_ranks = max_ranks
         self._state = State()
         self._peers = Peers(config.peers)
         self._recovery = RecoveryStats()
@@ -111,7 +116,7 @@ class _Daemon:
                         queue_messages=config.engine.queue_messages,
                     )
                     tasks = ListenerTasks(listening, context, ready, options)
-                    registry = Registry(self._state, tasks)
+                    registry = Registry(self._state, tasks, self._max_ranks)
                     if config.indexer_bind is not None:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)

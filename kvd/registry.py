@@ -15,7 +15,8 @@ from typing import Protocol
 
 import trio
 
-from kvd.errors import Conflict, NotFound
+from kvd.descriptors import MAX_LISTENERS
+from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
@@ -48,8 +49,10 @@ class Registration:
 class Registry:
     """The indexer face's registrations."""
 
-    def __init__(self, state: State, listeners: Listeners) -> None:
+    def __init__(self, state: State, listeners: Listeners, max_ranks: int = MAX_LISTENERS) -> None:
         self._state = state
+        self._max_ranks = max_ranks
+        self.refused_ranks = 0  # beyond max_ranks
         self._listeners = listeners
         self._ranks: dict[RankKey, Registration] = {}
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
@@ -78,13 +81,18 @@ class Registry:
         """Registers a rank and starts to listen to it, whether its worker is up or not.
 
         Raises BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts
-        what is registered; nothing has changed then.
+        what is registered, Unavailable at a bound; nothing has changed then.
         """
         check_endpoint(endpoint)
         if replay_endpoint is not None:
             check_replay_endpoint(replay_endpoint)
         if key in self._ranks:
             raise Conflict(f"instance {key.instance_id} dp_rank {key.dp_rank} already registered")
+        if len(self._ranks) >= self._max_ranks:
+            self.refused_ranks += 1
+            raise Unavailable(
+                f"there are {self._max_ranks} ranks already, no more can be listened to"
+            )
         stream = self._state.add_rank(key, block_size)
         expected = self._left.pop((key, endpoint), 0)
         listener = Listener(str(key), endpoint, stream, replay_endpoint, expected)

@@ -6,7 +6,7 @@ The scenarios of tests/conformance say what it does; they leave open which 4xx a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -347,3 +347,48 @@ def test_what_is_kept_is_not_too_long(client: httpx.Client, name: str) -> None:
     )
     response = client.post("/register_peer", json={"url": "http://" + "x" * 4090})
     assert response.status_code == 422
+
+
+def _bodies_of_all_kinds(path: str) -> dict[str, bytes]:
+    """All that is wrong with bodies in these tables, by name."""
+    fine = _fine(path)
+    bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
+    bodies |= {
+        f"x: {name}": fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()
+    }
+    bodies |= {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
+    for member, values in UNFIT[path].items():
+        bodies |= {f"{member}: {value[:30]}": _with(path, member, value) for value in values}
+    for missing in REQUIRED[path]:
+        rest = {name: value for name, value in POSTS[path][0].items() if name != missing}
+        bodies[f"without {missing}"] = json.dumps(rest).encode()
+    return bodies
+
+
+# Dynamo stops at the end of the object, and does not look into texts that it does not want.
+READ_BY_THE_PEER = {
+    "twice",
+    "x: lone surrogate",
+    "x: surrogates the wrong way round",
+    "x: no UTF-8",
+    "x: overlong UTF-8",
+    "x: surrogate in UTF-8",
+}
+
+
+@pytest.mark.peer
+@ROUTES
+def test_the_live_peer_refuses_the_same(
+    path: str, client: httpx.Client, peer_process: Callable[..., Server]
+) -> None:
+    with httpx.Client(base_url=peer_process().base_url, trust_env=False) as theirs:
+        answers = {
+            name: tuple(
+                one.post(path, content=body, headers=JSON).status_code for one in (client, theirs)
+            )
+            for name, body in _bodies_of_all_kinds(path).items()
+        }
+    differing = {name: both for name, both in answers.items() if both[0] != both[1]}
+    beyond_a_double = {name for name in answers if "1e400" in name or "99999" in name}
+    assert {name for name, both in differing.items() if both == (422, 400)} == beyond_a_double
+    assert differing.keys() - beyond_a_double == READ_BY_THE_PEER

@@ -26,6 +26,7 @@ import zmq
 from processes import REPOSITORY, Server, clean_environment, find_free_port
 from running import running_kvd
 
+from kvd.descriptors import listeners_within
 from kvd.http.limits import HttpLimits
 from kvd_core.index import IngestCounters, PrefixIndex
 from tests.net.zmtp_fakes import GREETING, large_frame, message, ready
@@ -444,6 +445,55 @@ def _register_or_not(client: httpx.Client, rng: random.Random) -> int:
 
 
 # ---- what only the operating system can bound
+
+DESCRIPTORS = 64
+FEW = (
+    "import resource, runpy;"
+    f"resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}));"
+    "runpy.run_module('kvd', run_name='__main__', alter_sys=True)"
+)
+
+
+def test_workers_and_clients_share_few_descriptors(tmp_path: Path) -> None:
+    """Registrations leave room for clients, and clients give room back when they go."""
+    port = find_free_port()
+    command = [sys.executable, "-c", FEW, "indexer", "--port", str(port)]
+    server = Server(command, tmp_path, port, clean_environment())
+    try:
+        server.wait_healthy()
+        client = httpx.Client(base_url=server.base_url, trust_env=False)
+        with client, zmq.Context() as context, context.socket(zmq.PUB) as engine:
+            engine.bind("tcp://127.0.0.1:0")
+            body = {"endpoint": engine.last_endpoint.decode(), "model_name": "m", "block_size": 4}
+            answers = [
+                client.post("/register", json={"instance_id": number, **body})
+                for number in range(DESCRIPTORS)
+            ]
+            taken = listeners_within(DESCRIPTORS)
+            statuses = [answer.status_code for answer in answers]
+            assert statuses == [201] * taken + [503] * (DESCRIPTORS - taken)
+            assert "ranks already" in answers[-1].json()["error"]
+
+            def listening() -> bool:
+                rows = client.get("/workers").json()
+                return len(rows) == taken and all(row["status"] == "active" for row in rows)
+
+            server.wait_until(listening, "listening to those registered")
+            with ExitStack() as stack:
+                for _ in range(2 * DESCRIPTORS):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                paused = "kvd_http_accept_pauses_total 0"
+                server.wait_until(
+                    lambda: paused not in client.get("/metrics").text, "short of them"
+                )
+                assert listening()
+            assert httpx.get(f"{server.base_url}/health", trust_env=False).status_code == 200
+            assert f"kvd_ranks_refused_total {DESCRIPTORS - taken}" in client.get("/metrics").text
+            assert listening()
+        assert server.stop() == 0
+    finally:
+        server.stop()
+
 
 ADDRESS_SPACE_BYTES = 768 * MIB  # of the daemon, which takes a third of that before it serves
 LIMITED = (

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots"),
     ("kvd.metrics",),
     ("kvd.state",),
-    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory"),
+    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors"),
     ("kvd.model", "kvd.errors", "kvd._version"),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
@@ -89,6 +89,18 @@ def test_pure_packages_stay_pure(package: str) -> None:
         if module == package or module.startswith(f"{package}."):
             used = {name for target in imports(path) for name in (target, target.split(".")[0])}
             assert not used & FORBIDDEN[package], f"{module} imports {used & FORBIDDEN[package]}"
+
+
+def test_only_log_lines_know_the_wall_clock() -> None:
+    """Deadlines, expiry and backoff must not follow a clock that somebody sets.
+
+    The demo's engines put it into their batches, as engines do.
+    """
+    wall = re.compile(
+        r"\btime\.time(_ns)?\(|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
+    )
+    using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
+    assert using == {"kvd.logs", "kvd.demo.fleet"}
 
 
 CORE_SOURCES = [

@@ -17,7 +17,6 @@ import kvd.registry
 import kvd.state
 from kvd.errors import Unavailable
 from kvd.faces import indexer
-from kvd.http.types import Request
 from kvd.metrics import (
     BUCKETS,
     Family,
@@ -30,7 +29,7 @@ from kvd.metrics import (
     stats_families,
 )
 from kvd.model import PartitionKey, RankKey
-from kvd.peers import MAX_PEERS, Peers
+from kvd.peers import MAX_PEERS
 from kvd.registry import Registry
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
@@ -209,18 +208,12 @@ async def test_forgotten_places_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kvd.registry, "MAX_LEFT_PLACES", 2)
     state = State()
     registry = Registry(state, Idle())
-    route = next(
-        route
-        for route in indexer.routes(state, registry, Peers(), indexer.dumps_bound())
-        if route.path == "/metrics"
-    )
     for instance_id in range(5):
         key = RankKey(PartitionKey("m", "a"), instance_id, 0)
         registry.register(key, "tcp://127.0.0.1:1", 16, None)
         await registry.unregister(instance_id, "m", "a", None)
-    response = route.handler(Request("GET", "/metrics", b"", [], b""))
-    text = b"".join([piece async for piece in response.body])
-    assert parse(text.decode())["kvd_places_forgotten_total"] == 3
+    samples = parse(text_of(indexer.families(state, registry, indexer.dumps_bound())))
+    assert samples["kvd_places_forgotten_total"] == 3
 
 
 def test_the_index_is_summed_over_its_partitions() -> None:

@@ -37,7 +37,10 @@ def filled_state() -> State:
 
 
 STATE = filled_state()
-ROUTES = {route.path: route for route in indexer.routes(STATE, cast(Registry, None), Peers())}
+ROUTES = {
+    route.path: route
+    for route in indexer.routes(STATE, cast(Registry, None), Peers(), indexer.dumps_bound())
+}
 QUERIES = [ROUTES["/query"], ROUTES["/query_by_hash"]]
 
 VALUES = st.sampled_from(

@@ -215,6 +215,8 @@ def families(state: State, registry: Registry, dumps: Admission) -> Iterator[Fam
     yield from listener_families(listeners, registry.left_counts, trio.current_time())
     help = "Places in streams of unregistered ranks that were forgotten, at the bound"
     yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
+    help = "Ranks refused because there are no descriptors for their listeners"
+    yield counter("kvd_ranks_refused_total", help, registry.refused_ranks)
     yield gauge("kvd_dumps_open", "Dumps under way", dumps.inside)
     yield counter("kvd_dumps_refused_total", "Dumps refused at the bound", dumps.refused)
     yield from state_families(state, registry.instances())

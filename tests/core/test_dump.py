@@ -452,3 +452,14 @@ def test_blocks_of_a_removed_worker_are_passed_over() -> None:
     assert not step.apply(index, workers, 100)
     assert step.blocks == 1
     assert index.match([1])[0] == {(2, 0): (1, 1, 1)}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["in one event", "in two"])
+def test_a_name_that_stands_for_two_blocks_is_harmless(together: bool) -> None:
+    """A collision of engine hashes, or a lie: the later block has the name."""
+    twice = [(1, 10), (2, 20), (1, 30), (2, 40)]
+    events = [event(twice)] if together else [event(twice[:2]), event(twice[2:])]
+    index = restored(read(dump_json(*events), False)[0])
+    depths, _ = index.match([30, 40])
+    assert together or depths == {(1, 0): (2, 2, 2)}
+    assert index.match([10, 20])[0].get((1, 0), (0, 0, 0))[0] < 2

@@ -19,9 +19,9 @@ from serving import PATIENT, Client, eventually, open_descriptors, serving
 import kvd.faces.dumps
 from kvd.faces import indexer
 from kvd.faces.indexer import MAX_DUMPS
+from kvd.faces.monitoring import metrics_route
 from kvd.http.app import build_app
 from kvd.http.types import Admission
-from kvd.metrics import RequestMetrics
 from kvd.model import PartitionKey, RankKey
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
@@ -49,8 +49,11 @@ class Daemon:
     body: bytes = b""
 
     def __post_init__(self) -> None:
-        self.routes = indexer.routes(
-            self.state, self.registry, Peers(), RequestMetrics(), test_endpoints=True
+        dumps = indexer.dumps_bound()
+        families = partial(indexer.families, self.state, self.registry, dumps)
+        self.routes = (
+            *indexer.routes(self.state, self.registry, Peers(), dumps, test_endpoints=True),
+            metrics_route([families]),
         )
         self.app = build_app(self.routes, PATIENT)
 
