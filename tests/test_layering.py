@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.http", "kvd.net", "kvd.faces"),
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots"),
     ("kvd.metrics",),
-    ("kvd.state",),
+    ("kvd.state", "kvd.scheduling"),
     ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors"),
     ("kvd.model", "kvd.errors", "kvd._version"),
 )
@@ -32,6 +32,7 @@ IO = {"trio", "zmq", "socket", "quart", "quart_trio", "hypercorn", "httptools", 
 FORBIDDEN = {
     "kvd.wire": IO | {"time", "datetime", "logging", "os", "kvd.logs"},
     "kvd.faces": (IO - {"trio"}) | {"time", "datetime", "os"},  # trio: long walks checkpoint
+    "kvd.scheduling": IO | {"time", "datetime", "logging", "os", "kvd.logs"},
     "kvd.state": {"time", "datetime", "os", "quart", "hypercorn"},
     "kvd.model": IO | {"time", "datetime", "logging", "os"},
     "kvd.errors": IO | {"time", "datetime", "logging", "os"},

@@ -1,0 +1,142 @@
+"""Selections that wait because every rank they may go to is busy.
+
+    lane (who may serve them)      waiting, best first
+    anyone                         [s7 s3 s9]      a heap by (strict priority, score, arrival)
+    {worker 1}                     [s4]
+    {worker 2, worker 5}           [s8 s6]
+
+1. A selection waits in the lane of its constraints. Whether a lane can move depends on that alone:
+   if its first cannot, none behind it can.
+2. A lane that cannot move blocks no other one. (On the original, requests with constraints share
+   one line, and its head holds up those behind it whose workers are idle.)
+3. A lane without waiting selections does not exist.
+
+Costs: push and remove O(log n); release O(lanes) for each that is released. Removed ones leave
+their place in the heap empty until it comes to the top, or until half of a heap is empty.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class QueuePolicy(StrEnum):
+    """What decides among selections of the same strict priority."""
+
+    FCFS = "fcfs"  # who came first, a jump counting as so many seconds earlier
+    WSPT = "wspt"  # the shortest uncached prompt, weighted by the jump
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """What a selection's place in the queue depends on, beside its arrival."""
+
+    strict_priority: int = 0  # higher ones go first, whatever the policy says
+    priority_jump: float = 0.0  # seconds under FCFS, a weight under WSPT; below 0 counts as 0
+    uncached_tokens: int = 0  # of the prompt, on the worker that has most of it
+
+    def score(self, policy: QueuePolicy, arrival: float) -> float:
+        """Returns what is compared among equals in strict priority; higher goes first."""
+        jump = max(0.0, self.priority_jump)
+        if policy is QueuePolicy.FCFS:
+            return jump - arrival
+        return (1.0 + jump) / max(1, self.uncached_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting(Generic[T]):
+    """One waiting selection; `entry` is whatever its owner wants to find again."""
+
+    lane: Hashable
+    entry: T
+    place: tuple[int, float, int]  # sorts before those that wait longer
+    queued: bool = True
+
+    def __lt__(self, other: Waiting[T]) -> bool:
+        return self.place < other.place
+
+
+@dataclass(slots=True)
+class _Lane(Generic[T]):
+    heap: list[Waiting[T]] = field(default_factory=list)
+    live: int = 0
+
+    def first(self) -> Waiting[T]:
+        while not self.heap[0].queued:
+            heapq.heappop(self.heap)
+        return self.heap[0]
+
+    def forget(self, waiting: Waiting[T]) -> None:
+        waiting.queued = False
+        self.live -= 1
+        if len(self.heap) > 2 * self.live:
+            self.heap = [one for one in self.heap if one.queued]
+            heapq.heapify(self.heap)
+
+
+class SelectionQueue(Generic[T]):
+    """The waiting selections of one model and tenant."""
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self.policy = policy
+        self._lanes: dict[Hashable, _Lane[T]] = {}
+        self._arrivals = count()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        """Yields all that wait, in no order."""
+        for lane in self._lanes.values():
+            yield from (waiting.entry for waiting in lane.heap if waiting.queued)
+
+    def waits(self, lane: Hashable) -> bool:
+        """Says whether a selection of this lane would come behind others."""
+        return lane in self._lanes
+
+    def push(self, lane: Hashable, entry: T, urgency: Urgency, now: float) -> Waiting[T]:
+        """Adds a selection; `lane` names its constraints, None for none of them."""
+        order = -urgency.strict_priority, -urgency.score(self.policy, now), next(self._arrivals)
+        waiting = Waiting(lane, entry, order)
+        into = self._lanes.setdefault(lane, _Lane())
+        heapq.heappush(into.heap, waiting)
+        into.live += 1
+        self._length += 1
+        return waiting
+
+    def remove(self, waiting: Waiting[T]) -> bool:
+        """Takes a selection out; False if it was out already."""
+        if not waiting.queued:
+            return False
+        lane = self._lanes[waiting.lane]
+        lane.forget(waiting)
+        if not lane.live:
+            del self._lanes[waiting.lane]
+        self._length -= 1
+        return True
+
+    def release(self, can_move: Callable[[T], bool]) -> Iterator[T]:
+        """Takes selections out, best first, as long as `can_move` says that a lane's first may go.
+
+        The caller books each before it takes the next, so that a lane is asked again with what it
+        has made busy. A lane that has said no is not asked again: booking makes nobody idle.
+        """
+        stuck: set[Hashable] = set()
+        while True:
+            heads = [lane.first() for name, lane in self._lanes.items() if name not in stuck]
+            if not heads:
+                return
+            best = min(heads)
+            if can_move(best.entry):
+                self.remove(best)
+                yield best.entry
+            else:
+                stuck.add(best.lane)
