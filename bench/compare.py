@@ -1,4 +1,4 @@
-"""Measures kvd and the live Dynamo indexer side by side in one run.
+"""Measures kvd and Dynamo's live indexer and slot tracker side by side in one run.
 
 Both servers are alive together and are run in turns; see README.md for what the figures mean.
 """
@@ -20,11 +20,19 @@ import machine
 from errors import BenchError
 from generator import Generator, build
 from report import Case, as_json, markdown
+from runs import FULL, QUICK, Plan
 from servers import Contender
-from suites import DUMP, FULL, HASH, INGEST, LATENCY, MEMORY, QUERY, QUICK, Bench, Plan
+from slot_suites import LIFE, LOADS, PROJECTION, SlotSuites
+from slot_suites import MEMORY as SLOT_MEMORY
+from suites import DUMP, HASH, INGEST, LATENCY, MEMORY, QUERY, IndexerSuites
 
 HERE = Path(__file__).resolve().parent
-SUITES = [suite.name for suite in (QUERY, HASH, INGEST, MEMORY, LATENCY, DUMP)]
+INDEXER_SUITES = (QUERY, HASH, INGEST, MEMORY, LATENCY, DUMP)
+SLOT_SUITES = (LIFE, PROJECTION, LOADS, SLOT_MEMORY)
+SUITES = [suite.name for suite in INDEXER_SUITES + SLOT_SUITES]
+
+INDEXER = ("indexer", "dynamo.indexer")  # kvd's command, the peer's module
+SLOT_TRACKER = ("slot-tracker", "dynamo.slot_tracker")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,9 +73,12 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--rounds must be at least 1")
 
 
-def _contenders(arguments: argparse.Namespace) -> tuple[Contender, Contender]:
-    kvd = Contender("kvd", (arguments.kvd_python, "-m", "kvd", "indexer"), arguments.kvd_dir)
-    peer = Contender("peer", (arguments.peer_python, "-m", "dynamo.indexer"), arguments.build_dir)
+def _contenders(
+    arguments: argparse.Namespace, face: tuple[str, str]
+) -> tuple[Contender, Contender]:
+    command, module = face
+    kvd = Contender("kvd", (arguments.kvd_python, "-m", "kvd", command), arguments.kvd_dir)
+    peer = Contender("peer", (arguments.peer_python, "-m", module), arguments.build_dir)
     if not arguments.sanity:
         return kvd, peer
     one = kvd if arguments.sanity == "kvd" else peer
@@ -94,12 +105,13 @@ def _facts(arguments: argparse.Namespace, plan: Plan) -> dict[str, str]:
 
 
 def _measure(arguments: argparse.Namespace, facts: dict[str, str], plan: Plan) -> list[Case]:
-    binary = build(arguments.build_dir)
-    contenders = _contenders(arguments)
-    bench = Bench(Generator(binary), contenders, arguments.build_dir, plan)
+    generator, logs = Generator(build(arguments.build_dir)), arguments.build_dir
+    names = arguments.suites or SUITES
+    indexer = IndexerSuites(generator, _contenders(arguments, INDEXER), logs, plan)
+    slots = SlotSuites(generator, _contenders(arguments, SLOT_TRACKER), logs, plan)
     load_before, other = os.getloadavg()[0], machine.OtherLoad()
     started = time.monotonic()
-    cases = bench.run(arguments.suites or SUITES)
+    cases = indexer.run(names) + slots.run(names)
     facts["noise"] = (
         f"other processes used {other.cores():.2f} cores on average, "
         f"load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
@@ -110,7 +122,7 @@ def _measure(arguments: argparse.Namespace, facts: dict[str, str], plan: Plan) -
 
 
 def _report(arguments: argparse.Namespace, facts: dict[str, str], cases: list[Case]) -> None:
-    first, second = _contenders(arguments)
+    first, second = _contenders(arguments, INDEXER)
     names = (first.name, second.name)
     print(markdown(names, facts, cases))
     if arguments.json:

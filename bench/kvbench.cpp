@@ -1,7 +1,9 @@
-// kvbench: load generator for KV-cache index daemons. One mode a run, one JSON line a result.
+// kvbench: load generator for KV-cache index daemons and slot trackers. One mode a run, one JSON
+// line a result.
 //
 //   ingest   engines publish a data set; rate, server CPU and RSS until all of it is queryable
 //   hold     the same, then the engines stay up and obey commands on standard input
+//   admit    workers and live requests for a slot tracker; RSS a request
 //   http     closed-loop HTTP load; rate, latencies, server CPU per request
 //   bodies   print request bodies, one a line, as `http` would send them
 //
@@ -14,6 +16,7 @@
 #include "loadgen/ingest.hpp"
 #include "loadgen/load.hpp"
 #include "loadgen/options.hpp"
+#include "loadgen/slots.hpp"
 
 namespace {
 
@@ -27,12 +30,13 @@ struct Mode {
 constexpr Mode kModes[] = {
     {"ingest", run_ingest},
     {"hold", run_hold},
+    {"admit", run_admit},
     {"http", run_http},
     {"bodies", run_bodies},
 };
 
 int usage() {
-    std::fprintf(stderr, "usage: kvbench ingest|hold|http|bodies [--option value]...\n");
+    std::fprintf(stderr, "usage: kvbench ingest|hold|admit|http|bodies [--option value]...\n");
     for (const OptionSpec& option : kOptions)
         std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
     return 2;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import cycle
 
 from errors import BenchError
 from servers import Pair, Server
@@ -12,22 +14,33 @@ from servers import Pair, Server
 TIMEOUT = 30.0  # seconds for one answer
 
 Scores = dict[tuple[str, str], int]  # (instance, rank) -> tokens
+Rows = list[dict[str, object]]
+
+# Members of the slot tracker's rows that need not be equal: what each calls a tenant, and a count
+# that only newer versions of the peer give.
+FREE_MEMBERS = ("tenant_id", "routing_group", "active_requests")
+
+LIFE_PATHS = ("/add", "/prefill_complete", "/free")  # of the bodies of a request's life, in order
 
 
-def _scores(server: Server, path: str, body: str) -> Scores:
-    """Non-zero scores: whether a worker without a match is listed is each server's choice."""
+def _ask(server: Server, method: str, path: str, body: str = "") -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         reply = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise BenchError(f"{server.name} {path}: {error}") from error
     finally:
         connection.close()
-    if response.status != 200:
+    if response.status // 100 != 2:
         raise BenchError(f"{server.name} {path} answered {response.status} {reply[:300]!r}")
-    rows: dict[str, dict[str, int]] = json.loads(reply)["scores"]
+    return reply
+
+
+def _scores(server: Server, path: str, body: str) -> Scores:
+    """Non-zero scores: whether a worker without a match is listed is each server's choice."""
+    rows: dict[str, dict[str, int]] = json.loads(_ask(server, "POST", path, body))["scores"]
     return {(i, rank): n for i, ranks in rows.items() for rank, n in ranks.items() if n}
 
 
@@ -41,3 +54,54 @@ def check_equal(pair: Pair, path: str, bodies: Iterable[str], matched: int) -> N
             )
         if max(first.values(), default=0) != matched:
             raise BenchError(f"{path}, sample {number}: {first}, expected a score of {matched}")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What slot trackers must answer: every worker's live load, and what a question adds to it."""
+
+    workers: int
+    blocks: int
+    prefill_tokens: int
+    novel_blocks: int  # of a question, to the worker that shares the most of it
+
+
+def _rows(server: Server, method: str, path: str, body: str = "") -> Rows:
+    """Rows in the order of worker and rank, without FREE_MEMBERS."""
+    rows: Rows = json.loads(_ask(server, method, path, body))
+    kept = ({name: x for name, x in row.items() if name not in FREE_MEMBERS} for row in rows)
+    return sorted(kept, key=lambda row: (row["worker_id"], row["dp_rank"]))
+
+
+def _equal_rows(pair: Pair, method: str, path: str, body: str = "") -> Rows:
+    first, second = (_rows(server, method, path, body) for server in pair)
+    if first != second:
+        raise BenchError(f"{path}: {pair[0].name} says {first}, {pair[1].name} {second}")
+    return first
+
+
+def _check_loads(pair: Pair, totals: Totals) -> None:
+    rows = _equal_rows(pair, "GET", "/loads")
+    loads = [(row["active_decode_blocks"], row["active_prefill_tokens"]) for row in rows]
+    if loads != [(totals.blocks, totals.prefill_tokens)] * totals.workers:
+        raise BenchError(f"/loads: {rows}, expected {totals}")
+
+
+def check_slots_equal(
+    pair: Pair, questions: Iterable[str], lives: Iterable[str], totals: Totals
+) -> None:
+    """Raise unless both slot trackers say the same of what is live, and of a life's every step.
+
+    `lives` are the bodies of LIFE_PATHS, one request's after the other's; they leave nothing.
+    """
+    _check_loads(pair, totals)
+    for body in questions:
+        rows = _equal_rows(pair, "POST", "/potential_loads", body)
+        least = min(int(str(row["potential_decode_blocks"])) for row in rows)
+        if len(rows) != totals.workers or least != totals.blocks + totals.novel_blocks:
+            raise BenchError(f"/potential_loads: {rows}, expected {totals}")
+    for path, body in zip(cycle(LIFE_PATHS), lives):
+        for server in pair:
+            _ask(server, "POST", path, body)
+        _equal_rows(pair, "GET", "/loads")
+    _check_loads(pair, totals)

@@ -1,26 +1,16 @@
-"""The suites: what is run against both servers, in which order, held against which targets."""
+"""The indexer's suites: what is run against both, in which order, against which targets."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
-from generator import Generator, Hold, Option, Result
+from generator import Hold, Option
 from recovery import dump_under_load, replica
 from report import Case, Figure, Suite
+from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, say
 from sameness import check_equal
-from servers import Contender, Pair, Server, running_pair
-
-BLOCK = 16  # tokens
-HIT = 0.5  # leading share of a prompt that is indexed
-
-CPU = Figure("cpu_us", "CPU us/request")
-P50 = Figure("p50_us", "p50 us")
-P99 = Figure("p99_us", "p99 us")
-RPS = Figure("rps", "requests/s")
+from servers import Pair, running_pair
 
 QUERY = Suite("query", "/query: token ids in, scores out", (CPU, P50, P99, RPS))
 HASH = Suite("hash", "/query_by_hash: local block hashes in, scores out", (CPU, P50, P99, RPS))
@@ -55,7 +45,6 @@ REPLICA = Suite(
 # Limits on the CPU ratio, by prompt length in tokens.
 QUERY_CPU = {512: 0.35, 2048: 0.35, 8192: 0.25, 32768: 0.25, 131072: 0.25}
 HASH_CPU = {512: 0.5, 8192: 0.5, 131072: 0.5}
-CONNECTIONS = (1, 16)
 P99_AT_MANY = 1.0  # limit on the p99 ratio with more than one connection
 
 # (blocks an event, events a batch) -> limit on the ratio of CPU per block
@@ -75,35 +64,8 @@ MEMORY_SHAPES: dict[str, dict[str, Option]] = {
 MEMORY_WINDOW = 20_000
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How long and how often: `rounds` pairs of runs of `seconds` on `pairs` blocks."""
-
-    rounds: int
-    seconds: float
-    warm: float  # unmeasured seconds before each run
-    pairs: int
-    samples: int  # of the latency suite, each round
-
-
-FULL = Plan(rounds=5, seconds=1.5, warm=0.4, pairs=1_000_000, samples=200)
-QUICK = Plan(rounds=1, seconds=0.25, warm=0.1, pairs=100_000, samples=30)
-
-
-class Bench:
-    """Runs suites; results come back as cases."""
-
-    def __init__(
-        self,
-        generator: Generator,
-        contenders: tuple[Contender, Contender],
-        logs: Path,
-        plan: Plan,
-    ) -> None:
-        self._generator = generator
-        self._contenders = contenders
-        self._logs = logs
-        self._plan = plan
+class IndexerSuites(Runs):
+    """Runs the indexer's suites; results come back as cases."""
 
     def run(self, names: list[str]) -> list[Case]:
         """The named suites, in table order."""
@@ -132,7 +94,7 @@ class Bench:
 
     @contextmanager
     def _filled_pair(self) -> Iterator[tuple[Pair, list[Hold]]]:
-        _say(f"filling both servers with {self._plan.pairs:,} pairs")
+        say(f"filling both servers with {self._plan.pairs:,} pairs")
         with ExitStack() as stack:
             pair = stack.enter_context(running_pair(self._contenders, self._logs))
             data = {**self._prompt_data(), "event_blocks": 64, "window": MEMORY_WINDOW}
@@ -160,7 +122,7 @@ class Bench:
                 if connections > 1:
                     limits[P99.key] = P99_AT_MANY
                 case = Case(suite, f"{case_name(tokens)}, c{connections}", limits)
-                self._load(pair, case, {**prompt, "conns": connections})
+                self._load(pair, case, {**self._prompt_data(), **prompt, "conns": connections})
                 cases.append(case)
         return cases
 
@@ -168,21 +130,9 @@ class Bench:
         bodies = self._generator.bodies(**self._prompt_data(), **prompt, count=8)
         check_equal(pair, path, bodies, matched=int(tokens * HIT))
 
-    def _load(self, pair: Pair, case: Case, prompt: dict[str, Option]) -> None:
-        timing = {"secs": self._plan.seconds, "warm": self._plan.warm}
-        options: dict[str, Option] = {**self._prompt_data(), **prompt, **timing}
-        self._rounds(case, pair, lambda server: self._generator.run("http", server, **options))
-
-    def _rounds(self, case: Case, pair: Pair, run: Callable[[Server], Result]) -> None:
-        """All rounds of a case on one pair of servers, in the order A, B, A, B..."""
-        _say(f"{case.suite.name}: {case.name}")
-        for _ in range(self._plan.rounds):
-            for server, results in zip(pair, case.runs, strict=True):
-                results.append(run(server))
-
     def _latency(self, holds: list[Hold]) -> Case:
         case = Case(LATENCY, "1-block event")
-        _say(f"{LATENCY.name}: {case.name}")
+        say(f"{LATENCY.name}: {case.name}")
         for hold in holds:
             hold.ask("fresh 10")  # the first ones find cold caches and sleeping threads
         for _ in range(self._plan.rounds):
@@ -195,7 +145,8 @@ class Bench:
         for (blocks, events), limit in INGEST_CPU.items():
             name = f"{blocks} blocks/event, {events} events/batch"
             case = Case(INGEST, name, {"cpu_us_per_block": limit} if limit else {})
-            self._fresh_rounds(case, {"event_blocks": blocks, "batch_events": events})
+            shape = {"event_blocks": blocks, "batch_events": events}
+            self._fresh_rounds(case, "ingest", {**self._fill(), **shape})
             cases.append(case)
         return cases
 
@@ -203,9 +154,12 @@ class Bench:
         cases = []
         for name, shape in MEMORY_SHAPES.items():
             case = Case(MEMORY, name, {"rss_bytes_per_pair": MEMORY_PER_PAIR})
-            self._fresh_rounds(case, {**shape, "window": MEMORY_WINDOW})
+            self._fresh_rounds(case, "ingest", {**self._fill(), **shape, "window": MEMORY_WINDOW})
             cases.append(case)
         return cases
+
+    def _fill(self) -> dict[str, Option]:
+        return {"pairs": self._plan.pairs, "block_size": BLOCK}
 
     def _recovery(self) -> list[Case]:
         """Dumps first: memory that a dump has grown once would come for free the second time."""
@@ -215,12 +169,12 @@ class Bench:
         prompt: dict[str, Option] = {"kind": "query", "tokens": 2048, "hit": HIT}
         for _ in range(self._plan.rounds):
             with self._filled_pair() as (pair, _):
-                _say(f"{DUMP.name}: dumps")
+                say(f"{DUMP.name}: dumps")
                 data = {**self._prompt_data(), **prompt}
                 load = {**data, "secs": self._plan.seconds, "warm": self._plan.warm}
                 for server, results in zip(pair, dump.runs, strict=True):
                     results.append(dump_under_load(self._generator, server, load))
-                _say(f"{DUMP.name}: replicas")
+                say(f"{DUMP.name}: replicas")
                 (body,) = self._generator.bodies(**data, count=1)
                 for case, donors in ((own, pair), (other, pair[::-1])):
                     for one, donor, results in zip(
@@ -229,15 +183,6 @@ class Bench:
                         results.append(replica(one, donor, self._logs, body))
         return [dump, own, other]
 
-    def _fresh_rounds(self, case: Case, options: dict[str, Option]) -> None:
-        """Rounds that each fill a fresh pair: memory once grown is never measured again."""
-        _say(f"{case.suite.name}: {case.name}")
-        fill: dict[str, Option] = {"pairs": self._plan.pairs, "block_size": BLOCK, **options}
-        for _ in range(self._plan.rounds):
-            with running_pair(self._contenders, self._logs) as pair:
-                for server, results in zip(pair, case.runs, strict=True):
-                    results.append(self._generator.run("ingest", server, **fill))
-
 
 def _token_case(tokens: int) -> str:
     return f"{tokens:,} tokens"
@@ -245,8 +190,3 @@ def _token_case(tokens: int) -> str:
 
 def _hash_case(tokens: int) -> str:
     return f"{tokens // BLOCK:,} hashes"
-
-
-def _say(text: str) -> None:
-    """Progress goes to standard error; the report alone goes to standard output."""
-    print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-// JSON bodies of the indexer's requests.
+// JSON bodies of the indexer's and the slot tracker's requests.
 #pragma once
 
 #include <string>
@@ -18,10 +18,8 @@ public:
         return "{\"token_ids\":" + array(tokens) + "," + model_member() + "}";
     }
 
-    // Hashes go out as signed numbers: the peer reads i64 only.
     std::string query_by_hash(const Hashes& hashes) const {
-        return "{\"block_hashes\":" + array(std::vector<int64_t>(hashes.begin(), hashes.end())) +
-               "," + model_member() + "}";
+        return "{\"block_hashes\":" + hash_array(hashes) + "," + model_member() + "}";
     }
 
     std::string registration(long instance, const std::string& endpoint, long block_size) const {
@@ -29,7 +27,35 @@ public:
                "\",\"block_size\":" + std::to_string(block_size) + "," + model_member() + "}";
     }
 
+    // A worker of the slot tracker, with one rank.
+    std::string slot_worker(long worker, long block_size) const {
+        return "{\"worker_id\":" + std::to_string(worker) + ",\"block_size\":" +
+               std::to_string(block_size) + ",\"dp_start\":0,\"dp_size\":1," + model_member() + "}";
+    }
+
+    std::string booking(const std::string& id, long worker, const Hashes& hashes,
+                        long new_tokens) const {
+        return "{" + model_member() + ",\"request_id\":\"" + id + "\",\"worker_id\":" +
+               std::to_string(worker) + ",\"dp_rank\":0,\"sequence_hashes\":" +
+               hash_array(hashes) + ",\"new_isl_tokens\":" + std::to_string(new_tokens) + "}";
+    }
+
+    // What /prefill_complete and /free take.
+    std::string slot_step(const std::string& id) const {
+        return "{" + model_member() + ",\"request_id\":\"" + id + "\"}";
+    }
+
+    std::string projection(const Hashes& hashes, long new_tokens) const {
+        return "{" + model_member() + ",\"sequence_hashes\":" + hash_array(hashes) +
+               ",\"new_isl_tokens\":" + std::to_string(new_tokens) + "}";
+    }
+
 private:
+    // Hashes go out as signed numbers: the peer reads i64 only.
+    std::string hash_array(const Hashes& hashes) const {
+        return array(std::vector<int64_t>(hashes.begin(), hashes.end()));
+    }
+
     template <class Numbers>
     std::string array(const Numbers& numbers) const {
         std::string text = "[";

@@ -5,93 +5,28 @@
 #include <fcntl.h>
 #include <sys/epoll.h>
 
-#include <functional>
-#include <map>
 #include <memory>
 #include <vector>
 
-#include "bodies.hpp"
 #include "http.hpp"
+#include "kinds.hpp"
 #include "measure.hpp"
 
 namespace kvbench {
 
-// Distinct prompts of the kinds that ask about prompts: enough of them to get past the server's
-// caches for short ones, at most ~2 MB in all so that they do not flush the client's own.
-inline std::vector<Tokens> make_prompts(const Options& options, long count) {
-    const DataSet data(options);
-    const long blocks = options.integer("tokens", 1) / data.block_size;
-    const long hits = std::lround(double(blocks) * std::min(1.0, options.number("hit")));
-    std::vector<Tokens> prompts;
-    for (long i = 0; i < count; i++) prompts.push_back(data.prompt(uint64_t(i), blocks, hits));
-    return prompts;
-}
-
-inline long default_prompt_count(const Options& options) {
-    constexpr long kLeast = 8, kMost = 256, kAllBytes = 2000000, kBytesPerToken = 7;
-    const long prompt_bytes = options.integer("tokens", 1) * kBytesPerToken;
-    return std::min(kMost, std::max(kLeast, kAllBytes / prompt_bytes));
-}
-
-using BodyMaker = std::function<std::string(const Bodies&, const Tokens&, size_t block_size)>;
-
-struct PromptKind {
-    const char* path;
-    BodyMaker body;
-};
-
-// Kinds of request made from a prompt; a new kind is a line here.
-inline const std::map<std::string, PromptKind>& prompt_kinds() {
-    static const std::map<std::string, PromptKind> kinds = {
-        {"query",
-         {"/query", [](const Bodies& bodies, const Tokens& tokens, size_t) {
-              return bodies.query(tokens);
-          }}},
-        {"query_by_hash",
-         {"/query_by_hash", [](const Bodies& bodies, const Tokens& tokens, size_t block_size) {
-              return bodies.query_by_hash(local_hashes(tokens, block_size));
-          }}},
-    };
-    return kinds;
-}
-
-inline const PromptKind& prompt_kind(const std::string& name) {
-    const auto found = prompt_kinds().find(name);
-    if (found == prompt_kinds().end()) throw std::runtime_error("unknown --kind " + name);
-    return found->second;
-}
-
-inline std::vector<std::string> make_bodies(const Options& options, long count) {
-    const PromptKind& kind = prompt_kind(options.text("kind"));
-    const Bodies bodies(options);
-    const size_t block_size = size_t(options.integer("block-size", 1));
-    std::vector<std::string> out;
-    for (const Tokens& prompt : make_prompts(options, count))
-        out.push_back(kind.body(bodies, prompt, block_size));
-    return out;
-}
-
-inline std::vector<std::string> make_requests(const Options& options) {
-    const std::string& kind = options.text("kind");
-    if (kind == "get") return {get_request(options.text("path"))};
-    if (kind == "raw") return {post_request(options.text("path"), options.text("body"))};
-    std::vector<std::string> requests;
-    for (const std::string& body : make_bodies(options, default_prompt_count(options)))
-        requests.push_back(post_request(prompt_kind(kind).path, body));
-    return requests;
-}
-
 inline int run_bodies(const Options& options) {
-    for (const std::string& body : make_bodies(options, options.integer("count", 1)))
-        std::printf("%s\n", body.c_str());
+    const long count = options.integer("count", 1);
+    const auto make = is_slot_kind(options) ? make_slot_scripts : make_prompt_scripts;
+    for (const Script& script : make(options, count))
+        for (const Post& post : script) std::printf("%s\n", post.body.c_str());
     return 0;
 }
 
 // One connection with at most one request under way.
 class Connection {
 public:
-    Connection(const std::string& url, size_t first_request)
-        : request(first_request), fd_(connect_to(url)) {
+    Connection(const std::string& url, size_t first_script)
+        : script(first_script), fd_(connect_to(url)) {
         fcntl(fd_, F_SETFL, O_NONBLOCK);
     }
     ~Connection() { close(fd_); }
@@ -138,7 +73,8 @@ public:
         return complete;
     }
 
-    size_t request;  // index of the request it sends next
+    size_t script;    // index of the script it is in
+    size_t step = 0;  // of the request it sends next in there; 0: that one starts a script
 
 private:
     int fd_;
@@ -151,8 +87,8 @@ private:
 // Closed loop: every connection sends its next request as soon as it has its response.
 class Load {
 public:
-    Load(const Options& options, std::vector<std::string> requests)
-        : requests_(std::move(requests)),
+    Load(const Options& options, std::vector<Requests> scripts)
+        : scripts_(std::move(scripts)),
           server_(options.integer("pid", 0)),
           warm_(options.number("warm")),
           seconds_(options.number("secs")),
@@ -183,7 +119,7 @@ public:
         const double requests = double(latencies_.size()), per = requests ? 1e6 / requests : 0;
         JsonLine line;
         line.text("mode", "http").text("kind", options.text("kind"));
-        line.count("conns", connections_.size()).count("request_bytes", requests_[0].size());
+        line.count("conns", connections_.size()).count("request_bytes", scripts_[0][0].size());
         line.count("requests", latencies_.size()).number("rps", requests / elapsed_);
         line.number("p50_us", quantile(latencies_, 0.50));
         line.number("p99_us", quantile(latencies_, 0.99));
@@ -201,7 +137,7 @@ private:
     static constexpr double kStall = 60;  // seconds without any response that are an error
 
     void add_connection(const std::string& url, size_t number) {
-        connections_.push_back(std::make_unique<Connection>(url, number % requests_.size()));
+        connections_.push_back(std::make_unique<Connection>(url, number % scripts_.size()));
         epoll_event event{};
         // Edge-triggered: long requests need EPOLLOUT now and then, and no call to turn it on.
         event.events = EPOLLIN | EPOLLOUT | EPOLLET;
@@ -211,9 +147,12 @@ private:
     }
 
     void begin(Connection& connection) {
-        connection.start(requests_[connection.request]);
-        // Connections stride through the requests so that they do not all send the same one.
-        connection.request = (connection.request + connections_.size()) % requests_.size();
+        const Requests& script = scripts_[connection.script];
+        connection.start(script[connection.step]);
+        connection.step = (connection.step + 1) % script.size();
+        if (connection.step) return;
+        // Connections stride through the scripts so that they do not all send the same one.
+        connection.script = (connection.script + connections_.size()) % scripts_.size();
     }
 
     void run_for(double seconds) {
@@ -221,14 +160,14 @@ private:
         while (now() < end) turn(true);
     }
 
-    // Waits for the responses under way, so that the server is idle when the next run starts.
+    // Ends the scripts under way, so that the next run finds the server idle and as it was.
     void finish() {
         const auto busy = [](const auto& connection) { return connection->busy(); };
         while (std::any_of(connections_.begin(), connections_.end(), busy)) turn(false);
     }
 
-    // One epoll round; `again` sends a new request where a response came in.
-    void turn(bool again) {
+    // One epoll round; `measured` responses count, and start the next script where one has ended.
+    void turn(bool measured) {
         epoll_event events[64];
         const int ready = epoll_wait(epoll_, events, 64, int(kStall * 1000));
         if (ready < 0) fail_errno("epoll_wait");
@@ -238,9 +177,9 @@ private:
             connection.send_more();
             if (!(events[i].events & ~uint32_t(EPOLLOUT)) || !connection.receive()) continue;
             // The end of a run is no reason to count what the run did not wait for.
-            if (again) latencies_.push_back(float(connection.seconds_since_start() * 1e6));
+            if (measured) latencies_.push_back(float(connection.seconds_since_start() * 1e6));
             check(connection.response());
-            if (again) begin(connection);
+            if (measured || connection.step) begin(connection);
         }
     }
 
@@ -250,7 +189,7 @@ private:
                                  response.body().substr(0, 300));
     }
 
-    std::vector<std::string> requests_;
+    std::vector<Requests> scripts_;
     std::vector<std::unique_ptr<Connection>> connections_;
     std::vector<float> latencies_;  // microseconds
     ServerProcess server_;

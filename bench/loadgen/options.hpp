@@ -25,7 +25,7 @@ inline constexpr OptionSpec kOptions[] = {
     {"workers", "8", "workers (one engine socket each)"},
     {"pairs", "1000000", "(worker, block) pairs in all"},
     {"depth", "1024", "blocks in a chain"},
-    {"prefix", "256", "leading blocks of a chain that are a system prompt shared by all workers"},
+    {"prefix", "256", "leading blocks of a chain or prompt: system prompt shared by all workers"},
     {"block-size", "16", "tokens in a block"},
     {"replicated", "0", "1: every worker holds the same chains"},
     {"seed", "1", "number the token ids are derived from"},
@@ -34,10 +34,12 @@ inline constexpr OptionSpec kOptions[] = {
     {"batch-events", "1", "events in a batch (one ZMQ message)"},
     {"window", "0", "blocks published but not yet seen applied, at most; 0: no bound"},
     {"timeout", "120", "seconds until an unapplied event is an error"},
+    // admit, and http and bodies of the kinds life and potential_loads
+    {"live", "32", "requests that stay live, over all workers"},
     // http
-    {"kind", "query", "query | query_by_hash | get | raw"},
+    {"kind", "query", "query | query_by_hash | life | potential_loads | get | raw"},
     {"tokens", "2048", "tokens in a prompt"},
-    {"hit", "0.5", "leading share of a prompt that is indexed"},
+    {"hit", "0.5", "leading share of a prompt that is indexed, or live"},
     {"conns", "1", "connections"},
     {"secs", "3", "measured seconds"},
     {"warm", "0.5", "seconds before the measurement starts"},
@@ -45,7 +47,7 @@ inline constexpr OptionSpec kOptions[] = {
     {"path", "/health", "path of kinds get and raw"},
     {"body", "{}", "body of kind raw (POST, application/json)"},
     // bodies
-    {"count", "16", "bodies to print"},
+    {"count", "16", "prompts whose bodies to print"},
 };
 
 class Options {
