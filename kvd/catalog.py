@@ -1,0 +1,157 @@
+"""The worker catalog of the selection service: records, and which of them can be scheduled.
+
+    POST, PUT, PATCH ──> WorkerRecord ──> reasons() ──> schedulable, or incomplete with reasons
+                                                            │
+                                                            v
+                                        Fleet (kvd.selection): listeners, ledger ranks, pool
+
+A record is what an operator or controller has said of a worker, nothing of it is derived. Worker
+ids are unique in the whole service: a known id under another model or tenant moves the worker.
+No I/O and no state beside the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kvd.errors import BadRequest
+from kvd.model import DEFAULT_TENANT, PartitionKey
+from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
+
+DEFAULT_MODEL = "default"
+MAX_DP_SIZE = 4096  # ranks of one worker, as in the slot tracker
+U32_MAX = 2**32 - 1
+
+
+class Lifecycle(StrEnum):
+    """Whether a worker may be selected."""
+
+    INCOMPLETE = "incomplete"  # something is missing or contradicts its fleet
+    SCHEDULABLE = "schedulable"
+    UNSCHEDULABLE = "unschedulable"  # deleted: what DELETE answers, and nobody sees again
+
+
+class Role(StrEnum):
+    """What a worker of a disaggregated deployment does."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker as it was described; None is what nobody has said."""
+
+    worker_id: int
+    model_name: str = DEFAULT_MODEL
+    tenant_id: str = DEFAULT_TENANT
+    endpoint: str | None = None  # where it serves requests, opaque to us
+    kv_events_endpoint: str | None = None  # of its only rank
+    kv_events_endpoints: Mapping[int, str] = field(default_factory=dict)  # by dp rank
+    replay_endpoint: str | None = None  # of all its ranks
+    block_size: int | None = None  # tokens
+    data_parallel_start_rank: int | None = None
+    data_parallel_size: int | None = None
+    max_num_batched_tokens: int | None = None
+    total_kv_blocks: int | None = None
+    stable_routing_id: str | None = None
+    is_eagle: bool | None = None
+    role: Role | None = None
+    taints: tuple[str, ...] = ()
+    topology_domains: Mapping[str, str] = field(default_factory=dict)
+    kv_transfer_domain: str | None = None
+    kv_transfer_enforcement: str | None = None
+    kv_transfer_preferred_weight: float | None = None
+
+    @property
+    def key(self) -> PartitionKey:
+        """The model and tenant it serves."""
+        return PartitionKey(self.model_name, self.tenant_id)
+
+    @property
+    def ranks(self) -> range:
+        """Its data-parallel ranks; without a word about them, rank 0 alone."""
+        start = self.data_parallel_start_rank or 0
+        size = 1 if self.data_parallel_size is None else self.data_parallel_size
+        return range(start, start + size)
+
+    def events_endpoint(self, dp_rank: int) -> str | None:
+        """Returns where a rank publishes its KV events."""
+        named = self.kv_events_endpoints.get(dp_rank)
+        if named is None and len(self.ranks) == 1:
+            return self.kv_events_endpoint
+        return named
+
+    def reasons(self, fleet_block_size: int | None, *, uses_events: bool) -> list[str]:
+        """Says why the worker cannot be scheduled in a fleet of this block size; [] if it can."""
+        return list(self._reasons(fleet_block_size, uses_events))
+
+    def _reasons(self, fleet_block_size: int | None, uses_events: bool) -> Iterator[str]:
+        if not self.endpoint:
+            yield "endpoint is required"
+        if not self.block_size:
+            yield "block_size must be greater than 0"
+        elif fleet_block_size not in (None, self.block_size):
+            yield f"block_size {self.block_size} differs from {fleet_block_size} of its model"
+        if not self.ranks:
+            yield "data_parallel_size must be greater than 0"
+        elif len(self.ranks) > MAX_DP_SIZE or self.ranks[-1] > U32_MAX:
+            yield f"data_parallel_size must be at most {MAX_DP_SIZE} within 32 bits"
+        elif uses_events:
+            yield from self._events_reasons()
+
+    def _events_reasons(self) -> Iterator[str]:
+        for dp_rank in self.ranks:
+            endpoint = self.events_endpoint(dp_rank)
+            if not endpoint:
+                yield f"kv_events endpoint is required for dp_rank {dp_rank}"
+                continue
+            try:
+                check_endpoint(endpoint)
+            except BadRequest as error:
+                yield str(error)
+        if self.replay_endpoint:
+            try:
+                check_replay_endpoint(self.replay_endpoint)
+            except BadRequest as error:
+                yield str(error)
+
+    def shown(self, lifecycle: Lifecycle, reasons: list[str]) -> dict[str, Any]:
+        """Returns the record as clients read it."""
+        row: dict[str, Any] = {
+            "worker_id": self.worker_id,
+            "model_name": self.model_name,
+            "tenant_id": self.tenant_id,
+            "lifecycle": lifecycle,
+            "endpoint": self.endpoint,
+            "kv_events_endpoint": self.kv_events_endpoint,
+        }
+        if self.kv_events_endpoints:
+            endpoints = sorted(self.kv_events_endpoints.items())
+            row["kv_events_endpoints"] = {str(dp_rank): text for dp_rank, text in endpoints}
+        row |= {
+            name: getattr(self, name)
+            for name in (
+                "replay_endpoint",
+                "block_size",
+                "data_parallel_start_rank",
+                "data_parallel_size",
+                "max_num_batched_tokens",
+                "total_kv_blocks",
+                "stable_routing_id",
+                "is_eagle",
+                "role",
+                "taints",
+                "topology_domains",
+                "kv_transfer_domain",
+                "kv_transfer_enforcement",
+                "kv_transfer_preferred_weight",
+            )
+        }
+        if reasons:
+            row["not_schedulable_reasons"] = reasons
+        return row
