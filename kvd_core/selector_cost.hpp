@@ -47,7 +47,9 @@ class Scale {
         block_size_(block_size),
         isl_(prompt.isl_tokens),
         blocks_(prompt.sequence.size()),
-        device_credit_(settings.overlap_weight == 0 ? 0 : settings.device_credit) {}
+        device_credit_(settings.overlap_weight == 0 ? 0 : settings.device_credit),
+        rejects_(std::min({settings.decode_blocks_threshold, settings.prefill_tokens_threshold,
+                           settings.prefill_tokens_threshold_frac}) != Settings::kOff) {}
 
   uint64_t cached_tokens(const Standing& c) const {
     if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;
@@ -89,9 +91,10 @@ class Scale {
 
   // It gets no new work.
   bool is_overloaded(const Candidate& c, const Standing& at) const {
-    return real(at.prefill_tokens) > s_.prefill_tokens_threshold ||
-           exceeds(at.prefill_tokens, s_.prefill_tokens_threshold_frac, c.max_batch_tokens) ||
-           exceeds(at.decode_blocks, s_.decode_blocks_threshold, c.total_blocks);
+    return rejects_ &&
+           (real(at.prefill_tokens) > s_.prefill_tokens_threshold ||
+            exceeds(at.prefill_tokens, s_.prefill_tokens_threshold_frac, c.max_batch_tokens) ||
+            exceeds(at.decode_blocks, s_.decode_blocks_threshold, c.total_blocks));
   }
 
  private:
@@ -104,6 +107,7 @@ class Scale {
   uint64_t isl_;
   uint64_t blocks_;
   double device_credit_;
+  bool rejects_;  // there is a busy threshold
 };
 
 }  // namespace kvd::selector
