@@ -1,0 +1,127 @@
+"""What choosing a rank takes, without HTTP: python bench/selector.py [--rounds N]
+
+Prints Markdown. Each figure is the median over the rounds of CPU microseconds a call, seen from
+Python. Prompts have 2,048 tokens in 128 blocks, of which all ranks cache the first 32 and one rank
+in eight all, some on lower tiers; every rank has 4 live requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kvd.memory import keep_freed_memory
+from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd_core.index import IngestCounters, PrefixIndex
+from kvd_core.ledger import Ledger
+from kvd_core.scan import BodyScanner
+from kvd_core.selector import Candidate, Pool, Settings
+
+CANDIDATES = (8, 64, 512)
+BLOCK_SIZE, TOKENS = 16, 2048
+SHARED = 32  # blocks that every rank caches, and that every live request begins with
+HOST, DISK = 96, 112  # where the blocks of the lower tiers begin
+REQUESTS = 4  # live ones of each rank
+PROMPTS = 8  # different ones, each cached by one rank in eight
+CALLS = 2000  # a round
+
+Call = Callable[[int], object]
+
+
+class Fleet:
+    """A pool of ranks with warm caches and running requests, and prompts to ask about."""
+
+    def __init__(self, candidates: int) -> None:
+        self.rng = random.Random(1)
+        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.ledger = Ledger()
+        head = self._tokens(SHARED * BLOCK_SIZE)
+        self.prompts = [head + self._tokens(TOKENS - len(head)) for _ in range(PROMPTS)]
+        self.locals = [local_hashes(prompt, BLOCK_SIZE) for prompt in self.prompts]
+        self.packed = [(packed(hashes), packed(sequence_hashes(hashes))) for hashes in self.locals]
+        ranks = [self._rank(i) for i in range(candidates)]
+        self.pool = Pool(self.index, self.ledger, BLOCK_SIZE, ranks)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(128_000) for _ in range(count)]
+
+    def _rank(self, number: int) -> Candidate:
+        worker = self.index.add_worker(number)
+        hashes = self.locals[number % PROMPTS]
+        worker.store(0, hashes[:HOST], hashes[:HOST])
+        worker.store(0, hashes[HOST:DISK], hashes[HOST:DISK], parent=hashes[HOST - 1], tier=1)
+        worker.store(0, hashes[DISK:], hashes[DISK:], parent=hashes[DISK - 1], tier=2)
+        rank = self.ledger.add_rank(number, 0)
+        for request in range(REQUESTS):
+            tail = [self.rng.getrandbits(64) for _ in range(len(hashes) - SHARED)]
+            booked = packed(sequence_hashes(hashes[:SHARED] + tail))
+            self.ledger.add(f"{number}-{request}", rank, booked, self.rng.randrange(TOKENS), 0.0)
+        return Candidate(number, 0, worker, rank, 8192, 20_000)
+
+
+def packed(hashes: list[int]) -> bytes:
+    return array("Q", hashes).tobytes()
+
+
+def measured(call: Call, rounds: int) -> float:
+    """Returns the median CPU microseconds a call, of rounds of CALLS."""
+    for i in range(CALLS // 10):
+        call(i)
+    times = []
+    for _ in range(rounds):
+        started = time.process_time_ns()
+        for i in range(CALLS):
+            call(i)
+        times.append((time.process_time_ns() - started) / 1000 / CALLS)
+    return median(times)
+
+
+def row(candidates: int, rounds: int) -> str:
+    fleet = Fleet(candidates)
+    pool, packed_prompts = fleet.pool, fleet.packed
+    settings = Settings(queue_threshold=2.0)
+    warm = settings.replace(temperature=0.5)
+    scanner = BodyScanner(arrays={"token_ids": "u32"})
+    scanner.scan(f'{{"token_ids":{fleet.prompts[0]}}}'.encode())
+    draws = [fleet.rng.getrandbits(64) for _ in range(256)]
+
+    def whole(i: int) -> bytes:
+        pool.look(*packed_prompts[i % PROMPTS], TOKENS)
+        return pool.render_choice(pool.choose(settings, None, draws[i % 256]), settings)
+
+    calls: list[Call] = [
+        whole,
+        lambda i: pool.look(*packed_prompts[i % PROMPTS], TOKENS),
+        lambda i: pool.look_tokens(scanner, 0),
+        lambda i: pool.choose(settings, None, draws[i % 256]),
+        lambda i: pool.choose(warm, None, draws[i % 256]),
+        lambda i: pool.render_choice(0, settings),
+        lambda i: pool.render_overlaps(),
+    ]
+    figures = [f"{measured(call, rounds):.1f}" for call in calls]
+    return f"| {candidates} | {' | '.join(figures)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    keep_freed_memory()  # as the daemon does
+    print(f"CPU us a call, median of {rounds} rounds of {CALLS} calls\n")
+    print("| candidates | look + choose + render | look | look, token ids | choose ", end="")
+    print("| choose, temperature | render_choice | render_overlaps |")
+    print("|---|---|---|---|---|---|---|---|")
+    for candidates in CANDIDATES:
+        print(row(candidates, rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

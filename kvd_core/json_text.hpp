@@ -1,0 +1,23 @@
+// Writes JSON into memory that the caller has made large enough.
+#pragma once
+
+#include <charconv>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+namespace kvd {
+
+constexpr size_t kMaxDigits = 20;  // of 2^64 - 1
+
+inline char* put(char* to, std::string_view text) {
+  std::memcpy(to, text.data(), text.size());
+  return to + text.size();
+}
+
+inline char* put(char* to, uint64_t value) {
+  return std::to_chars(to, to + kMaxDigits, value).ptr;
+}
+
+}  // namespace kvd

@@ -1,0 +1,230 @@
+// Which rank should serve a prompt: one walk in the index, one in the ledger, one pass over the
+// candidates.
+//
+//   prompt ── local hashes ──> index ───> cached blocks by tier ─┐
+//          └─ rolling hashes > ledger ──> blocks in use, loads ──┤   look
+//                                                                ▼
+//   candidates   w1/0      w1/1      w7/0      w9/0          standings, until the next look
+//   eligible      yes       yes       no        yes             the caller's mask
+//   overloaded    no        no        .         yes             busy thresholds: left out
+//   busy          yes       no        .         .               all of them: BUSY, the caller waits
+//   cost         18.0      11.5       .         .               choose
+//
+// The candidates are the ranks of one (model, tenant) that requests can be sent to, ascending by
+// (worker, dp rank). A pool does not change but for the counter of ROUND_ROBIN; who joins, leaves or
+// changes its limits makes a new one. A rank of the index has another id after a clear, so ids are
+// looked up in the workers each time.
+//
+// The rules, with what they follow:
+//   - once one candidate is not busy, busy ones are chosen too if they cost least: the threshold
+//     says when to wait, not where to go (Dynamo 1.6.1, observed);
+//   - a busy threshold takes a rank out by itself, whatever the other ranks of its worker do: each
+//     has its own cache and batch (Dynamo takes out workers, when all their ranks are over it);
+//   - temperature T: chances follow exp(-(cost - lowest) / (highest - lowest) / T); 0 takes the
+//     lowest; equal ones have equal chances;
+//   - the least loaded rank is that with the fewest requests (Dynamo: connections).
+//
+// Invariants
+//   1. a standing is that of the last look, its candidate's rank then present in the ledger;
+//   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
+//
+// Costs: look O(blocks + candidates + what Match and depths take); choose O(candidates), with a
+// temperature one exp a candidate. Nothing is allocated in the steady state.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "ledger.hpp"
+#include "match.hpp"
+#include "selector_cost.hpp"
+#include "selector_types.hpp"
+
+namespace kvd::selector {
+
+class Pool {
+ public:
+  // `index` may be null: nobody caches anything.
+  Pool(uint32_t block_size, const Index* index, const ledger::Ledger& ledger)
+      : index_(index), ledger_(ledger), block_size_(block_size) {}
+
+  // Candidates come in ascending order of (worker, dp rank).
+  void add(Candidate candidate) {
+    const auto at = static_cast<uint32_t>(candidates_.size());
+    candidate.first = at;
+    if (at != 0 && candidates_.back().worker_id == candidate.worker_id) {
+      candidate.first = candidates_.back().first;
+    }
+    candidates_.push_back(candidate);
+    candidates_[candidate.first].end = at + 1;
+    standings_.emplace_back();
+  }
+
+  size_t size() const { return candidates_.size(); }
+  uint32_t block_size() const { return block_size_; }
+  const Candidate& candidate(size_t i) const { return candidates_[i]; }
+  const Standing& standing(size_t i) const { return standings_[i]; }
+  // The candidates of the same worker are those from its `first` up to here.
+  uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
+  Prompt& prompt() { return prompt_; }
+  const Prompt& prompt() const { return prompt_; }
+  Scale scale(const Settings& settings) const { return Scale(settings, prompt_, block_size_); }
+
+  // Finds out how all candidates stand to the prompt; `scratch` is free to be used by others
+  // afterwards.
+  void look(Match& scratch) {
+    find_cached(scratch);
+    find_loads();
+  }
+
+  // The index of a candidate or a Refusal. `mask` has a byte for each candidate, 0 for those that
+  // must not be chosen; null for none. `random` is uniform.
+  int64_t choose(const Settings& settings, const uint8_t* mask, uint64_t random) {
+    const Scale scale = this->scale(settings);
+    const int64_t refusal = find_open(scale, mask);
+    if (refusal < 0) return refusal;
+    switch (settings.mode) {
+      case ROUND_ROBIN: return next_in_turn();
+      case RANDOM: return open_[below(open_.size(), random)];
+      case LEAST_LOADED: return lowest([&](uint32_t i) { return standings_[i].requests; }, random);
+      case KV: break;
+    }
+    const auto cost = [&](uint32_t i) { return scale.terms(standings_[i]).cost; };
+    return settings.temperature == 0 ? lowest(cost, random) : drawn(cost, settings.temperature, random);
+  }
+
+ private:
+  void find_cached(Match& match) {
+    for (Standing& standing : standings_) standing.device = standing.host = standing.disk = 0;
+    if (index_ == nullptr) return;
+    match.reset(*index_);
+    if (prompt_.is_salted) {
+      match.add(*index_, prompt_.salted.data(), prompt_.salted.size(), Match::Only::kSalted);
+    }
+    match.add(*index_, prompt_.locals.data(), prompt_.locals.size(),
+              prompt_.is_salted ? Match::Only::kUnsalted : Match::Only::kAll);
+    if (match.touched().empty()) return;
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const Candidate& candidate = candidates_[i];
+      if (candidate.caches == nullptr) continue;
+      const RankId id = candidate.caches->find(candidate.dp_rank);
+      if (id == kNone) continue;
+      const Match::Depth depth = match.depth(id);
+      standings_[i].device = depth.device;
+      standings_[i].host = depth.host - depth.device;
+      standings_[i].disk = depth.disk - depth.host;
+    }
+  }
+
+  void find_loads() {
+    depths_.resize(ledger_.rank_end());
+    ledger_.depths(prompt_.sequence.data(), prompt_.sequence.size(), depths_.data());
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const Candidate& candidate = candidates_[i];
+      Standing& standing = standings_[i];
+      standing.present = ledger_.is_live(candidate.booked);
+      if (!standing.present) continue;
+      const ledger::Rank& rank = ledger_.rank(candidate.booked);
+      standing.present = rank.worker_id == candidate.worker_id && rank.dp_rank == candidate.dp_rank;
+      standing.live = depths_[candidate.booked];
+      standing.prefill_tokens = rank.prefill_tokens;
+      standing.decode_blocks = rank.decode_blocks();
+      standing.requests = rank.requests;
+    }
+  }
+
+  // Lists the candidates that may be chosen in `open_`; 0, or the Refusal when none may.
+  int64_t find_open(const Scale& scale, const uint8_t* mask) {
+    open_.clear();
+    bool all_busy = true, any = false;
+    for (uint32_t i = 0; i < candidates_.size(); ++i) {
+      if ((mask != nullptr && mask[i] == 0) || !standings_[i].present) continue;
+      any = true;
+      if (scale.is_overloaded(candidates_[i], standings_[i])) continue;
+      open_.push_back(i);
+      all_busy = all_busy && scale.is_busy(candidates_[i], standings_[i]);
+    }
+    if (!any) return NONE;
+    if (open_.empty()) return OVERLOADED;
+    if (all_busy) return BUSY;
+    return 0;
+  }
+
+  int64_t next_in_turn() {
+    uint32_t chosen = open_.front();
+    for (const uint32_t i : open_) {
+      if (i >= turn_) {
+        chosen = i;
+        break;
+      }
+    }
+    turn_ = chosen + 1;
+    return chosen;
+  }
+
+  // Uniform in [0, n): the error of the multiplication is n / 2^64.
+  static size_t below(size_t n, uint64_t random) {
+    return static_cast<size_t>(static_cast<unsigned __int128>(random) * n >> 64);
+  }
+
+  // Of the open candidates with the lowest value, any.
+  template <class Value>
+  int64_t lowest(Value&& value, uint64_t random) {
+    ties_.clear();
+    auto best = value(open_.front());
+    for (const uint32_t i : open_) {
+      const auto mine = value(i);
+      if (mine > best) continue;
+      if (mine < best) {
+        best = mine;
+        ties_.clear();
+      }
+      ties_.push_back(i);
+    }
+    return ties_[below(ties_.size(), random)];
+  }
+
+  template <class Cost>
+  int64_t drawn(Cost&& cost, double temperature, uint64_t random) {
+    weights_.clear();
+    double lo = std::numeric_limits<double>::infinity(), hi = 0;
+    for (const uint32_t i : open_) {
+      weights_.push_back(cost(i));
+      lo = std::min(lo, weights_.back());
+      hi = std::max(hi, weights_.back());
+    }
+    if (lo == hi) return open_[below(open_.size(), random)];
+    double sum = 0;
+    for (double& weight : weights_) {
+      weight = std::exp(-((weight - lo) / (hi - lo) / temperature));
+      sum += weight;
+    }
+    const double target = std::ldexp(static_cast<double>(random >> 11), -53) * sum;
+    double passed = 0;
+    size_t chosen = 0;
+    for (size_t i = 0; i < weights_.size(); ++i) {
+      if (weights_[i] == 0) continue;
+      chosen = i;
+      passed += weights_[i];
+      if (passed > target) break;
+    }
+    return open_[chosen];
+  }
+
+  const Index* index_;
+  const ledger::Ledger& ledger_;
+  uint32_t block_size_;
+  uint32_t turn_ = 0;  // the candidate that is next in ROUND_ROBIN
+  Prompt prompt_;
+  std::vector<Candidate> candidates_;
+  std::vector<Standing> standings_;  // one a candidate
+  std::vector<uint32_t> depths_;     // by rank of the ledger
+  std::vector<uint32_t> open_;       // scratch of `choose`
+  std::vector<uint32_t> ties_;
+  std::vector<double> weights_;
+};
+
+}  // namespace kvd::selector

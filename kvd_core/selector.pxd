@@ -1,0 +1,132 @@
+# cython: language_level=3
+"""Data sheet of the selector: the C++ types it is made of and the classes Python sees."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
+
+from kvd_core.index cimport CIndex, CMatch, CWorker, PrefixIndex
+from kvd_core.ledger cimport CLedger, Ledger, RankId
+from kvd_core.scan cimport BodyScanner
+
+
+cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
+    uint64_t kMaxIslTokens
+    double kMaxWeight
+
+    enum CMode "kvd::selector::Mode":
+        kKv "kvd::selector::KV"                      # lowest cost
+        kRoundRobin "kvd::selector::ROUND_ROBIN"     # the next in order
+        kRandom "kvd::selector::RANDOM"              # any
+        kLeastLoaded "kvd::selector::LEAST_LOADED"   # fewest requests
+
+    enum CRefusal "kvd::selector::Refusal":
+        kNoCandidate "kvd::selector::NONE"           # none is eligible
+        kAllBusy "kvd::selector::BUSY"               # all that could be chosen are busy: wait
+        kAllOver "kvd::selector::OVERLOADED"         # all eligible ones exceed a busy threshold
+
+    cppclass CSettings "kvd::selector::Settings":
+        double overlap_weight                 # of the prefill term
+        double device_credit                  # of a cached block
+        double host_credit
+        double disk_credit                    # disk and external
+        double temperature                    # 0: the lowest cost
+        double queue_threshold                # of max_num_batched_tokens, infinite: off
+        double decode_blocks_threshold        # of total_kv_blocks, infinite: off
+        double prefill_tokens_threshold       # tokens, infinite: off
+        double prefill_tokens_threshold_frac  # of max_num_batched_tokens, infinite: off
+        CMode mode
+        cbool track_prefill
+        cbool track_active_blocks
+
+    cppclass CCandidate "kvd::selector::Candidate":
+        uint64_t worker_id
+        uint32_t dp_rank
+        RankId booked              # its rank in the ledger
+        const CWorker* caches      # whose blocks it can use, NULL without
+        uint64_t max_batch_tokens  # 0: unbounded
+        uint64_t total_blocks      # 0: unknown
+
+    cppclass CStanding "kvd::selector::Standing":
+        uint32_t device            # blocks of the prompt, cached
+        uint32_t host              # further ones
+        uint32_t disk              # further ones, disk and external
+        uint32_t live              # blocks of the prompt, in use by its requests
+        uint64_t prefill_tokens    # being prefilled
+        uint64_t decode_blocks     # in use
+        uint32_t requests
+        cbool present              # False: its rank has left the ledger
+
+    cppclass CPrompt "kvd::selector::Prompt":
+        vector[uint64_t] locals
+        vector[uint64_t] salted    # the same with the prompt's salt
+        vector[uint64_t] sequence
+        uint64_t isl_tokens
+        cbool is_salted
+        void take(const CPrompt&) except +
+        void take_hashes(const uint64_t*, size_t, const uint64_t*, size_t, uint64_t) except +
+        void take_tokens(const uint32_t*, size_t, uint32_t, string_view, string_view) except +
+        void make_unique(uint64_t)
+
+cdef extern from "selector_cost.hpp" namespace "kvd::selector" nogil:
+    cppclass CTerms "kvd::selector::Terms":
+        uint64_t cached_tokens     # weighed by tier
+        uint64_t effective_tokens  # to prefill
+        double raw                 # blocks to prefill before credits, with those being prefilled
+        double credit              # blocks
+        double prefill             # weighted
+        double decode
+        double cost
+
+    cppclass CScale "kvd::selector::Scale":
+        uint64_t decode_blocks(const CStanding&)
+        CTerms terms(const CStanding&)
+        cbool is_busy(const CCandidate&, const CStanding&)
+        cbool is_overloaded(const CCandidate&, const CStanding&)
+
+cdef extern from "selector.hpp" namespace "kvd::selector" nogil:
+    cppclass CPool "kvd::selector::Pool":
+        CPool(uint32_t, const CIndex*, const CLedger&) except +
+        void add(const CCandidate&) except +    # ascending by (worker, dp rank)
+        size_t size()
+        uint32_t block_size()
+        const CCandidate& candidate(size_t)
+        const CStanding& standing(size_t)       # of the last look
+        CPrompt& prompt()
+        CScale scale(const CSettings&)
+        void look(CMatch&) except +
+        # An index or a Refusal; a byte for each candidate, 0 for those to leave out, or NULL.
+        int64_t choose(const CSettings&, const uint8_t*, uint64_t) except +
+
+cdef extern from "selector_rows.hpp" namespace "kvd::selector" nogil:
+    cppclass CRows "kvd::selector::Rows":
+        CRows(const CPool&)
+        size_t choice_room(size_t)              # bytes
+        size_t rows_room()                      # bytes
+        char* choice(char*, size_t, const CSettings&)
+        char* overlaps(char*)
+        char* loads(char*, const CSettings&)
+
+
+cdef class Settings:
+    cdef CSettings c
+    cdef readonly object members    # by name, as given and by default
+
+
+cdef class Prompt:
+    cdef CPrompt c
+
+
+cdef class Pool:
+    cdef CPool* c
+    cdef PrefixIndex index
+    cdef Ledger ledger
+    cdef CMatch no_match            # for pools without an index
+    cdef readonly tuple candidates  # ascending by (worker, dp rank)
+
+    # As the methods of nearly the same names, for the prompt that c.prompt() has taken.
+    cdef int look_at_prompt(self) except -1
+    cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
+    cdef size_t at(self, Py_ssize_t candidate) except? 0

@@ -1,0 +1,434 @@
+# distutils: language = c++
+"""Which rank should serve a prompt.
+
+The rules are in the C++ headers this module binds: `selector.hpp` (looking and choosing),
+`selector_cost.hpp` (what a choice costs), `selector_types.hpp`, `selector_rows.hpp` (JSON).
+
+One thread owns a pool, with its index and ledger. Nothing here does I/O, reads a clock or draws
+random numbers.
+"""
+
+from collections import namedtuple
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
+from cython.operator cimport dereference as deref
+
+from kvd_core.index cimport Worker
+from kvd_core.ledger cimport Ledger
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
+    PyObject* PyBytes_New "PyBytes_FromStringAndSize" (const char*, Py_ssize_t) except NULL
+    int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
+
+KV = <int>kKv
+ROUND_ROBIN = <int>kRoundRobin
+RANDOM = <int>kRandom
+LEAST_LOADED = <int>kLeastLoaded
+MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED)
+
+NONE = <int64_t>kNoCandidate
+BUSY = <int64_t>kAllBusy
+OVERLOADED = <int64_t>kAllOver
+
+MAX_ISL_TOKENS = kMaxIslTokens
+MAX_WEIGHT = kMaxWeight
+
+Candidate = namedtuple(
+    "Candidate",
+    "worker_id dp_rank worker ledger_rank max_num_batched_tokens total_kv_blocks",
+    defaults=(0, 0),
+)
+Explained = namedtuple(
+    "Explained",
+    "worker_id dp_rank device_blocks host_blocks disk_blocks live_blocks active_prefill_tokens"
+    " active_decode_blocks active_requests cached_tokens effective_prefill_tokens"
+    " potential_decode_blocks raw_prefill_blocks credit_blocks prefill_cost decode_cost cost"
+    " eligible overloaded busy",
+)
+
+
+cdef string_view utf8(str text) except *:
+    cdef Py_ssize_t size = 0
+    cdef const char* begin
+    if text is None:
+        return string_view()
+    begin = PyUnicode_AsUTF8AndSize(text, &size)
+    return string_view(begin, size)
+
+
+cdef const uint64_t* hashes_of(bytes hashes, size_t* n) except? NULL:
+    if PyBytes_GET_SIZE(hashes) % sizeof(uint64_t):
+        raise ValueError("hashes are the bytes of native 64-bit integers")
+    n[0] = PyBytes_GET_SIZE(hashes) // sizeof(uint64_t)
+    return <const uint64_t*>PyBytes_AS_STRING(hashes)
+
+
+cdef bytes bytes_of(const vector[uint64_t]& hashes):
+    return PyBytes_FromStringAndSize(<const char*>hashes.data(), hashes.size() * sizeof(uint64_t))
+
+
+cdef double within(str name, value, double highest) except *:
+    cdef double number = value
+    if not 0 <= number <= highest:
+        raise ValueError(f"{name} must lie in [0, {highest:g}]")
+    return number
+
+
+cdef bytes cut(PyObject* answer, Py_ssize_t size):
+    # Gives back what rendering did not need; takes over the reference.
+    _PyBytes_Resize(&answer, size)
+    text = <bytes>answer
+    Py_DECREF(text)
+    return text
+
+
+cdef class Settings:
+    """How to weigh and choose: immutable, made once for each configuration or override."""
+
+    def __init__(
+        self,
+        *,
+        int mode=kKv,
+        overlap_weight=1.0,
+        device_credit=1.0,
+        host_credit=0.75,
+        disk_credit=0.25,
+        temperature=0.0,
+        bint track_prefill=True,
+        bint track_active_blocks=True,
+        queue_threshold=None,
+        active_decode_blocks_threshold=None,
+        active_prefill_tokens_threshold=None,
+        active_prefill_tokens_threshold_frac=None,
+    ):
+        """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
+
+        `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
+        terms the cost has. A rank is busy above `queue_threshold` times its
+        max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
+        total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
+        ValueError for what is outside.
+        """
+        if mode not in MODES:
+            raise ValueError(f"no such mode: {mode}")
+        self.members = {
+            "mode": mode,
+            "overlap_weight": overlap_weight,
+            "device_credit": device_credit,
+            "host_credit": host_credit,
+            "disk_credit": disk_credit,
+            "temperature": temperature,
+            "track_prefill": track_prefill,
+            "track_active_blocks": track_active_blocks,
+            "queue_threshold": queue_threshold,
+            "active_decode_blocks_threshold": active_decode_blocks_threshold,
+            "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
+            "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
+        }
+        self.c.mode = <CMode>mode
+        self.c.overlap_weight = within("overlap_weight", overlap_weight, kMaxWeight)
+        self.c.device_credit = within("device_credit", device_credit, kMaxWeight)
+        self.c.host_credit = within("host_credit", host_credit, 1)
+        self.c.disk_credit = within("disk_credit", disk_credit, 1)
+        self.c.temperature = within("temperature", temperature, kMaxWeight)
+        self.c.track_prefill = track_prefill
+        self.c.track_active_blocks = track_active_blocks
+        if queue_threshold is not None:
+            self.c.queue_threshold = within("queue_threshold", queue_threshold, kMaxWeight)
+        if active_decode_blocks_threshold is not None:
+            self.c.decode_blocks_threshold = within(
+                "active_decode_blocks_threshold", active_decode_blocks_threshold, kMaxWeight
+            )
+        if active_prefill_tokens_threshold is not None:
+            self.c.prefill_tokens_threshold = within(
+                "active_prefill_tokens_threshold", active_prefill_tokens_threshold, kMaxWeight
+            )
+        if active_prefill_tokens_threshold_frac is not None:
+            self.c.prefill_tokens_threshold_frac = within(
+                "active_prefill_tokens_threshold_frac",
+                active_prefill_tokens_threshold_frac,
+                kMaxWeight,
+            )
+
+    def replace(self, **changes):
+        """Returns the same settings but for `changes`, by the names of the constructor."""
+        return Settings(**{**self.members, **changes})
+
+
+cdef class Prompt:
+    """A prompt that waits: what `Pool.look_again` needs. Made by `Pool.hold`."""
+
+    def __init__(self):
+        raise TypeError("use Pool.hold")
+
+    @property
+    def isl_tokens(self):
+        """Its length in tokens."""
+        return self.c.isl_tokens
+
+    @property
+    def local_hashes(self):
+        """Native 64-bit integers, those with the prompt's salt if it has one."""
+        return bytes_of(self.c.salted if self.c.is_salted else self.c.locals)
+
+    @property
+    def sequence_hashes(self):
+        """Native 64-bit integers."""
+        return bytes_of(self.c.sequence)
+
+    @property
+    def bytes(self):
+        """Memory it takes."""
+        return sizeof(CPrompt) + sizeof(uint64_t) * (
+            self.c.locals.capacity() + self.c.salted.capacity() + self.c.sequence.capacity()
+        )
+
+
+cdef class Pool:
+    """The ranks of one (model, tenant) that requests can be sent to.
+
+    First `look` at a prompt, then ask the rest about it: all answers are about the last look.
+    """
+
+    def __cinit__(
+        self, PrefixIndex index, Ledger ledger not None, uint32_t block_size, candidates=()
+    ):
+        """Takes Candidates in any order, which are `candidates` in ascending order from then on.
+
+        `index` None, or a Candidate's `worker` None: caches nothing. ValueError for an index of
+        another block size, a worker of another index, or a rank that comes twice; KeyError for a
+        rank that is not in the ledger under this id. O(candidates log candidates).
+        """
+        cdef Worker worker
+        cdef CCandidate c
+        cdef const CIndex* blocks = NULL
+        if block_size == 0 or (index is not None and index.c.block_size() != block_size):
+            raise ValueError(f"not the block size of the index: {block_size}")
+        self.index = index
+        self.ledger = ledger
+        self.candidates = tuple(sorted(candidates, key=lambda each: each[:2]))
+        if index is not None:
+            blocks = index.c
+        self.c = new CPool(block_size, blocks, deref(ledger.c))
+        previous = None
+        for each in self.candidates:
+            if each[:2] == previous:
+                raise ValueError(f"rank {each[1]} of worker {each[0]} comes twice")
+            previous = each[:2]
+            c.worker_id, c.dp_rank, worker, c.booked, c.max_batch_tokens, c.total_blocks = each
+            if ledger.rank_of(c.worker_id, c.dp_rank) != c.booked:
+                raise KeyError(c.booked)
+            if worker is not None and (index is None or worker.index is not index):
+                raise ValueError(f"worker {c.worker_id} is not of the pool's index")
+            c.caches = NULL
+            if worker is not None:
+                c.caches = &worker.c
+            self.c.add(c)
+
+    def __dealloc__(self):
+        del self.c
+
+    def __len__(self):
+        return self.c.size()
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.c.block_size()
+
+    # ---- looking
+
+    def look(self, bytes local_hashes not None, bytes sequence_hashes not None, uint64_t isl_tokens):
+        """Finds out how all candidates stand to a prompt.
+
+        Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.
+        O(blocks + candidates + ranks that match).
+        """
+        cdef size_t locals_, rolling
+        cdef const uint64_t* local = hashes_of(local_hashes, &locals_)
+        cdef const uint64_t* sequence = hashes_of(sequence_hashes, &rolling)
+        bounded(isl_tokens)
+        self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
+        self.look_at_prompt()
+
+    def look_body(self, BodyScanner scanner not None, int local_hashes, int sequence_hashes,
+                  uint64_t isl_tokens):
+        """Does the same with two arrays of a scanned body, named by their positions."""
+        cdef size_t locals_ = 0, rolling = 0
+        cdef const uint64_t* local = scanner.u64(local_hashes, &locals_)
+        cdef const uint64_t* sequence = scanner.u64(sequence_hashes, &rolling)
+        bounded(isl_tokens)
+        self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
+        self.look_at_prompt()
+
+    def look_tokens(self, BodyScanner scanner not None, int array, str lora_name=None,
+                    str cache_salt=None, unique=None):
+        """Does the same with the token ids of a scanned body; their number is the prompt's length.
+
+        A salted prompt can use salted blocks of ranks whose stream tells salts, and unsalted blocks
+        of the others. `unique`, a random u64, makes its sequence hashes differ from all others:
+        the prompt then shares no block in use.
+        """
+        cdef size_t n = 0
+        cdef const uint32_t* tokens = scanner.u32(array, &n)
+        self.c.prompt().take_tokens(
+            tokens, n, self.c.block_size(), utf8(lora_name), utf8(cache_salt)
+        )
+        if unique is not None:
+            self.c.prompt().make_unique(unique)
+        self.look_at_prompt()
+
+    def look_again(self, Prompt prompt not None):
+        """Does the same with a prompt that was held, by this pool or an earlier one."""
+        self.c.prompt().take(prompt.c)
+        self.look_at_prompt()
+
+    def hold(self):
+        """Returns a copy of the prompt of the last look, which outlives the pool."""
+        cdef Prompt prompt = Prompt.__new__(Prompt)
+        prompt.c = self.c.prompt()
+        return prompt
+
+    cdef int look_at_prompt(self) except -1:
+        self.c.look(self.no_match if self.index is None else self.index.match_scratch)
+        return 0
+
+    # ---- choosing
+
+    def choose(self, Settings settings not None, bytes eligible, uint64_t random):
+        """Returns the position of a candidate in `candidates`, or why none is chosen.
+
+        `eligible` has a byte for each candidate, 0 for those to leave out; None allows all.
+        `random` is a uniform u64; it decides among equals, and everything in mode RANDOM or with a
+        temperature. NONE: no candidate is eligible; OVERLOADED: all eligible ones exceed a busy
+        threshold; BUSY: all others are busy, so the request should wait. O(candidates).
+        """
+        return self.c.choose(settings.c, self.mask_of(eligible), random)
+
+    def mask(self, worker_ids):
+        """Returns the `eligible` that allows the ranks of these workers; unknown ones are ignored."""
+        allowed = frozenset(worker_ids)
+        return bytes([each[0] in allowed for each in self.candidates])
+
+    def find(self, uint64_t worker_id, uint32_t dp_rank):
+        """The position of a candidate, None if it is not one. O(log candidates)."""
+        cdef size_t low = 0, high = self.c.size(), middle
+        cdef const CCandidate* c
+        while low < high:
+            middle = (low + high) // 2
+            c = &self.c.candidate(middle)
+            if c.worker_id < worker_id or (c.worker_id == worker_id and c.dp_rank < dp_rank):
+                low = middle + 1
+            else:
+                high = middle
+        if low == self.c.size():
+            return None
+        c = &self.c.candidate(low)
+        return low if c.worker_id == worker_id and c.dp_rank == dp_rank else None
+
+    def effective_prefill_tokens(self, Py_ssize_t candidate, Settings settings not None):
+        """Tokens that a candidate would have to prefill: what a booking counts. O(1)."""
+        cdef const CStanding* standing = &self.c.standing(self.at(candidate))
+        return self.c.scale(settings.c).terms(standing[0]).effective_tokens
+
+    def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None):
+        """Books the prompt on a candidate, as `Ledger.add` does, and returns what that returns."""
+        cdef CPrompt* prompt = &self.c.prompt()
+        cdef const CCandidate* c = &self.c.candidate(self.at(candidate))
+        return <int>self.ledger.admit(
+            request_id, c.booked, prompt.sequence.data(), prompt.sequence.size(), tokens, now, key
+        )
+
+    def explain(self, Settings settings not None, bytes eligible=None):
+        """All terms of the cost of all candidates, as Explained; blocks unless named otherwise."""
+        cdef const uint8_t* mask = self.mask_of(eligible)
+        return [self.explained(i, settings, mask == NULL or mask[i] != 0) for i in range(len(self))]
+
+    def explained(self, Py_ssize_t candidate, Settings settings not None, bint eligible=True):
+        """The same of one candidate."""
+        cdef size_t i = self.at(candidate)
+        cdef const CCandidate* c = &self.c.candidate(i)
+        cdef const CStanding* s = &self.c.standing(i)
+        cdef CTerms t = self.c.scale(settings.c).terms(s[0])
+        return Explained(
+            c.worker_id,
+            c.dp_rank,
+            s.device,
+            s.host,
+            s.disk,
+            s.live,
+            s.prefill_tokens,
+            s.decode_blocks,
+            s.requests,
+            t.cached_tokens,
+            t.effective_tokens,
+            self.c.scale(settings.c).decode_blocks(s[0]),
+            t.raw,
+            t.credit,
+            t.prefill,
+            t.decode,
+            t.cost,
+            eligible and s.present,
+            self.c.scale(settings.c).is_overloaded(c[0], s[0]),
+            self.c.scale(settings.c).is_busy(c[0], s[0]),
+        )
+
+    # ---- rendering
+
+    def render_choice(self, Py_ssize_t candidate, Settings settings not None):
+        """`"overlap":{...},"effective_prefill_tokens":N` of a candidate, see `selector_rows.hpp`."""
+        cdef size_t i = self.at(candidate)
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        try:
+            answer = PyBytes_New(NULL, rows.choice_room(i))
+            begin = PyBytes_AS_STRING(<object>answer)
+            return cut(answer, rows.choice(begin, i, settings.c) - begin)
+        finally:
+            del rows
+
+    def render_overlaps(self):
+        """The cached blocks of every candidate as a JSON array, see `selector_rows.hpp`."""
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        try:
+            answer = PyBytes_New(NULL, rows.rows_room())
+            begin = PyBytes_AS_STRING(<object>answer)
+            return cut(answer, rows.overlaps(begin) - begin)
+        finally:
+            del rows
+
+    def render_loads(self, Settings settings not None):
+        """What every candidate would be working on with the prompt, as a JSON array."""
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        try:
+            answer = PyBytes_New(NULL, rows.rows_room())
+            begin = PyBytes_AS_STRING(<object>answer)
+            return cut(answer, rows.loads(begin, settings.c) - begin)
+        finally:
+            del rows
+
+    cdef const uint8_t* mask_of(self, bytes eligible) except? NULL:
+        if eligible is None:
+            return NULL
+        if <size_t>PyBytes_GET_SIZE(eligible) != self.c.size():
+            raise ValueError("one byte for each candidate")
+        return <const uint8_t*>PyBytes_AS_STRING(eligible)
+
+    cdef size_t at(self, Py_ssize_t candidate) except? 0:
+        if not 0 <= candidate < <Py_ssize_t>self.c.size():
+            raise IndexError(candidate)
+        return candidate
+
+
+cdef int bounded(uint64_t isl_tokens) except -1:
+    if isl_tokens > kMaxIslTokens:
+        raise OverflowError("too many tokens")
+    return 0

@@ -1,0 +1,113 @@
+// What it would cost a candidate to serve the prompt, in blocks; lower is better.
+//
+//   prompt     [ device | host | disk | to compute ............. ]  isl tokens
+//                1.0      0.75   0.25                               credits
+//   cached     round(block size x (device + 0.75 host + 0.25 disk))  tokens
+//   raw        (tokens being prefilled + isl, at least cached) / block size
+//   prefill    weight x max(0, raw - (credit x device + 0.75 host + 0.25 disk))
+//   decode     blocks in use + blocks of the prompt that are not in use already
+//   cost       prefill + decode
+//
+// Without prefill tracking there is no prefill term; the credit is then taken off the decode term,
+// which does not fall below 0, unless the weight or the device credit is 0.
+//
+// The device credit is a preference of the cost only: what a rank will not have to compute, and so
+// the tokens that are booked, does not follow it. Weight 0 makes the device credit 0.
+//
+// Invariant: each operation is one of IEEE doubles in the order written here, integers are summed
+// before they become doubles: so costs are equal to the last bit on every machine, and to those of
+// Dynamo 1.6.1 (the core is built with -ffp-contract=off).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "selector_types.hpp"
+
+namespace kvd::selector {
+
+struct Terms {
+  uint64_t cached_tokens;     // weighed by tier and rounded, halves away from zero
+  uint64_t effective_tokens;  // to prefill
+  double raw;                 // blocks to prefill before credits, with those being prefilled
+  double credit;
+  double prefill;
+  double decode;
+  double cost;
+};
+
+// Values stay below 2^63, and signed conversion is one instruction.
+inline double real(uint64_t value) { return static_cast<double>(static_cast<int64_t>(value)); }
+
+class Scale {
+ public:
+  Scale(const Settings& settings, const Prompt& prompt, uint32_t block_size)
+      : s_(settings),
+        block_size_(block_size),
+        isl_(prompt.isl_tokens),
+        blocks_(prompt.sequence.size()),
+        device_credit_(settings.overlap_weight == 0 ? 0 : settings.device_credit),
+        rejects_(std::min({settings.decode_blocks_threshold, settings.prefill_tokens_threshold,
+                           settings.prefill_tokens_threshold_frac}) != Settings::kOff) {}
+
+  uint64_t cached_tokens(const Standing& c) const {
+    if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;
+    const double blocks = real(c.device) + s_.host_credit * real(c.host) + s_.disk_credit * real(c.disk);
+    return static_cast<uint64_t>(std::round(blocks * real(block_size_)));
+  }
+
+  uint64_t effective_tokens(const Standing& c) const {
+    const uint64_t cached = cached_tokens(c);
+    return isl_ > cached ? isl_ - cached : 0;
+  }
+
+  // Blocks in use with the prompt on top.
+  uint64_t decode_blocks(const Standing& c) const { return c.decode_blocks + (blocks_ - c.live); }
+
+  Terms terms(const Standing& c) const {
+    Terms t;
+    t.cached_tokens = cached_tokens(c);
+    t.effective_tokens = isl_ > t.cached_tokens ? isl_ - t.cached_tokens : 0;
+    t.credit = device_credit_ * real(c.device) + s_.host_credit * real(c.host) +
+               s_.disk_credit * real(c.disk);
+    t.raw = 0;
+    t.prefill = 0;
+    t.decode = s_.track_active_blocks ? real(decode_blocks(c)) : 0;
+    if (s_.track_prefill) {
+      t.raw = real(c.prefill_tokens + t.effective_tokens + t.cached_tokens) / real(block_size_);
+      t.prefill = s_.overlap_weight * std::max(0.0, t.raw - t.credit);
+    } else if (device_credit_ > 0) {
+      t.decode = std::max(0.0, t.decode - t.credit);
+    }
+    t.cost = t.prefill + t.decode;
+    return t;
+  }
+
+  // New work waits while all candidates are.
+  bool is_busy(const Candidate& c, const Standing& at) const {
+    return exceeds(at.prefill_tokens, s_.queue_threshold, c.max_batch_tokens);
+  }
+
+  // It gets no new work.
+  bool is_overloaded(const Candidate& c, const Standing& at) const {
+    return rejects_ &&
+           (real(at.prefill_tokens) > s_.prefill_tokens_threshold ||
+            exceeds(at.prefill_tokens, s_.prefill_tokens_threshold_frac, c.max_batch_tokens) ||
+            exceeds(at.decode_blocks, s_.decode_blocks_threshold, c.total_blocks));
+  }
+
+ private:
+  static bool exceeds(uint64_t value, double threshold, uint64_t capacity) {
+    return capacity != 0 && real(value) > threshold * real(capacity);
+  }
+
+  const Settings& s_;
+  uint32_t block_size_;
+  uint64_t isl_;
+  uint64_t blocks_;
+  double device_credit_;
+  bool rejects_;  // there is a busy threshold
+};
+
+}  // namespace kvd::selector

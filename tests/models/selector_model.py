@@ -1,0 +1,210 @@
+"""A plain-Python selection: the rules of `kvd_core/selector*.hpp`, one candidate after the other.
+
+Floats are formed in the order of the formulas, so they are equal to the core's to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KV, ROUND_ROBIN, RANDOM, LEAST_LOADED = range(4)
+NONE, BUSY, OVERLOADED = -1, -2, -3
+
+
+@dataclass(frozen=True)
+class ModelRank:
+    """A candidate and what is known of it; cached blocks by tier, each behind those before."""
+
+    worker_id: int
+    dp_rank: int
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    live: int = 0
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    requests: int = 0
+    max_num_batched_tokens: int = 0
+    total_kv_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    mode: int = KV
+    overlap_weight: float = 1.0
+    device_credit: float = 1.0
+    host_credit: float = 0.75
+    disk_credit: float = 0.25
+    temperature: float = 0.0
+    track_prefill: bool = True
+    track_active_blocks: bool = True
+    queue_threshold: float | None = None
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: float | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelPrompt:
+    isl_tokens: int
+    blocks: int
+    block_size: int
+
+
+def rounded(value: float) -> int:
+    """Halves away from zero; the value is not negative."""
+    return int(value) + (value - int(value) >= 0.5)
+
+
+def cached_tokens(rank: ModelRank, s: ModelSettings, prompt: ModelPrompt) -> int:
+    blocks = rank.device + s.host_credit * rank.host + s.disk_credit * rank.disk
+    return rounded(blocks * prompt.block_size)
+
+
+def effective_tokens(rank: ModelRank, s: ModelSettings, prompt: ModelPrompt) -> int:
+    return max(0, prompt.isl_tokens - cached_tokens(rank, s, prompt))
+
+
+def potential_decode_blocks(rank: ModelRank, prompt: ModelPrompt) -> int:
+    return rank.decode_blocks + max(0, prompt.blocks - rank.live)
+
+
+def terms(
+    rank: ModelRank, s: ModelSettings, prompt: ModelPrompt
+) -> tuple[float, float, float, float, float]:
+    """Returns raw prefill blocks, credit, prefill cost, decode cost and the sum of these two."""
+    device_credit = s.device_credit if s.overlap_weight else 0.0
+    credit = device_credit * rank.device + s.host_credit * rank.host + s.disk_credit * rank.disk
+    decode = float(potential_decode_blocks(rank, prompt)) if s.track_active_blocks else 0.0
+    if s.track_prefill:
+        tokens = rank.prefill_tokens + effective_tokens(rank, s, prompt)
+        raw = float(tokens + cached_tokens(rank, s, prompt)) / float(prompt.block_size)
+        prefill = s.overlap_weight * max(0.0, raw - credit)
+        return raw, credit, prefill, decode, prefill + decode
+    if device_credit > 0:
+        decode = max(0.0, decode - credit)
+    return 0.0, credit, 0.0, decode, decode
+
+
+def above(value: int, threshold: float | None, capacity: int) -> bool:
+    return threshold is not None and capacity > 0 and float(value) > threshold * float(capacity)
+
+
+def is_busy(rank: ModelRank, s: ModelSettings) -> bool:
+    return above(rank.prefill_tokens, s.queue_threshold, rank.max_num_batched_tokens)
+
+
+def is_overloaded(rank: ModelRank, s: ModelSettings) -> bool:
+    tokens, batch = rank.prefill_tokens, rank.max_num_batched_tokens
+    return (
+        above(tokens, s.active_prefill_tokens_threshold, 1)
+        or above(tokens, s.active_prefill_tokens_threshold_frac, batch)
+        or above(rank.decode_blocks, s.active_decode_blocks_threshold, rank.total_kv_blocks)
+    )
+
+
+class ModelPool:
+    """Candidates in ascending order of (worker, dp rank)."""
+
+    def __init__(self, ranks: Sequence[ModelRank], prompt: ModelPrompt) -> None:
+        self.ranks = ranks
+        self.prompt = prompt
+        self.turn = 0
+
+    def choose(self, s: ModelSettings, eligible: bytes | None, random: int) -> int:
+        allowed = [i for i in range(len(self.ranks)) if eligible is None or eligible[i]]
+        open_ = [i for i in allowed if not is_overloaded(self.ranks[i], s)]
+        if not allowed:
+            return NONE
+        if not open_:
+            return OVERLOADED
+        if all(is_busy(self.ranks[i], s) for i in open_):
+            return BUSY
+        if s.mode == ROUND_ROBIN:
+            chosen = next((i for i in open_ if i >= self.turn), open_[0])
+            self.turn = chosen + 1
+            return chosen
+        if s.mode == RANDOM:
+            return any_of(open_, random)
+        if s.mode == LEAST_LOADED:
+            values = [float(self.ranks[i].requests) for i in open_]
+        else:
+            values = [terms(self.ranks[i], s, self.prompt)[4] for i in open_]
+            if s.temperature > 0:
+                return drawn(open_, values, s.temperature, random)
+        return any_of([i for i, v in zip(open_, values, strict=True) if v == min(values)], random)
+
+    def overlap(self, chosen: int, s: ModelSettings) -> dict[str, object]:
+        size = self.prompt.block_size
+        ranks = [rank for rank in self.ranks if rank.worker_id == self.ranks[chosen].worker_id]
+        disk = max(rank.device + rank.host + rank.disk for rank in ranks)
+        return {
+            "overlap": {
+                "longest_matched": disk * size,
+                "gpu": max(rank.device for rank in ranks) * size,
+                "dp": {str(rank.dp_rank): rank.device * size for rank in ranks},
+                "cpu": max(rank.device + rank.host for rank in ranks) * size,
+                "disk": disk * size,
+            },
+            "effective_prefill_tokens": effective_tokens(self.ranks[chosen], s, self.prompt),
+        }
+
+    def overlap_rows(self) -> list[dict[str, int | None]]:
+        return [
+            {
+                "worker_id": rank.worker_id,
+                "dp_rank": rank.dp_rank,
+                "device_blocks": rank.device,
+                "host_pinned_blocks": rank.device + rank.host,
+                "disk_blocks": rank.device + rank.host + rank.disk,
+                "host_pinned_extension_blocks": rank.host,
+                "disk_extension_blocks": rank.disk,
+                "shared_beyond_device_blocks": None,
+            }
+            for rank in self.ranks
+        ]
+
+    def load_rows(self, s: ModelSettings) -> list[dict[str, int]]:
+        rows = []
+        for rank in self.ranks:
+            added = effective_tokens(rank, s, self.prompt) if s.track_prefill else 0
+            rows.append(
+                {
+                    "worker_id": rank.worker_id,
+                    "dp_rank": rank.dp_rank,
+                    "potential_prefill_tokens": rank.prefill_tokens + added,
+                    "potential_decode_blocks": potential_decode_blocks(rank, self.prompt),
+                    "active_requests": rank.requests,
+                }
+            )
+        return rows
+
+
+def any_of(indices: list[int], random: int) -> int:
+    return indices[random * len(indices) >> 64]
+
+
+def drawn(indices: list[int], costs: list[float], temperature: float, random: int) -> int:
+    lo, hi = min(costs), max(costs)
+    if lo == hi:
+        return any_of(indices, random)
+    weights = [math.exp(-((c - lo) / (hi - lo) / temperature)) for c in costs]
+    total = 0.0
+    for weight in weights:
+        total += weight
+    target = (random >> 11) * 2.0**-53 * total
+    passed, chosen = 0.0, indices[0]
+    for index, weight in zip(indices, weights, strict=True):
+        if weight:
+            chosen = index
+            passed += weight
+            if passed > target:
+                break
+    return chosen
+
+
+def compact(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
