@@ -28,6 +28,9 @@ from kvd.wire.listener import Listener, ListenerStatus
 MAX_LEFT_PLACES = 65_536
 
 
+INDEXER = "indexer"  # the face that registers unless another one says so
+
+
 class Listeners(Protocol):
     """What runs listeners; `kvd.net` provides it."""
 
@@ -44,10 +47,11 @@ class Registration:
 
     key: RankKey
     listener: Listener
+    owners: set[str]  # faces that have registered it; without any it is being removed
 
 
 class Registry:
-    """The indexer face's registrations."""
+    """The registrations of all faces; a rank that two have registered is listened to once."""
 
     def __init__(self, state: State, listeners: Listeners, max_ranks: int = MAX_LISTENERS) -> None:
         self._state = state
@@ -66,6 +70,10 @@ class Registry:
     def registrations(self) -> Iterable[Registration]:
         return self._ranks.values()
 
+    def of(self, owner: str) -> Iterable[Registration]:
+        """Returns what one face has registered."""
+        return [each for each in self._ranks.values() if owner in each.owners]
+
     def instances(self) -> int:
         """Counts distinct instances."""
         return len({(key.partition, key.instance_id) for key in self._ranks})
@@ -76,18 +84,34 @@ class Registry:
             await self._grown.wait()
 
     def register(
-        self, key: RankKey, endpoint: str, block_size: int, replay_endpoint: str | None
+        self,
+        key: RankKey,
+        endpoint: str,
+        block_size: int,
+        replay_endpoint: str | None,
+        owner: str = INDEXER,
     ) -> None:
         """Registers a rank and starts to listen to it, whether its worker is up or not.
 
-        Raises BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts
-        what is registered, Unavailable at a bound; nothing has changed then.
+        A rank that another face listens to at the same address is shared with that. Raises
+        BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts what is
+        registered, Unavailable at a bound; nothing has changed then.
         """
         check_endpoint(endpoint)
         if replay_endpoint is not None:
             check_replay_endpoint(replay_endpoint)
-        if key in self._ranks:
-            raise Conflict(f"instance {key.instance_id} dp_rank {key.dp_rank} already registered")
+        known = self._ranks.get(key)
+        if known is not None:
+            if (
+                not known.owners
+                or owner in known.owners
+                or not self._is_same(known, endpoint, block_size, replay_endpoint)
+            ):
+                raise Conflict(
+                    f"instance {key.instance_id} dp_rank {key.dp_rank} already registered"
+                )
+            known.owners.add(owner)
+            return
         if len(self._ranks) >= self._max_ranks:
             self.refused_ranks += 1
             raise Unavailable(
@@ -96,18 +120,36 @@ class Registry:
         stream = self._state.add_rank(key, block_size)
         expected = self._left.pop((key, endpoint), 0)
         listener = Listener(str(key), endpoint, stream, replay_endpoint, expected)
-        self._ranks[key] = Registration(key, listener)
+        self._ranks[key] = Registration(key, listener, {owner})
         self._listeners.start(key, listener)
         self._grown.set()
         self._grown = trio.Event()
 
+    def _is_same(
+        self,
+        known: Registration,
+        endpoint: str,
+        block_size: int,
+        replay_endpoint: str | None,
+    ) -> bool:
+        listener = known.listener
+        addresses = listener.endpoint, listener.replay_endpoint
+        known_size = self._state.partitions[known.key.partition].block_size
+        return addresses == (endpoint, replay_endpoint) and known_size == block_size
+
     async def unregister(
-        self, instance_id: InstanceId, model_name: str, tenant_id: str | None, dp_rank: int | None
+        self,
+        instance_id: InstanceId,
+        model_name: str,
+        tenant_id: str | None,
+        dp_rank: int | None,
+        owner: str = INDEXER,
     ) -> None:
         """Removes an instance, or one rank of it, from one tenant or from all of the model.
 
-        Takes those along that are known from a peer's dump only. Raises NotFound when there is
-        nothing of that. Returns when its listeners have ended and its blocks no longer count.
+        Takes those along that are known from a peer's dump only. Raises NotFound when this face
+        has nothing of that. Returns when its listeners have ended and its blocks no longer count;
+        what another face has registered as well goes on.
         """
         self._state.note_departure(model_name, tenant_id, instance_id, dp_rank)
         strays = [
@@ -120,15 +162,19 @@ class Registry:
             for registered, rank in partition.ranks
             if registered == instance_id and dp_rank in (None, rank)
         ]
+        leaving = [each for each in leaving if owner in each.owners]
         if not leaving and not any(strays):
             raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
         # Shielded: a client that goes away must not leave a rank registered without its listener.
         # Listeners end at their next checkpoint, so this takes no time to speak of.
         with trio.CancelScope(shield=True):
             for registration in leaving:
-                await self._stop(registration)
-                if self._is_current(registration):
-                    self._remove(registration)
+                registration.owners.discard(owner)
+            for registration in leaving:
+                if not registration.owners:
+                    await self._stop(registration)
+                    if self._is_current(registration):
+                        self._remove(registration)
 
     async def pause(self, instance_id: InstanceId, dp_rank: int) -> None:
         """Stops listening to a rank, which keeps its blocks; returns when that has ended.

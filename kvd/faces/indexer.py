@@ -16,7 +16,7 @@ from kvd.http.types import Admission, Handler, Request, Response, Route
 from kvd.metrics import Family, counter, gauge, listener_families, state_families
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
-from kvd.registry import Registry, by_instance
+from kvd.registry import INDEXER, Registry, by_instance
 from kvd.state import State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd_core.lane import Answerer
@@ -175,7 +175,7 @@ def workers(state: State, registry: Registry, request: Request) -> Response:
     tenant_id = bodies.alias(wanted, *bodies.TENANT)
     instances = [
         (state.partitions[partition], ranks)
-        for (partition, _), ranks in by_instance(registry.registrations()).items()
+        for (partition, _), ranks in by_instance(registry.of(INDEXER)).items()
         if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
     ]
     return Response(200, sliced(listed(instances, trio.current_time())))
