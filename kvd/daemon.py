@@ -217,8 +217,8 @@ class _Daemon:
             most = config.metrics_workers
             self._slot_tracker.sources.append(lambda: slot_families(self._slots, most))
             self._slot_tracker.sources.append(replicas.families)
-            routes = slot_tracker.routes(self._slots) + replica_sync.routes(replicas)
-            yield self._slot_tracker, routes
+            requests = slot_tracker.routes(self._slots, trio.current_time)
+            yield self._slot_tracker, requests + replica_sync.routes(replicas)
 
     def _recovery_families(self) -> Iterator[Family]:
         stats = self._recovery
