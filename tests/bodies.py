@@ -159,8 +159,8 @@ class Refusals:
             assert response.headers["content-type"] == "application/json"
             members = response.json()
             assert members.keys() == {"error"} and isinstance(members["error"], str)
-            assert self._state() == before, name
             errors.append(members["error"])
+        assert self._state() == before, list(bodies)
         return errors
 
     def accepted(self, path: str, bodies: dict[str, bytes], **more: str) -> None:
