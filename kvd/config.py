@@ -126,8 +126,7 @@ def _resolve(
     if (said := given.get(setting.name)) is not None:
         return said
     text = environ.get(setting.variable)
-    # Empty is unset, except where another program reads the variable and refuses it.
-    if text is None or (not text and setting.borrowed is None):
+    if text is None or (not text and not setting.empty_is_wrong):
         return setting.default
     try:
         return setting.parse(text)

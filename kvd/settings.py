@@ -154,7 +154,8 @@ def parse_replica_peers(text: str) -> tuple[str, ...]:
 class Setting:
     """One row of the table: how a text becomes a value, and what holds when nobody says.
 
-    `borrowed` is the variable of a setting that other programs of the fleet read as well.
+    `borrowed` is the variable of a setting that other programs of the fleet read as well;
+    `empty_is_wrong` if those refuse an empty one, which otherwise counts as unset.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Setting:
     metavar: str
     help: str
     borrowed: str | None = None
+    empty_is_wrong: bool = False
 
     @property
     def flag(self) -> str:
@@ -218,6 +220,7 @@ DAEMON_SETTINGS = (
         "N",
         "instances that must be registered before any is listened to",
         borrowed="DYN_ROUTER_MIN_INITIAL_WORKERS",
+        empty_is_wrong=True,
     ),
     Setting(
         "recovery_delay_s",
