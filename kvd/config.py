@@ -70,7 +70,7 @@ class Config:
     indexer_tls: TlsListener | None
     slot_tracker_bind: Bind | None
     request_expiry_s: int
-    metrics_workers: int  # shown one by one up to this number
+    metrics_ranks: int  # shown one by one up to this number
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
     peers: tuple[str, ...]  # base URLs, to be asked in this order
@@ -102,7 +102,7 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
         indexer_tls=_tls(values),
         slot_tracker_bind=slot_tracker_bind,
         request_expiry_s=values["request_expiry_s"],
-        metrics_workers=values["metrics_workers"],
+        metrics_ranks=values["metrics_ranks"],
         replica_sync=_replica_sync(values),
         workers=_workers(values),
         peers=values["peers"] or (),
@@ -126,8 +126,7 @@ def _resolve(
     if (said := given.get(setting.name)) is not None:
         return said
     text = environ.get(setting.variable)
-    # Empty is unset, except where another program reads the variable and refuses it.
-    if text is None or (not text and setting.borrowed is None):
+    if text is None or (not text and not setting.empty_is_wrong):
         return setting.default
     try:
         return setting.parse(text)

@@ -38,7 +38,7 @@ from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import sdnotify
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
-from kvd.net.publisher import open_publisher
+from kvd.net.publisher import Publisher, open_publisher
 from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.net.replication import REPLICA_LINK, Replication
 from kvd.net.zsocket import make_context
@@ -107,6 +107,7 @@ class _Daemon:
         config = self._config
         context = make_context()
         try:
+            publisher = await self._open_publisher(context)
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:
                     ready = trio.Event()
@@ -121,7 +122,7 @@ class _Daemon:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)
                         listening.start_soon(self._start_up, registry, ready)
-                    replicas = await self._replicate(listening, context)
+                    replicas = self._replicate(listening, context, publisher)
                     await self._serve(self._faces(registry, replicas))
                     listening.cancel_scope.cancel()
         finally:
@@ -175,15 +176,23 @@ class _Daemon:
         log.info("ready", workers=registry.instances())
         await settle(self._state, registry)
 
-    async def _replicate(self, nursery: trio.Nursery, context: Context) -> Replicas:
-        """Returns the replicas; without a port for them, or a face, there can be none."""
+    async def _open_publisher(self, context: Context) -> Publisher | None:
+        """Returns what replicas hear; None without a port for them, or a face to speak of."""
         sync = self._config.replica_sync
         if sync is None or self._config.slot_tracker_bind is None:
-            return Replicas(None, self._replica_counts)
+            return None
         try:
-            publisher = await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
+            return await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
         except OSError as error:
             raise StartError(str(error.strerror)) from None
+
+    def _replicate(
+        self, nursery: trio.Nursery, context: Context, publisher: Publisher | None
+    ) -> Replicas:
+        """Returns the replicas; without a publisher there can be none."""
+        sync = self._config.replica_sync
+        if sync is None or publisher is None:
+            return Replicas(None, self._replica_counts)
         links = Replication(nursery, context, publisher, self._apply, self._replica_counts)
         self._slots.publish = links.publish
         replicas = Replicas(links, self._replica_counts)
@@ -214,11 +223,11 @@ class _Daemon:
                 ),
             )
         if config.slot_tracker_bind is not None:
-            most = config.metrics_workers
+            most = config.metrics_ranks
             self._slot_tracker.sources.append(lambda: slot_families(self._slots, most))
             self._slot_tracker.sources.append(replicas.families)
-            routes = slot_tracker.routes(self._slots) + replica_sync.routes(replicas)
-            yield self._slot_tracker, routes
+            requests = slot_tracker.routes(self._slots, trio.current_time)
+            yield self._slot_tracker, requests + replica_sync.routes(replicas)
 
     def _recovery_families(self) -> Iterator[Family]:
         stats = self._recovery

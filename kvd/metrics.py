@@ -30,7 +30,7 @@ METRICS_PATH = "/metrics"  # scrapes themselves are not observed
 # Upper bounds in seconds: 0.1 ms doubled 19 times, as on the original.
 BUCKETS = tuple(0.0001 * 2**k for k in range(20))
 
-BREATH = 64  # partitions or listeners read between two rests: about 0.2 ms
+BREATH = 64  # partitions, listeners or series between two rests: about 0.2 ms
 
 BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE)
 
@@ -64,18 +64,29 @@ def by_label(name: str, type: str, help: str, label: str, values: Mapping[str, f
 
 
 def render(families: Iterable[Family | None]) -> Iterator[bytes]:
-    """Yields the text family by family, and nothing (b"") where the families rest."""
+    """Yields the text family by family, and nothing (b"") where they rest, or one is long."""
     for family in families:
-        yield b"" if family is None else _family(family)
+        if family is None:
+            yield b""
+        else:
+            yield from _family(family)
 
 
-def _family(family: Family) -> bytes:
+def _family(family: Family) -> Iterator[bytes]:
     lines = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.type}"]
     for suffix, labels, value in family.samples:
+        if len(lines) > BREATH:
+            yield _joined(lines)
+            yield b""
+            lines = []
         text = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
         lines.append(
             f"{family.name}{suffix}{{{text}}} {value}" if text else f"{family.name} {value}"
         )
+    yield _joined(lines)
+
+
+def _joined(lines: list[str]) -> bytes:
     return "\n".join([*lines, ""]).encode()
 
 

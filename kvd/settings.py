@@ -154,7 +154,8 @@ def parse_replica_peers(text: str) -> tuple[str, ...]:
 class Setting:
     """One row of the table: how a text becomes a value, and what holds when nobody says.
 
-    `borrowed` is the variable of a setting that other programs of the fleet read as well.
+    `borrowed` is the variable of a setting that other programs of the fleet read as well;
+    `empty_is_wrong` if those refuse an empty one, which otherwise counts as unset.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Setting:
     metavar: str
     help: str
     borrowed: str | None = None
+    empty_is_wrong: bool = False
 
     @property
     def flag(self) -> str:
@@ -218,6 +220,7 @@ DAEMON_SETTINGS = (
         "N",
         "instances that must be registered before any is listened to",
         borrowed="DYN_ROUTER_MIN_INITIAL_WORKERS",
+        empty_is_wrong=True,
     ),
     Setting(
         "recovery_delay_s",
@@ -249,11 +252,11 @@ DAEMON_SETTINGS = (
         borrowed="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
     ),
     Setting(
-        "metrics_workers",
+        "metrics_ranks",
         parse_u32,
-        100,
+        1000,
         "N",
-        "/metrics shows loads rank by rank while no more workers are registered than",
+        "/metrics shows loads rank by rank while no more ranks are registered than",
     ),
     Setting("indexer_tls_bind", parse_tcp_bind, None, "HOST:PORT", "where it listens with TLS"),
     Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain for TLS"),

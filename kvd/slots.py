@@ -173,7 +173,8 @@ class SlotTrackers:
     ) -> bool:
         """Books a request; False if it is a retry of one that is booked already, equal in all.
 
-        Raises NotFound, Conflict on an id that lives, Unavailable at a bound.
+        Raises NotFound, Conflict on an id that lives, Invalid on more tokens than the rank can
+        count, Unavailable at a bound.
         """
         rank = tracker.rank(worker_id, dp_rank)
         outcome = tracker.ledger.add(request_id, rank, hashes, tokens, now, retry_key)

@@ -108,17 +108,15 @@ class Ledger {
     std::vector<Listed>().swap(order_);
   }
 
+  // Refusals are counted by who words them: not every caller does.
   Outcome add(const Admission& a) {
-    if (a.tokens > kMaxTokens) return overflow();
+    if (a.tokens > kMaxTokens) return OVERFLOWN;
     const RequestId known = requests_.find(a.id);
     if (known != kNone) return meet_again(known, a);
     Rank& rank = ranks_[a.rank];
-    if (rank.prefill_tokens + a.tokens > kMaxRankTokens) return overflow();
+    if (rank.prefill_tokens + a.tokens > kMaxRankTokens) return OVERFLOWN;
     const Trie::Place at = trie_.find(a.hashes, a.blocks);
-    if (!has_room(at, a.blocks)) {
-      ++tally_.refused_full;
-      return FULL;
-    }
+    if (!has_room(at, a.blocks)) return FULL;
     size_t gained = 0;
     Request& request = requests_[requests_.take(a.id, a.key, rank.chain)];
     request.end = trie_.enter(at, a.hashes, a.blocks, a.rank, gained);
@@ -135,12 +133,6 @@ class Ledger {
     rank.prompt += static_cast<double>(gained);
     ++tally_.added;
     return ADDED;
-  }
-
-  // Counts an add whose tokens are more than a request may have.
-  Outcome overflow() {
-    ++tally_.refused_overflow;
-    return OVERFLOWN;
   }
 
   void complete_prefill(RequestId id) {
@@ -268,12 +260,9 @@ class Ledger {
   }
 
   Outcome meet_again(RequestId id, const Admission& a) {
-    if (is_retry(requests_[id], a)) {
-      ++tally_.repeated;
-      return REPEATED;
-    }
-    ++tally_.refused_exists;
-    return EXISTS;
+    if (!is_retry(requests_[id], a)) return EXISTS;
+    ++tally_.repeated;
+    return REPEATED;
   }
 
   bool is_retry(const Request& request, const Admission& a) const {

@@ -35,9 +35,6 @@ cdef extern from "ledger.hpp" namespace "kvd::ledger" nogil:
         uint64_t added
         uint64_t repeated
         uint64_t freed
-        uint64_t refused_exists
-        uint64_t refused_full
-        uint64_t refused_overflow
         uint64_t refused_outputs
 
     cppclass CTrie "kvd::ledger::Trie":
@@ -102,8 +99,7 @@ cdef extern from "ledger.hpp" namespace "kvd::ledger" nogil:
         RankId find_rank(uint64_t, uint32_t)
         RankId add_rank(uint64_t, uint32_t) except +
         void remove_rank(RankId)
-        COutcome add(const CAdmission&) except +
-        COutcome overflow()
+        COutcome add(const CAdmission&) except +    # refusals are not counted
         void complete_prefill(RequestId)
         void free(RequestId) except +
         void add_output(RequestId)
@@ -127,8 +123,11 @@ cdef extern from "ledger_verify.hpp" namespace "kvd::ledger" nogil:
 
 cdef class Ledger:
     cdef CLedger* c
-    cdef uint64_t expired    # requests
-    cdef uint64_t removed    # requests that went with their rank
+    cdef uint64_t expired     # requests
+    cdef uint64_t removed     # requests that went with their rank
+    cdef uint64_t exists      # adds refused
+    cdef uint64_t full        # likewise
+    cdef uint64_t overflow    # likewise
 
     # As add(), from C: the same, with hashes from anywhere.
     cdef COutcome admit(self, str request_id, RankId rank, const uint64_t* hashes, size_t blocks,

@@ -147,7 +147,13 @@ cdef class Ledger:
         MAX_REQUEST_ID_BYTES, or negative tokens. O(n + m log r).
         """
         cdef Prompt prompt = prompt_of(hashes)
-        return <int>self.admit(request_id, rank, prompt.hashes, prompt.blocks, tokens, now, key)
+        cdef COutcome outcome = self.admit(
+            request_id, rank, prompt.hashes, prompt.blocks, tokens, now, key
+        )
+        self.exists += outcome == kExists
+        self.full += outcome == kFull
+        self.overflow += outcome == kOverflow
+        return <int>outcome
 
     cdef COutcome admit(self, str request_id, RankId rank, const uint64_t* hashes, size_t blocks,
                         object tokens, double now, str key) except *:
@@ -159,7 +165,7 @@ cdef class Ledger:
         if tokens < 0:
             raise ValueError("tokens must not be negative")
         if tokens > kMaxTokens:
-            return self.c.overflow()
+            return kOverflow
         admission.hashes = hashes
         admission.blocks = blocks
         admission.tokens = tokens
@@ -306,9 +312,9 @@ cdef class Ledger:
             "expired": self.expired,
             "removed": self.removed,
             "refused": {
-                "exists": t.refused_exists,
-                "full": t.refused_full,
-                "overflow": t.refused_overflow,
+                "exists": self.exists,
+                "full": self.full,
+                "overflow": self.overflow,
                 "output_blocks": t.refused_outputs,
             },
         }

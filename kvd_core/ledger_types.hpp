@@ -37,12 +37,9 @@ enum Outcome : int { ADDED, REPEATED, EXISTS, FULL, OVERFLOWN };
 
 struct Tally {
   uint64_t added = 0;
-  uint64_t repeated = 0;          // adds that were retries of a live request
+  uint64_t repeated = 0;         // adds that were retries of a live request
   uint64_t freed = 0;
-  uint64_t refused_exists = 0;    // adds
-  uint64_t refused_full = 0;      // adds
-  uint64_t refused_overflow = 0;  // adds
-  uint64_t refused_outputs = 0;   // output blocks
+  uint64_t refused_outputs = 0;  // output blocks
 };
 
 struct Rank {

@@ -27,15 +27,15 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture
 def kvd_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """A function that starts `kvd indexer` with further flags (and `environ`) and waits for it.
+    """A function that starts a face of kvd with further flags (and `environ`) and waits for it.
 
     Each one must end with exit code 0 on SIGTERM when the test is over, unless the test ended it.
     """
     servers: list[Server] = []
 
-    def start(*flags: str, environ: dict[str, str] | None = None) -> Server:
+    def start(*flags: str, face: str = "indexer", environ: dict[str, str] | None = None) -> Server:
         port = find_free_port()
-        command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), *flags]
+        command = [sys.executable, "-m", "kvd", face, "--port", str(port), *flags]
         servers.append(Server(command, tmp_path, port, clean_environment(**environ or {})))
         servers[-1].wait_healthy()
         return servers[-1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+
+from bodies import NO_ARRAYS, NO_INTEGERS, NO_TEXTS, U32, Bodies, elements
 
 MODEL = "face:model"  # with the character that separates model and tenant in a dump
 SOMEWHERE = "tcp://127.0.0.1:1"  # nobody listens there
 
-# A fine body of every route that takes one, and the status it has here.
 POSTS: dict[str, tuple[dict[str, Any], int]] = {
     "/register": (
         {"instance_id": 2, "endpoint": SOMEWHERE, "model_name": "new", "block_size": 4},
@@ -19,81 +19,6 @@ POSTS: dict[str, tuple[dict[str, Any], int]] = {
     "/query_by_hash": ({"block_hashes": [1, -1], "model_name": MODEL}, 200),
 }
 
-
-def deep(opening: bytes, closing: bytes, levels: int = 100_000) -> bytes:
-    return opening * levels + b"1" + closing * levels
-
-
-# What may stand for an unknown member's value in JSON, and what may not.
-JSON_VALUES = {
-    "arrays 100,000 deep": deep(b"[", b"]"),
-    "objects 100,000 deep": deep(b'{"a":', b"}"),
-    "5,000 digits": b"9" * 5000,
-    "a huge exponent": b"1e999999",
-    "the same name again": b'1, "x": 2',
-    "surrogate pair": rb'"\ud83d\ude00"',
-    "NUL, escaped": rb'"\u0000"',
-}
-NO_JSON_VALUES = {
-    "nothing": b"",
-    "NaN": b"NaN",
-    "infinity": b"-Infinity",
-    "leading zero": b"01",
-    "plus sign": b"+1",
-    "no digit after the point": b"1.",
-    "no digit before the point": b".1",
-    "no exponent": b"1e",
-    "hexadecimal": b"0x1",
-    "single quotes": b"'a'",
-    "capital letters": b"TRUE",
-    "a comment": b"1 /* one */",
-    "a comma too many": b"1,",
-    "control character": b'"\x1f"',
-    "NUL": b'"\0"',
-    "unknown escape": rb'"\x"',
-    "lone surrogate": rb'"\ud800"',
-    "surrogates the wrong way round": rb'"\ude00\ud83d"',
-    "no UTF-8": b'"\xff"',
-    "overlong UTF-8": b'"\xc0\x80"',
-    "surrogate in UTF-8": b'"\xed\xa0\x80"',
-    "arrays that do not end": b"[" * 100_000,
-    "objects that do not end": b'{"a":' * 100_000,
-}
-WHOLE_BODIES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda fine: b"",
-    "blank": lambda fine: b" \r\n\t",
-    "truncated": lambda fine: fine[:-1],
-    "twice": lambda fine: fine * 2,
-    "with a byte order mark": lambda fine: b"\xef\xbb\xbf" + fine,
-    "UTF-16": lambda fine: fine.decode().encode("utf-16"),
-    "a form": lambda fine: b"model_name=m&block_size=4",
-    "vertical tab": lambda fine: b"\v" + fine,
-}
-NO_OBJECTS = (b"null", b"true", b"5", b'"x"', b"[]", deep(b"[", b"]"))
-
-U32 = ("18446744073709551616", "4294967296", "-1")
-NO_INTEGERS = (
-    "1.0",
-    "-0",
-    "1e0",
-    "1e400",
-    "true",
-    '"1"',
-    "[1]",
-    "{}",
-    "9" * 5000,
-    "-" + "9" * 5000,
-)
-NO_TEXTS = ("1", "true", "[]", '{"a": "b"}')
-NO_ARRAYS = ("null", "1", '"1"', "{}")
-
-
-def elements(*numbers: str) -> list[str]:
-    """Returns arrays with an element that is no number, or one of these, which are no good."""
-    return [f"[1, {value}]" for value in (*NO_INTEGERS, "null", *numbers)]
-
-
-# Per route and member: what is JSON and does not fit. Null is told apart: often it means absence.
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/register": {
         "instance_id": (*NO_INTEGERS, "18446744073709551616", "-1", "null"),
@@ -135,7 +60,7 @@ REQUIRED = {
     "/query": ("token_ids", "model_name"),
     "/query_by_hash": ("block_hashes", "model_name"),
 }
-# Members with two names: both given, and different (the salt's may not even be equal).
+# The salt's two names may not even be equal.
 CONTRADICTIONS = {
     "/register": (
         b'"tenant_id": "a", "routing_group": "b"',
@@ -145,3 +70,11 @@ CONTRADICTIONS = {
     "/query": (b'"tenant_id": "a", "routing_group": "b"',),
     "/query_by_hash": (b'"tenant_id": "a", "routing_group": "b"',),
 }
+MIB = 1024 * 1024
+LIMITS = {
+    "/register": 2 * MIB,
+    "/unregister": 2 * MIB,
+    "/query": 8 * MIB,
+    "/query_by_hash": 8 * MIB,
+}
+INDEXER = Bodies(POSTS, REQUIRED, UNFIT, CONTRADICTIONS, LIMITS)

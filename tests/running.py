@@ -11,11 +11,35 @@ from processes import Server, clean_environment, find_free_port
 
 
 @contextmanager
-def running_kvd(folder: Path, *flags: str) -> Iterator[Server]:
-    """Runs `kvd indexer`; it must end with exit code 0 on SIGTERM, and alive until then."""
+def running_kvd(
+    folder: Path, *flags: str, face: str = "indexer", environ: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """Runs `kvd indexer`, or another face, on its port."""
     port = find_free_port()
-    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), *flags]
-    server = Server(command, folder, port, clean_environment())
+    with running(folder, port, face, "--port", str(port), *flags, environ=environ) as server:
+        yield server
+
+
+@contextmanager
+def running_both(folder: Path, *flags: str) -> Iterator[tuple[Server, str]]:
+    """Runs `kvd serve`; yields it, with the indexer's port, and the slot tracker's URL."""
+    ports = find_free_port(), find_free_port()
+    faces = ("--indexer-bind", "--slot-tracker-bind")
+    binds = [f"{face}=127.0.0.1:{port}" for face, port in zip(faces, ports, strict=True)]
+    with running(folder, ports[0], "serve", *binds, *flags) as server:
+        yield server, f"http://127.0.0.1:{ports[1]}"
+
+
+@contextmanager
+def running(
+    folder: Path, port: int, *arguments: str, environ: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """Runs a kvd that answers on `port`.
+
+    It must end with exit code 0 on SIGTERM, and alive until then.
+    """
+    command = [sys.executable, "-m", "kvd", *arguments]
+    server = Server(command, folder, port, clean_environment(**environ or {}))
     try:
         server.wait_healthy()
         yield server

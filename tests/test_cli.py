@@ -12,10 +12,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment
+from processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment, find_free_port
+from running import running, running_both
 
 from kvd._version import VERSION
-from kvd.cli import build_parser, indexer_settings, main, serve_settings
+from kvd.cli import (
+    build_parser,
+    indexer_settings,
+    main,
+    serve_settings,
+    slot_tracker_settings,
+)
 from kvd.settings import OFF, SETTINGS, TcpBind
 
 ENDPOINT = "tcp://127.0.0.1:5557"
@@ -48,6 +55,7 @@ def test_version_and_help_answer_and_end_well(capsys: pytest.CaptureFixture[str]
         (["--help"], "serve"),
         (["serve", "--help"], "--indexer-bind"),
         (["indexer", "--help"], "--workers"),
+        (["slot-tracker", "--help"], "--replica-sync-port"),
     ]:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -70,6 +78,15 @@ def test_version_and_help_answer_and_end_well(capsys: pytest.CaptureFixture[str]
         ["indexer", "--tenant-id", "a", "--routing-group", "b"],
         ["serve", "--indexer-bind", "8090"],
         ["serve", "--log-level", "loud"],
+        ["serve", "--slot-tracker-bind", "8091"],
+        ["serve", "--metrics-ranks", "-1"],
+        ["serve", "--request-expiry-s", "0"],
+        ["slot-tracker", "--workers", "1=tcp://127.0.0.1:1"],
+        ["slot-tracker", "--port", "65536"],
+        ["slot-tracker", "--replica-sync-port", "0"],
+        ["slot-tracker", "--replica-sync-port", "65536"],
+        ["slot-tracker", "--replica-sync-port", "5600", "--replica-sync-peers", "foo"],
+        ["slot-tracker", "--replica-sync-port", "5600", "--replica-sync-peers", "tcp://*:1"],
     ],
 )
 def test_a_wrong_command_line_ends_with_2(
@@ -104,7 +121,28 @@ def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str])
 def test_a_start_error_is_one_line_and_ends_with_1(
     flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["indexer", *flags]) == 1
+    check_start_error(["indexer", *flags], complaint, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("serve --indexer-bind off --slot-tracker-bind off", "every face is off"),
+        ("slot-tracker --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
+        ("serve --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
+        ("serve --indexer-bind off --demo", "--demo"),
+    ],
+)
+def test_so_is_one_about_several_faces(
+    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_start_error(arguments.split(), complaint, capsys)
+
+
+def check_start_error(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
     error = capsys.readouterr().err
     assert complaint in error
     assert error.startswith("kvd: ")
@@ -123,18 +161,42 @@ def test_the_documented_flags_mean_what_they_say() -> None:
     assert given("indexer", "--routing-group", "a") == of_tenant
 
 
+def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
+    alone = {"indexer_bind": OFF}
+    assert given("slot-tracker") == alone
+    assert given("slot-tracker", "--port", "1", "--replica-sync-port", "5600") == alone | {
+        "slot_tracker_bind": TcpBind("127.0.0.1", 1),
+        "replica_sync_port": 5600,
+    }
+    elsewhere = alone | {"slot_tracker_bind": TcpBind("::1", 8091)}
+    assert given("slot-tracker", "--host", "::1") == elsewhere
+    peers = "tcp://a:1, tcp://b:2,,tcp://a:1"
+    assert given("slot-tracker", "--replica-sync-peers", peers) == alone | {
+        "replica_sync_peers": ("tcp://a:1", "tcp://b:2")
+    }
+
+
 def test_every_setting_is_a_flag_of_serve() -> None:
     parser = build_parser()
     settings = serve_settings(parser, parser.parse_args(["serve"]))
     assert settings == {setting.name: None for setting in SETTINGS}
     assert given("serve", "--indexer-bind", "[::1]:1") == {"indexer_bind": TcpBind("::1", 1)}
-    assert indexer_settings(parser, parser.parse_args(["indexer"])).keys() <= settings.keys()
+    for command, alone in (("indexer", indexer_settings), ("slot-tracker", slot_tracker_settings)):
+        assert alone(parser, parser.parse_args([command])).keys() <= settings.keys()
 
 
-def test_a_port_in_use_is_a_start_error() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "indexer --port {}",
+        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{}",
+        "slot-tracker --port 0 --replica-sync-port {}",
+    ],
+)
+def test_a_port_in_use_is_a_start_error(arguments: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = run("indexer", "--port", str(port))
+        ended = run(*arguments.format(port).split())
     assert ended.returncode == 1
     assert f"127.0.0.1:{port}" in ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
@@ -148,7 +210,8 @@ def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
 
     def start(tls_bind: str, cert: str) -> str:
         flags = ("--indexer-tls-bind", tls_bind, "--tls-certfile", cert)
-        ended = run("serve", "--indexer-bind", "127.0.0.1:0", *flags, "--tls-keyfile", pems["key"])
+        binds = ("--indexer-bind", "127.0.0.1:0", "--slot-tracker-bind", "off")
+        ended = run("serve", *binds, *flags, "--tls-keyfile", pems["key"])
         assert ended.returncode == 1
         assert ended.stderr.count("\n") == 1, ended.stderr
         return ended.stderr
@@ -181,3 +244,36 @@ def test_both_signals_end_it_well(
     number: signal.Signals, kvd_process: Callable[..., Server]
 ) -> None:
     assert kvd_process().stop(number) == 0
+
+
+def test_both_faces_are_one_process(tmp_path: Path) -> None:
+    with (
+        running_both(tmp_path) as (server, slot_tracker),
+        httpx.Client(trust_env=False) as client,
+    ):
+        worker = {"worker_id": 7, "model_name": "m", "block_size": 16, "dp_start": 0, "dp_size": 1}
+        assert client.post(f"{slot_tracker}/register", json=worker).status_code == 201
+        assert client.get(f"{server.base_url}/workers").json() == []  # of engines
+        assert len(client.get(f"{slot_tracker}/loads").json()) == 1
+        for url, own, other in (
+            (server.base_url, "dynamo_kvindexer_listeners", "kvd_slots_workers"),
+            (slot_tracker, "kvd_slots_workers", "dynamo_kvindexer_listeners"),
+        ):
+            metrics = client.get(f"{url}/metrics").text
+            assert own in metrics and other not in metrics
+            assert client.get(f"{url}/health").status_code == 200
+        assert client.get(f"{server.base_url}/loads").status_code == 404
+        assert client.post(f"{slot_tracker}/query", json={}).status_code == 404
+    for url in (server.base_url, slot_tracker):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", trust_env=False)
+    assert server.stderr.count("event=serving") == 2
+    assert server.stderr.count("event=stopped") == 1
+
+
+def test_a_face_can_be_off(tmp_path: Path) -> None:
+    port = find_free_port()
+    binds = ("--slot-tracker-bind", f"127.0.0.1:{port}", "--indexer-bind", "off")
+    with running(tmp_path, port, "serve", *binds, "--request-expiry-s", "5") as server:
+        assert server.stderr.count("event=serving") == 1
+        assert "face=slot-tracker" in server.stderr

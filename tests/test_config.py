@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config import StartError, StaticWorker, TlsListener, load
+from kvd.config import ReplicaSync, StartError, StaticWorker, TlsListener, load
 from kvd.model import PartitionKey, RankKey
 from kvd.peers import MAX_PEERS
 from kvd.settings import (
     DEFAULT_INDEXER_BIND,
+    DEFAULT_SLOT_TRACKER_BIND,
+    OFF,
     SETTINGS,
     Setting,
     TcpBind,
@@ -34,6 +36,9 @@ def test_defaults_are_local_and_quiet() -> None:
     config = load({}, {})
     assert config.indexer_bind == TcpBind("127.0.0.1", 8090)
     assert config.indexer_tls is None
+    assert config.slot_tracker_bind == TcpBind("127.0.0.1", 8091)
+    assert config.request_expiry_s == 300
+    assert config.replica_sync is None
     assert config.workers == ()
     assert config.log_level == "info"
     assert not config.demo
@@ -148,6 +153,13 @@ def test_workers_need_a_block_size(text: str) -> None:
         ("KVD_HTTP_IDLE_S", "nan"),
         ("KVD_HTTP_GRACEFUL_S", "-1"),
         ("KVD_ENGINE_QUEUE_MESSAGES", "many"),
+        ("KVD_SLOT_TRACKER_BIND", "on"),
+        ("KVD_METRICS_RANKS", "4294967296"),
+        ("KVD_REPLICA_SYNC_PORT", "0"),
+        ("KVD_REPLICA_SYNC_PEERS", "tcp://a"),
+        ("DYN_ROUTER_MIN_INITIAL_WORKERS", ""),
+        ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS", "0"),
+        ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS", "5.0"),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str) -> None:
@@ -160,6 +172,41 @@ def test_peers_are_bounded_and_each_is_asked_once() -> None:
     assert load({}, {"KVD_PEERS": ",".join([*urls, urls[0]])}).peers == tuple(urls)
     with pytest.raises(StartError, match=f"more than {MAX_PEERS} peers"):
         load({}, {"KVD_PEERS": ",".join([*urls, "http://another"])})
+
+
+def test_either_face_can_be_off() -> None:
+    config = load({}, {"KVD_SLOT_TRACKER_BIND": "off"})
+    assert (config.indexer_bind, config.slot_tracker_bind) == (TcpBind("127.0.0.1", 8090), None)
+    config = load({"indexer_bind": OFF}, {})
+    assert (config.indexer_bind, config.slot_tracker_bind) == (None, TcpBind("127.0.0.1", 8091))
+    with pytest.raises(StartError, match="every face is off"):
+        load({"indexer_bind": OFF, "slot_tracker_bind": OFF}, {})
+    tls = {"indexer_tls_bind": TcpBind("h", 1), "tls_certfile": Path("c"), "tls_keyfile": Path("k")}
+    with pytest.raises(StartError, match="needs the indexer"):
+        load({"indexer_bind": OFF, **tls}, {})
+    with pytest.raises(StartError, match="--demo"):
+        load({"indexer_bind": OFF}, {}, demo=True)
+
+
+def test_replicas_need_a_port() -> None:
+    peers = "tcp://a:1,tcp://b:2, tcp://a:1"
+    environ = {"KVD_REPLICA_SYNC_PEERS": peers}
+    with pytest.raises(StartError, match="--replica-sync-peers needs --replica-sync-port"):
+        load({}, environ)
+    environ["KVD_REPLICA_SYNC_PORT"] = "5600"
+    assert load({}, environ).replica_sync == ReplicaSync(
+        "127.0.0.1", 5600, ("tcp://a:1", "tcp://b:2")
+    )
+    assert load({"replica_sync_port": 1, "replica_sync_host": "::1"}, {}).replica_sync == (
+        ReplicaSync("::1", 1, ())
+    )
+
+
+def test_the_expiry_is_read_where_the_fleet_has_it() -> None:
+    environ = {"DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": "5"}
+    assert load({}, environ).request_expiry_s == 5
+    assert load({"request_expiry_s": 6}, environ).request_expiry_s == 6
+    assert load({}, {"DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": ""}).request_expiry_s == 300
 
 
 def test_heartbeats_must_fit_their_timeout() -> None:
@@ -186,3 +233,4 @@ def test_the_demo_needs_a_port() -> None:
 
 def test_the_default_bind_is_the_one_of_the_original_on_loopback() -> None:
     assert str(DEFAULT_INDEXER_BIND) == "127.0.0.1:8090"
+    assert str(DEFAULT_SLOT_TRACKER_BIND) == "127.0.0.1:8091"

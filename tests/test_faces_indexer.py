@@ -12,23 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import zmq
-from indexer_bodies import (
-    CONTRADICTIONS,
-    JSON_VALUES,
-    MODEL,
-    NO_JSON_VALUES,
-    NO_OBJECTS,
-    POSTS,
-    REQUIRED,
-    SOMEWHERE,
-    UNFIT,
-    WHOLE_BODIES,
-)
+from bodies import Refusals
+from indexer_bodies import INDEXER, MODEL, POSTS, SOMEWHERE
 from processes import Server
 from running import running_kvd
 
 BLOCK_SIZE = 4
-JSON = {"content-type": "application/json"}
 
 ROUTES = pytest.mark.parametrize("path", POSTS)
 
@@ -76,136 +65,52 @@ def _state(client: httpx.Client) -> tuple[Any, Any]:
     return client.get("/workers").json(), client.get("/dump").json()
 
 
-def _fine(path: str) -> bytes:
-    return json.dumps(POSTS[path][0]).encode()
+@pytest.fixture(scope="module")
+def refusals(client: httpx.Client) -> Refusals:
+    def undo(path: str) -> None:
+        if path == "/register":
+            body, _ = POSTS["/unregister"]
+            assert client.post("/unregister", json=body).status_code == 200
 
-
-def _with(path: str, member: str, value: str) -> bytes:
-    """Returns a fine body with one member that has another value, as a text of JSON."""
-    return (
-        json.dumps({**POSTS[path][0], member: 0})
-        .replace(f'"{member}": 0', f'"{member}": {value}')
-        .encode()
-    )
-
-
-def _refused(
-    client: httpx.Client, path: str, bodies: dict[str, bytes], status: int, **headers: str
-) -> list[str]:
-    """Posts bodies that are all refused with `status` and change nothing; returns the errors."""
-    before = _state(client)
-    errors = []
-    for name, body in bodies.items():
-        response = client.post(path, content=body, headers=JSON | headers)
-        assert (name, response.status_code) == (name, status), response.text
-        assert response.headers["content-type"] == "application/json"
-        members = response.json()
-        assert members.keys() == {"error"} and isinstance(members["error"], str)
-        assert _state(client) == before, name
-        errors.append(members["error"])
-    return errors
+    return Refusals(client, INDEXER, lambda: _state(client), undo)
 
 
 @ROUTES
-def test_what_is_no_json_is_400(path: str, client: httpx.Client) -> None:
-    fine = _fine(path)
-    bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
-    bodies |= {name: fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()}
-    bodies["lone surrogate in a text"] = _with(path, "model_name", r'"\ud800"')
-    errors = _refused(client, path, bodies, 400)
-    assert all(error.startswith("the body is not valid JSON: ") for error in errors), errors
+def test_what_is_no_json_is_400(path: str, refusals: Refusals) -> None:
+    refusals.check_no_json(path)
 
 
 @ROUTES
-def test_json_of_a_wrong_shape_is_422(path: str, client: httpx.Client) -> None:
-    fine = _fine(path)
-    bodies = {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
-    bodies["a name twice"] = fine[:-1] + b', "model_name": "m"}'
-    bodies["a name twice, once escaped"] = fine[:-1] + rb', "model\u005fname": "m"}'
-    bodies |= {repr(both): fine[:-1] + b", " + both + b"}" for both in CONTRADICTIONS[path]}
-    _refused(client, path, bodies, 422)
+def test_json_of_a_wrong_shape_is_422(path: str, refusals: Refusals) -> None:
+    refusals.check_wrong_shape(path)
 
 
 @ROUTES
-def test_a_member_that_does_not_fit_is_422_and_named(path: str, client: httpx.Client) -> None:
-    for member, values in UNFIT[path].items():
-        bodies = {f"{member}: {value[:30]}": _with(path, member, value) for value in values}
-        for error in _refused(client, path, bodies, 422):
-            assert error.startswith(member), error
-            assert len(error) < 200  # and does not repeat 5,000 digits
+def test_a_member_that_does_not_fit_is_422_and_named(path: str, refusals: Refusals) -> None:
+    refusals.check_unfit(path)
 
 
 @ROUTES
-def test_a_member_that_is_missing_is_422_and_named(path: str, client: httpx.Client) -> None:
-    for missing in REQUIRED[path]:
-        rest = {name: value for name, value in POSTS[path][0].items() if name != missing}
-        (error,) = _refused(client, path, {missing: json.dumps(rest).encode()}, 422)
-        assert error == f"missing member `{missing}`"
+def test_a_member_that_is_missing_is_422_and_named(path: str, refusals: Refusals) -> None:
+    refusals.check_missing(path)
 
 
 @ROUTES
-def test_what_is_no_business_of_the_route_is_ignored(path: str, client: httpx.Client) -> None:
-    fine, status = _fine(path), POSTS[path][1]
-    for name, value in JSON_VALUES.items():
-        body = fine[:-1] + b', "x": ' + value + b"}"
-        response = client.post(path, content=body, headers=JSON)
-        assert (name, response.status_code) == (name, status), response.text
-        _undo(client, path)
-
-
-CONTENT_TYPES = {
-    "application/json": True,
-    "application/json; charset=utf-8": True,
-    "Application/JSON": True,
-    "application/vnd.kvd+json": True,
-    "": False,
-    "json": False,
-    "text/json": False,
-    "text/plain": False,
-    "application/jsonx": False,
-    "application/json, text/plain": False,
-    "application/x-www-form-urlencoded": False,
-}
+def test_what_is_no_business_of_the_route_is_ignored(path: str, refusals: Refusals) -> None:
+    refusals.check_ignored(path)
 
 
 @ROUTES
-def test_bodies_must_be_announced_as_json(path: str, client: httpx.Client) -> None:
-    fine, status = _fine(path), POSTS[path][1]
-    for content_type, accepted in CONTENT_TYPES.items():
-        if accepted:
-            response = client.post(path, content=fine, headers={"content-type": content_type})
-            assert (content_type, response.status_code) == (content_type, status)
-            _undo(client, path)
-        else:
-            _refused(client, path, {content_type: fine}, 415, **{"content-type": content_type})
-    assert client.post(path, content=fine).status_code == 415
-
-
-MIB = 1024 * 1024
-LIMITS = {
-    "/register": 2 * MIB,
-    "/unregister": 2 * MIB,
-    "/query": 8 * MIB,
-    "/query_by_hash": 8 * MIB,
-}
+def test_bodies_must_be_announced_as_json(path: str, refusals: Refusals) -> None:
+    refusals.check_content_types(path)
 
 
 @ROUTES
-def test_a_body_over_the_limit_is_413(path: str, client: httpx.Client) -> None:
-    fine, status = _fine(path), POSTS[path][1]
-    longest = fine + b" " * (LIMITS[path] - len(fine))
-    assert client.post(path, content=longest, headers=JSON).status_code == status
-    _undo(client, path)
-    _refused(client, path, {"a byte more": longest + b" "}, 413)
+def test_a_body_over_the_limit_is_413(path: str, refusals: Refusals) -> None:
+    refusals.check_limit(path)
 
 
-def _undo(client: httpx.Client, path: str) -> None:
-    if path == "/register":
-        body, _ = POSTS["/unregister"]
-        assert client.post("/unregister", json=body).status_code == 200
-
-
-def test_a_registration_that_contradicts_another_is_409(client: httpx.Client) -> None:
+def test_a_registration_that_contradicts_another_is_409(refusals: Refusals) -> None:
     fine = {**POSTS["/register"][0], "model_name": MODEL}
     contradictions = {
         "a registered rank": {"instance_id": 1, "dp_rank": 9},
@@ -214,11 +119,11 @@ def test_a_registration_that_contradicts_another_is_409(client: httpx.Client) ->
         "another block size for another rank": {"instance_id": 1, "block_size": 8},
     }
     bodies = {name: json.dumps(fine | c).encode() for name, c in contradictions.items()}
-    _refused(client, "/register", bodies, 409)
+    refusals.refused("/register", bodies, 409)
 
 
 @pytest.mark.parametrize("member", ["endpoint", "replay_endpoint"])
-def test_a_faulty_endpoint_is_400(member: str, client: httpx.Client) -> None:
+def test_a_faulty_endpoint_is_400(member: str, refusals: Refusals) -> None:
     faulty = (
         "",
         "127.0.0.1:5557",
@@ -234,22 +139,22 @@ def test_a_faulty_endpoint_is_400(member: str, client: httpx.Client) -> None:
         "tcp://127.0.0.1:5557\0",
         "pgm://eth0;239.192.1.1:5557",
     )
-    bodies = {text: _with("/register", member, json.dumps(text)) for text in faulty}
-    for error in _refused(client, "/register", bodies, 400):
+    bodies = {text: refusals.with_member("/register", member, json.dumps(text)) for text in faulty}
+    for error in refusals.refused("/register", bodies, 400):
         assert "endpoint `" in error
 
 
-def test_a_refused_registration_leaves_no_model_behind(client: httpx.Client) -> None:
-    body = _with("/register", "replay_endpoint", '"nowhere"')
-    _refused(client, "/register", {"its replay endpoint": body}, 400)
+def test_a_refused_registration_leaves_no_model_behind(refusals: Refusals) -> None:
+    body = refusals.with_member("/register", "replay_endpoint", '"nowhere"')
+    refusals.refused("/register", {"its replay endpoint": body}, 400)
     for path, (query, _) in POSTS.items():
         if path.startswith("/query"):
             missing = json.dumps({**query, "model_name": "new"}).encode()
-            (error,) = _refused(client, path, {"unknown model": missing}, 404)
+            (error,) = refusals.refused(path, {"unknown model": missing}, 404)
             assert error == "no indexer for model=new tenant_id=default"
 
 
-def test_what_is_not_registered_cannot_be_unregistered(client: httpx.Client) -> None:
+def test_what_is_not_registered_cannot_be_unregistered(refusals: Refusals) -> None:
     registered = {"instance_id": 1, "model_name": MODEL}
     strangers: dict[str, dict[str, Any]] = {
         "another instance": {"instance_id": 2},
@@ -260,7 +165,7 @@ def test_what_is_not_registered_cannot_be_unregistered(client: httpx.Client) -> 
         "another rank of the tenant": {"tenant_id": "default", "dp_rank": 8},
     }
     bodies = {name: json.dumps(registered | s).encode() for name, s in strangers.items()}
-    _refused(client, "/unregister", bodies, 404)
+    refusals.refused("/unregister", bodies, 404)
 
 
 def test_methods_and_paths_that_do_not_exist(client: httpx.Client) -> None:
@@ -349,46 +254,10 @@ def test_what_is_kept_is_not_too_long(client: httpx.Client, name: str) -> None:
     assert response.status_code == 422
 
 
-def _bodies_of_all_kinds(path: str) -> dict[str, bytes]:
-    """All that is wrong with bodies in these tables, by name."""
-    fine = _fine(path)
-    bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
-    bodies |= {
-        f"x: {name}": fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()
-    }
-    bodies |= {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
-    for member, values in UNFIT[path].items():
-        bodies |= {f"{member}: {value[:30]}": _with(path, member, value) for value in values}
-    for missing in REQUIRED[path]:
-        rest = {name: value for name, value in POSTS[path][0].items() if name != missing}
-        bodies[f"without {missing}"] = json.dumps(rest).encode()
-    return bodies
-
-
-# Dynamo stops at the end of the object, and does not look into texts that it does not want.
-READ_BY_THE_PEER = {
-    "twice",
-    "x: lone surrogate",
-    "x: surrogates the wrong way round",
-    "x: no UTF-8",
-    "x: overlong UTF-8",
-    "x: surrogate in UTF-8",
-}
-
-
 @pytest.mark.peer
 @ROUTES
 def test_the_live_peer_refuses_the_same(
-    path: str, client: httpx.Client, peer_process: Callable[..., Server]
+    path: str, refusals: Refusals, peer_process: Callable[..., Server]
 ) -> None:
     with httpx.Client(base_url=peer_process().base_url, trust_env=False) as theirs:
-        answers = {
-            name: tuple(
-                one.post(path, content=body, headers=JSON).status_code for one in (client, theirs)
-            )
-            for name, body in _bodies_of_all_kinds(path).items()
-        }
-    differing = {name: both for name, both in answers.items() if both[0] != both[1]}
-    beyond_a_double = {name for name in answers if "1e400" in name or "99999" in name}
-    assert {name for name, both in differing.items() if both == (422, 400)} == beyond_a_double
-    assert differing.keys() - beyond_a_double == READ_BY_THE_PEER
+        refusals.check_peer(path, theirs)

@@ -2,6 +2,7 @@
 
 Each test misbehaves in one way. Around each, `unharmed` checks that the process is as it was: no
 descriptor more, no memory to speak of, no error in its log, and a well-behaved worker is indexed.
+Both faces are served by the one process.
 The parts have tests of their own, with every fault there is: tests/net, tests/http, tests/core.
 """
 
@@ -24,7 +25,8 @@ import msgpack
 import pytest
 import zmq
 from processes import REPOSITORY, Server, clean_environment, find_free_port
-from running import running_kvd
+from running import running_both
+from slot_bodies import POSTS
 
 from kvd.descriptors import listeners_within
 from kvd.http.limits import HttpLimits
@@ -46,9 +48,12 @@ MODEL = "m"
 class Kvd:
     """The process under test, with a client."""
 
-    def __init__(self, server: Server, client: httpx.Client, context: zmq.Context) -> None:
+    def __init__(
+        self, server: Server, client: httpx.Client, slots: httpx.Client, context: zmq.Context
+    ) -> None:
         self.server = server
         self.client = client
+        self.slots = slots  # of the slot tracker
         self.context = context
         self._usual_bytes = 0
 
@@ -88,6 +93,19 @@ class Kvd:
         with closing(Worker(self, 999)) as worker:
             worker.check_indexed()
         self.unregister({"instance_id": 999, "model_name": MODEL, "tenant_id": "default"})
+
+    def check_booking(self) -> None:
+        """Books a request on a slot worker of its own, and ends both."""
+        place = {"worker_id": 999, "model_name": "well-behaved"}
+        ranks = {"block_size": 16, "dp_start": 0, "dp_size": 1}
+        booking = {"request_id": "r", "dp_rank": 0, "sequence_hashes": [1, 2]}
+        steps = {"/register": place | ranks, "/add": place | booking, "/unregister": place}
+        for path, body in steps.items():
+            assert self.slots.post(path, json=body).status_code in (200, 201)
+        for row in self.slots.get("/workers").json():
+            gone = {name: row[name] for name in ("worker_id", "model_name", "tenant_id")}
+            assert self.slots.post("/unregister", json=gone).status_code == 200
+        assert self.slots.get("/loads").json() == []
 
 
 class Worker:
@@ -130,14 +148,16 @@ class Worker:
 @pytest.fixture(scope="module")
 def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvd]:
     with (
-        running_kvd(tmp_path_factory.mktemp("kvd")) as server,
+        running_both(tmp_path_factory.mktemp("kvd")) as (server, slot_tracker),
         httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=slot_tracker, trust_env=False) as slots,
         ExitStack() as stack,
     ):
         context = zmq.Context()
         stack.callback(context.destroy, linger=0)
-        running = Kvd(server, client, context)
+        running = Kvd(server, client, slots, context)
         running.check_indexing()  # libzmq makes its threads with the first socket
+        running.check_booking()
         yield running
 
 
@@ -147,6 +167,7 @@ def unharmed(kvd: Kvd) -> Iterator[None]:
     kvd.note_size()
     yield
     kvd.check_indexing()
+    kvd.check_booking()
     for row in kvd.workers():
         kvd.unregister(row)
     assert kvd.workers() == []
@@ -362,8 +383,8 @@ def test_peers_that_are_no_engines(kvd: Kvd, closes: bool) -> None:
 # ---- clients
 
 
-def _connect(kvd: Kvd) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", kvd.server.port))
+def _connect(kvd: Kvd, port: int | None = None) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port or kvd.server.port))
     sock.settimeout(TIMEOUT_MS / 1000)
     return sock
 
@@ -392,7 +413,7 @@ def test_clients_that_come_and_go(kvd: Kvd, end: Callable[[socket.socket], None]
         end(sock)
 
 
-def _requests() -> list[bytes]:
+def _indexer_requests() -> list[bytes]:
     """One request for each route, and some more; nobody listens at the endpoint registered."""
     identity = {"instance_id": 7, "model_name": MODEL}
     bodies = {
@@ -401,23 +422,39 @@ def _requests() -> list[bytes]:
         "/query": {"token_ids": [1, 2, 3, 4, 5], "model_name": MODEL, "lora_name": "é"},
         "/query_by_hash": {"block_hashes": [1, -1, 2**64 - 1], "model_name": MODEL},
     }
-    posts = [
+    return _posts(bodies) + _gets(
+        "/health", "/workers?model_name=m&tenant_id=%C3", "/dump", "/nope"
+    )
+
+
+def _slot_requests() -> list[bytes]:
+    tenants = {"tenant_id": "t", "routing_group": "t"}
+    bodies = {path: body | tenants for path, (body, _) in POSTS.items()}
+    bodies["/register"]["model_name"] = bodies["/add"]["model_name"]
+    return _posts(bodies) + _gets(
+        "/loads?tenant_id=t", "/requests/new%2F?model_name=m", "/replica_sync/peers", "/metrics"
+    )
+
+
+def _posts(bodies: dict[str, dict]) -> list[bytes]:
+    return [
         b"POST %b HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
         % (path.encode(), len(json.dumps(body)), json.dumps(body).encode())
         for path, body in bodies.items()
     ]
-    gets = [
-        b"GET %b HTTP/1.1\r\nhost: kvd\r\n\r\n" % path
-        for path in (b"/health", b"/workers?model_name=m&tenant_id=%C3", b"/dump", b"/nope")
-    ]
-    return posts + gets
 
 
-def test_damaged_requests(kvd: Kvd) -> None:
+def _gets(*targets: str) -> list[bytes]:
+    return [f"GET {target} HTTP/1.1\r\nhost: kvd\r\n\r\n".encode() for target in targets]
+
+
+@pytest.mark.parametrize("face", ["indexer", "slot tracker"])
+def test_damaged_requests(face: str, kvd: Kvd) -> None:
     rng = random.Random(18)
-    requests = _requests()
+    requests = _indexer_requests() if face == "indexer" else _slot_requests()
+    port = None if face == "indexer" else kvd.slots.base_url.port
     for _ in range(1500):
-        with _connect(kvd) as sock, suppress(ConnectionError):
+        with _connect(kvd, port) as sock, suppress(ConnectionError):
             sock.sendall(_mutated(rng, rng.choice(requests)) + rng.choice(requests))
             sock.shutdown(socket.SHUT_WR)
             answers = b"".join(iter(lambda sock=sock: sock.recv(65536), b""))
@@ -442,6 +479,42 @@ def _register_or_not(client: httpx.Client, rng: random.Random) -> int:
         return client.post("/unregister", json=identity).status_code
     body = {**identity, "endpoint": "tcp://127.0.0.1:1", "block_size": BLOCK_SIZE}
     return client.post("/register", json=body).status_code
+
+
+BOOKINGS = ("/add", "/prefill_complete", "/free", "/register", "/unregister")
+
+
+def test_clients_that_book_the_same_requests_at_once(kvd: Kvd) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        statuses = pool.map(lambda seed: _bookings(kvd, random.Random(seed)), range(8))
+        assert set().union(*statuses) == {200, 201, 404, 409}
+
+
+def _bookings(kvd: Kvd, rng: random.Random) -> set[int]:
+    with httpx.Client(base_url=kvd.slots.base_url, trust_env=False) as client:
+        return {_book(client, rng) for _ in range(50)}
+
+
+def _book(client: httpx.Client, rng: random.Random) -> int:
+    path = rng.choices(BOOKINGS, weights=(4, 2, 2, 2, 1))[0]
+    names = {"model_name": MODEL, "request_id": rng.choice("ab"), "worker_id": 1}
+    body = POSTS[path][0] | names
+    return client.post(path, json=body).status_code
+
+
+def test_prompts_as_long_as_a_body_may_be(kvd: Kvd) -> None:
+    assert kvd.slots.post("/register", json=POSTS["/register"][0]).status_code == 201
+    place = POSTS["/add"][0] | {"model_name": "new"}
+    for number in range(4):
+        hashes = str(number) + ",7" * (MIB - 200)
+        body = json.dumps(place | {"request_id": str(number), "sequence_hashes": [0]})
+        data = body.replace("[0]", f"[{hashes}]").encode()
+        for path, status in (("/potential_loads", 200), ("/add", 201), ("/add", 409)):
+            headers = {"content-type": "application/json"}
+            answer = kvd.slots.post(path, content=data, headers=headers)
+            assert answer.status_code == status, answer.text
+    (load, _) = kvd.slots.get("/loads").json()
+    assert load["active_decode_blocks"] == 4 * (MIB - 199)
 
 
 # ---- what only the operating system can bound

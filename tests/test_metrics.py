@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import msgpack
 import pytest
+from exposition import parse
 from processes import Server
 
 import kvd.registry
@@ -37,7 +38,6 @@ from kvd.wire.listener import Listener
 from kvd.wire.replay import ReplayEnd
 from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
-SAMPLE = re.compile(r"([a-z_0-9]+)(?:\{((?:[a-z_]+=\"[^\"\\\n]*\",?)+)\})? ([0-9.e+-]+|\+Inf)")
 LONGEST_STALL_S = 0.05  # a tenth of it on a quiet machine
 
 
@@ -68,24 +68,6 @@ class NoStream:
 
     def drop_restored(self) -> bool:
         return False
-
-
-def parse(text: str) -> dict[str, float]:
-    """Samples by name and labels; fails on a line that is not of the format."""
-    samples = {}
-    announced: set[str] = set()
-    for line in text.splitlines():
-        if line.startswith("# "):
-            announced.add(line.split()[2])
-            continue
-        found = SAMPLE.fullmatch(line)
-        assert found, line
-        family = re.sub("_(bucket|sum|count)$", "", found[1])
-        assert {found[1], family} & announced, line
-        key = line.rpartition(" ")[0]
-        assert key not in samples
-        samples[key] = float(found[3])
-    return samples
 
 
 def text_of(families: Iterator[Family | None]) -> str:

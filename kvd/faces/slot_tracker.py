@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-
-import trio
 
 from kvd.errors import Invalid, NotFound
 from kvd.faces import bodies
@@ -38,16 +37,18 @@ STEP = BodyScanner({}, (*PLACE, "request_id"))
 ALL = BodyScanner({}, PLACE)
 PROJECT = BodyScanner({"sequence_hashes": "i64"}, (*PLACE, "new_isl_tokens"))
 
+Clock = Callable[[], float]  # seconds, never going back
 
-def routes(slots: SlotTrackers) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's slot trackers."""
+
+def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's slot trackers; ages are by `clock`."""
     known = slots, DEFAULT_TENANT
     return (
         HEALTH,
         Route("POST", "/register", partial(register, slots)),
         Route("POST", "/unregister", partial(unregister, slots)),
         Route("GET", "/workers", partial(workers, slots)),
-        _hot("POST", "/add", partial(add, slots), PlainAdd(ADD, *known, trio.current_time)),
+        _hot("POST", "/add", partial(add, slots, clock), PlainAdd(ADD, *known, clock)),
         _hot(
             "POST",
             "/prefill_complete",
@@ -62,7 +63,7 @@ def routes(slots: SlotTrackers) -> tuple[Route, ...]:
             partial(potential_loads, slots),
             PlainProjection(PROJECT, *known),
         ),
-        Route("GET", "/requests/{request_id}", partial(show_request, slots)),
+        Route("GET", "/requests/{request_id}", partial(show_request, slots, clock)),
     )
 
 
@@ -104,7 +105,7 @@ def workers(slots: SlotTrackers, request: Request) -> Response:
     return bodies.json_response(rows)
 
 
-def add(slots: SlotTrackers, request: Request) -> Response:
+def add(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
     """Books a request: 201, or 200 for a retry under the same Idempotency-Key."""
     members = bodies.scan(ADD, request.body)
     bodies.require(members, "sequence_hashes")
@@ -115,7 +116,7 @@ def add(slots: SlotTrackers, request: Request) -> Response:
         bodies.uint(members, "dp_rank", bodies.U32_MAX),
         ADD,
         _new_tokens(members),
-        trio.current_time(),
+        clock(),
         _retry_key(request),
     )
     return Response(201 if added else 200, OK)
@@ -146,7 +147,7 @@ def potential_loads(slots: SlotTrackers, request: Request) -> Response:
     return Response(200, tracker.ledger.project(PROJECT, _new_tokens(members)))
 
 
-def show_request(slots: SlotTrackers, request: Request) -> Response:
+def show_request(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
     """Shows the accounting of one live request of `?model_name=` and `?tenant_id=`."""
     place = bodies.parameters(request)
     tracker = _tracker(slots, place)
@@ -165,7 +166,7 @@ def show_request(slots: SlotTrackers, request: Request) -> Response:
         "active_prefill_tokens": live.prefill_tokens,
         "prefill_complete": live.prefill_complete,
         "output_blocks": live.output_blocks,
-        "age_s": round(trio.current_time() - live.admitted_at, 3),
+        "age_s": round(clock() - live.admitted_at, 3),
     }
     return bodies.json_response(row)
 

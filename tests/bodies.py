@@ -1,0 +1,261 @@
+"""Bodies for POST routes: what makes any of them refused, and how that is checked.
+
+`indexer_bodies.py` and `slot_bodies.py` have a fine body for each route of their face.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+JSON = {"content-type": "application/json"}
+
+
+def deep(opening: bytes, closing: bytes, levels: int = 100_000) -> bytes:
+    return opening * levels + b"1" + closing * levels
+
+
+# What may stand for an unknown member's value in JSON, and what may not.
+JSON_VALUES = {
+    "arrays 100,000 deep": deep(b"[", b"]"),
+    "objects 100,000 deep": deep(b'{"a":', b"}"),
+    "5,000 digits": b"9" * 5000,
+    "a huge exponent": b"1e999999",
+    "the same name again": b'1, "x": 2',
+    "surrogate pair": rb'"\ud83d\ude00"',
+    "NUL, escaped": rb'"\u0000"',
+}
+NO_JSON_VALUES = {
+    "nothing": b"",
+    "NaN": b"NaN",
+    "infinity": b"-Infinity",
+    "leading zero": b"01",
+    "plus sign": b"+1",
+    "no digit after the point": b"1.",
+    "no digit before the point": b".1",
+    "no exponent": b"1e",
+    "hexadecimal": b"0x1",
+    "single quotes": b"'a'",
+    "capital letters": b"TRUE",
+    "a comment": b"1 /* one */",
+    "a comma too many": b"1,",
+    "control character": b'"\x1f"',
+    "NUL": b'"\0"',
+    "unknown escape": rb'"\x"',
+    "lone surrogate": rb'"\ud800"',
+    "surrogates the wrong way round": rb'"\ude00\ud83d"',
+    "no UTF-8": b'"\xff"',
+    "overlong UTF-8": b'"\xc0\x80"',
+    "surrogate in UTF-8": b'"\xed\xa0\x80"',
+    "arrays that do not end": b"[" * 100_000,
+    "objects that do not end": b'{"a":' * 100_000,
+}
+WHOLE_BODIES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda fine: b"",
+    "blank": lambda fine: b" \r\n\t",
+    "truncated": lambda fine: fine[:-1],
+    "twice": lambda fine: fine * 2,
+    "with a byte order mark": lambda fine: b"\xef\xbb\xbf" + fine,
+    "UTF-16": lambda fine: fine.decode().encode("utf-16"),
+    "a form": lambda fine: b"model_name=m&block_size=4",
+    "vertical tab": lambda fine: b"\v" + fine,
+}
+NO_OBJECTS = (b"null", b"true", b"5", b'"x"', b"[]", deep(b"[", b"]"))
+
+U32 = ("18446744073709551616", "4294967296", "-1")
+NO_INTEGERS = (
+    "1.0",
+    "-0",
+    "1e0",
+    "1e400",
+    "true",
+    '"1"',
+    "[1]",
+    "{}",
+    "9" * 5000,
+    "-" + "9" * 5000,
+)
+NO_TEXTS = ("1", "true", "[]", '{"a": "b"}')
+NO_ARRAYS = ("null", "1", '"1"', "{}")
+
+
+def elements(*numbers: str) -> list[str]:
+    """Returns arrays with an element that is no number, or one of these, which are no good."""
+    return [f"[1, {value}]" for value in (*NO_INTEGERS, "null", *numbers)]
+
+
+@dataclass(frozen=True)
+class Bodies:
+    """The bodies of one face's POST routes."""
+
+    posts: dict[str, tuple[dict[str, Any], int]]  # a fine one, and the status it has in the tests
+    required: dict[str, tuple[str, ...]]
+    # Per route and member: what is JSON and does not fit. Null may mean absence, so it is named.
+    unfit: dict[str, dict[str, tuple[str, ...]]]
+    contradictions: dict[str, tuple[bytes, ...]]  # members that exclude each other
+    limits: dict[str, int]  # bytes
+
+
+CONTENT_TYPES = {
+    "application/json": True,
+    "application/json; charset=utf-8": True,
+    "Application/JSON": True,
+    "application/vnd.kvd+json": True,
+    "": False,
+    "json": False,
+    "text/json": False,
+    "text/plain": False,
+    "application/jsonx": False,
+    "application/json, text/plain": False,
+    "application/x-www-form-urlencoded": False,
+}
+
+# Dynamo stops at the end of the object, and does not look into texts that it does not want.
+READ_BY_THE_PEER = {
+    "twice",
+    "x: lone surrogate",
+    "x: surrogates the wrong way round",
+    "x: no UTF-8",
+    "x: overlong UTF-8",
+    "x: surrogate in UTF-8",
+}
+
+
+class Refusals:
+    """Posts bodies to a running face; what is refused must change nothing."""
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        bodies: Bodies,
+        state: Callable[[], object],
+        undo: Callable[[str], None],
+    ) -> None:
+        """`state` is all that a request may change; `undo` takes back a fine post to a route."""
+        self._client = client
+        self._bodies = bodies
+        self._state = state
+        self._undo = undo
+
+    def fine(self, path: str) -> bytes:
+        return json.dumps(self._bodies.posts[path][0]).encode()
+
+    def with_member(self, path: str, member: str, value: str) -> bytes:
+        """Returns a fine body with one member that has another value, as a text of JSON."""
+        members = {**self._bodies.posts[path][0], member: 0}
+        return json.dumps(members).replace(f'"{member}": 0', f'"{member}": {value}').encode()
+
+    def refused(self, path: str, bodies: dict[str, bytes], status: int, **more: str) -> list[str]:
+        """Posts bodies that are all refused with `status`; returns the errors."""
+        before = self._state()
+        errors = []
+        for name, body in bodies.items():
+            response = self._client.post(path, content=body, headers=JSON | more)
+            assert (name, response.status_code) == (name, status), response.text
+            assert response.headers["content-type"] == "application/json"
+            members = response.json()
+            assert members.keys() == {"error"} and isinstance(members["error"], str)
+            errors.append(members["error"])
+        assert self._state() == before, list(bodies)
+        return errors
+
+    def accepted(self, path: str, bodies: dict[str, bytes], **more: str) -> None:
+        """Posts bodies that are all as good as the fine one."""
+        for name, body in bodies.items():
+            response = self._client.post(path, content=body, headers=JSON | more)
+            status = self._bodies.posts[path][1]
+            assert (name, response.status_code) == (name, status), response.text
+            self._undo(path)
+
+    def check_no_json(self, path: str) -> None:
+        fine = self.fine(path)
+        bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
+        bodies |= {name: fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()}
+        bodies["lone surrogate in a text"] = self.with_member(path, "model_name", r'"\ud800"')
+        errors = self.refused(path, bodies, 400)
+        assert all(error.startswith("the body is not valid JSON: ") for error in errors), errors
+
+    def check_wrong_shape(self, path: str) -> None:
+        fine = self.fine(path)
+        first, value = next(iter(self._bodies.posts[path][0].items()))
+        name, again = first.encode(), json.dumps(value).encode()
+        escaped = b"\\u%04x%b" % (name[0], name[1:])
+        bodies = {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
+        bodies["a name twice"] = fine[:-1] + b', "%b": %b}' % (name, again)
+        bodies["a name twice, once escaped"] = fine[:-1] + b', "%b": %b}' % (escaped, again)
+        for both in self._bodies.contradictions.get(path, ()):
+            bodies[repr(both)] = fine[:-1] + b", " + both + b"}"
+        self.refused(path, bodies, 422)
+
+    def check_unfit(self, path: str) -> None:
+        for member, values in self._bodies.unfit[path].items():
+            bodies = {
+                f"{member}: {value[:30]}": self.with_member(path, member, value) for value in values
+            }
+            for error in self.refused(path, bodies, 422):
+                assert error.startswith(member), error
+                assert len(error) < 200  # and does not repeat 5,000 digits
+
+    def check_missing(self, path: str) -> None:
+        for missing in self._bodies.required[path]:
+            fine = self._bodies.posts[path][0]
+            rest = {name: value for name, value in fine.items() if name != missing}
+            (error,) = self.refused(path, {missing: json.dumps(rest).encode()}, 422)
+            assert error == f"missing member `{missing}`"
+
+    def check_ignored(self, path: str) -> None:
+        fine = self.fine(path)
+        more = {name: fine[:-1] + b', "x": ' + value + b"}" for name, value in JSON_VALUES.items()}
+        self.accepted(path, more)
+
+    def check_content_types(self, path: str) -> None:
+        fine = self.fine(path)
+        for content_type, accepted in CONTENT_TYPES.items():
+            announced = {"content-type": content_type}
+            if accepted:
+                self.accepted(path, {content_type: fine}, **announced)
+            else:
+                self.refused(path, {content_type: fine}, 415, **announced)
+        assert self._client.post(path, content=fine).status_code == 415
+
+    def check_limit(self, path: str) -> None:
+        fine = self.fine(path)
+        longest = fine + b" " * (self._bodies.limits[path] - len(fine))
+        self.accepted(path, {"as long as may be": longest})
+        self.refused(path, {"a byte more": longest + b" "}, 413)
+
+    def all_kinds(self, path: str) -> dict[str, bytes]:
+        """Returns all that is wrong with bodies in these tables, by name."""
+        fine = self.fine(path)
+        bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
+        bodies |= {
+            f"x: {name}": fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()
+        }
+        bodies |= {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
+        for member, values in self._bodies.unfit[path].items():
+            bodies |= {
+                f"{member}: {value[:30]}": self.with_member(path, member, value) for value in values
+            }
+        for missing in self._bodies.required[path]:
+            fine_members = self._bodies.posts[path][0]
+            rest = {name: value for name, value in fine_members.items() if name != missing}
+            bodies[f"without {missing}"] = json.dumps(rest).encode()
+        return bodies
+
+    def check_peer(self, path: str, theirs: httpx.Client) -> None:
+        """Compares the statuses with a live Dynamo's."""
+        answers = {
+            name: tuple(
+                one.post(path, content=body, headers=JSON).status_code
+                for one in (self._client, theirs)
+            )
+            for name, body in self.all_kinds(path).items()
+        }
+        differing = {name: both for name, both in answers.items() if both[0] != both[1]}
+        beyond_a_double = {name for name in answers if "1e400" in name or "99999" in name}
+        assert {name for name, both in differing.items() if both == (422, 400)} == beyond_a_double
+        assert differing.keys() - beyond_a_double == READ_BY_THE_PEER

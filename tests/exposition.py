@@ -1,0 +1,47 @@
+"""Reads Prometheus' text format 0.0.4 strictly: any line that is not of it fails the test."""
+
+from __future__ import annotations
+
+import re
+
+_VALUE = r'"(?:[^"\\\n]|\\[\\"n])*"'
+_LABEL = re.compile(rf"([a-zA-Z_][a-zA-Z0-9_]*)=({_VALUE})(?:,|$)")
+_SAMPLE = re.compile(
+    rf"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{((?:[a-zA-Z_][a-zA-Z0-9_]*={_VALUE},?)+)\}})?"
+    r" ([0-9.e+-]+|\+Inf)"
+)
+_ESCAPED = re.compile(r"\\(.)")
+_UNESCAPED = {"n": "\n"}
+
+
+def parse(text: str) -> dict[str, float]:
+    """Returns samples by name and labels, as written.
+
+    Samples stand below the HELP and TYPE of their family, each family is announced once, and no
+    sample comes twice.
+    """
+    assert text == "" or text.endswith("\n")
+    samples: dict[str, float] = {}
+    announced: list[str] = []
+    for line in text.split("\n")[:-1]:
+        if line.startswith("# "):
+            kind, name = line[2:].split(" ")[:2]
+            assert kind == ("HELP" if name not in announced else "TYPE"), line
+            announced += [name] if kind == "HELP" else []
+            continue
+        found = _SAMPLE.fullmatch(line)
+        assert found, line
+        assert announced[-1] in (found[1], re.sub("_(bucket|sum|count)$", "", found[1])), line
+        key = line.rpartition(" ")[0]
+        assert key not in samples, line
+        samples[key] = float(found[3])
+    return samples
+
+
+def labels(key: str) -> dict[str, str]:
+    """Returns the labels of a sample, as they were before they were escaped."""
+    _, _, inside = key.partition("{")
+    return {
+        name: _ESCAPED.sub(lambda m: _UNESCAPED.get(m[1], m[1]), value[1:-1])
+        for name, value in _LABEL.findall(inside.removesuffix("}"))
+    }
