@@ -248,6 +248,29 @@ async def test_a_bug_costs_its_batch_and_the_stream_says_so(
     assert any(record.exc_info for record in caplog.records)
 
 
+async def test_a_bug_that_comes_again_and_again_leaves_other_listeners_alone(
+    publish: Publish, listen: Listen
+) -> None:
+    def poisoned(payload: bytes) -> None:
+        raise LookupError("a bug")
+
+    worker, another = publish(), publish()
+    listening, fine = listen(worker.endpoint), listen(another.endpoint)
+    listening.stream.on_batch = poisoned
+    await another.subscribed()
+    for times in range(1, 4):
+        await worker.subscribed()
+        worker.send(b"poison")
+        await until(lambda times=times: listening.listener.failures == times)
+        assert listening.listener.crashes == times
+        another.send(b"a")
+        await until(lambda times=times: fine.applied == [b"a"] * times)
+        await until(lambda: worker.socket.poll(0))
+        assert worker.socket.recv() == b"\0"
+    assert listening.listener.last_error == "internal error"
+    assert (fine.listener.failures, fine.listener.lost) == (0, 0)
+
+
 class TestCancelled:
     """A listener ends at once wherever it stands, and leaves no descriptor behind."""
 
