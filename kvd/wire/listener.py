@@ -39,6 +39,9 @@ from kvd_core.index import EMPTIED, FLAWED
 # has most likely lost its cache, and evicts or stores unheard in any case.
 STALE_AFTER_S = 30.0
 
+UNKNOWN = "not known to be the same engine"
+CLEARED_UNKNOWN = "not known to be cleared by the same engine"
+
 MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
 
 
@@ -99,6 +102,7 @@ class Listener(StreamCounts):
         "_receiving",
         "_restored",
         "_stream",
+        "_unknown",
         "_unproved",
         "connected",
         "cursor",
@@ -136,6 +140,7 @@ class Listener(StreamCounts):
         self._unproved = False  # the engine may be another one since the connection broke,
         self._proving = False  # and the held batch's replay is to tell by the last number,
         self._confirming = False  # and whose the held batch is by its own
+        self._unknown = False  # the engine has not shown that it is the same
 
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
@@ -220,7 +225,9 @@ class Listener(StreamCounts):
                 self._give_up_proof()
             self.replayed += 1
             self._continue(seq, payload)
-        elif not known:
+        elif known:
+            self._proved()
+        else:
             self._restart()
             return ReplayEnd.OTHER_ENGINE
         self._proving = False
@@ -294,12 +301,21 @@ class Listener(StreamCounts):
     def _give_up_proof(self) -> None:
         """The engine has answered, and does not hold what would show that it is the same."""
         self._proving = self._confirming = False
-        self.loss = "not known to be the same engine"
+        self._unknown = True
+        self.loss = UNKNOWN
         self.cursor.rejoined()
+
+    def _proved(self) -> None:
+        """The last batch is the engine's own; if it was a clear, nothing of another is left."""
+        self._unknown = False
+        if self.loss == CLEARED_UNKNOWN:
+            self.loss = ""
 
     def _learn(self, seq: int, shown: int) -> None:
         if shown & EMPTIED:
-            self.loss = ""
+            # One of another engine, that was queued, says nothing about what comes behind it.
+            self._unproved = self._unproved or self._unknown
+            self.loss = CLEARED_UNKNOWN if self._unknown else ""
             self._restored = False
         if shown & FLAWED:
             self.flawed += 1
@@ -311,7 +327,7 @@ class Listener(StreamCounts):
         self._stream.clear()
         self.cursor.restart()
         self._holes.clear()
-        self._proving = self._restored = False
+        self._proving = self._restored = self._unknown = False
         self._joined_at = -1
         self.loss = ""
 
