@@ -44,6 +44,9 @@ def _run(seed: int, trace: bool, totals: collections.Counter[str]) -> None:
 def count(world: World, totals: collections.Counter[str]) -> None:
     """Adds up what has happened, to show that a run was worth it."""
     totals["compared"] += world.oracle.compared
+    totals["compared_restored"] += world.oracle.restored
+    totals["replays_behind_wrap"] += world.network.wrapped
+    totals.update(world.peers.counts)
     totals["engine_processes"] += sum(len(engine.processes) for engine in world.engines)
     totals["replica_starts"] += world.starts
     for why, times in world.oracle.excused.items():

@@ -7,7 +7,8 @@ What is left out is the HTTP server, and libzmq. In the places of the latter and
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -29,26 +30,32 @@ from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.registry import Registration, Registry
 from kvd.state import State
-from kvd.wire.listener import Listener
+from kvd.wire.listener import Listener, StreamHealth
 from kvd_core.index import EMPTIED, Stream
 from tests.simulation.engine import BLOCK, Engine
 from tests.simulation.network import Network, SimulatedZSocket, Wire, drain
 
-UNKNOWN = "not known to be the same engine"
+Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last batch; restarts
+
+FROZEN = "its lost connection is not noticed yet"
 UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that prove nothing
+
+
+class Repeated(Exception):
+    """A batch was applied twice, or out of order."""
 
 
 class Tap:
     """Stands before a stream and notes whose batches were applied to it."""
 
-    def __init__(self, stream: Stream, engine: Engine) -> None:
+    def __init__(self, stream: Stream, engine: Engine, wire: Wire) -> None:
+        self._wire = wire
         self._stream = stream
         self._engine = engine
         self.listener: Listener | None = None
         self.last: tuple[int, int] | None = None  # process and number of the last batch
         self.paused = False  # since then
         self._unanswered = 0  # replays until then
-        self.unknown = False  # an answered replay has not shown whose batches these are
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
 
@@ -63,10 +70,10 @@ class Tap:
 
     def apply(self, payload: bytes) -> int:
         process, seq = self._engine.where[payload]
-        if self.listener is not None and self.listener.loss == UNKNOWN:
-            self.unknown = True
-        if self.last is not None and process != self.last[0]:
-            self.mixed = self.mixed or self._why_unnoticed(process)
+        if self.last is not None and process == self.last[0] and seq <= self.last[1]:
+            raise Repeated(f"{self._engine.key}: batch {seq} came behind {self.last[1]}")
+        if self.last is not None:
+            self._compare(process)
         shown = self._stream.apply(payload)
         if shown & EMPTIED:
             self.mixed = ""
@@ -78,23 +85,28 @@ class Tap:
     def clear(self) -> None:
         self.last = None
         self.mixed = ""
-        self.unknown = False
         self.restarts += 1
         self._stream.clear()
 
-    def _why_unnoticed(self, process: int) -> str:
-        """Names the documented limit that let a restart pass; "nothing" is a bug."""
+    def _compare(self, process: int) -> None:
+        """Notes when another process goes on where one has ended, and why it could."""
         assert self.last is not None
-        if process < self.last[0]:
-            return "old batches were queued"
+        engine, wire = self._engine, self._wire
+        asked = wire.asked_frozen.get(engine.replay_endpoint or "", False)
+        frozen = asked or wire.is_frozen(engine.endpoint)
+        if self.mixed == FROZEN and not frozen:
+            self.mixed = self._why_unnoticed()
+        elif process != self.last[0] and not self.mixed:
+            self.mixed = FROZEN if frozen else self._why_unnoticed()
+
+    def _why_unnoticed(self) -> str:
+        """Names the documented limit that let a restart pass; "nothing" is a bug."""
         if not self._engine.has_replay:
             return "no replay endpoint"
         if self._count_unanswered() != self._unanswered:
             return "replay not answered"
         if self.paused:
             return "paused"
-        if self.unknown:
-            return "cleared by an engine that is not known"
         return "proxied" if self._engine.proxied else "nothing"
 
     def _count_unanswered(self) -> int:
@@ -107,13 +119,16 @@ class Tap:
 class TappedState(State):
     """Has a tap at every registered stream."""
 
-    def __init__(self, engines: dict[RankKey, Engine]) -> None:
+    def __init__(self, engines: dict[RankKey, Engine], wire: Wire) -> None:
         super().__init__()
+        self._wire = wire
         self._engines = engines
         self.taps: dict[RankKey, Tap] = {}
 
     def add_rank(self, key: RankKey, block_size: int) -> Any:
-        tap = self.taps[key] = Tap(super().add_rank(key, block_size), self._engines[key])
+        tap = self.taps[key] = Tap(
+            super().add_rank(key, block_size), self._engines[key], self._wire
+        )
         return tap
 
 
@@ -125,11 +140,12 @@ class Replica:
         self.url = f"http://{name}:1"
         self.network = network
         self.engines = {engine.key: engine for engine in engines}
-        self.state = TappedState(self.engines)
         self.wire = Wire(network, name, cut_replays=not kind)
+        self.state = TappedState(self.engines, self.wire)
         self.recovery = RecoveryStats()
         self.registry: Registry
         self.ready = trio.Event()
+        self.departed: set[RankKey] = set()  # unregistered during recovery
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
 
@@ -137,6 +153,7 @@ class Replica:
         self,
         peers: list[str],
         at_start: list[Engine],
+        recovered: Callable[[str | None], None],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Does what the daemon does from its start to its end."""
@@ -148,7 +165,7 @@ class Replica:
                 for engine in at_start:
                     self.register(engine)
                 task_status.started()
-                await recover(self.state, peers, self.recovery)
+                recovered(await recover(self.state, peers, self.recovery))
                 self.ready.set()
                 await settle(self.state, self.registry)
                 await trio.sleep_forever()
@@ -171,12 +188,25 @@ class Replica:
         known = self.registry.registrations()
         return next((each for each in known if each.key == engine.key), None)
 
+    def places(self) -> Told:
+        """How much of which process the exact streams have applied."""
+        now = trio.current_time()
+        return {
+            each.key: (*tap.last, tap.restarts)
+            for each in self.registry.registrations()
+            if each.listener.health(now) is StreamHealth.EXACT
+            and (tap := self.state.taps[each.key]).last is not None
+            and not tap.mixed
+        }
+
     async def pause(self, engine: Engine) -> None:
         self.state.taps[engine.key].paused = True
         await self.registry.pause(engine.key.instance_id, engine.key.dp_rank)
 
     async def unregister(self, engine: Engine) -> None:
         key = engine.key
+        if not self.ready.is_set():
+            self.departed.add(key)
         await self.registry.unregister(
             key.instance_id, key.partition.model_name, key.partition.tenant_id, key.dp_rank
         )
@@ -189,11 +219,14 @@ class PeerAccess:
         self.chance = chance
         self.replicas: dict[str, Replica] = {}  # those that run, by URL
         self.failures = 0.2  # of the attempts
+        self.told: dict[str, Told] = {}  # by the last whole dump of each, by URL
+        self.counts: Counter[str] = Counter()
 
     async def fetch(self, url: str, accept: bytes, limits: object, begin: Any) -> None:
         """In the place of `kvd.net.fetch.fetch`."""
         await trio.sleep(self.chance.choice((0.0, 0.01, 1.0)))
-        replica = self.replicas.get(url.removesuffix("/dump"))
+        base = url.removesuffix("/dump")
+        replica = self.replicas.get(base)
         broken = self.chance.random() < self.failures
         if replica is None or (broken and self.chance.random() < 0.5):
             raise FetchError("refused")
@@ -202,15 +235,22 @@ class PeerAccess:
         response = indexer.dump(replica.state, Request("GET", "/dump", b"", headers, b""))
         given = {b"content-type": response.content_type, **dict(response.headers)}
         sink = begin(given)
+        before = replica.places()
+        self.counts["dumps"] += 1
+        self.counts["dumps[peer not exact]"] += len(before) < len(replica.engines)
         pieces: Any = response.body
         async with aclosing(pieces):
             async for piece in pieces:
                 await trio.sleep(self.chance.choice((0.0, 0.0, 0.001, 0.05)))
-                if broken and self.chance.random() < 0.3:
+                ended = self.replicas.get(base) is not replica
+                if ended or (broken and self.chance.random() < 0.3):
+                    self.counts["dumps[peer ended]" if ended else "dumps[broke off]"] += 1
                     raise FetchError("broke off")
                 sink(piece)
         if broken:
             raise FetchError("broke off at the end")
+        after = replica.places()
+        self.told[base] = {key: after[key] for key in after if before.get(key) == after[key]}
 
 
 @contextmanager
