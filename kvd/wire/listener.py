@@ -140,7 +140,7 @@ class Listener(StreamCounts):
         self._unproved = False  # the engine may be another one since the connection broke,
         self._proving = False  # and the held batch's replay is to tell by the last number,
         self._confirming = False  # and whose the held batch is by its own
-        self._unknown = False  # the engine has not shown that it is the same
+        self._unknown = False  # the engine has been asked, and has not shown that it is the same
 
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
@@ -189,13 +189,14 @@ class Listener(StreamCounts):
     def judge(self) -> Verdict:
         """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart."""
         seq, payload = self._held()
-        self._confirming, self._unproved = self._unproved, False
-        self._proving = self._confirming and self.cursor.last is not None
         verdict = self.cursor.judge(seq, payload)
         if verdict is Verdict.STALE:
             self.stale += 1
             self.held = None
             return verdict
+        self._confirming = self._unproved or self._unknown
+        self._proving = self._confirming and self.cursor.last is not None
+        self._unproved = False
         if verdict is Verdict.RESTART:
             self._restart()
         self.gaps += seq > self.cursor.expected
@@ -243,6 +244,7 @@ class Listener(StreamCounts):
         """Applies the batch held back and returns which numbers before it are lost, if any."""
         seq, payload = self._held()
         self.held = None
+        self._unknown = self._unknown or self._proving or self._confirming
         self._proving = self._confirming = False
         self._continue(seq, payload)
         lost = _ranges(self._holes)
@@ -314,8 +316,9 @@ class Listener(StreamCounts):
     def _learn(self, seq: int, shown: int) -> None:
         if shown & EMPTIED:
             # One of another engine, that was queued, says nothing about what comes behind it.
-            self._unproved = self._unproved or self._unknown
-            self.loss = CLEARED_UNKNOWN if self._unknown else ""
+            in_doubt = bool(self.loss) and self._unknown
+            self._unproved = self._unproved or in_doubt
+            self.loss = CLEARED_UNKNOWN if in_doubt else ""
             self._restored = False
         if shown & FLAWED:
             self.flawed += 1

@@ -54,7 +54,7 @@ class Tap:
         self._engine = engine
         self.listener: Listener | None = None
         self.last: tuple[int, int] | None = None  # process and number of the last batch
-        self.paused = False  # since then
+        self._at_pause: int | None = None  # since then: the process that was noticed until it
         self._unanswered = 0  # replays until then
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
@@ -78,7 +78,7 @@ class Tap:
         if shown & EMPTIED:
             self.mixed = ""
         self.last = process, seq
-        self.paused = False
+        self._at_pause = None
         self._unanswered = self._count_unanswered()
         return shown
 
@@ -88,6 +88,10 @@ class Tap:
         self.restarts += 1
         self._stream.clear()
 
+    def pause(self) -> None:
+        frozen = self._wire.is_frozen(self._engine.endpoint)
+        self._at_pause = self.last[0] if self.last and frozen else self._engine.process.number
+
     def _compare(self, process: int) -> None:
         """Notes when another process goes on where one has ended, and why it could."""
         assert self.last is not None
@@ -95,17 +99,18 @@ class Tap:
         asked = wire.asked_frozen.get(engine.replay_endpoint or "", False)
         frozen = asked or wire.is_frozen(engine.endpoint)
         if self.mixed == FROZEN and not frozen:
-            self.mixed = self._why_unnoticed()
+            self.mixed = self._why_unnoticed(process)
         elif process != self.last[0] and not self.mixed:
-            self.mixed = FROZEN if frozen else self._why_unnoticed()
+            self.mixed = FROZEN if frozen else self._why_unnoticed(process)
 
-    def _why_unnoticed(self) -> str:
+    def _why_unnoticed(self, process: int) -> str:
         """Names the documented limit that let a restart pass; "nothing" is a bug."""
+        assert self.last is not None
         if not self._engine.has_replay:
-            return "no replay endpoint"
+            return "no replay endpoint" if process > self.last[0] else "nothing"
         if self._count_unanswered() != self._unanswered:
             return "replay not answered"
-        if self.paused:
+        if self._at_pause is not None and process > self._at_pause:
             return "paused"
         return "proxied" if self._engine.proxied else "nothing"
 
@@ -200,7 +205,7 @@ class Replica:
         }
 
     async def pause(self, engine: Engine) -> None:
-        self.state.taps[engine.key].paused = True
+        self.state.taps[engine.key].pause()
         await self.registry.pause(engine.key.instance_id, engine.key.dp_rank)
 
     async def unregister(self, engine: Engine) -> None:

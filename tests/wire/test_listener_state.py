@@ -326,6 +326,48 @@ def test_a_clear_of_an_engine_that_is_not_known_ends_a_loss_once_it_is() -> None
     assert health(listener) == "exact"
 
 
+def test_a_clear_is_doubted_where_no_replay_has_answered() -> None:
+    listener, _ = make(replay=True)
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    feed(listener, (3, b"3"))  # its replay brings nothing
+    assert listener.loss == "missing 0..2"
+    feed(listener, (4, b"emptied"))
+    assert listener.loss == CLEARED_UNKNOWN
+    feed(listener, (5, b"5"))  # nor does this one's
+    assert (health(listener), listener.take(6, b"6")) == ("degraded", False)
+
+
+def test_a_clear_costs_an_exact_stream_nothing_where_no_replay_answers() -> None:
+    listener, _ = make(replay=True)
+    feed(listener, (0, b"0"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    feed(listener, (1, b"1"), (2, b"emptied"))
+    assert (health(listener), listener.take(3, b"3")) == ("exact", False)
+
+
+def test_an_engine_that_is_not_known_is_asked_again_with_the_next_gap() -> None:
+    listener, applied = forget_the_engine()
+    assert listener.take(3, b"3") is False
+    listener.take(5, b"5")
+    listener.judge()
+    assert listener.wanted() == range(3, 6)
+    assert listener.take_replayed(3, b"other") is ReplayEnd.OTHER_ENGINE
+    assert (applied, listener.restarts) == ([], 1)
+
+
+def test_a_late_duplicate_does_not_take_the_place_of_the_first_batch() -> None:
+    listener, _ = make(replay=True)
+    feed(listener, (0, b"0"), (1, b"1"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    feed(listener, (1, b"1"))
+    assert (listener.stale, listener.take(2, b"2")) == (1, True)
+    listener.judge()
+    assert listener.wanted() == range(1, 3)
+
+
 def test_a_queued_clear_does_not_make_the_next_engine_exact() -> None:
     listener, applied = forget_the_engine()
     feed(listener, (3, b"emptied"))
