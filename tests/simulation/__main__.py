@@ -22,6 +22,7 @@ def main() -> int:
     logging.disable(logging.NOTSET if given.trace else logging.CRITICAL)
     logs.setup("info")
     totals: collections.Counter[str] = collections.Counter()
+    print(f"seeds {given.seeds}", flush=True)
     started = time.monotonic()
     for seed in range(int(first), int(last or first) + 1):
         _run(seed, given.trace, totals)
