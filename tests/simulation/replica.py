@@ -58,6 +58,7 @@ class Tap:
         self._unanswered = 0  # replays until then
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
+        self.row: tuple[int, int] | None = None  # process and first number of what came unbroken
 
     def goes_on(self, payload: bytes) -> bool:
         return self._stream.goes_on(payload)
@@ -77,6 +78,8 @@ class Tap:
         shown = self._stream.apply(payload)
         if shown & EMPTIED:
             self.mixed = ""
+        if self.row is None or self.last != (process, seq - 1):
+            self.row = process, seq
         self.last = process, seq
         self._at_pause = None
         self._unanswered = self._count_unanswered()
@@ -150,6 +153,7 @@ class Replica:
         self.recovery = RecoveryStats()
         self.registry: Registry
         self.ready = trio.Event()
+        self.told: Told = {}  # what its peer had applied of those whose blocks it holds
         self.departed: set[RankKey] = set()  # unregistered during recovery
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -212,6 +216,7 @@ class Replica:
         key = engine.key
         if not self.ready.is_set():
             self.departed.add(key)
+        self.told.pop(key, None)
         await self.registry.unregister(
             key.instance_id, key.partition.model_name, key.partition.tenant_id, key.dp_rank
         )
