@@ -46,13 +46,14 @@ class Oracle:
     def _goes_on(self, replica: Replica, engine: Engine) -> bool:
         """Whether all has come that an engine has said since it told the replica's peer."""
         told, tap = replica.told.get(engine.key), replica.state.taps.get(engine.key)
-        if told is None or tap is None or tap.row is None or tap.last is None:
+        if told is None or tap is None or tap.first is None or tap.last is None:
             return False
         process, last, _ = told
-        return tap.row[0] == process and tap.row[1] <= last + 1 and tap.last[1] >= last
+        meets = tap.first[0] == process and tap.first[1] <= last + 1 and tap.last[1] >= last
+        return meets and tap.unbroken and not tap.restarts
 
     def _check_credited(self, replica: Replica, engine: Engine, path: Path) -> None:
-        """Second copies are not in a dump: with them, blocks may go too early. None stays longer."""
+        """Second copies are not in a dump: blocks may go too early with them, none too late."""
         truth, told = said_by(replica, engine).depths(path), depths(replica, engine, path)
         longer = any(more > most for more, most in zip(told, truth, strict=True))
         if longer or (told != truth and not engine.doubles):
@@ -63,7 +64,7 @@ class Oracle:
 
     def check_restored(self, replica: Replica, told: Told) -> None:
         """Raises Wrong unless the replica has all that its peer's exact streams had applied."""
-        replica.told = {key: told[key] for key in told.keys() - replica.departed}
+        replica.told = {key: told[key] for key in told if key not in replica.departed}
         for key in replica.told:
             engine = replica.engines[key]
             truth = engine.truth(told[key][0], told[key][1] + 1)

@@ -58,7 +58,8 @@ class Tap:
         self._unanswered = 0  # replays until then
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
-        self.row: tuple[int, int] | None = None  # process and first number of what came unbroken
+        self.first: tuple[int, int] | None = None  # what `last` was at first, if since then
+        self.unbroken = False  # all has come
 
     def goes_on(self, payload: bytes) -> bool:
         return self._stream.goes_on(payload)
@@ -78,8 +79,10 @@ class Tap:
         shown = self._stream.apply(payload)
         if shown & EMPTIED:
             self.mixed = ""
-        if self.row is None or self.last != (process, seq - 1):
-            self.row = process, seq
+        if self.last is None:
+            self.first, self.unbroken = (process, seq), True
+        else:
+            self.unbroken = self.unbroken and self.last == (process, seq - 1)
         self.last = process, seq
         self._at_pause = None
         self._unanswered = self._count_unanswered()
