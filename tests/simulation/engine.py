@@ -81,7 +81,6 @@ class Engine:
         self.proxied = not kind and chance.random() < 0.15
         self.vllm = chance.random() < 0.5  # groups are numbered, offloads come by name alone
         self.new_names = chance.random() < 0.5  # a restarted process calls its blocks otherwise
-        self.doubles = chance.random() < 0.7  # computes what it has: second copies
         self.names_rank = chance.random() < 0.5
         self.kept = 100_000 if kind else chance.choice((1, 3, 10, 10, 100_000))
         self.processes: list[Process] = []
@@ -113,7 +112,7 @@ class Engine:
         events: list[Event] = []
         for _ in range(self.chance.choice((1, 1, 2, 4))):
             kinds = (self._serve, self._evict, self._offload, self._again, self._clear)
-            events += self.chance.choices(kinds, (50, 25, 15, 8 * self.doubles, 1))[0]()
+            events += self.chance.choices(kinds, (50, 25, 15, 8, 1))[0]()
         while sum(self.cache.tiers[0].values()) > MAX_HELD:
             events += self._evict()
         return self._tell(events)

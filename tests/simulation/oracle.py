@@ -53,10 +53,9 @@ class Oracle:
         return meets and tap.unbroken and not tap.restarts
 
     def _check_credited(self, replica: Replica, engine: Engine, path: Path) -> None:
-        """Second copies are not in a dump: blocks may go too early with them, none too late."""
+        """What a dump does not hold makes blocks go early or come late, never the reverse."""
         truth, told = said_by(replica, engine).depths(path), depths(replica, engine, path)
-        longer = any(more > most for more, most in zip(told, truth, strict=True))
-        if longer or (told != truth and not engine.doubles):
+        if any(more > most for more, most in zip(told, truth, strict=True)):
             raise Wrong(
                 f"{replica.name} goes on behind a dump with {engine.key} and says {told} of "
                 f"{path}; the engine said {truth}"
