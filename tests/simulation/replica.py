@@ -55,7 +55,9 @@ class Tap:
         self.listener: Listener | None = None
         self.last: tuple[int, int] | None = None  # process and number of the last batch
         self._at_pause: int | None = None  # since then: the process that was noticed until it
-        self._unanswered = 0  # replays until then
+        self._unanswered = 0  # replays until then,
+        self._unanswered_before = 0  # and until the connection was lost
+        self._losses = 0  # for so many times
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
         self.first: tuple[int, int] | None = None  # what `last` was at first, if since then
@@ -74,6 +76,7 @@ class Tap:
         process, seq = self._engine.where[payload]
         if self.last is not None and process == self.last[0] and seq <= self.last[1]:
             raise Repeated(f"{self._engine.key}: batch {seq} came behind {self.last[1]}")
+        self._look_at_losses()
         if self.last is not None:
             self._compare(process)
         shown = self._stream.apply(payload)
@@ -114,11 +117,16 @@ class Tap:
         assert self.last is not None
         if not self._engine.has_replay:
             return "no replay endpoint" if process > self.last[0] else "nothing"
-        if self._count_unanswered() != self._unanswered:
+        if self._count_unanswered() != self._unanswered_before:
             return "replay not answered"
         if self._at_pause is not None and process > self._at_pause:
             return "paused"
         return "proxied" if self._engine.proxied else "nothing"
+
+    def _look_at_losses(self) -> None:
+        losses = 0 if self.listener is None else self.listener.losses
+        if losses != self._losses:
+            self._losses, self._unanswered_before = losses, self._unanswered
 
     def _count_unanswered(self) -> int:
         if self.listener is None:
