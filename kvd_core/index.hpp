@@ -535,12 +535,13 @@ class Index {
       gained_[i] = 1;
       ++gained;
     }
-    if (gained == 0 && !is_copy(id, s.n, s.has_parent)) {
-      tally_.refreshed += s.n;
-      return;
-    }
-    for (uint32_t i = 0; i < s.n; ++i) {
-      if (gained_[i] == 0) add_copy(id, s.names[i], s.layer);
+    const bool copies = gained == 0 ? is_copy(id, s.n, s.has_parent) : !ranks_[id].settling;
+    if (!copies) {
+      tally_.refreshed += s.n - gained;
+    } else {
+      for (uint32_t i = 0; i < s.n; ++i) {
+        if (gained_[i] == 0) add_copy(id, s.names[i], s.layer);
+      }
     }
     hold_gained(id, s);
   }

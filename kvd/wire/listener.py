@@ -39,6 +39,9 @@ from kvd_core.index import EMPTIED, FLAWED
 # has most likely lost its cache, and evicts or stores unheard in any case.
 STALE_AFTER_S = 30.0
 
+UNKNOWN = "not known to be the same engine"
+CLEARED_UNKNOWN = "not known to be cleared by the same engine"
+
 MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
 
 
@@ -102,6 +105,7 @@ class Listener(StreamCounts):
         "_receiving",
         "_restored",
         "_stream",
+        "_unknown",
         "_unproved",
         "connected",
         "cursor",
@@ -141,6 +145,7 @@ class Listener(StreamCounts):
         self._unproved = False  # the engine may be another one since the connection broke,
         self._proving = False  # and the held batch's replay is to tell by the last number,
         self._confirming = False  # and whose the held batch is by its own
+        self._unknown = False  # the engine has been asked, and has not shown that it is the same
 
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
@@ -189,13 +194,14 @@ class Listener(StreamCounts):
     def judge(self) -> Verdict:
         """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart."""
         seq, payload = self._held()
-        self._confirming, self._unproved = self._unproved, False
-        self._proving = self._confirming and self.cursor.last is not None
         verdict = self.cursor.judge(seq, payload)
         if verdict is Verdict.STALE:
             self.stale += 1
             self.held = None
             return verdict
+        self._confirming = self._unproved or self._unknown
+        self._proving = self._confirming and self.cursor.last is not None
+        self._unproved = False
         if verdict is Verdict.RESTART:
             self._restart()
         self.gaps += seq > self.cursor.expected
@@ -225,7 +231,9 @@ class Listener(StreamCounts):
                 self._give_up_proof()
             self.replayed += 1
             self._continue(seq, payload)
-        elif not known:
+        elif known:
+            self._proved()
+        else:
             self._restart()
             return ReplayEnd.OTHER_ENGINE
         self._proving = False
@@ -241,6 +249,7 @@ class Listener(StreamCounts):
         """Applies the batch held back and returns which numbers before it are lost, if any."""
         seq, payload = self._held()
         self.held = None
+        self._unknown = self._unknown or self._proving or self._confirming
         self._proving = self._confirming = False
         self._continue(seq, payload)
         lost = _ranges(self._holes)
@@ -299,12 +308,22 @@ class Listener(StreamCounts):
     def _give_up_proof(self) -> None:
         """The engine has answered, and does not hold what would show that it is the same."""
         self._proving = self._confirming = False
-        self.loss = "not known to be the same engine"
+        self._unknown = True
+        self.loss = UNKNOWN
         self.cursor.rejoined()
+
+    def _proved(self) -> None:
+        """The last batch is the engine's own; if it was a clear, nothing of another is left."""
+        self._unknown = False
+        if self.loss == CLEARED_UNKNOWN:
+            self.loss = ""
 
     def _learn(self, seq: int, shown: int) -> None:
         if shown & EMPTIED:
-            self.loss = ""
+            # One of another engine, that was queued, says nothing about what comes behind it.
+            in_doubt = bool(self.loss) and self._unknown
+            self._unproved = self._unproved or in_doubt
+            self.loss = CLEARED_UNKNOWN if in_doubt else ""
             self._restored = False
         if shown & FLAWED:
             self.flawed += 1
@@ -317,7 +336,7 @@ class Listener(StreamCounts):
         self._stream.clear()
         self.cursor.restart()
         self._holes.clear()
-        self._proving = self._restored = False
+        self._proving = self._restored = self._unknown = False
         self._joined_at = -1
         self.loss = ""
 

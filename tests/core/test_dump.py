@@ -443,6 +443,21 @@ def test_an_event_that_is_in_the_dump_already_is_no_second_copy() -> None:
     assert index.match([1, 2])[0] == {(1, 0): (2, 2, 2)}
 
 
+def test_an_event_that_is_in_the_dump_in_part_has_no_second_copies_either() -> None:
+    (entry,) = read(dump_json(event([(1, 1), (2, 2)])), False)
+    index = PrefixIndex(16, IngestCounters())
+    worker = index.add_worker(1)
+    assert not entry.restore().apply(index, [worker], 100)
+    worker.store(0, [1, 2, 3], [1, 2, 3])
+    worker.drop(0, [3])  # before the dump was written, so that 3 is not in it
+    worker.drop(0, [1])
+    assert index.match([1, 2])[0] == {}
+    worker.settled()
+    worker.store(0, [1, 2, 3], [1, 2, 3])
+    worker.drop(0, [2])
+    assert index.match([1, 2, 3])[0] == {(1, 0): (3, 3, 3)}
+
+
 def test_blocks_of_a_removed_worker_are_passed_over() -> None:
     (entry,) = read(dump_json(event([(1, 1)]), event([(1, 1)], worker=2)), False)
     index = PrefixIndex(16, IngestCounters())

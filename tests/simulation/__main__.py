@@ -22,6 +22,7 @@ def main() -> int:
     logging.disable(logging.NOTSET if given.trace else logging.CRITICAL)
     logs.setup("info")
     totals: collections.Counter[str] = collections.Counter()
+    print(f"seeds {given.seeds}", flush=True)
     started = time.monotonic()
     for seed in range(int(first), int(last or first) + 1):
         _run(seed, given.trace, totals)
@@ -44,6 +45,9 @@ def _run(seed: int, trace: bool, totals: collections.Counter[str]) -> None:
 def count(world: World, totals: collections.Counter[str]) -> None:
     """Adds up what has happened, to show that a run was worth it."""
     totals["compared"] += world.oracle.compared
+    totals["compared_restored"] += world.oracle.restored
+    totals["replays_behind_wrap"] += world.network.wrapped
+    totals.update(world.peers.counts)
     totals["engine_processes"] += sum(len(engine.processes) for engine in world.engines)
     totals["replica_starts"] += world.starts
     for why, times in world.oracle.excused.items():

@@ -7,6 +7,7 @@ holds, so that a replica may be asked about any moment of the engine's life.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -206,7 +207,8 @@ class Engine:
 
     def _name(self, path: Path) -> int:
         owner = (str(self.key), self.process.number if self.new_names else 0)
-        return random.Random(repr((owner, path))).getrandbits(63)
+        digest = hashlib.blake2b(repr((owner, path)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest)
 
     def _tell(self, events: list[Event]) -> tuple[int, bytes]:
         process, seq = self.process, len(self.process.batches)

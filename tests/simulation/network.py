@@ -58,6 +58,7 @@ class Network:
         self.chance = chance
         self.ports: dict[str, Port] = {}  # by endpoint
         self.ways: dict[tuple[str, str], Way] = {}  # by replica and endpoint
+        self.wrapped = 0  # replays asked for from before the oldest batch that is kept
 
     def add(self, engine: Engine) -> Port:
         port = self.ports[engine.endpoint] = Port(engine)
@@ -71,6 +72,12 @@ class Network:
     def publish(self, port: Port, seq: int, payload: bytes) -> None:
         for connection in list(port.connections):
             connection.send([b"", seq.to_bytes(8), payload])
+
+    def vanish(self, port: Port) -> None:
+        """The engine's host is gone; heartbeats find out."""
+        for connection in port.connections:
+            connection.vanish()
+        port.connections.clear()
 
     def hang_up(self, port: Port) -> None:
         """The engine's process is gone; each side hears of it in its own time."""
@@ -87,19 +94,20 @@ class Connection:
         self._way = way
         self.port = port
         self._sub = sub
-        self._life = 0  # how many connections there have been; what was sent on older ones is lost
+        self.life = 0  # how many connections there have been; what was sent on older ones is lost
         self._arrived = 0.0  # when the last message comes
         self._stalled: list[Callable[[], None]] | None = None
         self._tries = 0
+        self._vanished = False
         self.up = False
         self._later(0.0005, self._try)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         def run() -> None:
-            if not self._sub.closed and life == self._life:
+            if not self._sub.closed and life == self.life:
                 call()
 
-        life = self._life
+        life = self.life
         self._network.agenda.after(seconds, run)
 
     def _try(self) -> None:
@@ -155,20 +163,32 @@ class Connection:
     def drop(self) -> None:
         if self in self.port.connections:
             self.port.connections.remove(self)
-        self._life += 1
-        self.up = False
+        self.life += 1
+        self._stalled = None
+        self.up = self._vanished = False
 
     def stall(self) -> None:
         if self.up and self._stalled is None:
             self._stalled = []
             self._later(HEARTBEAT_S, self._give_up)
 
+    def vanish(self) -> None:
+        """The other side is not there any more, and has not said so."""
+        self.stall()
+        self._vanished = True
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it belongs to a process that is no more, which is not noticed yet."""
+        return self.up and (self._vanished or self not in self.port.connections)
+
     def _give_up(self) -> None:
-        if self._stalled is not None and self._way.cut:
-            self._stalled = None
+        if self._stalled is not None and (self._way.cut or self._vanished):
             self.break_off()
 
     def flow(self) -> None:
+        if self._vanished:
+            return
         stalled, self._stalled = self._stalled or [], None
         for call in stalled:
             call()
@@ -238,6 +258,8 @@ class DealerSocket(SimulatedSocket):
 
     def send_multipart(self, frames: Frames, flags: int) -> None:
         start = int.from_bytes(frames[1])
+        self._streams = self._wire.lives(self._endpoint)
+        self._wire.asked_frozen[self._endpoint] = False
         self._wire.network.agenda.after(0.001, partial(self._ask, start))
 
     def _ask(self, start: int) -> None:
@@ -248,13 +270,17 @@ class DealerSocket(SimulatedSocket):
         if not port.up or self._wire.is_cut(port.engine.endpoint):
             network.agenda.after(0.1, partial(self._ask, start))
             return
-        process = port.engine.process
+        process, ring = port.engine.process, port.engine.ring
+        network.wrapped += bool(ring) and start < ring[0][0]
         for delay_s, frames in answer(port.replays, network.chance, port.engine, start):
             network.agenda.after(delay_s, partial(self._hear, port, process.number, frames))
 
     def _hear(self, port: Port, process: int, frames: Frames) -> None:
         same = port.up and port.engine.process.number == process
         if same and not self.closed and not self._wire.is_cut(port.engine.endpoint):
+            frozen = self._wire.is_frozen(self._endpoint)
+            if frozen or self._wire.lives(self._endpoint) != self._streams:
+                self._wire.asked_frozen[self._endpoint] = True
             self.put(frames)
 
 
@@ -269,6 +295,8 @@ class Wire:
         self.replica = replica
         self.monitors: dict[str, PairSocket] = {}
         self.connections: list[Connection] = []
+        self.asked_frozen: dict[str, bool] = {}  # whether the last replay was, or lost the
+        # stream's connection before it was answered; by the replay's endpoint
         self._cut_replays = cut_replays
 
     def connect(self, endpoint: str, sub: SubSocket) -> Connection:
@@ -280,6 +308,13 @@ class Wire:
     def to(self, endpoint: str) -> list[Connection]:
         port = self.network.ports[endpoint]
         return [connection for connection in self.connections if connection.port is port]
+
+    def is_frozen(self, endpoint: str) -> bool:
+        return any(connection.is_frozen for connection in self.to(endpoint))
+
+    def lives(self, endpoint: str) -> list[int]:
+        """Changes with every loss of a connection."""
+        return [connection.life for connection in self.to(endpoint)]
 
     def is_cut(self, endpoint: str) -> bool:
         return self._cut_replays and self.network.way(self.replica, endpoint).cut

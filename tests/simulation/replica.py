@@ -7,7 +7,8 @@ What is left out is the HTTP server, and libzmq. In the places of the latter and
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -29,28 +30,38 @@ from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.registry import Registration, Registry
 from kvd.state import State
-from kvd.wire.listener import Listener
+from kvd.wire.listener import Listener, StreamHealth
 from kvd_core.index import EMPTIED, Stream
 from tests.simulation.engine import BLOCK, Engine
 from tests.simulation.network import Network, SimulatedZSocket, Wire, drain
 
-UNKNOWN = "not known to be the same engine"
+Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last batch; restarts
+
+FROZEN = "its lost connection is not noticed yet"
 UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that prove nothing
+
+
+class Repeated(Exception):
+    """A batch was applied twice, or out of order."""
 
 
 class Tap:
     """Stands before a stream and notes whose batches were applied to it."""
 
-    def __init__(self, stream: Stream, engine: Engine) -> None:
+    def __init__(self, stream: Stream, engine: Engine, wire: Wire) -> None:
+        self._wire = wire
         self._stream = stream
         self._engine = engine
         self.listener: Listener | None = None
         self.last: tuple[int, int] | None = None  # process and number of the last batch
-        self.paused = False  # since then
-        self._unanswered = 0  # replays until then
-        self.unknown = False  # an answered replay has not shown whose batches these are
+        self._at_pause: int | None = None  # since then: the process that was noticed until it
+        self._unanswered = 0  # replays until then,
+        self._unanswered_before = 0  # and until the connection was lost
+        self._losses = 0  # for so many times
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
         self.restarts = 0
+        self.first: tuple[int, int] | None = None  # what `last` was at first, if since then
+        self.unbroken = False  # all has come
 
     def flaw(self) -> str:
         return self._stream.flaw()
@@ -66,39 +77,59 @@ class Tap:
 
     def apply(self, payload: bytes) -> int:
         process, seq = self._engine.where[payload]
-        if self.listener is not None and self.listener.loss == UNKNOWN:
-            self.unknown = True
-        if self.last is not None and process != self.last[0]:
-            self.mixed = self.mixed or self._why_unnoticed(process)
+        if self.last is not None and process == self.last[0] and seq <= self.last[1]:
+            raise Repeated(f"{self._engine.key}: batch {seq} came behind {self.last[1]}")
+        self._look_at_losses()
+        if self.last is not None:
+            self._compare(process)
         shown = self._stream.apply(payload)
         if shown & EMPTIED:
             self.mixed = ""
+        if self.last is None:
+            self.first, self.unbroken = (process, seq), True
+        else:
+            self.unbroken = self.unbroken and self.last == (process, seq - 1)
         self.last = process, seq
-        self.paused = False
+        self._at_pause = None
         self._unanswered = self._count_unanswered()
         return shown
 
     def clear(self) -> None:
         self.last = None
         self.mixed = ""
-        self.unknown = False
         self.restarts += 1
         self._stream.clear()
+
+    def pause(self) -> None:
+        frozen = self._wire.is_frozen(self._engine.endpoint)
+        self._at_pause = self.last[0] if self.last and frozen else self._engine.process.number
+
+    def _compare(self, process: int) -> None:
+        """Notes when another process goes on where one has ended, and why it could."""
+        assert self.last is not None
+        engine, wire = self._engine, self._wire
+        asked = wire.asked_frozen.get(engine.replay_endpoint or "", False)
+        frozen = asked or wire.is_frozen(engine.endpoint)
+        if self.mixed == FROZEN and not frozen:
+            self.mixed = self._why_unnoticed(process)
+        elif process != self.last[0] and not self.mixed:
+            self.mixed = FROZEN if frozen else self._why_unnoticed(process)
 
     def _why_unnoticed(self, process: int) -> str:
         """Names the documented limit that let a restart pass; "nothing" is a bug."""
         assert self.last is not None
-        if process < self.last[0]:
-            return "old batches were queued"
         if not self._engine.has_replay:
-            return "no replay endpoint"
-        if self._count_unanswered() != self._unanswered:
+            return "no replay endpoint" if process > self.last[0] else "nothing"
+        if self._count_unanswered() != self._unanswered_before:
             return "replay not answered"
-        if self.paused:
+        if self._at_pause is not None and process > self._at_pause:
             return "paused"
-        if self.unknown:
-            return "cleared by an engine that is not known"
         return "proxied" if self._engine.proxied else "nothing"
+
+    def _look_at_losses(self) -> None:
+        losses = 0 if self.listener is None else self.listener.losses
+        if losses != self._losses:
+            self._losses, self._unanswered_before = losses, self._unanswered
 
     def _count_unanswered(self) -> int:
         if self.listener is None:
@@ -110,13 +141,16 @@ class Tap:
 class TappedState(State):
     """Has a tap at every registered stream."""
 
-    def __init__(self, engines: dict[RankKey, Engine]) -> None:
+    def __init__(self, engines: dict[RankKey, Engine], wire: Wire) -> None:
         super().__init__()
+        self._wire = wire
         self._engines = engines
         self.taps: dict[RankKey, Tap] = {}
 
     def add_rank(self, key: RankKey, block_size: int) -> Any:
-        tap = self.taps[key] = Tap(super().add_rank(key, block_size), self._engines[key])
+        tap = self.taps[key] = Tap(
+            super().add_rank(key, block_size), self._engines[key], self._wire
+        )
         return tap
 
 
@@ -128,12 +162,14 @@ class Replica:
         self.url = f"http://{name}:1"
         self.network = network
         self.engines = {engine.key: engine for engine in engines}
-        self.state = TappedState(self.engines)
         self.wire = Wire(network, name, cut_replays=not kind)
+        self.state = TappedState(self.engines, self.wire)
         self.recovery = RecoveryStats()
         self.registry: Registry
         self.tasks: ListenerTasks
         self.ready = trio.Event()
+        self.told: Told = {}  # what its peer had applied of those whose blocks it holds
+        self.departed: set[RankKey] = set()  # unregistered during recovery
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
 
@@ -141,6 +177,7 @@ class Replica:
         self,
         peers: list[str],
         at_start: list[Engine],
+        recovered: Callable[[str | None], None],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Does what the daemon does from its start to its end."""
@@ -152,7 +189,7 @@ class Replica:
                 for engine in at_start:
                     self.register(engine)
                 task_status.started()
-                await recover(self.state, peers, self.recovery)
+                recovered(await recover(self.state, peers, self.recovery))
                 self.ready.set()
                 await settle(self.state, self.registry)
                 await trio.sleep_forever()
@@ -175,12 +212,26 @@ class Replica:
         known = self.registry.registrations()
         return next((each for each in known if each.key == engine.key), None)
 
+    def places(self) -> Told:
+        """How much of which process the exact streams have applied."""
+        now = trio.current_time()
+        return {
+            each.key: (*tap.last, tap.restarts)
+            for each in self.registry.registrations()
+            if each.listener.health(now) is StreamHealth.EXACT
+            and (tap := self.state.taps[each.key]).last is not None
+            and not tap.mixed
+        }
+
     async def pause(self, engine: Engine) -> None:
-        self.state.taps[engine.key].paused = True
+        self.state.taps[engine.key].pause()
         await self.registry.pause(engine.key.instance_id, engine.key.dp_rank)
 
     async def unregister(self, engine: Engine) -> None:
         key = engine.key
+        if not self.ready.is_set():
+            self.departed.add(key)
+        self.told.pop(key, None)
         await self.registry.unregister(
             key.instance_id, key.partition.model_name, key.partition.tenant_id, key.dp_rank
         )
@@ -194,11 +245,14 @@ class PeerAccess:
         self.replicas: dict[str, Replica] = {}  # those that run, by URL
         self.failures = 0.2  # of the attempts
         self.texts = 0.3  # of the answers, as another indexer would write them
+        self.told: dict[str, Told] = {}  # by the last whole dump of each, by URL
+        self.counts: Counter[str] = Counter()
 
     async def fetch(self, url: str, accept: bytes, limits: object, begin: Any) -> None:
         """In the place of `kvd.net.fetch.fetch`."""
         await trio.sleep(self.chance.choice((0.0, 0.01, 1.0)))
-        replica = self.replicas.get(url.removesuffix("/dump"))
+        base = url.removesuffix("/dump")
+        replica = self.replicas.get(base)
         broken = self.chance.random() < self.failures
         if replica is None or (broken and self.chance.random() < 0.5):
             raise FetchError("refused")
@@ -207,15 +261,22 @@ class PeerAccess:
         response = indexer.dump(replica.state, Request("GET", "/dump", b"", headers, b""))
         given = {b"content-type": response.content_type, **dict(response.headers)}
         sink = begin(given)
+        before = replica.places()
+        self.counts["dumps"] += 1
+        self.counts["dumps[peer not exact]"] += len(before) < len(replica.engines)
         pieces: Any = response.body
         async with aclosing(pieces):
             async for piece in pieces:
                 await trio.sleep(self.chance.choice((0.0, 0.0, 0.001, 0.05)))
-                if broken and self.chance.random() < 0.3:
+                ended = self.replicas.get(base) is not replica
+                if ended or (broken and self.chance.random() < 0.3):
+                    self.counts["dumps[peer ended]" if ended else "dumps[broke off]"] += 1
                     raise FetchError("broke off")
                 sink(piece)
         if broken:
             raise FetchError("broke off at the end")
+        after = replica.places()
+        self.told[base] = {key: after[key] for key in after if before.get(key) == after[key]}
 
 
 @contextmanager

@@ -4,7 +4,14 @@ import pytest
 
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
-from kvd.wire.listener import MAX_HOLES_SHOWN, STALE_AFTER_S, Listener, ListenerStatus
+from kvd.wire.listener import (
+    CLEARED_UNKNOWN,
+    MAX_HOLES_SHOWN,
+    STALE_AFTER_S,
+    UNKNOWN,
+    Listener,
+    ListenerStatus,
+)
 from kvd.wire.replay import ReplayEnd, read_answer, request
 from kvd_core.index import EMPTIED, FLAWED
 
@@ -290,8 +297,100 @@ def test_an_answer_without_the_proof_degrades(seqs: list[int]) -> None:
         listener.take_replayed(seq, b"%d" % seq)
     listener.replay_ended(ReplayEnd.REACHED if seqs else ReplayEnd.MARKER)
     assert listener.settle() == ""
-    assert listener.loss == "not known to be the same engine"
+    assert listener.loss == UNKNOWN
     assert applied == [b"0", b"1", *(b"%d" % seq for seq in seqs), b"last"]
+
+
+def forget_the_engine() -> tuple[Listener, Applied]:
+    """Two batches, a new connection, and a replay server that has forgotten them."""
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"0"), (1, b"1"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    listener.take(2, b"2")
+    listener.judge()
+    assert listener.take_replayed(7, b"7") is ReplayEnd.REACHED
+    listener.replay_ended(ReplayEnd.REACHED)
+    listener.settle()
+    return listener, applied
+
+
+def test_a_clear_of_an_engine_that_is_not_known_ends_a_loss_once_it_is() -> None:
+    listener, _ = forget_the_engine()
+    feed(listener, (3, b"emptied"))
+    assert listener.loss == CLEARED_UNKNOWN
+    assert listener.take(4, b"4") is True
+    listener.judge()
+    assert (listener.wanted(), listener.loss) == (range(3, 5), CLEARED_UNKNOWN)
+    for seq, payload in (3, b"emptied"), (4, b"4"):
+        end = listener.take_replayed(seq, payload)
+    assert (end, listener.settle(), health(listener)) == (ReplayEnd.REACHED, "", "exact")
+    feed(listener, (5, b"5"), (8, b"8"), (9, b"emptied"))
+    assert health(listener) == "exact"
+
+
+def test_a_clear_is_doubted_where_no_replay_has_answered() -> None:
+    listener, _ = make(replay=True)
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    feed(listener, (3, b"3"))  # its replay brings nothing
+    assert listener.loss == "missing 0..2"
+    feed(listener, (4, b"emptied"))
+    assert listener.loss == CLEARED_UNKNOWN
+    feed(listener, (5, b"5"))  # nor does this one's
+    assert (health(listener), listener.take(6, b"6")) == ("degraded", False)
+
+
+def test_a_clear_costs_an_exact_stream_nothing_where_no_replay_answers() -> None:
+    listener, _ = make(replay=True)
+    feed(listener, (0, b"0"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    feed(listener, (1, b"1"), (2, b"emptied"))
+    assert (health(listener), listener.take(3, b"3")) == ("exact", False)
+
+
+def test_an_engine_that_is_not_known_is_asked_again_with_the_next_gap() -> None:
+    listener, applied = forget_the_engine()
+    assert listener.take(3, b"3") is False
+    listener.take(5, b"5")
+    listener.judge()
+    assert listener.wanted() == range(3, 6)
+    assert listener.take_replayed(3, b"other") is ReplayEnd.OTHER_ENGINE
+    assert (applied, listener.restarts) == ([], 1)
+
+
+def test_a_late_duplicate_does_not_take_the_place_of_the_first_batch() -> None:
+    listener, _ = make(replay=True)
+    feed(listener, (0, b"0"), (1, b"1"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    feed(listener, (1, b"1"))
+    assert (listener.stale, listener.take(2, b"2")) == (1, True)
+    listener.judge()
+    assert listener.wanted() == range(1, 3)
+
+
+def test_a_queued_clear_does_not_make_the_next_engine_exact() -> None:
+    listener, applied = forget_the_engine()
+    feed(listener, (3, b"emptied"))
+    assert listener.take(4, b"old, too") is True
+    listener.judge()
+    listener.take_replayed(7, b"7")
+    listener.replay_ended(ReplayEnd.REACHED)
+    listener.settle()
+    feed(listener, (5, b"the new engine's, by chance the next number"))
+    assert len(applied) == 6
+    assert (health(listener), listener.loss) == ("degraded", UNKNOWN)
+
+
+def test_a_clear_by_another_engine_is_a_restart() -> None:
+    listener, applied = forget_the_engine()
+    feed(listener, (3, b"emptied"))
+    listener.take(4, b"4")
+    listener.judge()
+    assert listener.take_replayed(3, b"other") is ReplayEnd.OTHER_ENGINE
+    assert (applied, listener.restarts, listener.loss) == ([], 1, "")
 
 
 def test_a_connection_lost_during_a_replay_is_asked_about_next_time() -> None:
