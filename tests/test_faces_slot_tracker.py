@@ -128,6 +128,16 @@ def test_a_body_over_the_limit_is_413(path: str, refusals: Refusals) -> None:
     refusals.check_limit(path)
 
 
+@pytest.mark.peer
+def test_the_live_peer_refuses_the_same(
+    refusals: Refusals, peer_process: Callable[..., Server]
+) -> None:
+    peer = peer_process(service="slot_tracker")
+    with httpx.Client(base_url=peer.base_url, trust_env=False) as theirs:
+        for path in POSTS:
+            refusals.check_peer(path, theirs, "tenant_id: ", "new_isl_tokens: 9007199254740993")
+
+
 def test_ranges_of_ranks_have_bounds(refusals: Refusals, client: httpx.Client) -> None:
     fine = POSTS["/register"][0]
 
