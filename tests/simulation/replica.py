@@ -177,7 +177,8 @@ class Replica:
         self,
         peers: list[str],
         at_start: list[Engine],
-        recovered: Callable[[str | None], None],
+        recovered: Callable[[str | None], None] = lambda peer: None,
+        *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Does what the daemon does from its start to its end."""
