@@ -162,7 +162,7 @@ class Registry:
             for registered, rank in partition.ranks
             if registered == instance_id and dp_rank in (None, rank)
         ]
-        leaving = [each for each in leaving if owner in each.owners]
+        leaving = [each for each in leaving if owner in each.owners or not each.owners]
         if not leaving and not any(strays):
             raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
         # Shielded: a client that goes away must not leave a rank registered without its listener.

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.config", "kvd.demo"),
     ("kvd.settings",),
     ("kvd.http", "kvd.net", "kvd.faces"),
-    ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots"),
+    ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
     ("kvd.metrics",),
     ("kvd.state", "kvd.scheduling"),
     ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors"),
