@@ -239,8 +239,6 @@ async def test_a_bug_costs_its_batch_and_the_stream_says_so(
     await until(lambda: listening.applied == [b"a"])
     worker.send(b"poison")
     await until(lambda: listening.listener.crashes == 1)
-    await until(lambda: worker.socket.poll(0))
-    assert worker.socket.recv() == b"\0"
     assert listening.listener.loss == "an internal error"
     await worker.subscribed()  # over a new socket
     worker.send(b"b")
@@ -265,8 +263,6 @@ async def test_a_bug_that_comes_again_and_again_leaves_other_listeners_alone(
         assert listening.listener.crashes == times
         another.send(b"a")
         await until(lambda times=times: fine.applied == [b"a"] * times)
-        await until(lambda: worker.socket.poll(0))
-        assert worker.socket.recv() == b"\0"
     assert listening.listener.last_error == "internal error"
     assert (fine.listener.failures, fine.listener.lost) == (0, 0)
 

@@ -46,6 +46,7 @@ class Publisher:
         self.socket = context.socket(zmq.XPUB)
         self.socket.linger = 0
         self.socket.sndhwm = send_queue
+        self.socket.xpub_verboser = True  # tells of every subscriber, also of one beside others
         self.socket.ipv6 = "[" in endpoint
         try:
             self.socket.bind(endpoint)
