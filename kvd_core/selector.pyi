@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from kvd_core.index import PrefixIndex, Worker
@@ -65,8 +65,7 @@ class Settings:
         active_prefill_tokens_threshold: float | None = ...,
         active_prefill_tokens_threshold_frac: float | None = ...,
     ) -> None: ...
-    @property
-    def members(self) -> dict[str, float | None]: ...
+    members: Final[Mapping[str, float | None]]
     def replace(self, **changes: float | None) -> Settings: ...
 
 class Prompt:

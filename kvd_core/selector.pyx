@@ -9,6 +9,7 @@ random numbers.
 """
 
 from collections import namedtuple
+from types import MappingProxyType
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
@@ -114,7 +115,7 @@ cdef class Settings:
         """
         if mode not in MODES:
             raise ValueError(f"no such mode: {mode}")
-        self.members = {
+        self.members = MappingProxyType({
             "mode": mode,
             "overlap_weight": overlap_weight,
             "device_credit": device_credit,
@@ -127,7 +128,7 @@ cdef class Settings:
             "active_decode_blocks_threshold": active_decode_blocks_threshold,
             "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
             "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
-        }
+        })
         self.c.mode = <CMode>mode
         self.c.overlap_weight = within("overlap_weight", overlap_weight, kMaxWeight)
         self.c.device_credit = within("device_credit", device_credit, kMaxWeight)
@@ -379,7 +380,10 @@ cdef class Pool:
     # ---- rendering
 
     def render_choice(self, Py_ssize_t candidate, Settings settings not None):
-        """`"overlap":{...},"effective_prefill_tokens":N` of a candidate, see `selector_rows.hpp`."""
+        """The members of a selection that a candidate is the result of, from `"overlap":` on.
+
+        Ready JSON without braces, see `selector_rows.hpp`. O(ranks of the worker).
+        """
         cdef size_t i = self.at(candidate)
         cdef CRows* rows = new CRows(deref(self.c))
         cdef PyObject* answer

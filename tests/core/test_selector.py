@@ -203,6 +203,7 @@ def test_documented_selection_example() -> None:
             "disk": 128,
         },
         "effective_prefill_tokens": 384,
+        "potential_decode_blocks": 32,
     }
     assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 416
 
@@ -242,7 +243,8 @@ def test_weight_times_prefill_with_a_partial_block() -> None:
     fleet = one()
     fleet.look(5, isl_tokens=83)
     row = fleet.pool.explained(0, DEFAULTS.replace(overlap_weight=2.5))
-    assert row.cost == 17.96875  # observed
+    assert row.cost == 17.96875  # observed: the decode term has the full blocks,
+    assert fleet.pool.render_choice(0, DEFAULTS).endswith(b',"potential_decode_blocks":6')
 
 
 def test_blocks_in_use_are_shared() -> None:
