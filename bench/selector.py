@@ -23,7 +23,8 @@ from kvd_core.hashing import local_hashes, sequence_hashes
 from kvd_core.index import IngestCounters, PrefixIndex
 from kvd_core.ledger import Ledger
 from kvd_core.scan import BodyScanner
-from kvd_core.selector import Candidate, Pool, Settings
+from kvd_core.selector import Candidate, Pool
+from kvd_core.selector_settings import Settings
 
 CANDIDATES = (8, 64, 512)
 BLOCK_SIZE, TOKENS = 16, 2048

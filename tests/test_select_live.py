@@ -25,7 +25,8 @@ from processes import Server, clean_environment, find_free_port
 from kvd_core.hashing import local_hashes, sequence_hashes
 from kvd_core.index import IngestCounters, PrefixIndex
 from kvd_core.ledger import ADDED, Ledger
-from kvd_core.selector import BUSY, Candidate, Explained, Pool, Settings
+from kvd_core.selector import BUSY, Candidate, Explained, Pool
+from kvd_core.selector_settings import Settings
 from tests.conformance.engine import Engine, pack
 from tests.conformance.failure import wait_until
 
