@@ -117,25 +117,25 @@ class Pool {
 
  private:
   void find_cached(Match& match) {
-    for (Standing& standing : standings_) standing.device = standing.host = standing.disk = 0;
-    if (index_ == nullptr) return;
+    if (index_ != nullptr) search(match);
+    const bool found = index_ != nullptr && !match.touched().empty();
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const Worker* worker = found ? candidates_[i].caches : nullptr;
+      const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
+      const Match::Depth depth = id == kNone ? Match::Depth() : match.depth(id);
+      standings_[i].device = depth.device;
+      standings_[i].host = depth.host - depth.device;
+      standings_[i].disk = depth.disk - depth.host;
+    }
+  }
+
+  void search(Match& match) const {
     match.reset(*index_);
     if (prompt_.is_salted) {
       match.add(*index_, prompt_.salted.data(), prompt_.salted.size(), Match::Only::kSalted);
     }
     match.add(*index_, prompt_.locals.data(), prompt_.locals.size(),
               prompt_.is_salted ? Match::Only::kUnsalted : Match::Only::kAll);
-    if (match.touched().empty()) return;
-    for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Candidate& candidate = candidates_[i];
-      if (candidate.caches == nullptr) continue;
-      const RankId id = candidate.caches->find(candidate.dp_rank);
-      if (id == kNone) continue;
-      const Match::Depth depth = match.depth(id);
-      standings_[i].device = depth.device;
-      standings_[i].host = depth.host - depth.device;
-      standings_[i].disk = depth.disk - depth.host;
-    }
   }
 
   void find_live() {
