@@ -25,13 +25,14 @@
 //   - the least loaded rank is that with the fewest requests (Dynamo: connections).
 //
 // Invariants
-//   1. a standing is that of the last look, its candidate's rank then present in the ledger;
+//   1. a standing is that of the last look, its loads are those of the last look or `refusal`;
 //   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
 //
 // Costs: look O(blocks + candidates + what Match and depths take); choose O(candidates), with a
-// temperature one exp a candidate. Nothing is allocated in the steady state.
+// temperature one exp a candidate; refusal O(candidates). Nothing is allocated in the steady state.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -77,7 +78,25 @@ class Pool {
   // afterwards.
   void look(Match& scratch) {
     find_cached(scratch);
+    find_live();
     find_loads();
+  }
+
+  // Whether one may be chosen now: 0 or a Refusal, for the loads of this moment.
+  int64_t refusal(const Settings& settings, const uint8_t* mask) {
+    find_loads();
+    return find_open(scale(settings), mask);
+  }
+
+  // The fewest tokens that a candidate of the mask would have to prefill; all tokens without any.
+  uint64_t least_effective_tokens(const Settings& settings, const uint8_t* mask) const {
+    const Scale scale = this->scale(settings);
+    uint64_t least = prompt_.isl_tokens;
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      if (mask != nullptr && mask[i] == 0) continue;
+      least = std::min(least, scale.effective_tokens(standings_[i]));
+    }
+    return least;
   }
 
   // The index of a candidate or a Refusal. `mask` has a byte for each candidate, 0 for those that
@@ -98,30 +117,37 @@ class Pool {
 
  private:
   void find_cached(Match& match) {
-    for (Standing& standing : standings_) standing.device = standing.host = standing.disk = 0;
-    if (index_ == nullptr) return;
-    match.reset(*index_);
-    if (prompt_.is_salted) {
-      match.add(*index_, prompt_.salted.data(), prompt_.salted.size(), Match::Only::kSalted);
-    }
-    match.add(*index_, prompt_.locals.data(), prompt_.locals.size(),
-              prompt_.is_salted ? Match::Only::kUnsalted : Match::Only::kAll);
-    if (match.touched().empty()) return;
+    if (index_ != nullptr) search(match);
+    const bool found = index_ != nullptr && !match.touched().empty();
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Candidate& candidate = candidates_[i];
-      if (candidate.caches == nullptr) continue;
-      const RankId id = candidate.caches->find(candidate.dp_rank);
-      if (id == kNone) continue;
-      const Match::Depth depth = match.depth(id);
+      const Worker* worker = found ? candidates_[i].caches : nullptr;
+      const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
+      const Match::Depth depth = id == kNone ? Match::Depth() : match.depth(id);
       standings_[i].device = depth.device;
       standings_[i].host = depth.host - depth.device;
       standings_[i].disk = depth.disk - depth.host;
     }
   }
 
-  void find_loads() {
+  void search(Match& match) const {
+    match.reset(*index_);
+    if (prompt_.is_salted) {
+      match.add(*index_, prompt_.salted.data(), prompt_.salted.size(), Match::Only::kSalted);
+    }
+    match.add(*index_, prompt_.locals.data(), prompt_.locals.size(),
+              prompt_.is_salted ? Match::Only::kUnsalted : Match::Only::kAll);
+  }
+
+  void find_live() {
     depths_.resize(ledger_.rank_end());
     ledger_.depths(prompt_.sequence.data(), prompt_.sequence.size(), depths_.data());
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const ledger::RankId rank = candidates_[i].booked;
+      standings_[i].live = rank < depths_.size() ? depths_[rank] : 0;
+    }
+  }
+
+  void find_loads() {
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const Candidate& candidate = candidates_[i];
       Standing& standing = standings_[i];
@@ -129,7 +155,6 @@ class Pool {
       if (!standing.present) continue;
       const ledger::Rank& rank = ledger_.rank(candidate.booked);
       standing.present = rank.worker_id == candidate.worker_id && rank.dp_rank == candidate.dp_rank;
-      standing.live = depths_[candidate.booked];
       standing.prefill_tokens = rank.prefill_tokens;
       standing.decode_blocks = rank.decode_blocks();
       standing.requests = rank.requests;

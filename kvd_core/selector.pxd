@@ -10,36 +10,16 @@ from libcpp.vector cimport vector
 from kvd_core.index cimport CIndex, CMatch, CWorker, PrefixIndex
 from kvd_core.ledger cimport CLedger, Ledger, RankId
 from kvd_core.scan cimport BodyScanner
+from kvd_core.selector_settings cimport CSettings, Settings
 
 
 cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
     uint64_t kMaxIslTokens
-    double kMaxWeight
-
-    enum CMode "kvd::selector::Mode":
-        kKv "kvd::selector::KV"                      # lowest cost
-        kRoundRobin "kvd::selector::ROUND_ROBIN"     # the next in order
-        kRandom "kvd::selector::RANDOM"              # any
-        kLeastLoaded "kvd::selector::LEAST_LOADED"   # fewest requests
 
     enum CRefusal "kvd::selector::Refusal":
         kNoCandidate "kvd::selector::NONE"           # none is eligible
         kAllBusy "kvd::selector::BUSY"               # all that could be chosen are busy: wait
         kAllOver "kvd::selector::OVERLOADED"         # all eligible ones exceed a busy threshold
-
-    cppclass CSettings "kvd::selector::Settings":
-        double overlap_weight                 # of the prefill term
-        double device_credit                  # of a cached block
-        double host_credit
-        double disk_credit                    # disk and external
-        double temperature                    # 0: the lowest cost
-        double queue_threshold                # of max_num_batched_tokens, infinite: off
-        double decode_blocks_threshold        # of total_kv_blocks, infinite: off
-        double prefill_tokens_threshold       # tokens, infinite: off
-        double prefill_tokens_threshold_frac  # of max_num_batched_tokens, infinite: off
-        CMode mode
-        cbool track_prefill
-        cbool track_active_blocks
 
     cppclass CCandidate "kvd::selector::Candidate":
         uint64_t worker_id
@@ -99,6 +79,8 @@ cdef extern from "selector.hpp" namespace "kvd::selector" nogil:
         void look(CMatch&) except +
         # An index or a Refusal; a byte for each candidate, 0 for those to leave out, or NULL.
         int64_t choose(const CSettings&, const uint8_t*, uint64_t) except +
+        int64_t refusal(const CSettings&, const uint8_t*) except +    # 0 or a Refusal, of now
+        uint64_t least_effective_tokens(const CSettings&, const uint8_t*)
 
 cdef extern from "selector_rows.hpp" namespace "kvd::selector" nogil:
     cppclass CRows "kvd::selector::Rows":
@@ -110,9 +92,10 @@ cdef extern from "selector_rows.hpp" namespace "kvd::selector" nogil:
         char* loads(char*, const CSettings&)
 
 
-cdef class Settings:
-    cdef CSettings c
-    cdef readonly object members    # by name, as given and by default
+cdef enum Part:  # of what a pool renders
+    kChoice
+    kOverlaps
+    kLoads
 
 
 cdef class Prompt:
@@ -128,5 +111,6 @@ cdef class Pool:
 
     # As the methods of nearly the same names, for the prompt that c.prompt() has taken.
     cdef int look_at_prompt(self) except -1
+    cdef bytes rendered(self, Part part, Settings settings, size_t candidate)
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
     cdef size_t at(self, Py_ssize_t candidate) except? 0

@@ -4,19 +4,13 @@ from typing import Final, NamedTuple
 from kvd_core.index import PrefixIndex, Worker
 from kvd_core.ledger import Ledger
 from kvd_core.scan import BodyScanner
-
-KV: Final[int]
-ROUND_ROBIN: Final[int]
-RANDOM: Final[int]
-LEAST_LOADED: Final[int]
-MODES: Final[tuple[int, ...]]
+from kvd_core.selector_settings import Settings
 
 NONE: Final[int]
 BUSY: Final[int]
 OVERLOADED: Final[int]
 
 MAX_ISL_TOKENS: Final[int]
-MAX_WEIGHT: Final[float]
 
 class Candidate(NamedTuple):
     worker_id: int
@@ -47,27 +41,6 @@ class Explained(NamedTuple):
     eligible: bool
     overloaded: bool
     busy: bool
-
-class Settings:
-    def __init__(
-        self,
-        *,
-        mode: int = ...,
-        overlap_weight: float = ...,
-        device_credit: float = ...,
-        host_credit: float = ...,
-        disk_credit: float = ...,
-        temperature: float = ...,
-        track_prefill: bool = ...,
-        track_active_blocks: bool = ...,
-        queue_threshold: float | None = ...,
-        active_decode_blocks_threshold: float | None = ...,
-        active_prefill_tokens_threshold: float | None = ...,
-        active_prefill_tokens_threshold_frac: float | None = ...,
-    ) -> None: ...
-    @property
-    def members(self) -> dict[str, float | None]: ...
-    def replace(self, **changes: float | None) -> Settings: ...
 
 class Prompt:
     @property
@@ -106,6 +79,8 @@ class Pool:
     def look_again(self, prompt: Prompt) -> None: ...
     def hold(self) -> Prompt: ...
     def choose(self, settings: Settings, eligible: bytes | None, random: int) -> int: ...
+    def refusal(self, settings: Settings, eligible: bytes | None) -> int: ...
+    def least_prefill_tokens(self, settings: Settings, eligible: bytes | None) -> int: ...
     def mask(self, worker_ids: Iterable[int]) -> bytes: ...
     def find(self, worker_id: int, dp_rank: int) -> int | None: ...
     def effective_prefill_tokens(self, candidate: int, settings: Settings) -> int: ...

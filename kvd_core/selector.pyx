@@ -17,24 +17,18 @@ from cython.operator cimport dereference as deref
 
 from kvd_core.index cimport Worker
 from kvd_core.ledger cimport Ledger
+from kvd_core.selector_settings cimport Settings
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
     PyObject* PyBytes_New "PyBytes_FromStringAndSize" (const char*, Py_ssize_t) except NULL
     int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
 
-KV = <int>kKv
-ROUND_ROBIN = <int>kRoundRobin
-RANDOM = <int>kRandom
-LEAST_LOADED = <int>kLeastLoaded
-MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED)
-
 NONE = <int64_t>kNoCandidate
 BUSY = <int64_t>kAllBusy
 OVERLOADED = <int64_t>kAllOver
 
 MAX_ISL_TOKENS = kMaxIslTokens
-MAX_WEIGHT = kMaxWeight
 
 Candidate = namedtuple(
     "Candidate",
@@ -70,92 +64,12 @@ cdef bytes bytes_of(const vector[uint64_t]& hashes):
     return PyBytes_FromStringAndSize(<const char*>hashes.data(), hashes.size() * sizeof(uint64_t))
 
 
-cdef double within(str name, value, double highest) except *:
-    cdef double number = value
-    if not 0 <= number <= highest:
-        raise ValueError(f"{name} must lie in [0, {highest:g}]")
-    return number
-
-
 cdef bytes cut(PyObject* answer, Py_ssize_t size):
     # Gives back what rendering did not need; takes over the reference.
     _PyBytes_Resize(&answer, size)
     text = <bytes>answer
     Py_DECREF(text)
     return text
-
-
-cdef class Settings:
-    """How to weigh and choose: immutable, made once for each configuration or override."""
-
-    def __init__(
-        self,
-        *,
-        int mode=kKv,
-        overlap_weight=1.0,
-        device_credit=1.0,
-        host_credit=0.75,
-        disk_credit=0.25,
-        temperature=0.0,
-        bint track_prefill=True,
-        bint track_active_blocks=True,
-        queue_threshold=None,
-        active_decode_blocks_threshold=None,
-        active_prefill_tokens_threshold=None,
-        active_prefill_tokens_threshold_frac=None,
-    ):
-        """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
-
-        `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
-        terms the cost has. A rank is busy above `queue_threshold` times its
-        max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
-        total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
-        ValueError for what is outside.
-        """
-        if mode not in MODES:
-            raise ValueError(f"no such mode: {mode}")
-        self.members = {
-            "mode": mode,
-            "overlap_weight": overlap_weight,
-            "device_credit": device_credit,
-            "host_credit": host_credit,
-            "disk_credit": disk_credit,
-            "temperature": temperature,
-            "track_prefill": track_prefill,
-            "track_active_blocks": track_active_blocks,
-            "queue_threshold": queue_threshold,
-            "active_decode_blocks_threshold": active_decode_blocks_threshold,
-            "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
-            "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
-        }
-        self.c.mode = <CMode>mode
-        self.c.overlap_weight = within("overlap_weight", overlap_weight, kMaxWeight)
-        self.c.device_credit = within("device_credit", device_credit, kMaxWeight)
-        self.c.host_credit = within("host_credit", host_credit, 1)
-        self.c.disk_credit = within("disk_credit", disk_credit, 1)
-        self.c.temperature = within("temperature", temperature, kMaxWeight)
-        self.c.track_prefill = track_prefill
-        self.c.track_active_blocks = track_active_blocks
-        if queue_threshold is not None:
-            self.c.queue_threshold = within("queue_threshold", queue_threshold, kMaxWeight)
-        if active_decode_blocks_threshold is not None:
-            self.c.decode_blocks_threshold = within(
-                "active_decode_blocks_threshold", active_decode_blocks_threshold, kMaxWeight
-            )
-        if active_prefill_tokens_threshold is not None:
-            self.c.prefill_tokens_threshold = within(
-                "active_prefill_tokens_threshold", active_prefill_tokens_threshold, kMaxWeight
-            )
-        if active_prefill_tokens_threshold_frac is not None:
-            self.c.prefill_tokens_threshold_frac = within(
-                "active_prefill_tokens_threshold_frac",
-                active_prefill_tokens_threshold_frac,
-                kMaxWeight,
-            )
-
-    def replace(self, **changes):
-        """Returns the same settings but for `changes`, by the names of the constructor."""
-        return Settings(**{**self.members, **changes})
 
 
 cdef class Prompt:
@@ -247,7 +161,7 @@ cdef class Pool:
         Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.
         O(blocks + candidates + ranks that match).
         """
-        cdef size_t locals_, rolling
+        cdef size_t locals_ = 0, rolling = 0
         cdef const uint64_t* local = hashes_of(local_hashes, &locals_)
         cdef const uint64_t* sequence = hashes_of(sequence_hashes, &rolling)
         bounded(isl_tokens)
@@ -307,6 +221,17 @@ cdef class Pool:
         threshold; BUSY: all others are busy, so the request should wait. O(candidates).
         """
         return self.c.choose(settings.c, self.mask_of(eligible), random)
+
+    def refusal(self, Settings settings not None, bytes eligible):
+        """Returns NONE, OVERLOADED or BUSY if `choose` would after another look, else 0.
+
+        It needs no prompt, and reads the loads of this moment. O(candidates).
+        """
+        return self.c.refusal(settings.c, self.mask_of(eligible))
+
+    def least_prefill_tokens(self, Settings settings not None, bytes eligible):
+        """Tokens to prefill on the candidate that caches most of the prompt. O(candidates)."""
+        return self.c.least_effective_tokens(settings.c, self.mask_of(eligible))
 
     def mask(self, worker_ids):
         """Returns the `eligible` that allows the ranks of these workers; unknown ones are ignored."""
@@ -379,39 +304,37 @@ cdef class Pool:
     # ---- rendering
 
     def render_choice(self, Py_ssize_t candidate, Settings settings not None):
-        """`"overlap":{...},"effective_prefill_tokens":N` of a candidate, see `selector_rows.hpp`."""
-        cdef size_t i = self.at(candidate)
-        cdef CRows* rows = new CRows(deref(self.c))
-        cdef PyObject* answer
-        cdef char* begin
-        try:
-            answer = PyBytes_New(NULL, rows.choice_room(i))
-            begin = PyBytes_AS_STRING(<object>answer)
-            return cut(answer, rows.choice(begin, i, settings.c) - begin)
-        finally:
-            del rows
+        """The members of a selection that a candidate is the result of, from `"overlap":` on.
+
+        Ready JSON without braces, see `selector_rows.hpp`. O(ranks of the worker).
+        """
+        return self.rendered(kChoice, settings, self.at(candidate))
 
     def render_overlaps(self):
         """The cached blocks of every candidate as a JSON array, see `selector_rows.hpp`."""
-        cdef CRows* rows = new CRows(deref(self.c))
-        cdef PyObject* answer
-        cdef char* begin
-        try:
-            answer = PyBytes_New(NULL, rows.rows_room())
-            begin = PyBytes_AS_STRING(<object>answer)
-            return cut(answer, rows.overlaps(begin) - begin)
-        finally:
-            del rows
+        return self.rendered(kOverlaps, None, 0)
 
     def render_loads(self, Settings settings not None):
         """What every candidate would be working on with the prompt, as a JSON array."""
+        return self.rendered(kLoads, settings, 0)
+
+    cdef bytes rendered(self, Part part, Settings settings, size_t candidate):
         cdef CRows* rows = new CRows(deref(self.c))
         cdef PyObject* answer
         cdef char* begin
+        cdef char* end
         try:
-            answer = PyBytes_New(NULL, rows.rows_room())
+            answer = PyBytes_New(
+                NULL, rows.choice_room(candidate) if part == kChoice else rows.rows_room()
+            )
             begin = PyBytes_AS_STRING(<object>answer)
-            return cut(answer, rows.loads(begin, settings.c) - begin)
+            if part == kChoice:
+                end = rows.choice(begin, candidate, settings.c)
+            elif part == kOverlaps:
+                end = rows.overlaps(begin)
+            else:
+                end = rows.loads(begin, settings.c)
+            return cut(answer, end - begin)
         finally:
             del rows
 

@@ -65,6 +65,12 @@ class Scale {
   // Blocks in use with the prompt on top.
   uint64_t decode_blocks(const Standing& c) const { return c.decode_blocks + (blocks_ - c.live); }
 
+  // The same, counting a last block that is not full.
+  uint64_t occupied_blocks(const Standing& c) const {
+    const uint64_t started = isl_ / block_size_ + (isl_ % block_size_ != 0);
+    return c.decode_blocks + (std::max(blocks_, started) - c.live);
+  }
+
   Terms terms(const Standing& c) const {
     Terms t;
     t.cached_tokens = cached_tokens(c);

@@ -1,16 +1,17 @@
 // Renders what a look has found as JSON, straight into the answer's bytes.
 //
 //   "overlap":{"longest_matched":128,"gpu":64,"dp":{"0":64,"1":32},"cpu":96,"disk":128},
-//   "effective_prefill_tokens":384                                    members of a selection
+//   "effective_prefill_tokens":384,"potential_decode_blocks":40       members of a selection
 //   {"worker_id":1,"dp_rank":0,"device_blocks":4,...}                 rows of overlaps
 //   {"worker_id":1,"dp_rank":0,"potential_prefill_tokens":80,...}     rows of projected loads
 //
 // An overlap is that of the chosen candidate's worker, in tokens: `dp` has the device depth of all
-// its ranks, the others are the best of its ranks, cumulative over the tiers. Rows count blocks and
-// stand for ranks, sorted by (worker, dp rank).
+// its ranks, the others are the best of its ranks, cumulative over the tiers. Of a selection the
+// decode blocks include a last block that is not full. Rows count blocks and stand for ranks, sorted
+// by (worker, dp rank).
 //
-// Costs: some 60 ns a rank of the worker, or a row. The caller gives `..._room()` bytes, which cannot be
-// exceeded.
+// Costs: some 20 ns a row, less for a rank of the worker. The caller gives `..._room()` bytes, which
+// cannot be exceeded.
 #pragma once
 
 #include <algorithm>
@@ -47,8 +48,11 @@ class Rows {
     to = ranks(put(to, ",\"dp\":{"), candidate);
     to = tokens(put(to, "},\"cpu\":"), cpu);
     to = tokens(put(to, ",\"disk\":"), disk);
+    const Scale scale = pool_.scale(settings);
     to = put(to, "},\"effective_prefill_tokens\":");
-    return put(to, pool_.scale(settings).effective_tokens(pool_.standing(at)));
+    to = put(to, scale.effective_tokens(pool_.standing(at)));
+    to = put(to, ",\"potential_decode_blocks\":");
+    return put(to, scale.occupied_blocks(pool_.standing(at)));
   }
 
   char* overlaps(char* to) const {
@@ -73,8 +77,8 @@ class Rows {
   }
 
  private:
-  // The names and braces of a choice are 88 bytes, and it has five numbers beside its ranks.
-  static constexpr size_t kChoice = 128 + 5 * kMaxDigits;
+  // The names and braces of a choice are 115 bytes, and it has six numbers beside its ranks.
+  static constexpr size_t kChoice = 128 + 6 * kMaxDigits;
   static constexpr size_t kMaxRank = 4 + 2 * kMaxDigits;
   // The names of the longer kind of row are 172 bytes, and it has seven numbers.
   static constexpr size_t kMaxRow = 192 + 7 * kMaxDigits;

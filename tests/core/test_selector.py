@@ -17,19 +17,8 @@ from kvd_core.hashing import local_hashes, sequence_hashes
 from kvd_core.index import IngestCounters, PrefixIndex, Worker
 from kvd_core.ledger import ADDED, Ledger
 from kvd_core.scan import BodyScanner
-from kvd_core.selector import (
-    BUSY,
-    KV,
-    LEAST_LOADED,
-    MAX_ISL_TOKENS,
-    NONE,
-    OVERLOADED,
-    RANDOM,
-    ROUND_ROBIN,
-    Candidate,
-    Pool,
-    Settings,
-)
+from kvd_core.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
+from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 from tests.models.selector_model import (
     ModelPool,
     ModelPrompt,
@@ -203,6 +192,7 @@ def test_documented_selection_example() -> None:
             "disk": 128,
         },
         "effective_prefill_tokens": 384,
+        "potential_decode_blocks": 32,
     }
     assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 416
 
@@ -242,7 +232,8 @@ def test_weight_times_prefill_with_a_partial_block() -> None:
     fleet = one()
     fleet.look(5, isl_tokens=83)
     row = fleet.pool.explained(0, DEFAULTS.replace(overlap_weight=2.5))
-    assert row.cost == 17.96875  # observed
+    assert row.cost == 17.96875  # observed: the decode term has the full blocks,
+    assert fleet.pool.render_choice(0, DEFAULTS).endswith(b',"potential_decode_blocks":6')
 
 
 def test_blocks_in_use_are_shared() -> None:
@@ -374,6 +365,19 @@ def test_observed_choice_of_a_busy_rank_that_costs_less() -> None:
     assert fleet.pool.choose(queueing, None, 0) == 0
     assert fleet.pool.explained(0, queueing).cost == 13.0
     assert fleet.pool.choose(queueing, fleet.pool.mask([1]), 0) == BUSY
+
+
+def test_who_waits_is_asked_again_without_a_prompt() -> None:
+    fleet = busy_fleet(101, 300)
+    queueing = DEFAULTS.replace(queue_threshold=1.0)
+    fleet.look(1)
+    assert fleet.pool.refusal(queueing, None) == BUSY
+    fleet.ledger.prefill_complete("2/0/0")
+    assert fleet.pool.refusal(queueing, None) == 0
+    assert fleet.pool.refusal(queueing, b"\1\0") == BUSY
+    assert fleet.pool.refusal(queueing, b"\0\0") == NONE
+    assert fleet.pool.choose(queueing, None, 0) == 1
+    assert fleet.pool.least_prefill_tokens(queueing, b"\0\0") == 16
 
 
 def test_busy_thresholds_take_ranks_out() -> None:
@@ -641,11 +645,15 @@ def test_selector_equals_model(
     chosen_settings = Settings(**asdict(model_settings))
     mask = data.draw(st.none() | st.binary(min_size=len(plans), max_size=len(plans)))
     check_terms(fleet.pool, model, chosen_settings, model_settings)
+    assert fleet.pool.least_prefill_tokens(chosen_settings, None) == min(
+        effective_tokens(rank, model_settings, model.prompt) for rank in model.ranks
+    )
     assert json.loads(fleet.pool.render_overlaps()) == model.overlap_rows()
     assert json.loads(fleet.pool.render_loads(chosen_settings)) == model.load_rows(model_settings)
     for random_ in draws:
         chosen = fleet.pool.choose(chosen_settings, mask, random_)
         assert chosen == model.choose(model_settings, mask, random_)
+        assert fleet.pool.refusal(chosen_settings, mask) == min(chosen, 0)
         if chosen >= 0:
             members = fleet.pool.render_choice(chosen, chosen_settings)
             assert b"{" + members + b"}" == compact(model.overlap(chosen, model_settings))

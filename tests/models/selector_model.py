@@ -72,6 +72,11 @@ def potential_decode_blocks(rank: ModelRank, prompt: ModelPrompt) -> int:
     return rank.decode_blocks + max(0, prompt.blocks - rank.live)
 
 
+def occupied_blocks(rank: ModelRank, prompt: ModelPrompt) -> int:
+    started = -(-prompt.isl_tokens // prompt.block_size)
+    return rank.decode_blocks + max(started, prompt.blocks) - rank.live
+
+
 def terms(
     rank: ModelRank, s: ModelSettings, prompt: ModelPrompt
 ) -> tuple[float, float, float, float, float]:
@@ -150,6 +155,7 @@ class ModelPool:
                 "disk": disk * size,
             },
             "effective_prefill_tokens": effective_tokens(self.ranks[chosen], s, self.prompt),
+            "potential_decode_blocks": occupied_blocks(self.ranks[chosen], self.prompt),
         }
 
     def overlap_rows(self) -> list[dict[str, int | None]]:

@@ -1,0 +1,30 @@
+from collections.abc import Mapping
+from typing import Final
+
+KV: Final[int]
+ROUND_ROBIN: Final[int]
+RANDOM: Final[int]
+LEAST_LOADED: Final[int]
+MODES: Final[tuple[int, ...]]
+
+MAX_WEIGHT: Final[float]
+
+class Settings:
+    def __init__(
+        self,
+        *,
+        mode: int = ...,
+        overlap_weight: float = ...,
+        device_credit: float = ...,
+        host_credit: float = ...,
+        disk_credit: float = ...,
+        temperature: float = ...,
+        track_prefill: bool = ...,
+        track_active_blocks: bool = ...,
+        queue_threshold: float | None = ...,
+        active_decode_blocks_threshold: float | None = ...,
+        active_prefill_tokens_threshold: float | None = ...,
+        active_prefill_tokens_threshold_frac: float | None = ...,
+    ) -> None: ...
+    members: Final[Mapping[str, float | None]]
+    def replace(self, **changes: float | None) -> Settings: ...
