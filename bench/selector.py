@@ -1,8 +1,9 @@
 """What choosing a rank takes, without HTTP: python bench/selector.py [--rounds N]
 
 Prints Markdown. Each figure is the lowest over short rounds of CPU microseconds a call, seen from
-Python: what else runs on the machine only adds. Prompts have 2,048 tokens in 128 blocks, of which all ranks cache the first 32 and one rank
-in eight all, some on lower tiers; every rank has 4 live requests.
+Python: what else runs on the machine only adds. Prompts have 2,048 tokens in 128 blocks, of which
+all ranks cache the first 32 and one rank in eight all, some on lower tiers; every rank has 4 live
+requests.
 """
 
 from __future__ import annotations
