@@ -68,6 +68,14 @@ class Pool {
   uint32_t block_size() const { return block_size_; }
   const Candidate& candidate(size_t i) const { return candidates_[i]; }
   const Standing& standing(size_t i) const { return standings_[i]; }
+  // Of the first candidate that does not sort before (worker, dp rank); size() if all do.
+  size_t position(uint64_t worker_id, uint32_t dp_rank) const {
+    const auto before = [&](const Candidate& c) {
+      return c.worker_id != worker_id ? c.worker_id < worker_id : c.dp_rank < dp_rank;
+    };
+    const auto at = std::partition_point(candidates_.begin(), candidates_.end(), before);
+    return static_cast<size_t>(at - candidates_.begin());
+  }
   // The candidates of the same worker are those from its `first` up to here.
   uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
   Prompt& prompt() { return prompt_; }

@@ -26,8 +26,8 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         uint32_t dp_rank
         RankId booked              # its rank in the ledger
         const CWorker* caches      # whose blocks it can use, NULL without
-        uint64_t max_batch_tokens  # 0: unbounded
-        uint64_t total_blocks      # 0: unknown
+        double max_batch_tokens    # 0: unbounded
+        double total_blocks        # 0: unknown
 
     cppclass CStanding "kvd::selector::Standing":
         uint32_t device            # blocks of the prompt, cached
@@ -73,6 +73,8 @@ cdef extern from "selector.hpp" namespace "kvd::selector" nogil:
         size_t size()
         uint32_t block_size()
         const CCandidate& candidate(size_t)
+        size_t position(uint64_t, uint32_t)     # of the first that does not sort before
+        uint32_t end_of_worker(const CCandidate&)
         const CStanding& standing(size_t)       # of the last look
         CPrompt& prompt()
         CScale scale(const CSettings&)

@@ -14,6 +14,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from cython.operator cimport dereference as deref
+from libc.string cimport memset
 
 from kvd_core.index cimport Worker
 from kvd_core.ledger cimport Ledger
@@ -234,25 +235,29 @@ cdef class Pool:
         return self.c.least_effective_tokens(settings.c, self.mask_of(eligible))
 
     def mask(self, worker_ids):
-        """Returns the `eligible` that allows the ranks of these workers; unknown ones are ignored."""
-        allowed = frozenset(worker_ids)
-        return bytes([each[0] in allowed for each in self.candidates])
+        """Returns the `eligible` that allows the ranks of these workers; unknown ones are ignored.
+
+        O(worker ids x log candidates + candidates).
+        """
+        cdef bytes eligible = PyBytes_FromStringAndSize(NULL, self.c.size())
+        cdef char* mask = PyBytes_AS_STRING(eligible)
+        cdef uint64_t worker_id
+        cdef size_t at
+        memset(mask, 0, self.c.size())
+        for worker_id in worker_ids:
+            at = self.c.position(worker_id, 0)
+            while at < self.c.size() and self.c.candidate(at).worker_id == worker_id:
+                mask[at] = 1
+                at += 1
+        return eligible
 
     def find(self, uint64_t worker_id, uint32_t dp_rank):
         """The position of a candidate, None if it is not one. O(log candidates)."""
-        cdef size_t low = 0, high = self.c.size(), middle
-        cdef const CCandidate* c
-        while low < high:
-            middle = (low + high) // 2
-            c = &self.c.candidate(middle)
-            if c.worker_id < worker_id or (c.worker_id == worker_id and c.dp_rank < dp_rank):
-                low = middle + 1
-            else:
-                high = middle
-        if low == self.c.size():
+        cdef size_t at = self.c.position(worker_id, dp_rank)
+        if at == self.c.size():
             return None
-        c = &self.c.candidate(low)
-        return low if c.worker_id == worker_id and c.dp_rank == dp_rank else None
+        cdef const CCandidate* c = &self.c.candidate(at)
+        return at if c.worker_id == worker_id and c.dp_rank == dp_rank else None
 
     def effective_prefill_tokens(self, Py_ssize_t candidate, Settings settings not None):
         """Tokens that a candidate would have to prefill: what a booking counts. O(1)."""
@@ -261,11 +266,9 @@ cdef class Pool:
 
     def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None):
         """Books the prompt on a candidate, as `Ledger.add` does, and returns what that returns."""
-        cdef CPrompt* prompt = &self.c.prompt()
-        cdef const CCandidate* c = &self.c.candidate(self.at(candidate))
-        return <int>self.ledger.admit(
-            request_id, c.booked, prompt.sequence.data(), prompt.sequence.size(), tokens, now, key
-        )
+        cdef RankId rank = self.c.candidate(self.at(candidate)).booked
+        sequence = bytes_of(self.c.prompt().sequence)
+        return self.ledger.add(request_id, rank, sequence, tokens, now, key)
 
     def explain(self, Settings settings not None, bytes eligible=None):
         """All terms of the cost of all candidates, as Explained; blocks unless named otherwise."""

@@ -104,8 +104,8 @@ class Scale {
   }
 
  private:
-  static bool exceeds(uint64_t value, double threshold, uint64_t capacity) {
-    return capacity != 0 && real(value) > threshold * real(capacity);
+  static bool exceeds(uint64_t value, double threshold, double capacity) {
+    return capacity > 0 && real(value) > threshold * capacity;
   }
 
   const Settings& s_;

@@ -53,12 +53,12 @@ struct Settings {
 struct Candidate {
   uint64_t worker_id;
   uint32_t dp_rank;
-  ledger::RankId booked;      // its rank in the ledger
-  const Worker* caches;       // whose blocks it can use; null without
-  uint64_t max_batch_tokens;  // 0: unbounded
-  uint64_t total_blocks;      // 0: unknown
-  uint32_t first;             // the first candidate of its worker
-  uint32_t end;               // of that one: behind the last
+  ledger::RankId booked;    // its rank in the ledger
+  const Worker* caches;     // whose blocks it can use; null without
+  double max_batch_tokens;  // 0: unbounded
+  double total_blocks;      // 0: unknown
+  uint32_t first;           // the first candidate of its worker
+  uint32_t end;             // of that one: behind the last
 };
 
 // What a look found about a candidate, in blocks unless said otherwise.

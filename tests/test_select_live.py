@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import PEER_VARIABLE
 from processes import Server, clean_environment, find_free_port
 
 from kvd_core.hashing import local_hashes, sequence_hashes
@@ -91,7 +90,7 @@ def selection_peer(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], Server
     def start(environ: dict[str, str]) -> Server:
         port = find_free_port()
         # With more threads it loses blocks of engines that share tokens.
-        command = [os.environ[PEER_VARIABLE], "-m", "dynamo.select_service", "--threads", "1"]
+        command = [os.environ["KVD_PEER_PYTHON"], "-m", "dynamo.select_service", "--threads", "1"]
         environ = clean_environment(DYN_LOG="info", **environ)
         servers.append(Server([*command, "--port", str(port)], tmp_path, port, environ))
         servers[-1].wait_healthy()

@@ -9,13 +9,14 @@ from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd_core.hashing import local_hashes, sequence_hashes
 from kvd_core.index import IngestCounters, PrefixIndex, Worker
-from kvd_core.ledger import ADDED, Ledger
+from kvd_core.ledger import ADDED, EXISTS, Ledger
 from kvd_core.scan import BodyScanner
 from kvd_core.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
 from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
@@ -323,6 +324,7 @@ def test_direct() -> None:
     assert [each[:2] for each in fleet.pool.candidates] == [(1, 0), (7, 1), (7, 3)]
     assert [fleet.pool.find(*place) for place in ((1, 0), (7, 1), (7, 3))] == [0, 1, 2]
     assert [fleet.pool.find(*place) for place in ((0, 0), (1, 1), (7, 2), (9, 0))] == [None] * 4
+    assert fleet.pool.mask([7, 8, 2**64 - 1]) == b"\0\1\1"
 
 
 def busy_fleet(*tokens: int, batch: int = 100) -> Fleet:
@@ -346,9 +348,10 @@ def test_observed_edge_of_the_queue_threshold() -> None:
 
 
 def test_a_rank_without_a_batch_size_is_never_busy() -> None:
-    fleet = busy_fleet(10**6, batch=0)
-    fleet.look(1)
-    assert fleet.pool.choose(DEFAULTS.replace(queue_threshold=0.0), None, 0) == 0
+    for batch in (0, 2**64 - 1):
+        fleet = busy_fleet(10**6, batch=batch)
+        fleet.look(1)
+        assert fleet.pool.choose(DEFAULTS.replace(queue_threshold=0.01), None, 0) == 0
 
 
 def test_observed_choice_of_a_busy_rank_that_costs_less() -> None:
@@ -441,6 +444,46 @@ def test_token_ids_are_hashed_as_queries_are() -> None:
     assert (pool.hold().isl_tokens, pool.choose(DEFAULTS, b"\0\1", 0)) == (0, 1)
 
 
+def test_salted_prompts_count_as_in_queries() -> None:
+    """Salted blocks on ranks whose stream tells salts, unsalted blocks on the others."""
+    tokens = list(range(48))
+    index, ledger = PrefixIndex(16, IngestCounters()), Ledger()
+    candidates = []
+    for worker_id, salts in ((1, [None]), (2, [None, "s"])):
+        worker = index.add_worker(worker_id)
+        worker.register(0)
+        stream = worker.stream(0)
+        for salt in salts:
+            blocks = tokens[: 16 * worker_id] if salt else tokens[:16]
+            stream.apply(stored(blocks, salt))
+        candidates.append(Candidate(worker_id, 0, worker, ledger.add_rank(worker_id, 0)))
+    pool = Pool(index, ledger, 16, candidates)
+    scanner = BodyScanner(arrays={"token_ids": "u32"})
+    scanner.scan(compact({"token_ids": tokens}))
+    for salt, expected in ((None, [1, 1]), ("s", [1, 2]), ("t", [1, 0])):
+        pool.look_tokens(scanner, 0, None, salt)
+        assert [row.device_blocks for row in pool.explain(DEFAULTS)] == expected
+        scores = json.loads(index.query_tokens(scanner, 0, None, salt))["scores"]
+        assert [scores[str(each.worker_id)]["0"] // 16 for each in candidates] == expected
+    pool.look_tokens(scanner, 0, None, "s")
+    held, before = pool.hold(), pool.explain(DEFAULTS)
+    pool.look_tokens(scanner, 0)
+    pool.look_again(held)
+    assert pool.explain(DEFAULTS) == before
+
+
+def stored(tokens: list[int], salt: str | None) -> bytes:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [(100 if salt else 0) + i for i in range(len(tokens) // 16)],
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": 16,
+        "cache_salt": salt,
+    }
+    return bytes(msgpack.packb([1.0, [event], None]))
+
+
 def test_a_unique_prompt_shares_nothing() -> None:
     tokens = list(range(64))
     ledger = Ledger()
@@ -471,6 +514,8 @@ def test_booking_what_was_looked_at() -> None:
     tokens = fleet.pool.effective_prefill_tokens(0, DEFAULTS)
     assert fleet.pool.book("r", 0, tokens, 1.0) == ADDED
     assert fleet.ledger.load(0) == (48, 5, 1)
+    assert fleet.pool.book("r", 0, tokens, 1.0) == EXISTS
+    assert fleet.ledger.stats()["refused"]["exists"] == 1
     fleet.look(4, novel=2)
     row = fleet.pool.explained(0, DEFAULTS)
     assert (row.live_blocks, row.potential_decode_blocks) == (4, 7)
@@ -595,7 +640,7 @@ PLANS = st.builds(
     RankPlan,
     tiers=st.tuples(COUNTS, COUNTS, COUNTS, COUNTS),
     requests=st.lists(REQUESTS, max_size=4),
-    max_num_batched_tokens=st.sampled_from([0, 1, 100, 8192]),
+    max_num_batched_tokens=st.sampled_from([0, 1, 100, 8192, 2**64 - 1]),
     total_kv_blocks=st.sampled_from([0, 1, 40, 10_000]),
 )
 PLACES = st.tuples(st.sampled_from([0, 1, 2, 2**64 - 1]), st.sampled_from([0, 1, 7, 2**32 - 1]))
