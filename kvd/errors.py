@@ -52,6 +52,10 @@ class Invalid(KvdError):
 
 
 class Unavailable(KvdError):
-    """A bound is reached; the same request may succeed later."""
+    """A bound is reached; the same request may succeed later, after `retry_after_s` maybe."""
 
     status = 503
+
+    def __init__(self, text: str, retry_after_s: int | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s

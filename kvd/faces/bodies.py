@@ -96,6 +96,12 @@ def parameters(request: Request) -> dict[str, Any]:
     return found
 
 
+def filters(request: Request) -> tuple[str | None, str | None]:
+    """Returns the model and the tenant that a listing is narrowed to; None is any."""
+    wanted = parameters(request)
+    return wanted.get("model_name"), alias(wanted, *TENANT)
+
+
 def segment(request: Request) -> str:
     """Returns the text in the path that the route's placeholder stands for."""
     try:

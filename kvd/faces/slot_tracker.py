@@ -100,7 +100,7 @@ def workers(slots: SlotTrackers, request: Request) -> Response:
             "dp_start": row.ranks.start,
             "dp_size": len(row.ranks),
         }
-        for row in slots.workers(*_filters(request))
+        for row in slots.workers(*bodies.filters(request))
     ]
     return bodies.json_response(rows)
 
@@ -136,7 +136,7 @@ def free(slots: SlotTrackers, request: Request) -> Response:
 
 def loads(slots: SlotTrackers, request: Request) -> Response:
     """Says what every rank is working on; filters as for /workers."""
-    return Response(200, slots.render_loads(*_filters(request)))
+    return Response(200, slots.render_loads(*bodies.filters(request)))
 
 
 def potential_loads(slots: SlotTrackers, request: Request) -> Response:
@@ -209,9 +209,3 @@ def _retry_key(request: Request) -> str | None:
                 raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
             return value.decode("latin-1")
     return None
-
-
-def _filters(request: Request) -> tuple[str | None, str | None]:
-    """Returns the model and the tenant that a listing is narrowed to."""
-    wanted = bodies.parameters(request)
-    return wanted.get("model_name"), bodies.alias(wanted, *bodies.TENANT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvd.errors import KvdError
+from kvd.errors import KvdError, Unavailable
 from kvd.http.types import Response
 
 INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback
@@ -35,4 +35,7 @@ def too_large(limit: int) -> Response:
 
 def failure_response(failure: KvdError) -> Response:
     """Returns the response to an expected failure of a handler."""
-    return error_response(failure.status, str(failure))
+    response = error_response(failure.status, str(failure))
+    if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
+        response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))
+    return response

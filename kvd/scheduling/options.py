@@ -1,0 +1,27 @@
+"""How the selection service routes, as the router guide names it; all of it fixed at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvd.scheduling.queue import QueuePolicy
+from kvd_core.selector_settings import Settings
+
+# Selections that may wait in all, each a task of 5 KB and its prompt. Fleets hold some hundred.
+MAX_HELD = 16_384
+
+DEFAULT_QUEUE_THRESHOLD = 2.0  # batches of prefill tokens, as the guide says
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """What the flags say."""
+
+    settings: Settings = field(
+        default_factory=lambda: Settings(queue_threshold=DEFAULT_QUEUE_THRESHOLD)
+    )
+    queue_policy: QueuePolicy = QueuePolicy.FCFS
+    uses_kv_events: bool = True
+    assumes_kv_reuse: bool = True  # else prompts given as tokens share no block in use
+    max_held: int = MAX_HELD
+    max_wait_s: float = 25.0  # below the deadline of handlers, so that the answer says why

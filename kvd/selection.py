@@ -1,0 +1,615 @@
+"""The selection service: which rank should serve a prompt, and what is booked on it.
+
+    Selections
+      ├ entries: worker id ──> record, lifecycle, reasons          the catalog, as clients see it
+      ├ fleets: (model, tenant) ──> Fleet
+      │                              ├ pool     kvd_core: the ranks that can be chosen
+      │                              ├ ledger   kvd_core: their live requests
+      │                              └ queue    selections that wait, all their ranks being busy
+      └ live: reservation id ──> Fleet                              ids are unique service-wide
+
+Listeners of KV events are those of the registry, shared with the other faces. Changes of the
+catalog are made one after the other and may wait for listeners to end; everything else is one
+atomic step: between choosing a rank and booking it nothing is awaited.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from uuid import UUID
+
+import trio
+
+from kvd.catalog import Lifecycle, WorkerRecord
+from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavailable
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import Registry
+from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.queue import SelectionQueue, Urgency, Waiting
+from kvd.state import State
+from kvd.wire.lifecycle import Lifecycle as Event
+from kvd.wire.lifecycle import Outcome, Step
+from kvd_core import ledger, selector
+from kvd_core.ledger import Ledger
+from kvd_core.selector import Candidate, Pool, Prompt
+from kvd_core.selector_settings import Settings
+
+OWNER = "selection"  # of its registrations
+
+MAX_FLEETS = 16_384  # models and tenants, as elsewhere
+MAX_WORKERS = 65_536
+EXPIRY_SLICE = 64  # requests expired between two rests
+
+Look = Callable[[Pool], None]  # puts a prompt before a pool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A worker of the catalog."""
+
+    record: WorkerRecord
+    reasons: list[str]  # why it cannot be scheduled
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return Lifecycle.INCOMPLETE if self.reasons else Lifecycle.SCHEDULABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Who may serve a request; also the lane it waits in."""
+
+    allowed: frozenset[int] | None = None
+    pinned: tuple[int, int] | None = None  # worker, dp rank
+    taints: frozenset[str] = frozenset()
+
+    def admits(self, record: WorkerRecord, dp_rank: int) -> bool:
+        return (
+            (self.allowed is None or record.worker_id in self.allowed)
+            and self.pinned in (None, (record.worker_id, dp_rank))
+            and self.taints.issubset(record.taints)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One selection, beside its prompt."""
+
+    key: PartitionKey
+    settings: Settings
+    selection_id: str | None = None
+    reservation_id: str | None = None  # set: the selection is booked under it
+    constraints: Constraints | None = None
+    affinity: tuple[int, int | None] | None = None  # worker, dp rank, if they can be chosen
+    strict_priority: int = 0
+    priority_jump: float = 0.0
+    expected_output_tokens: int | None = None
+    lora_name: str | None = None
+    explain: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A selection that waits; `done` is set with its answer, or its failure."""
+
+    ask: Ask
+    prompt: Prompt
+    done: trio.Event = field(default_factory=trio.Event)
+    answer: bytes | KvdError | None = None
+    waiting: Waiting[Held] | None = None
+
+    def settle(self, answer: bytes | KvdError) -> None:
+        self.answer = answer
+        self.done.set()
+
+
+class Fleet:
+    """The schedulable workers of one model and tenant."""
+
+    def __init__(self, key: PartitionKey, options: RouterOptions) -> None:
+        self.key = key
+        self.ledger = Ledger()
+        self.workers: dict[int, WorkerRecord] = {}
+        self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
+        self.pool = Pool(None, self.ledger, 1)
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block of its workers; None without any."""
+        return next((record.block_size for record in self.workers.values()), None)
+
+    def rebuild(self, state: State) -> None:
+        """Makes the pool of the workers there are now."""
+        partition = state.partitions.get(self.key)
+        known = {} if partition is None else partition.workers
+        candidates = [
+            Candidate(
+                record.worker_id,
+                dp_rank,
+                known.get(record.worker_id),
+                self.ledger.add_rank(record.worker_id, dp_rank),
+                record.max_num_batched_tokens or 0,
+                record.total_kv_blocks or 0,
+            )
+            for record in self.workers.values()
+            for dp_rank in record.ranks
+        ]
+        index = None if partition is None else partition.index
+        self.pool = Pool(index, self.ledger, self.block_size or 1, candidates)
+
+    def eligible(self, constraints: Constraints | None) -> bytes | None:
+        """Returns the pool's mask of the ranks that may serve a request; None: all of them."""
+        if constraints is None:
+            return None
+        return bytes(
+            constraints.admits(self.workers[each.worker_id], each.dp_rank)
+            for each in self.pool.candidates
+        )
+
+    def targets(self, affinity: tuple[int, int | None], eligible: bytes | None) -> bytes | None:
+        """Narrows a mask to what a request would like best; None if none of that may serve it."""
+        worker_id, dp_rank = affinity
+        mask = bytes(
+            each.worker_id == worker_id
+            and dp_rank in (None, each.dp_rank)
+            and (eligible is None or eligible[at] != 0)
+            for at, each in enumerate(self.pool.candidates)
+        )
+        return mask if any(mask) else None
+
+
+class Selections:
+    """The state of the selection service."""
+
+    def __init__(
+        self,
+        state: State,
+        registry: Registry,
+        options: RouterOptions,
+        expiry_s: float,
+        random: Random,
+        clock: Callable[[], float],
+    ) -> None:
+        self.options = options
+        self.entries: dict[int, Entry] = {}
+        self.fleets: dict[PartitionKey, Fleet] = {}
+        self.live: dict[str, Fleet] = {}
+        self.publish: Callable[[Event], None] | None = None  # told of every booking, if set
+        self.held = 0
+        self.refused_held = 0  # at the bound
+        self._state = state
+        self._registry = registry
+        self._expiry_s = expiry_s
+        self._random = random
+        self._clock = clock
+        self._changing = trio.Lock()
+
+    # ---- the catalog
+
+    async def put(self, record: WorkerRecord) -> Entry:
+        """Describes a worker anew. Raises Conflict if a schedulable one would not be any more."""
+        async with self._changing:
+            known = self.entries.get(record.worker_id)
+            entry = self._judged(record)
+            if known is not None and not known.reasons and entry.reasons:
+                raise Conflict(
+                    f"worker {record.worker_id} is schedulable and would not be: "
+                    + "; ".join(entry.reasons)
+                )
+            if known is None and len(self.entries) >= MAX_WORKERS:
+                raise Unavailable(f"there are {MAX_WORKERS} workers already")
+            return await self._replace(known, entry)
+
+    async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
+        """Changes what is said of a worker; it may become incomplete. Raises NotFound."""
+        async with self._changing:
+            known = self._entry(worker_id)
+            return await self._replace(known, self._judged(change(known.record)))
+
+    async def delete(self, worker_id: int) -> Entry:
+        """Forgets a worker with its bookings and blocks; returns what was known of it."""
+        async with self._changing:
+            known = self._entry(worker_id)
+            await self._replace(known, None)
+            return known
+
+    async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
+        """Makes these the workers of a model and tenant; all of them must be schedulable."""
+        async with self._changing:
+            named = {record.worker_id for record in records}
+            sizes = {record.block_size for record in records}
+            for record in records:
+                reasons = record.reasons(record.block_size, uses_events=self.options.uses_kv_events)
+                if len(sizes) > 1:
+                    reasons.append("the workers' block sizes differ")
+                if reasons:
+                    raise Invalid(f"worker {record.worker_id}: " + "; ".join(reasons))
+            for entry in list(self.entries.values()):
+                if entry.record.key == key and entry.record.worker_id not in named:
+                    await self._replace(entry, None)
+            return [
+                await self._replace(self.entries.get(record.worker_id), self._judged(record))
+                for record in records
+            ]
+
+    def listed(self, model_name: str | None, tenant_id: str | None) -> list[Entry]:
+        """Returns the workers of a model and tenant, None for any, sorted."""
+        found = [
+            entry
+            for entry in self.entries.values()
+            if model_name in (None, entry.record.model_name)
+            and tenant_id in (None, entry.record.tenant_id)
+        ]
+        return sorted(found, key=lambda entry: (entry.record.key, entry.record.worker_id))
+
+    def _entry(self, worker_id: int) -> Entry:
+        entry = self.entries.get(worker_id)
+        if entry is None:
+            raise NotFound(f"worker {worker_id} not found")
+        return entry
+
+    def _judged(self, record: WorkerRecord) -> Entry:
+        fleet = self.fleets.get(record.key)
+        size = None
+        if fleet is not None and fleet.workers.keys() - {record.worker_id}:
+            size = fleet.block_size
+        return Entry(record, record.reasons(size, uses_events=self.options.uses_kv_events))
+
+    async def _replace(self, old: Entry | None, new: Entry | None) -> Entry:
+        """Takes a worker out of its fleet as far as it changes, and puts it in anew."""
+        before = None if old is None or old.reasons else old.record
+        after = None if new is None or new.reasons else new.record
+        # Shielded: a client that goes away must not leave half a worker behind.
+        with trio.CancelScope(shield=True):
+            if before is not None:
+                await self._leave(before, after)
+            if after is not None:
+                try:
+                    self._join(after)
+                except KvdError as error:
+                    await self._leave(after, None)
+                    assert new is not None
+                    new = Entry(new.record, [str(error)])
+        if new is not None:
+            self.entries[new.record.worker_id] = new
+        elif old is not None:
+            del self.entries[old.record.worker_id]
+        self._turn_all()
+        return new or old  # type: ignore[return-value]
+
+    async def _leave(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
+        """Removes what a worker has and will not have: bookings of its ranks, listeners."""
+        fleet = self.fleets[record.key]
+        fleet.workers.pop(record.worker_id, None)
+        stays = after is not None and (after.key, after.block_size) == (
+            record.key,
+            record.block_size,
+        )
+        fleet.rebuild(self._state)
+        for dp_rank in record.ranks:
+            if not (stays and after is not None and dp_rank in after.ranks):
+                self._drop_rank(fleet, record, dp_rank)
+        for registration in list(self._registry.of(OWNER)):
+            key, listener = registration.key, registration.listener
+            if (key.partition, key.instance_id) != (record.key, record.worker_id):
+                continue
+            heard = listener.endpoint, listener.replay_endpoint
+            if stays and after is not None and heard == _addresses(after, key.dp_rank):
+                continue
+            await self._registry.unregister(record.worker_id, *record.key, key.dp_rank, OWNER)
+
+    def _drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int) -> None:
+        rank = fleet.ledger.rank_of(record.worker_id, dp_rank)
+        if rank is None:
+            return
+        for reservation_id in fleet.ledger.remove_rank(rank):
+            self.live.pop(reservation_id, None)
+            self._tell(fleet, record, reservation_id, dp_rank, Step.FREE)
+
+    def _join(self, record: WorkerRecord) -> None:
+        """Listens to a worker's ranks and makes them selectable; raises what `register` does."""
+        if record.key not in self.fleets:
+            if len(self.fleets) >= MAX_FLEETS:
+                raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
+            self.fleets[record.key] = Fleet(record.key, self.options)
+        fleet = self.fleets[record.key]
+        if self.options.uses_kv_events:
+            heard = {each.key for each in self._registry.of(OWNER)}
+            for dp_rank in record.ranks:
+                rank = RankKey(record.key, record.worker_id, dp_rank)
+                endpoint, replay = _addresses(record, dp_rank)
+                if rank not in heard and endpoint is not None and record.block_size is not None:
+                    self._registry.register(rank, endpoint, record.block_size, replay, OWNER)
+        fleet.workers[record.worker_id] = record
+        fleet.rebuild(self._state)
+
+    # ---- selections
+
+    def fleet(self, key: PartitionKey) -> Fleet:
+        """Returns a fleet with someone to select; raises Unavailable."""
+        fleet = self.fleets.get(key)
+        if fleet is None or not fleet.workers:
+            raise Unavailable(
+                f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}"
+            )
+        return fleet
+
+    def select(self, ask: Ask, look: Look) -> bytes | Held:
+        """Selects, and books if asked to; returns the answer, or the selection held.
+
+        Raises Unavailable without anyone eligible or with all of them overloaded, BadRequest for
+        constraints that contradict each other, Conflict on a reservation id that lives.
+        """
+        fleet = self.fleet(ask.key)
+        constraints = ask.constraints
+        if constraints is not None and constraints.pinned is not None:
+            worker_id = constraints.pinned[0]
+            if constraints.allowed is not None and worker_id not in constraints.allowed:
+                raise BadRequest(f"pinned worker {worker_id} is not in allowed worker set")
+        look(fleet.pool)
+        if not fleet.queue.waits(constraints):
+            answer = self._choose(fleet, ask)
+            if answer is not None:
+                return answer
+        return self._hold(fleet, ask)
+
+    async def wait(self, held: Held) -> bytes:
+        """Returns the answer of a selection that is held, once there is one; raises as `select`.
+
+        Whatever ends the wait, the selection is in no queue afterwards.
+        """
+        try:
+            with trio.move_on_after(self.options.max_wait_s):
+                await held.done.wait()
+        finally:
+            assert held.waiting is not None
+            self.fleets[held.ask.key].queue.remove(held.waiting)
+            self.held -= 1
+        if held.answer is None:
+            raise Unavailable("all workers are busy", retry_after_s=1)
+        if isinstance(held.answer, KvdError):
+            raise held.answer
+        return held.answer
+
+    def _hold(self, fleet: Fleet, ask: Ask) -> Held:
+        if self.held >= self.options.max_held:
+            self.refused_held += 1
+            raise Unavailable(f"{self.held} selections wait already", retry_after_s=1)
+        held = Held(ask, fleet.pool.hold())
+        least = min(
+            fleet.pool.effective_prefill_tokens(at, ask.settings) for at in range(len(fleet.pool))
+        )
+        urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
+        held.waiting = fleet.queue.push(ask.constraints, held, urgency, self._clock())
+        self.held += 1
+        return held
+
+    def _choose(self, fleet: Fleet, ask: Ask) -> bytes | None:
+        """Chooses for the prompt that the pool has looked at; None if all are busy."""
+        if ask.reservation_id is not None and ask.reservation_id in self.live:
+            raise Conflict(f"reservation {ask.reservation_id} already exists")
+        eligible = fleet.eligible(ask.constraints)
+        if ask.affinity is not None:
+            eligible = fleet.targets(ask.affinity, eligible) or eligible
+        chosen = fleet.pool.choose(ask.settings, eligible, self._random.getrandbits(64))
+        if chosen == selector.BUSY:
+            return None
+        if chosen == selector.NONE:
+            raise Unavailable("no endpoints available to route work")
+        if chosen == selector.OVERLOADED:
+            raise Unavailable("all workers are overloaded", retry_after_s=1)
+        if ask.reservation_id is not None:
+            self._book(fleet, ask, chosen, ask.reservation_id)
+        return self._answer(fleet, ask, chosen)
+
+    def _book(self, fleet: Fleet, ask: Ask, chosen: int, reservation_id: str) -> None:
+        pool = fleet.pool
+        tokens = 0
+        if ask.settings.members["track_prefill"]:
+            tokens = pool.effective_prefill_tokens(chosen, ask.settings)
+        _admitted(pool.book(reservation_id, chosen, tokens, self._clock()), reservation_id)
+        self.live[reservation_id] = fleet
+        if self.publish is not None:
+            candidate = pool.candidates[chosen]
+            record = fleet.workers[candidate.worker_id]
+            hashes = pool.hold().sequence_hashes
+            extra = ask.expected_output_tokens, ask.lora_name
+            place = fleet, record, reservation_id, candidate.dp_rank
+            self._tell(*place, Step.ADD, hashes, tokens, *extra)
+
+    def _answer(self, fleet: Fleet, ask: Ask, chosen: int) -> bytes:
+        candidate = fleet.pool.candidates[chosen]
+        record = fleet.workers[candidate.worker_id]
+        members: dict[str, Any] = {}
+        if ask.selection_id is not None:
+            members["selection_id"] = ask.selection_id
+        if ask.reservation_id is not None:
+            members["reservation_id"] = ask.reservation_id
+        members |= {
+            "model_name": fleet.key.model_name,
+            "tenant_id": fleet.key.tenant_id,
+            "worker_id": record.worker_id,
+            "dp_rank": candidate.dp_rank,
+            "endpoint": record.endpoint,
+            "block_size": record.block_size,
+        }
+        if ask.explain:
+            rows = fleet.pool.explain(ask.settings, fleet.eligible(ask.constraints))
+            members["candidates"] = [row._asdict() for row in rows]
+        opening = json.dumps(members, separators=(",", ":")).encode()
+        return b"%b,%b}" % (opening[:-1], fleet.pool.render_choice(chosen, ask.settings))
+
+    # ---- what moves those that wait
+
+    def _turn_all(self) -> None:
+        if self.held:
+            for fleet in self.fleets.values():
+                self._turn(fleet)
+
+    def _turn(self, fleet: Fleet) -> None:
+        """Serves the selections that can be served now, in their order."""
+        if len(fleet.queue):
+            for _ in fleet.queue.release(lambda held: self._serve(fleet, held)):
+                pass
+
+    def _serve(self, fleet: Fleet, held: Held) -> bool:
+        try:
+            if not fleet.workers:
+                raise Unavailable("no schedulable workers are available")
+            fleet.pool.look_again(held.prompt)
+            answer = self._choose(fleet, held.ask)
+        except KvdError as error:
+            held.settle(error)
+            return True
+        if answer is None:
+            return False
+        held.settle(answer)
+        return True
+
+    # ---- reservations
+
+    def reserve(
+        self,
+        key: PartitionKey,
+        reservation_id: str,
+        rank: tuple[int, int],
+        look: Look,
+        tokens: int,
+    ) -> WorkerRecord:
+        """Books a prompt on a rank that was selected before; returns its worker.
+
+        Raises Unavailable without a fleet, NotFound for a rank it does not have, Conflict on an
+        id that lives.
+        """
+        fleet = self.fleet(key)
+        worker_id, dp_rank = rank
+        candidate = fleet.pool.find(worker_id, dp_rank)
+        if candidate is None:
+            raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
+        if reservation_id in self.live:
+            raise Conflict(f"reservation {reservation_id} already exists")
+        look(fleet.pool)
+        outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock())
+        _admitted(outcome, reservation_id)
+        self.live[reservation_id] = fleet
+        record = fleet.workers[worker_id]
+        if self.publish is not None:
+            hashes = fleet.pool.hold().sequence_hashes
+            self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens)
+        return record
+
+    def new_reservation_id(self) -> str:
+        """Returns an id nobody has."""
+        return str(UUID(int=self._random.getrandbits(128), version=4))
+
+    def random_u64(self) -> int:
+        return self._random.getrandbits(64)
+
+    def prefill_complete(self, reservation_id: str) -> None:
+        """Ends the prefill of a reservation, once or again; raises NotFound."""
+        fleet = self._fleet_of(reservation_id)
+        fleet.ledger.prefill_complete(reservation_id)
+        self._tell_step(fleet, reservation_id, Step.PREFILL_COMPLETE)
+        self._turn(fleet)
+
+    def output_block(self, reservation_id: str, fraction: float | None) -> None:
+        """Adds an output block to a reservation; raises NotFound."""
+        self._fleet_of(reservation_id).ledger.output_block(reservation_id, fraction)
+
+    def free(self, reservation_id: str) -> None:
+        """Ends a reservation; raises NotFound."""
+        fleet = self._fleet_of(reservation_id)
+        self._tell_step(fleet, reservation_id, Step.FREE)
+        fleet.ledger.free(reservation_id)
+        del self.live[reservation_id]
+        self._turn(fleet)
+
+    def expire(self, now: float) -> Iterator[None]:
+        """Drops what is older than the expiry age; rests at every yield. Replicas do the same."""
+        for fleet in list(self.fleets.values()):
+            while expired := fleet.ledger.expire(now - self._expiry_s, EXPIRY_SLICE):
+                for reservation_id in expired:
+                    self.live.pop(reservation_id, None)
+                self._turn(fleet)
+                yield
+
+    def _fleet_of(self, reservation_id: str) -> Fleet:
+        fleet = self.live.get(reservation_id)
+        if fleet is None:
+            raise NotFound(f"reservation {reservation_id} not found")
+        return fleet
+
+    # ---- replicas
+
+    def apply(self, event: Event, now: float) -> Outcome:
+        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
+        fleet = self.fleets.get(event.partition)
+        if fleet is None or not fleet.workers:
+            return Outcome.UNKNOWN_MODEL
+        if fleet.block_size != event.block_size:
+            return Outcome.BLOCK_SIZE
+        if event.worker_id not in fleet.workers:
+            return Outcome.UNKNOWN_WORKER
+        rank = fleet.ledger.rank_of(event.worker_id, event.dp_rank)
+        if rank is None:
+            return Outcome.UNKNOWN_RANK
+        if event.step is Step.ADD:
+            if event.request_id in self.live:
+                return Outcome.DUPLICATE
+            booked = fleet.ledger.add(
+                event.request_id, rank, event.hashes, event.prefill_tokens, now
+            )
+            if booked != ledger.ADDED:
+                return Outcome.FULL
+            self.live[event.request_id] = fleet
+            return Outcome.APPLIED
+        live = fleet.ledger.request(event.request_id)
+        if live is None:
+            return Outcome.UNKNOWN_REQUEST
+        if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
+            return Outcome.OTHER_WORKER
+        if event.step is Step.FREE:
+            fleet.ledger.free(event.request_id)
+            del self.live[event.request_id]
+        else:
+            fleet.ledger.prefill_complete(event.request_id)
+        self._turn(fleet)
+        return Outcome.APPLIED
+
+    def _tell_step(self, fleet: Fleet, reservation_id: str, step: Step) -> None:
+        live = None if self.publish is None else fleet.ledger.request(reservation_id)
+        if live is not None:
+            record = fleet.workers[live.worker_id]
+            self._tell(fleet, record, reservation_id, live.dp_rank, step)
+
+    def _tell(
+        self,
+        fleet: Fleet,
+        record: WorkerRecord,
+        reservation_id: str,
+        dp_rank: int,
+        step: Step,
+        *content: Any,
+    ) -> None:
+        if self.publish is not None:
+            where = fleet.key, record.block_size or 0, reservation_id, record.worker_id, dp_rank
+            self.publish(Event(*where, step, *content))
+
+
+def _addresses(record: WorkerRecord, dp_rank: int) -> tuple[str | None, str | None]:
+    """Returns where a rank's events come from, and where they are replayed."""
+    return record.events_endpoint(dp_rank), record.replay_endpoint
+
+
+def _admitted(outcome: int, reservation_id: str) -> None:
+    """Raises what a booking's outcome means to clients."""
+    if outcome == ledger.EXISTS:
+        raise Conflict(f"reservation {reservation_id} already exists")
+    if outcome == ledger.OVERFLOW:
+        raise Invalid("isl_tokens: more than the rank can count")
+    if outcome != ledger.ADDED:
+        raise Unavailable("there is no room for another live reservation")
