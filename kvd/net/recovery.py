@@ -25,7 +25,7 @@ from kvd.registry import Registry
 from kvd.restore import Planned, plan, restore
 from kvd.state import MAX_PARTITIONS, State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, JSON_DUMP, RECOVERING_HEADER
-from kvd.wire.listener import ListenerStatus
+from kvd.wire.listener import Listener, StreamHealth
 from kvd_core.recovery import DumpReader, StagedEntry
 
 ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
@@ -38,8 +38,8 @@ MAX_EVENTS = 64 * 1024 * 1024
 # thousand; a query's answer has a row for each rank that matches.
 MAX_RANKS = 65_536
 
-# An instance has told again what its restored blocks came from when it has been listened to for
-# this long: what had queued is applied in milliseconds, a replay from its beginning in seconds.
+# An instance has told again what its restored blocks came from when its batches have come for this
+# long: the first one has all before it replayed, and what had queued is applied in milliseconds.
 SETTLED_AFTER_S = 10.0
 SETTLE_EVERY_S = 1.0
 
@@ -155,7 +155,13 @@ async def settle(state: State, registry: Registry) -> None:
             instance = registration.key.partition, registration.key.instance_id
             if instance not in state.unsettled:
                 continue
-            if registration.listener.status is not ListenerStatus.ACTIVE:
+            if not _is_heard(registration.listener, now):
                 since[instance] = now
             elif now - since.setdefault(instance, now) >= SETTLED_AFTER_S:
                 state.settle(*instance)
+
+
+def _is_heard(listener: Listener, now: float) -> bool:
+    """Whether a batch has come over the present connection, and all that it had replayed."""
+    known = listener.health(now) in (StreamHealth.EXACT, StreamHealth.DEGRADED)
+    return known and listener.connected

@@ -101,6 +101,8 @@ class Tap:
         self._stream.clear()
 
     def pause(self) -> None:
+        if self._at_pause is not None:
+            return
         frozen = self._wire.is_frozen(self._engine.endpoint)
         self._at_pause = self.last[0] if self.last and frozen else self._engine.process.number
 
