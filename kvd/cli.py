@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve(commands)
     add_indexer(commands)
     add_slot_tracker(commands)
+    add_select_service(commands)
     return parser
 
 
@@ -75,12 +76,7 @@ def add_indexer(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_address(indexer, settings.DEFAULT_INDEXER_BIND)
-    indexer.add_argument(
-        "--threads",
-        type=_usage(settings.parse_u32),
-        metavar="N",
-        help="accepted and without effect: kvd indexes on one thread",
-    )
+    add_threads(indexer)
     for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
         add_setting(indexer, setting)
     indexer.add_argument("--routing-group", metavar="NAME", help="another name of --tenant-id")
@@ -100,6 +96,42 @@ def add_slot_tracker(commands: Any) -> None:
     for setting in settings.REPLICA_SETTINGS:
         add_setting(slot_tracker, setting)
     slot_tracker.set_defaults(given=slot_tracker_settings, demo=False)
+
+
+def add_select_service(commands: Any) -> None:
+    service = commands.add_parser(
+        "select-service",
+        help="run the selection service alone, with the flags of `python -m dynamo.select_service`",
+        description="Runs the selection service alone, with the flags of `python -m "
+        "dynamo.select_service`.",
+        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
+        allow_abbrev=False,
+    )
+    add_address(service, settings.DEFAULT_SELECTION_BIND)
+    add_threads(service)
+    service.add_argument(
+        "--indexer-peers",
+        type=_usage(settings.parse_urls),
+        metavar="URL,...",
+        help="services to take the state from at the start",
+    )
+    for setting in settings.REPLICA_SETTINGS:
+        add_setting(service, setting)
+    service.add_argument(
+        "--router-assume-kv-reuse",
+        action=argparse.BooleanOptionalAction,
+        help="whether requests with equal tokens share their blocks in use (default yes)",
+    )
+    service.set_defaults(given=select_service_settings, demo=False)
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads",
+        type=_usage(settings.parse_u32),
+        metavar="N",
+        help="accepted and without effect: kvd indexes on one thread",
+    )
 
 
 def add_address(parser: argparse.ArgumentParser, default: settings.TcpBind) -> None:
@@ -138,7 +170,7 @@ def indexer_settings(
             parser.error("--tenant-id and --routing-group are one setting and differ")
         given["tenant_id"] = args.routing_group
     given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
-    given["slot_tracker_bind"] = settings.OFF
+    given["slot_tracker_bind"] = given["selection_bind"] = settings.OFF
     return given
 
 
@@ -146,8 +178,19 @@ def slot_tracker_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
-    given["indexer_bind"] = settings.OFF
+    given["indexer_bind"] = given["selection_bind"] = settings.OFF
     given["slot_tracker_bind"] = address(args, settings.DEFAULT_SLOT_TRACKER_BIND)
+    return given
+
+
+def select_service_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
+    given["peers"] = args.indexer_peers
+    given["router_assume_kv_reuse"] = args.router_assume_kv_reuse
+    given["indexer_bind"] = given["slot_tracker_bind"] = settings.OFF
+    given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
     return given
 
 

@@ -14,11 +14,14 @@ from typing import Any
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.model import PartitionKey, RankKey
+from kvd.scheduling.options import RouterOptions
 from kvd.settings import OFF, SETTINGS, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
 from kvd.wire.endpoints import check_endpoint
+from kvd_core.selector_settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
+FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind")
 YES = ("1", "true", "yes", "on")
 
 
@@ -69,6 +72,8 @@ class Config:
     indexer_bind: Bind | None  # None: not served
     indexer_tls: TlsListener | None
     slot_tracker_bind: Bind | None
+    selection_bind: Bind | None
+    router: RouterOptions
     request_expiry_s: int
     metrics_ranks: int  # shown one by one up to this number
     replica_sync: ReplicaSync | None
@@ -91,16 +96,13 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
     values = {setting.name: _resolve(setting, given, environ) for setting in SETTINGS}
     if demo and not isinstance(values["indexer_bind"], TcpBind):
         raise StartError("--demo needs an --indexer-bind of HOST:PORT")
-    indexer_bind, slot_tracker_bind = (
-        None if values[name] == OFF else values[name]
-        for name in ("indexer_bind", "slot_tracker_bind")
-    )
-    if indexer_bind is None and slot_tracker_bind is None:
+    binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
+    if not any(binds.values()):
         raise StartError("every face is off")
     return Config(
-        indexer_bind=indexer_bind,
+        **binds,
         indexer_tls=_tls(values),
-        slot_tracker_bind=slot_tracker_bind,
+        router=_router(values),
         request_expiry_s=values["request_expiry_s"],
         metrics_ranks=values["metrics_ranks"],
         replica_sync=_replica_sync(values),
@@ -150,6 +152,24 @@ def _tls(values: Mapping[str, Any]) -> TlsListener | None:
         except OSError as error:
             raise StartError(f"cannot read {path}: {error.strerror}") from None
     return TlsListener(bind, certfile, keyfile)
+
+
+def _router(values: Mapping[str, Any]) -> RouterOptions:
+    threshold = values["router_queue_threshold"]
+    return RouterOptions(
+        Settings(
+            overlap_weight=values["router_kv_overlap_score_weight"],
+            host_credit=values["router_host_cache_hit_weight"],
+            disk_credit=values["router_disk_cache_hit_weight"],
+            temperature=values["router_temperature"],
+            track_prefill=values["router_track_prefill_tokens"],
+            track_active_blocks=values["router_track_active_blocks"],
+            queue_threshold=None if threshold == OFF else threshold,
+        ),
+        values["router_queue_policy"],
+        values["router_use_kv_events"],
+        values["router_assume_kv_reuse"],
+    )
 
 
 def _replica_sync(values: Mapping[str, Any]) -> ReplicaSync | None:

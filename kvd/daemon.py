@@ -21,6 +21,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from random import Random
 from typing import TYPE_CHECKING
 
 import trio
@@ -29,7 +30,7 @@ from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
-from kvd.faces import indexer, replica_sync, slot_tracker
+from kvd.faces import indexer, replica_sync, selection, slot_tracker
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
 from kvd.logs import get_logger
@@ -45,6 +46,7 @@ from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.registry import Registry
 from kvd.replicas import Replicas
+from kvd.selection import Selections
 from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
 from kvd.state import State
@@ -89,9 +91,11 @@ class _Daemon:
         self._peers = Peers(config.peers)
         self._recovery = RecoveryStats()
         self._slots = SlotTrackers(config.request_expiry_s)
+        self._selections: Selections | None = None
         self._replica_counts = ReplicaCounts()
         self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
+        self._selection = FaceServer("selection", "kvd_selection", config.http)
         self._signalled = trio.Event()
 
     async def run(self) -> int:
@@ -101,6 +105,8 @@ class _Daemon:
                 await self._indexer.open(opened, config.indexer_bind, config.indexer_tls)
             if config.slot_tracker_bind is not None:
                 await self._slot_tracker.open(opened, config.slot_tracker_bind, None)
+            if config.selection_bind is not None:
+                await self._selection.open(opened, config.selection_bind, None)
             return await self._run()
 
     async def _run(self) -> int:
@@ -121,7 +127,16 @@ class _Daemon:
                     if config.indexer_bind is not None:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)
+                    if config.indexer_bind is not None or config.selection_bind is not None:
                         listening.start_soon(self._start_up, registry, ready)
+                    self._selections = Selections(
+                        self._state,
+                        registry,
+                        config.router,
+                        config.request_expiry_s,
+                        Random(),
+                        trio.current_time,
+                    )
                     replicas = self._replicate(listening, context, publisher)
                     await self._serve(self._faces(registry, replicas))
                     listening.cancel_scope.cancel()
@@ -161,6 +176,9 @@ class _Daemon:
             await trio.sleep(EXPIRY_PAUSE_S)
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
+            if self._selections is not None:
+                for _ in self._selections.expire(trio.current_time()):
+                    await trio.lowlevel.checkpoint()
 
     async def _start_up(self, registry: Registry, ready: trio.Event) -> None:
         """Fills the index from a peer and opens the gate."""
@@ -180,7 +198,8 @@ class _Daemon:
     async def _open_publisher(self, context: Context) -> Publisher | None:
         """Returns what replicas hear; None without a port for them, or a face to speak of."""
         sync = self._config.replica_sync
-        if sync is None or self._config.slot_tracker_bind is None:
+        config = self._config
+        if sync is None or (config.slot_tracker_bind is None and config.selection_bind is None):
             return None
         try:
             return await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
@@ -196,21 +215,28 @@ class _Daemon:
             return Replicas(None, self._replica_counts)
         links = Replication(nursery, context, publisher, self._apply, self._replica_counts)
         self._slots.publish = links.publish
+        assert self._selections is not None
+        self._selections.publish = links.publish
         replicas = Replicas(links, self._replica_counts)
         for endpoint in sync.peers:
             replicas.register(endpoint)
         return replicas
 
     def _apply(self, event: Lifecycle) -> Outcome:
-        return self._slots.apply(event, trio.current_time())
+        now = trio.current_time()
+        outcome = self._slots.apply(event, now)
+        if self._selections is None:
+            return outcome
+        selected = self._selections.apply(event, now)
+        return selected if outcome is Outcome.UNKNOWN_MODEL else outcome
 
     def _faces(
         self, registry: Registry, replicas: Replicas
     ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
         """Yields the faces that are to be served, with their routes."""
         config = self._config
+        dumps = indexer.dumps_bound()
         if config.indexer_bind is not None:
-            dumps = indexer.dumps_bound()
             self._indexer.sources.append(lambda: indexer.families(self._state, registry, dumps))
             self._indexer.sources.append(self._recovery_families)
             yield (
@@ -229,6 +255,17 @@ class _Daemon:
             self._slot_tracker.sources.append(replicas.families)
             requests = slot_tracker.routes(self._slots, trio.current_time)
             yield self._slot_tracker, requests + replica_sync.routes(replicas)
+        if config.selection_bind is not None and self._selections is not None:
+            self._selection.sources.append(lambda: indexer.families(self._state, registry, dumps))
+            self._selection.sources.append(replicas.families)
+            yield (
+                self._selection,
+                (
+                    *selection.routes(self._selections),
+                    indexer.dump_route(self._state, dumps),
+                    *replica_sync.routes(replicas),
+                ),
+            )
 
     def _recovery_families(self) -> Iterator[Family]:
         stats = self._recovery

@@ -124,6 +124,10 @@ class Fleet:
 
     def rebuild(self, state: State) -> None:
         """Makes the pool of the workers there are now."""
+        block_size = self.block_size
+        if block_size is None:
+            self.pool = Pool(None, self.ledger, 1)
+            return
         partition = state.partitions.get(self.key)
         known = {} if partition is None else partition.workers
         candidates = [
@@ -139,7 +143,7 @@ class Fleet:
             for dp_rank in record.ranks
         ]
         index = None if partition is None else partition.index
-        self.pool = Pool(index, self.ledger, self.block_size or 1, candidates)
+        self.pool = Pool(index, self.ledger, block_size, candidates)
 
     def eligible(self, constraints: Constraints | None) -> bytes | None:
         """Returns the pool's mask of the ranks that may serve a request; None: all of them."""

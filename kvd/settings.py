@@ -16,7 +16,10 @@ from kvd.http.limits import HttpLimits
 from kvd.logs import LEVELS
 from kvd.model import DEFAULT_TENANT
 from kvd.peers import MAX_PEERS
+from kvd.scheduling.options import DEFAULT_QUEUE_THRESHOLD
+from kvd.scheduling.queue import QueuePolicy
 from kvd.wire.endpoints import check_replica_endpoint
+from kvd_core.selector_settings import MAX_WEIGHT
 
 ENV_PREFIX = "KVD_"
 
@@ -54,6 +57,7 @@ OFF = "off"  # the bind of a face that is not to be served
 # The ports of the originals, on loopback only.
 DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
 DEFAULT_SLOT_TRACKER_BIND = TcpBind("127.0.0.1", 8091)
+DEFAULT_SELECTION_BIND = TcpBind("127.0.0.1", 8092)
 
 
 def parse_bind(text: str) -> Bind:
@@ -117,6 +121,41 @@ def parse_pause(text: str) -> float:
     if not 0 <= seconds <= 3600:
         raise ValueError("expected seconds, from 0 to 3600")
     return seconds
+
+
+def parse_weight(text: str) -> float:
+    """Reads a weight or threshold, 0 or more."""
+    weight = float(text)
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ValueError(f"expected a number from 0 to {MAX_WEIGHT:g}")
+    return weight
+
+
+def parse_share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise ValueError("expected a number from 0 to 1")
+    return share
+
+
+def parse_threshold(text: str) -> float | str:
+    """Reads a threshold, or OFF, which the originals write as None."""
+    return OFF if text.lower() in (OFF, "none") else parse_weight(text)
+
+
+def parse_switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected true or false")
+
+
+def parse_policy(text: str) -> QueuePolicy:
+    try:
+        return QueuePolicy(text.lower())
+    except ValueError:
+        raise ValueError(f"expected one of {', '.join(QueuePolicy)}") from None
 
 
 def parse_level(text: str) -> str:
@@ -208,6 +247,89 @@ REPLICA_SETTINGS = (
     ),
 )
 
+ROUTER_SETTINGS = (
+    Setting(
+        "router_kv_overlap_score_weight",
+        parse_weight,
+        1.0,
+        "WEIGHT",
+        "what a prompt block to compute costs, beside 1 for a block in use",
+        borrowed="DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
+    ),
+    Setting(
+        "router_host_cache_hit_weight",
+        parse_share,
+        0.75,
+        "SHARE",
+        "of a block that is saved when it is cached in host memory",
+        borrowed="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
+    ),
+    Setting(
+        "router_disk_cache_hit_weight",
+        parse_share,
+        0.25,
+        "SHARE",
+        "of a block that is saved when it is cached on disk or beyond",
+        borrowed="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
+    ),
+    Setting(
+        "router_temperature",
+        parse_weight,
+        0.0,
+        "T",
+        "0 takes the cheapest worker, more samples",
+        borrowed="DYN_ROUTER_TEMPERATURE",
+    ),
+    Setting(
+        "router_queue_threshold",
+        parse_threshold,
+        DEFAULT_QUEUE_THRESHOLD,
+        "BATCHES",
+        "prefill tokens, in batches, above which a worker is busy; off: none ever is",
+        borrowed="DYN_ROUTER_QUEUE_THRESHOLD",
+    ),
+    Setting(
+        "router_queue_policy",
+        parse_policy,
+        QueuePolicy.FCFS,
+        "|".join(QueuePolicy),
+        "who goes first when all workers were busy",
+        borrowed="DYN_ROUTER_QUEUE_POLICY",
+    ),
+    Setting(
+        "router_use_kv_events",
+        parse_switch,
+        True,
+        "BOOL",
+        "whether workers say what they cache",
+        borrowed="DYN_ROUTER_USE_KV_EVENTS",
+    ),
+    Setting(
+        "router_assume_kv_reuse",
+        parse_switch,
+        True,
+        "BOOL",
+        "whether requests with equal tokens share their blocks in use",
+        borrowed="DYN_ROUTER_ASSUME_KV_REUSE",
+    ),
+    Setting(
+        "router_track_active_blocks",
+        parse_switch,
+        True,
+        "BOOL",
+        "whether blocks in use count in the cost",
+        borrowed="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
+    ),
+    Setting(
+        "router_track_prefill_tokens",
+        parse_switch,
+        True,
+        "BOOL",
+        "whether prompt tokens to compute count in the cost",
+        borrowed="DYN_ROUTER_TRACK_PREFILL_TOKENS",
+    ),
+)
+
 PEER_SETTINGS = (
     Setting("peers", parse_urls, None, "URL,...", "indexers to take the state from at the start"),
 )
@@ -242,6 +364,13 @@ DAEMON_SETTINGS = (
         DEFAULT_SLOT_TRACKER_BIND,
         "HOST:PORT|unix:PATH|off",
         "where the slot tracker listens",
+    ),
+    Setting(
+        "selection_bind",
+        parse_face_bind,
+        DEFAULT_SELECTION_BIND,
+        "HOST:PORT|unix:PATH|off",
+        "where the selection service listens",
     ),
     Setting(
         "request_expiry_s",
@@ -300,4 +429,4 @@ DAEMON_SETTINGS = (
     Setting("log_level", parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}"),
 )
 
-SETTINGS = WORKER_SETTINGS + PEER_SETTINGS + REPLICA_SETTINGS + DAEMON_SETTINGS
+SETTINGS = WORKER_SETTINGS + PEER_SETTINGS + REPLICA_SETTINGS + ROUTER_SETTINGS + DAEMON_SETTINGS
