@@ -169,6 +169,9 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         values["router_queue_policy"],
         values["router_use_kv_events"],
         values["router_assume_kv_reuse"],
+        values["router_ttl_secs"],
+        values["router_max_tree_size"],
+        values["router_prune_target_ratio"],
     )
 
 

@@ -166,7 +166,10 @@ class _Daemon:
 
     async def _sweep(self) -> None:
         while True:
-            if self._state.sweep(SWEEP_STEPS):
+            states = {self._state}
+            if self._selections is not None:
+                states.add(self._selections.state)
+            if any([state.sweep(SWEEP_STEPS) for state in states]):
                 await trio.lowlevel.checkpoint()
             else:
                 await trio.sleep(SWEEP_PAUSE_S)
@@ -262,7 +265,7 @@ class _Daemon:
                 self._selection,
                 (
                     *selection.routes(self._selections),
-                    indexer.dump_route(self._state, dumps),
+                    indexer.dump_route(self._selections.state, dumps),
                     *replica_sync.routes(replicas),
                 ),
             )
@@ -293,6 +296,8 @@ class _Daemon:
             if self._config.demo:
                 await self._run_demo(f"http://{self._indexer.addresses()[0]}")
             await self._signalled.wait()
+            if self._selections is not None:
+                self._selections.stop()
             stop.set()
 
     async def _run_demo(self, base_url: str) -> None:

@@ -16,6 +16,7 @@ atomic step: between choosing a rank and booking it nothing is awaited.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -29,11 +30,13 @@ from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavai
 from kvd.model import PartitionKey, RankKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.predictions import Predictions
 from kvd.scheduling.queue import SelectionQueue, Urgency, Waiting
 from kvd.state import State
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core import ledger, selector
+from kvd_core.hashing import sequence_hashes
 from kvd_core.ledger import Ledger
 from kvd_core.selector import Candidate, Pool, Prompt
 from kvd_core.selector_settings import Settings
@@ -116,6 +119,11 @@ class Fleet:
         self.workers: dict[int, WorkerRecord] = {}
         self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
         self.pool = Pool(None, self.ledger, 1)
+        self.predictions: Predictions[tuple[int, int]] | None = None  # without KV events
+        if not options.uses_kv_events:
+            self.predictions = Predictions(
+                options.ttl_s, options.max_tree_size, options.prune_target_ratio
+            )
 
     @property
     def block_size(self) -> int | None:
@@ -185,12 +193,14 @@ class Selections:
         self.publish: Callable[[Event], None] | None = None  # told of every booking, if set
         self.held = 0
         self.refused_held = 0  # at the bound
-        self._state = state
+        # Predicted blocks are nobody else's business.
+        self.state = state if options.uses_kv_events else State()
         self._registry = registry
         self._expiry_s = expiry_s
         self._random = random
         self._clock = clock
         self._changing = trio.Lock()
+        self._stopping = False
 
     # ---- the catalog
 
@@ -293,7 +303,7 @@ class Selections:
             record.key,
             record.block_size,
         )
-        fleet.rebuild(self._state)
+        fleet.rebuild(self.state)
         for dp_rank in record.ranks:
             if not (stays and after is not None and dp_rank in after.ranks):
                 self._drop_rank(fleet, record, dp_rank)
@@ -310,6 +320,9 @@ class Selections:
         rank = fleet.ledger.rank_of(record.worker_id, dp_rank)
         if rank is None:
             return
+        if fleet.predictions is not None:
+            fleet.predictions.forget((record.worker_id, dp_rank))
+            self.state.remove_rank(RankKey(record.key, record.worker_id, dp_rank))
         for reservation_id in fleet.ledger.remove_rank(rank):
             self.live.pop(reservation_id, None)
             self._tell(fleet, record, reservation_id, dp_rank, Step.FREE)
@@ -328,8 +341,13 @@ class Selections:
                 endpoint, replay = _addresses(record, dp_rank)
                 if rank not in heard and endpoint is not None and record.block_size is not None:
                     self._registry.register(rank, endpoint, record.block_size, replay, OWNER)
+        elif record.block_size is not None:
+            for dp_rank in record.ranks:
+                if fleet.ledger.rank_of(record.worker_id, dp_rank) is None:
+                    rank = RankKey(record.key, record.worker_id, dp_rank)
+                    self.state.add_rank(rank, record.block_size)
         fleet.workers[record.worker_id] = record
-        fleet.rebuild(self._state)
+        fleet.rebuild(self.state)
 
     # ---- selections
 
@@ -380,6 +398,8 @@ class Selections:
         return held.answer
 
     def _hold(self, fleet: Fleet, ask: Ask) -> Held:
+        if self._stopping:
+            raise Unavailable("the service is stopping")
         if self.held >= self.options.max_held:
             self.refused_held += 1
             raise Unavailable(f"{self.held} selections wait already", retry_after_s=1)
@@ -417,6 +437,7 @@ class Selections:
             tokens = pool.effective_prefill_tokens(chosen, ask.settings)
         _admitted(pool.book(reservation_id, chosen, tokens, self._clock()), reservation_id)
         self.live[reservation_id] = fleet
+        self._predict(fleet, pool.candidates[chosen])
         if self.publish is not None:
             candidate = pool.candidates[chosen]
             record = fleet.workers[candidate.worker_id]
@@ -447,6 +468,11 @@ class Selections:
         opening = json.dumps(members, separators=(",", ":")).encode()
         return b"%b,%b}" % (opening[:-1], fleet.pool.render_choice(chosen, ask.settings))
 
+    def stop(self) -> None:
+        """Answers those that wait, now and from now on, that nobody will serve them."""
+        self._stopping = True
+        self._turn_all()
+
     # ---- what moves those that wait
 
     def _turn_all(self) -> None:
@@ -462,6 +488,8 @@ class Selections:
 
     def _serve(self, fleet: Fleet, held: Held) -> bool:
         try:
+            if self._stopping:
+                raise Unavailable("the service is stopping")
             if not fleet.workers:
                 raise Unavailable("no schedulable workers are available")
             fleet.pool.look_again(held.prompt)
@@ -483,8 +511,12 @@ class Selections:
         rank: tuple[int, int],
         look: Look,
         tokens: int,
+        *,
+        predicts: bool,
     ) -> WorkerRecord:
         """Books a prompt on a rank that was selected before; returns its worker.
+
+        `predicts` says that the prompt is known by its local hashes too.
 
         Raises Unavailable without a fleet, NotFound for a rank it does not have, Conflict on an
         id that lives.
@@ -500,11 +532,35 @@ class Selections:
         outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock())
         _admitted(outcome, reservation_id)
         self.live[reservation_id] = fleet
+        if predicts:
+            self._predict(fleet, fleet.pool.candidates[candidate])
         record = fleet.workers[worker_id]
         if self.publish is not None:
             hashes = fleet.pool.hold().sequence_hashes
             self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens)
         return record
+
+    def _predict(self, fleet: Fleet, candidate: Candidate) -> None:
+        """Stores the prompt that the pool has looked at as cached, where nobody tells."""
+        if fleet.predictions is None or candidate.worker is None:
+            return
+        locals_ = array("Q", fleet.pool.hold().local_hashes)
+        names = sequence_hashes(locals_)
+        rank = candidate.worker_id, candidate.dp_rank
+        known = fleet.predictions.add(rank, names, self._clock())
+        if known < len(names):
+            parent = names[known - 1] if known else None
+            candidate.worker.store(candidate.dp_rank, names[known:], locals_[known:], parent)
+
+    def _forget_predictions(self, fleet: Fleet, now: float) -> bool:
+        """Forgets some predictions that are too old or too many; True while there may be more."""
+        if fleet.predictions is None:
+            return False
+        gone = fleet.predictions.outdated(now, EXPIRY_SLICE)
+        workers = self.state.partitions[fleet.key].workers if gone else {}
+        for (worker_id, dp_rank), name in gone:
+            workers[worker_id].drop(dp_rank, [name])
+        return len(gone) == EXPIRY_SLICE
 
     def new_reservation_id(self) -> str:
         """Returns an id nobody has."""
@@ -535,6 +591,8 @@ class Selections:
     def expire(self, now: float) -> Iterator[None]:
         """Drops what is older than the expiry age; rests at every yield. Replicas do the same."""
         for fleet in list(self.fleets.values()):
+            while self._forget_predictions(fleet, now):
+                yield
             while expired := fleet.ledger.expire(now - self._expiry_s, EXPIRY_SLICE):
                 for reservation_id in expired:
                     self.live.pop(reservation_id, None)

@@ -16,7 +16,12 @@ from kvd.http.limits import HttpLimits
 from kvd.logs import LEVELS
 from kvd.model import DEFAULT_TENANT
 from kvd.peers import MAX_PEERS
-from kvd.scheduling.options import DEFAULT_QUEUE_THRESHOLD
+from kvd.scheduling.options import (
+    DEFAULT_MAX_TREE_SIZE,
+    DEFAULT_PRUNE_TARGET_RATIO,
+    DEFAULT_QUEUE_THRESHOLD,
+    DEFAULT_TTL_S,
+)
 from kvd.scheduling.queue import QueuePolicy
 from kvd.wire.endpoints import check_replica_endpoint
 from kvd_core.selector_settings import MAX_WEIGHT
@@ -303,6 +308,30 @@ ROUTER_SETTINGS = (
         "BOOL",
         "whether workers say what they cache",
         borrowed="DYN_ROUTER_USE_KV_EVENTS",
+    ),
+    Setting(
+        "router_ttl_secs",
+        parse_pause,
+        DEFAULT_TTL_S,
+        "SECONDS",
+        "without events, how long a booked prompt is thought to be cached",
+        borrowed="DYN_ROUTER_TTL_SECS",
+    ),
+    Setting(
+        "router_max_tree_size",
+        parse_positive,
+        DEFAULT_MAX_TREE_SIZE,
+        "BLOCKS",
+        "without events, blocks of a model and tenant thought to be cached",
+        borrowed="DYN_ROUTER_MAX_TREE_SIZE",
+    ),
+    Setting(
+        "router_prune_target_ratio",
+        parse_share,
+        DEFAULT_PRUNE_TARGET_RATIO,
+        "SHARE",
+        "of these, how many stay when there are more",
+        borrowed="DYN_ROUTER_PRUNE_TARGET_RATIO",
     ),
     Setting(
         "router_assume_kv_reuse",

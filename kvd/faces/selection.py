@@ -422,7 +422,8 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     if tokens is not None and isl_tokens is not None and tokens > isl_tokens:
         raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
     key = _place(members)
-    record = selections.reserve(key, reservation_id, rank, look, tokens or 0)
+    predicts = "token_ids" in members or "block_hashes" in members
+    record = selections.reserve(key, reservation_id, rank, look, tokens or 0, predicts=predicts)
     answer = {
         "reservation_id": reservation_id,
         "model_name": key.model_name,

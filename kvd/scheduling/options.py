@@ -10,7 +10,11 @@ from kvd_core.selector_settings import Settings
 # Selections that may wait in all, each a task of 5 KB and its prompt. Fleets hold some hundred.
 MAX_HELD = 16_384
 
-DEFAULT_QUEUE_THRESHOLD = 2.0  # batches of prefill tokens, as the guide says
+# As the router guide says.
+DEFAULT_QUEUE_THRESHOLD = 2.0  # batches of prefill tokens
+DEFAULT_TTL_S = 120.0
+DEFAULT_MAX_TREE_SIZE = 2**20
+DEFAULT_PRUNE_TARGET_RATIO = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +27,8 @@ class RouterOptions:
     queue_policy: QueuePolicy = QueuePolicy.FCFS
     uses_kv_events: bool = True
     assumes_kv_reuse: bool = True  # else prompts given as tokens share no block in use
+    ttl_s: float = DEFAULT_TTL_S  # of predicted blocks, where there are no events
+    max_tree_size: int = DEFAULT_MAX_TREE_SIZE  # predicted blocks of a model and tenant
+    prune_target_ratio: float = DEFAULT_PRUNE_TARGET_RATIO  # of these, once there are more
     max_held: int = MAX_HELD
     max_wait_s: float = 25.0  # below the deadline of handlers, so that the answer says why

@@ -14,7 +14,11 @@ from processes import Server, clean_environment, find_free_port
 
 from .steps import Target
 
-COMMANDS = {"indexer": "indexer", "slot_tracker": "slot-tracker"}
+COMMANDS = {
+    "indexer": "indexer",
+    "slot_tracker": "slot-tracker",
+    "selection": "select-service",
+}
 # No scenario looks at the pause before recovery; all that have peers would wait for it.
 SPAWN_ENVIRONMENT = ["env", "KVD_RECOVERY_DELAY_S=0"]
 
