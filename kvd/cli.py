@@ -49,14 +49,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_serve(commands: Any) -> None:  # argparse does not export the type of subparsers
+    borrowed = ", ".join(
+        f"{setting.flag} as {setting.variable}" for setting in settings.SETTINGS if setting.borrowed
+    )
     serve = commands.add_parser(
         "serve",
         help="run every face",
-        description="Runs every face kvd has, the KV indexer and the slot tracker, in one process.",
+        description="Runs every face kvd has, the KV indexer, the slot tracker and the selection "
+        "service, in one process.",
         epilog="Each flag but --demo can be given in the environment instead: --indexer-bind as "
-        "KVD_INDEXER_BIND, and so on, but --min-initial-workers as "
-        "DYN_ROUTER_MIN_INITIAL_WORKERS and --request-expiry-s as "
-        "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS. The flag wins.",
+        f"KVD_INDEXER_BIND, and so on, but {borrowed}. The flag wins.",
         allow_abbrev=False,
     )
     for setting in settings.SETTINGS:

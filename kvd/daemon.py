@@ -169,7 +169,8 @@ class _Daemon:
             states = {self._state}
             if self._selections is not None:
                 states.add(self._selections.state)
-            if any([state.sweep(SWEEP_STEPS) for state in states]):
+            more = [state.sweep(SWEEP_STEPS) for state in states]
+            if any(more):
                 await trio.lowlevel.checkpoint()
             else:
                 await trio.sleep(SWEEP_PAUSE_S)

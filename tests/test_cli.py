@@ -20,12 +20,14 @@ from kvd.cli import (
     build_parser,
     indexer_settings,
     main,
+    select_service_settings,
     serve_settings,
     slot_tracker_settings,
 )
 from kvd.settings import OFF, SETTINGS, TcpBind
 
 ENDPOINT = "tcp://127.0.0.1:5557"
+OTHERS_OFF = ("--slot-tracker-bind", "off", "--selection-bind", "off")
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -127,7 +129,10 @@ def test_a_start_error_is_one_line_and_ends_with_1(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("serve --indexer-bind off --slot-tracker-bind off", "every face is off"),
+        (
+            "serve --indexer-bind off --slot-tracker-bind off --selection-bind off",
+            "every face is off",
+        ),
         ("slot-tracker --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
         ("serve --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
         ("serve --indexer-bind off --demo", "--demo"),
@@ -150,7 +155,7 @@ def check_start_error(
 
 
 def test_the_documented_flags_mean_what_they_say() -> None:
-    alone = {"slot_tracker_bind": OFF}
+    alone = {"slot_tracker_bind": OFF, "selection_bind": OFF}
     assert given("indexer") == alone
     assert given("indexer", "--port", "8091", "--threads", "4") == alone | {
         "indexer_bind": TcpBind("127.0.0.1", 8091)
@@ -162,7 +167,7 @@ def test_the_documented_flags_mean_what_they_say() -> None:
 
 
 def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
-    alone = {"indexer_bind": OFF}
+    alone = {"indexer_bind": OFF, "selection_bind": OFF}
     assert given("slot-tracker") == alone
     assert given("slot-tracker", "--port", "1", "--replica-sync-port", "5600") == alone | {
         "slot_tracker_bind": TcpBind("127.0.0.1", 1),
@@ -176,12 +181,28 @@ def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
     }
 
 
+def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
+    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF}
+    assert given("select-service") == alone
+    assert given("select-service", "--port", "1", "--threads", "4") == alone | {
+        "selection_bind": TcpBind("127.0.0.1", 1)
+    }
+    peers = given("select-service", "--indexer-peers", "http://a:1,http://b:2")
+    assert peers == alone | {"peers": ("http://a:1", "http://b:2")}
+    reuse = given("select-service", "--no-router-assume-kv-reuse")
+    assert reuse == alone | {"router_assume_kv_reuse": False}
+
+
 def test_every_setting_is_a_flag_of_serve() -> None:
     parser = build_parser()
     settings = serve_settings(parser, parser.parse_args(["serve"]))
     assert settings == {setting.name: None for setting in SETTINGS}
     assert given("serve", "--indexer-bind", "[::1]:1") == {"indexer_bind": TcpBind("::1", 1)}
-    for command, alone in (("indexer", indexer_settings), ("slot-tracker", slot_tracker_settings)):
+    for command, alone in (
+        ("indexer", indexer_settings),
+        ("slot-tracker", slot_tracker_settings),
+        ("select-service", select_service_settings),
+    ):
         assert alone(parser, parser.parse_args([command])).keys() <= settings.keys()
 
 
@@ -189,7 +210,8 @@ def test_every_setting_is_a_flag_of_serve() -> None:
     "arguments",
     [
         "indexer --port {}",
-        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{}",
+        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{} --selection-bind off",
+        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off --selection-bind 127.0.0.1:{}",
         "slot-tracker --port 0 --replica-sync-port {}",
     ],
 )
@@ -210,7 +232,7 @@ def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
 
     def start(tls_bind: str, cert: str) -> str:
         flags = ("--indexer-tls-bind", tls_bind, "--tls-certfile", cert)
-        binds = ("--indexer-bind", "127.0.0.1:0", "--slot-tracker-bind", "off")
+        binds = ("--indexer-bind", "127.0.0.1:0", *OTHERS_OFF)
         ended = run("serve", *binds, *flags, "--tls-keyfile", pems["key"])
         assert ended.returncode == 1
         assert ended.stderr.count("\n") == 1, ended.stderr
@@ -223,10 +245,10 @@ def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
 
 
 def test_every_flag_is_said_to_have_the_variable_it_has() -> None:
-    epilog = " ".join(run("serve", "--help").stdout.split())
+    epilog = "".join(run("serve", "--help").stdout.split())  # lines break at hyphens too
     for setting in SETTINGS:
         usual = f"KVD_{setting.name.upper()}"
-        assert setting.variable == usual or f"{setting.flag} as {setting.variable}" in epilog
+        assert setting.variable == usual or f"{setting.flag}as{setting.variable}" in epilog
 
 
 def test_workers_of_the_command_line_are_registered(
@@ -267,13 +289,14 @@ def test_both_faces_are_one_process(tmp_path: Path) -> None:
     for url in (server.base_url, slot_tracker):
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health", trust_env=False)
-    assert server.stderr.count("event=serving") == 2
+    assert server.stderr.count("event=serving") == 3  # the selection service is there as well
     assert server.stderr.count("event=stopped") == 1
 
 
 def test_a_face_can_be_off(tmp_path: Path) -> None:
     port = find_free_port()
-    binds = ("--slot-tracker-bind", f"127.0.0.1:{port}", "--indexer-bind", "off")
+    binds = ("--indexer-bind", "off", "--selection-bind", "off")
+    binds = (*binds, "--slot-tracker-bind", f"127.0.0.1:{port}")
     with running(tmp_path, port, "serve", *binds, "--request-expiry-s", "5") as server:
         assert server.stderr.count("event=serving") == 1
         assert "face=slot-tracker" in server.stderr
