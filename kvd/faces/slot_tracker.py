@@ -203,12 +203,12 @@ def _new_tokens(members: bodies.Members) -> int:
 
 
 def _retry_key(request: Request) -> str | None:
-    for name, value in request.headers:
-        if name == RETRY_KEY:
-            if len(value) > MAX_RETRY_KEY_BYTES:
-                raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
-            return value.decode("latin-1")
-    return None
+    """Returns the key; several lines are one list, as a proxy may join them (RFC 9110 §5.3)."""
+    lines = [value.strip(b" \t") for name, value in request.headers if name == RETRY_KEY]
+    key = b", ".join(line for line in lines if line)
+    if len(key) > MAX_RETRY_KEY_BYTES:
+        raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
+    return key.decode("latin-1") or None
 
 
 def _filters(request: Request) -> tuple[str | None, str | None]:
