@@ -514,7 +514,7 @@ def test_listings_are_filtered_by_both_names(path: str, client: httpx.Client) ->
             "?model_name=face%2Fmodel": {"default", "other"},
             "?model_name=new": set(),
             "?tenant_id=": set(),
-            "?unknown=1&unknown2=2": {"default", "other"},
+            "?unknown=1&unknown=2": {"default", "other"},
         }
         for query, tenants in found.items():
             rows = client.get(path + query).json()

@@ -27,7 +27,7 @@ OK = b'{"status":"ok"}'
 RETRY_KEY = b"idempotency-key"  # header, draft-ietf-httpapi-idempotency-key-header
 MAX_RETRY_KEY_BYTES = 255  # kept with the request; a UUID has 36
 
-PLACE = ("model_name", *bodies.TENANT)
+PLACE = bodies.PLACE
 REGISTER = BodyScanner({}, (*PLACE, "worker_id", "block_size", "dp_start", "dp_size"))
 UNREGISTER = BodyScanner({}, (*PLACE, "worker_id"))
 ADD = BodyScanner(
