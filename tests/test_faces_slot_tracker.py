@@ -20,8 +20,11 @@ from processes import Server
 from running import running_kvd
 from slot_bodies import BOOKED, LIVE, MODEL, POSTS, REGISTERED, SLOT_TRACKER, WORKER
 
+from kvd.faces import slot_tracker
 from kvd.faces.slot_metrics import LEDGER_COUNTERS, REFUSALS, slot_families
+from kvd.http.types import Request
 from kvd.metrics import render
+from kvd.model import PartitionKey
 from kvd.replicas import COUNTERS, Replicas
 from kvd.slots import MAX_DP_SIZE, SlotTrackers
 from kvd.wire.lifecycle import Outcome, Refused
@@ -501,6 +504,20 @@ def test_listings_are_sorted_and_written_without_blanks(client: httpx.Client) ->
         b'[{"worker_id":1,"model_name":"face/model","tenant_id":"default","block_size":16,'
         b'"dp_start":3,"dp_size":2}]'
     )
+
+
+async def test_workers_may_leave_while_they_are_listed() -> None:
+    slots, key = SlotTrackers(300), PartitionKey("m", "t")
+    for worker_id in range(2000):
+        slots.register(key, worker_id, 16, 0, 1)
+    pieces = slot_tracker.workers(slots, Request("GET", "/workers", b"", [], b"")).body
+    assert not isinstance(pieces, bytes)
+    first = await anext(pieces)
+    for worker_id in range(2000):
+        slots.unregister(key, worker_id)
+    rows = json.loads(first + b"".join([piece async for piece in pieces]))
+    assert [row["worker_id"] for row in rows] == list(range(len(rows)))
+    assert 0 < len(rows) < 2000
 
 
 @pytest.mark.parametrize("path", ["/workers", "/loads"])
