@@ -12,8 +12,9 @@ import resource
 # libzmq has while it makes another (4 seen in /proc/PID/fd).
 LISTENER_DESCRIPTORS = 4
 
-# For all else: connections of two ports, 1,024 each; 64 replays, three each; what is open anyway.
-OTHER_DESCRIPTORS = 2_560
+# For all else: connections of three ports, 1,024 each; 64 replays, three each; replicas, four each;
+# what is open anyway.
+OTHER_DESCRIPTORS = 3_584
 
 # Each has three of the 65,535 sockets that libzmq has; the rest is for replays.
 MAX_LISTENERS = 21_000

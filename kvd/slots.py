@@ -144,11 +144,12 @@ class SlotTrackers:
         ]
 
     def workers(self, model_name: str | None, tenant_id: str | None) -> Iterator[WorkerRow]:
-        """Yields the registered workers of these trackers, sorted."""
+        """Yields the registered workers of these trackers, sorted; some may go meanwhile."""
         for tracker in self.select(model_name, tenant_id):
             for worker_id in sorted(tracker.workers):
-                ranks = tracker.workers[worker_id]
-                yield WorkerRow(tracker.key, worker_id, tracker.block_size, ranks)
+                ranks = tracker.workers.get(worker_id)
+                if ranks is not None:
+                    yield WorkerRow(tracker.key, worker_id, tracker.block_size, ranks)
 
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
         """Returns a JSON array of what every rank of these trackers is working on, sorted."""

@@ -195,7 +195,7 @@ def test_workers_are_listed_by_rank_and_filtered_by_both_names(client: httpx.Cli
         "?model_name=face%3Amodel": 1,
         "?routing_group=other": 0,
         "?model_name=": 0,
-        "?unknown=1": 1,
+        "?unknown=1&unknown=2": 1,
     }
     for query, rows in found.items():
         assert (query, len(client.get("/workers" + query).json())) == (query, rows)

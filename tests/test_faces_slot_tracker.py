@@ -20,8 +20,11 @@ from processes import Server
 from running import running_kvd
 from slot_bodies import BOOKED, LIVE, MODEL, POSTS, REGISTERED, SLOT_TRACKER, WORKER
 
+from kvd.faces import slot_tracker
 from kvd.faces.slot_metrics import LEDGER_COUNTERS, REFUSALS, slot_families
+from kvd.http.types import Request
 from kvd.metrics import render
+from kvd.model import PartitionKey
 from kvd.replicas import COUNTERS, Replicas
 from kvd.slots import MAX_DP_SIZE, SlotTrackers
 from kvd.wire.lifecycle import Outcome, Refused
@@ -272,6 +275,15 @@ def test_head_says_what_get_would(path: str, client: httpx.Client) -> None:
 Send = Callable[[str, dict[str, Any], dict[str, str]], int]
 
 
+def status_of(kvd: Server, request: bytes) -> int:
+    """Returns the status of the answer to a request that is sent as it stands."""
+    with socket.create_connection(("127.0.0.1", kvd.port)) as sock:
+        sock.sendall(request)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    return int(answer.split(b" ", 2)[1])
+
+
 @pytest.fixture(params=["lane", "chunked", "HTTP/1.0"])
 def send(request: pytest.FixtureRequest, client: httpx.Client, kvd: Server) -> Send:
     """Posts a body on one of the ways there are to a handler, and returns the status."""
@@ -286,10 +298,7 @@ def send(request: pytest.FixtureRequest, client: httpx.Client, kvd: Server) -> S
         data = json.dumps(body).encode()
         lines = {"content-type": "application/json", "content-length": len(data), **headers}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        with socket.create_connection(("127.0.0.1", kvd.port)) as sock:
-            sock.sendall(f"POST {path} HTTP/1.0\r\n{head}\r\n".encode() + data)
-            answer = b"".join(iter(lambda: sock.recv(65536), b""))
-        return int(answer.split(b" ", 2)[1])
+        return status_of(kvd, f"POST {path} HTTP/1.0\r\n{head}\r\n".encode() + data)
 
     return by_hand if request.param == "HTTP/1.0" else by_client
 
@@ -352,6 +361,32 @@ def test_keys_have_a_bound(send: Send, client: httpx.Client) -> None:
     assert send("/add", ADD, {"idempotency-key": "k" * 256}) == 422
     assert send("/add", ADD, {"idempotency-key": "k" * 255}) == 201
     assert send("/add", ADD, {"idempotency-key": "k" * 255}) == 200
+    assert step(client, "/free", "retried") == 200
+
+
+KEYS: dict[str, tuple[list[bytes], list[bytes]]] = {
+    "white space around it": ([b"k"], [b"  k  "]),
+    "white space beyond the bound": ([b"k" * 255], [b"k" * 255 + b"  "]),
+    "a tab": ([b"k"], [b"\tk\t"]),
+    "lines that a proxy has joined": ([b"k", b"l"], [b"k, l"]),
+    "an empty line beside it": ([b"", b"k"], [b"k"]),
+}
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])  # by either reader of heads
+@pytest.mark.parametrize(("first", "again"), KEYS.values(), ids=KEYS)
+def test_spellings_of_one_key(
+    first: list[bytes], again: list[bytes], version: bytes, kvd: Server, client: httpx.Client
+) -> None:
+    def add(keys: list[bytes], version: bytes) -> int:
+        body = json.dumps(ADD).encode()
+        lines = [b"POST /add %b" % version, b"Host: kvd", b"Content-Type: application/json"]
+        lines += [b"Idempotency-Key:" + key for key in keys]
+        return status_of(kvd, b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body]))
+
+    assert add(first, b"HTTP/1.1") == 201
+    assert add(again, version) == 200
+    assert add([*first, b"m"], version) == (422 if len(first[0]) == 255 else 409)
     assert step(client, "/free", "retried") == 200
 
 
@@ -471,6 +506,20 @@ def test_listings_are_sorted_and_written_without_blanks(client: httpx.Client) ->
     )
 
 
+async def test_workers_may_leave_while_they_are_listed() -> None:
+    slots, key = SlotTrackers(300), PartitionKey("m", "t")
+    for worker_id in range(2000):
+        slots.register(key, worker_id, 16, 0, 1)
+    pieces = slot_tracker.workers(slots, Request("GET", "/workers", b"", [], b"")).body
+    assert not isinstance(pieces, bytes)
+    first = await anext(pieces)
+    for worker_id in range(2000):
+        slots.unregister(key, worker_id)
+    rows = json.loads(first + b"".join([piece async for piece in pieces]))
+    assert [row["worker_id"] for row in rows] == list(range(len(rows)))
+    assert 0 < len(rows) < 2000
+
+
 @pytest.mark.parametrize("path", ["/workers", "/loads"])
 def test_listings_are_filtered_by_both_names(path: str, client: httpx.Client) -> None:
     with registered(client, tenant_id="other", dp_size=1):
@@ -482,7 +531,7 @@ def test_listings_are_filtered_by_both_names(path: str, client: httpx.Client) ->
             "?model_name=face%2Fmodel": {"default", "other"},
             "?model_name=new": set(),
             "?tenant_id=": set(),
-            "?unknown=1&unknown2=2": {"default", "other"},
+            "?unknown=1&unknown=2": {"default", "other"},
         }
         for query, tenants in found.items():
             rows = client.get(path + query).json()

@@ -20,6 +20,7 @@ MAX_KEPT_BYTES = 4096  # of a name or address that is registered; the longest pa
 U64_MAX = 2**64 - 1
 
 TENANT = ("tenant_id", "routing_group")  # the documented name and the newer one
+PLACE = ("model_name", *TENANT)
 
 Members = dict[str, Any]
 
@@ -87,9 +88,11 @@ def tenant(members: Members) -> str:
 
 
 def parameters(request: Request) -> dict[str, Any]:
-    """Returns the parameters of the query; raises BadRequest if one is given twice."""
+    """Returns what the query says of PLACE; raises BadRequest if it says one of that twice."""
     found: dict[str, Any] = {}
     for name, value in parse_qsl(request.query.decode("latin-1"), keep_blank_values=True):
+        if name not in PLACE:
+            continue
         if name in found:
             raise BadRequest(f"the parameter `{name}` is given twice")
         found[name] = value

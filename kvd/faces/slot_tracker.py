@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from kvd.errors import Invalid, NotFound
 from kvd.faces import bodies
+from kvd.faces.dumps import sliced
 from kvd.faces.monitoring import HEALTH
 from kvd.http.types import Handler, Request, Response, Route
 from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.slots import SlotTrackers, Tracker
+from kvd.slots import SlotTrackers, Tracker, WorkerRow
 from kvd_core.lane import Answerer
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
 from kvd_core.plain_slots import (
@@ -27,7 +29,9 @@ OK = b'{"status":"ok"}'
 RETRY_KEY = b"idempotency-key"  # header, draft-ietf-httpapi-idempotency-key-header
 MAX_RETRY_KEY_BYTES = 255  # kept with the request; a UUID has 36
 
-PLACE = ("model_name", *bodies.TENANT)
+SLICE_ROWS = 128  # of the list, written between two rests: at most about 1 ms
+
+PLACE = bodies.PLACE
 REGISTER = BodyScanner({}, (*PLACE, "worker_id", "block_size", "dp_start", "dp_size"))
 UNREGISTER = BodyScanner({}, (*PLACE, "worker_id"))
 ADD = BodyScanner(
@@ -90,9 +94,15 @@ def unregister(slots: SlotTrackers, request: Request) -> Response:
 
 
 def workers(slots: SlotTrackers, request: Request) -> Response:
-    """Lists workers; `?model_name=`, `?tenant_id=` and its newer name narrow the list."""
-    rows = [
-        {
+    """Streams a list of workers; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
+    return Response(200, sliced(_listed(slots.workers(*bodies.filters(request)))))
+
+
+def _listed(rows: Iterable[WorkerRow]) -> Iterator[bytes]:
+    """Yields a JSON array of workers, and nothing (b"") where others may run."""
+    separator = b"["
+    for number, row in enumerate(rows, 1):
+        shown = {
             "worker_id": row.worker_id,
             "model_name": row.key.model_name,
             "tenant_id": row.key.tenant_id,
@@ -100,9 +110,11 @@ def workers(slots: SlotTrackers, request: Request) -> Response:
             "dp_start": row.ranks.start,
             "dp_size": len(row.ranks),
         }
-        for row in slots.workers(*bodies.filters(request))
-    ]
-    return bodies.json_response(rows)
+        yield separator + json.dumps(shown, separators=(",", ":")).encode()
+        separator = b","
+        if number % SLICE_ROWS == 0:
+            yield b""
+    yield b"[]" if separator == b"[" else b"]"
 
 
 def add(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
@@ -203,9 +215,9 @@ def _new_tokens(members: bodies.Members) -> int:
 
 
 def _retry_key(request: Request) -> str | None:
-    for name, value in request.headers:
-        if name == RETRY_KEY:
-            if len(value) > MAX_RETRY_KEY_BYTES:
-                raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
-            return value.decode("latin-1")
-    return None
+    """Returns the key; several lines are one list, as a proxy may join them (RFC 9110 §5.3)."""
+    lines = [value.strip(b" \t") for name, value in request.headers if name == RETRY_KEY]
+    key = b", ".join(line for line in lines if line)
+    if len(key) > MAX_RETRY_KEY_BYTES:
+        raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
+    return key.decode("latin-1") or None

@@ -39,6 +39,8 @@ MAX_FRAMES = 64
 
 REPLICA_LINK = LinkOptions(max_message_bytes=BOUNDS.payload_bytes)
 
+ABSENT_EVERY_S = 30.0  # between two lines about a replica that is not connected
+
 log = get_logger(__name__)
 
 Apply = Callable[[Lifecycle], Outcome]
@@ -59,6 +61,7 @@ class Replication:
         apply: Apply,
         counts: ReplicaCounts,
         options: LinkOptions = REPLICA_LINK,
+        absent_every_s: float = ABSENT_EVERY_S,
     ) -> None:
         self.router_id = secrets.randbelow(2**64 - 1) + 1  # 0 is nobody
         self.counts = counts
@@ -69,6 +72,7 @@ class Replication:
         self._turns = Turns()
         self._tasks: Supervisor[Replica] = Supervisor(nursery)
         nursery.start_soon(publisher.run)
+        nursery.start_soon(self._say_absent, absent_every_s)
 
     def publish(self, event: Lifecycle) -> None:
         """Tells all replicas; never waits."""
@@ -91,6 +95,16 @@ class Replication:
     async def stop(self, replica: Replica) -> None:
         """Returns when nobody listens to the replica any more."""
         await self._tasks.stop(replica)
+
+    async def _say_absent(self, every_s: float) -> None:
+        """Logs who is not connected: a replica that never was would not be heard of otherwise."""
+        replicas = self._tasks.keys()
+        while True:
+            await trio.sleep(every_s)
+            for replica in replicas:
+                if not replica.connected:
+                    error = replica.last_error or "not there yet"
+                    log.warning("replica absent", replica=replica.endpoint, error=error)
 
 
 class _Reader:

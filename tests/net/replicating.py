@@ -14,7 +14,7 @@ from zmtp_fakes import until
 from kvd.model import PartitionKey
 from kvd.net.link import LinkOptions
 from kvd.net.publisher import open_publisher
-from kvd.net.replication import Apply, Replication
+from kvd.net.replication import ABSENT_EVERY_S, Apply, Replication
 from kvd.replicas import Replicas
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
 from kvd.wire.replica import ReplicaCounts
@@ -102,12 +102,14 @@ async def start(
     context: zmq.Context,
     options: LinkOptions = HASTY_REPLICA,
     apply: Apply | None = None,
+    absent_every_s: float = ABSENT_EVERY_S,
 ) -> Process:
     """Starts a process that applies events to its ledger, or as said."""
     publisher = await open_publisher(context, "127.0.0.1", 0, options)
     ledger = Ledger()
     apply = apply or ledger.apply
-    plane = Replication(nursery, context, publisher, apply, ReplicaCounts(), options)
+    counts = ReplicaCounts()
+    plane = Replication(nursery, context, publisher, apply, counts, options, absent_every_s)
     return Process(ledger, plane, publisher.endpoints[0])
 
 

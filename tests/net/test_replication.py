@@ -397,6 +397,30 @@ async def test_who_breaks_the_protocol_is_tried_again_and_harms_nobody(
     assert ("before" in process.ledger.live) == (talk is huge_frame)
 
 
+async def test_who_is_not_connected_is_named_in_the_log(
+    nursery: trio.Nursery,
+    context: zmq.Context,
+    publish: Publish,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def absent() -> set[str]:
+        return {
+            getattr(record, "fields")["replica"]  # noqa: B009 - what kvd.logs adds
+            for record in caplog.records
+            if record.message == "replica absent"
+        }
+
+    process = await start(nursery, context, absent_every_s=0.01)
+    publisher = publish()
+    await listening_to(process, publisher)
+    await until(lambda: all(replica.connected for replica in process.replicas.all()))
+    caplog.clear()
+    with reserved_endpoint() as endpoint:
+        process.replicas.register(endpoint)
+        await until(absent)
+    assert absent() == {endpoint}
+
+
 async def test_a_bug_costs_the_event_and_the_connection(
     nursery: trio.Nursery, context: zmq.Context, publish: Publish
 ) -> None:
