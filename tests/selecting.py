@@ -158,7 +158,10 @@ def worker(worker_id: int = 1, key: PartitionKey = M, **members: Any) -> WorkerR
     start = fine.get("data_parallel_start_rank") or 0
     fine.setdefault(
         "kv_events_endpoints",
-        {rank: f"tcp://10.0.0.{worker_id}:{5000 + rank}" for rank in range(start, start + size)},
+        {
+            rank: f"tcp://10.0.0.{worker_id}:{5000 + rank % 60000}"
+            for rank in range(start, start + size)
+        },
     )
     return WorkerRecord(**fine)
 
