@@ -9,7 +9,7 @@ again at the same endpoint goes on where it was, and what it missed shows as a g
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +74,20 @@ class Registry:
         """Returns what one face has registered."""
         return [each for each in self._ranks.values() if owner in each.owners]
 
+    def heard(
+        self, key: PartitionKey, instance_id: InstanceId, owner: str
+    ) -> dict[int, tuple[str, str | None]]:
+        """Returns where an owner has an instance listened to, and its replay, by dp rank."""
+        partition = self._state.partitions.get(key)
+        named = () if partition is None else partition.ranks
+        ranks = sorted(dp_rank for registered, dp_rank in named if registered == instance_id)
+        found = {dp_rank: self._ranks[RankKey(key, instance_id, dp_rank)] for dp_rank in ranks}
+        return {
+            dp_rank: (each.listener.endpoint, each.listener.replay_endpoint)
+            for dp_rank, each in found.items()
+            if owner in each.owners
+        }
+
     def instances(self) -> int:
         """Counts distinct instances."""
         return len({(key.partition, key.instance_id) for key in self._ranks})
@@ -124,6 +138,57 @@ class Registry:
         self._listeners.start(key, listener)
         self._grown.set()
         self._grown = trio.Event()
+
+    def check(
+        self,
+        key: PartitionKey,
+        instance_id: InstanceId,
+        addresses: Mapping[int, tuple[str, str | None]],
+        block_size: int,
+        owner: str,
+        leaving: Container[InstanceId],
+    ) -> None:
+        """Raises what `register` would for some ranks, once some instances have left the owner.
+
+        `addresses` are the endpoint and the replay endpoint by dp rank. O(ranks of the partition).
+        """
+        new = addresses.keys() - {
+            dp_rank for dp_rank in addresses if RankKey(key, instance_id, dp_rank) in self._ranks
+        }
+        partition = self._state.partitions.get(key)
+        staying = [
+            registration
+            for rank in (() if partition is None else partition.ranks)
+            if (registration := self._ranks[RankKey(key, *rank)]).owners
+            and not (rank[0] in leaving and registration.owners == {owner})
+        ]
+        for registration in staying:
+            self._check_beside(registration, instance_id, addresses, block_size)
+        if len(self._ranks) + len(new) > self._max_ranks:
+            self.refused_ranks += 1
+            raise Unavailable(
+                f"there are {self._max_ranks} ranks already, no more can be listened to"
+            )
+
+    def _check_beside(
+        self,
+        known: Registration,
+        instance_id: InstanceId,
+        addresses: Mapping[int, tuple[str, str | None]],
+        block_size: int,
+    ) -> None:
+        key = known.key
+        known_size = self._state.partitions[key.partition].block_size
+        if known_size != block_size:
+            raise Conflict(
+                f"block_size mismatch for model={key.partition.model_name} "
+                f"tenant_id={key.partition.tenant_id}: "
+                f"existing={known_size}, requested={block_size}"
+            )
+        if key.instance_id == instance_id and key.dp_rank in addresses:
+            address, replay = addresses[key.dp_rank]
+            if not self._is_same(known, address, block_size, replay):
+                raise Conflict(f"instance {instance_id} dp_rank {key.dp_rank} already registered")
 
     def _is_same(
         self,

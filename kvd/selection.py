@@ -130,8 +130,8 @@ class Fleet:
         """Tokens per block of its workers; None without any."""
         return next((record.block_size for record in self.workers.values()), None)
 
-    def rebuild(self, state: State) -> None:
-        """Makes the pool of the workers there are now."""
+    def rebuild(self, state: State, silent: int | None = None) -> None:
+        """Makes the pool of the workers there are now; `silent` counts as caching nothing."""
         block_size = self.block_size
         if block_size is None:
             self.pool = Pool(None, self.ledger, 1)
@@ -142,7 +142,7 @@ class Fleet:
             Candidate(
                 record.worker_id,
                 dp_rank,
-                known.get(record.worker_id),
+                None if record.worker_id == silent else known.get(record.worker_id),
                 self.ledger.add_rank(record.worker_id, dp_rank),
                 record.max_num_batched_tokens or 0,
                 record.total_kv_blocks or 0,
@@ -214,41 +214,75 @@ class Selections:
                     f"worker {record.worker_id} is schedulable and would not be: "
                     + "; ".join(entry.reasons)
                 )
-            if known is None and len(self.entries) >= MAX_WORKERS:
-                raise Unavailable(f"there are {MAX_WORKERS} workers already")
-            return await self._replace(known, entry)
+            self._check_room([record])
+            entry = await self._replace(known, entry)
+            self._turn_all()
+            return entry
 
     async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
         """Changes what is said of a worker; it may become incomplete. Raises NotFound."""
         async with self._changing:
             known = self._entry(worker_id)
-            return await self._replace(known, self._judged(change(known.record)))
+            entry = await self._replace(known, self._judged(change(known.record)))
+            self._turn_all()
+            return entry
 
     async def delete(self, worker_id: int) -> Entry:
         """Forgets a worker with its bookings and blocks; returns what was known of it."""
         async with self._changing:
             known = self._entry(worker_id)
             await self._replace(known, None)
+            self._turn_all()
             return known
 
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
-        """Makes these the workers of a model and tenant; all of them must be schedulable."""
+        """Makes these the workers of a model and tenant; all of them must be schedulable.
+
+        Those that stay serve all the while, unless the block size changes. Raises Invalid, or
+        what `_check_join` does; nothing has changed then.
+        """
         async with self._changing:
+            fleet = self.fleets.get(key)
+            replaced = fleet is not None and fleet.block_size not in (
+                None,
+                *(record.block_size for record in records),
+            )
+            self._check_all(records, fleet if replaced else None)
             named = {record.worker_id for record in records}
-            sizes = {record.block_size for record in records}
-            for record in records:
-                reasons = record.reasons(record.block_size, uses_events=self.options.uses_kv_events)
-                if len(sizes) > 1:
-                    reasons.append("the workers' block sizes differ")
-                if reasons:
-                    raise Invalid(f"worker {record.worker_id}: " + "; ".join(reasons))
-            for entry in list(self.entries.values()):
-                if entry.record.key == key and entry.record.worker_id not in named:
+            old = [entry for entry in self.entries.values() if entry.record.key == key]
+            if replaced:  # blocks of two sizes cannot be in one index, for no moment
+                for entry in old:
                     await self._replace(entry, None)
-            return [
-                await self._replace(self.entries.get(record.worker_id), self._judged(record))
+            entries = [
+                await self._replace(self.entries.get(record.worker_id), Entry(record, []))
                 for record in records
             ]
+            for entry in old:
+                if entry.record.worker_id not in named and not replaced:
+                    await self._replace(entry, None)
+            self._turn_all()
+            return entries
+
+    def _check_all(self, records: list[WorkerRecord], gone: Fleet | None) -> None:
+        """Raises what keeps any of the records from being scheduled, once a fleet has gone."""
+        sizes = {record.block_size for record in records}
+        for record in records:
+            reasons = record.reasons(record.block_size, uses_events=self.options.uses_kv_events)
+            if len(sizes) > 1:
+                reasons.append("the workers' block sizes differ")
+            if reasons:
+                raise Invalid(f"worker {record.worker_id}: " + "; ".join(reasons))
+        self._check_room(records)
+        leaving = {record.worker_id for record in records}
+        if gone is not None:
+            leaving |= gone.workers.keys()
+        for record in records:
+            self._check_join(record, leaving)
+
+    def _check_room(self, records: list[WorkerRecord]) -> None:
+        new = {record.worker_id for record in records} - self.entries.keys()
+        if len(self.entries) + len(new) > MAX_WORKERS:
+            raise Unavailable(f"there are {MAX_WORKERS} workers already")
 
     def listed(self, model_name: str | None, tenant_id: str | None) -> list[Entry]:
         """Returns the workers of a model and tenant, None for any, sorted."""
@@ -271,57 +305,95 @@ class Selections:
         size = None
         if fleet is not None and fleet.workers.keys() - {record.worker_id}:
             size = fleet.block_size
-        return Entry(record, record.reasons(size, uses_events=self.options.uses_kv_events))
+        reasons = record.reasons(size, uses_events=self.options.uses_kv_events)
+        if not reasons:
+            try:
+                self._check_join(record, {record.worker_id})
+            except KvdError as error:
+                reasons.append(str(error))
+        return Entry(record, reasons)
+
+    def _check_join(self, record: WorkerRecord, leaving: set[int]) -> None:
+        """Raises what `_join` would, once what these workers have now has gone.
+
+        That is Unavailable at a bound, and Conflict with what another face has registered.
+        """
+        fleet = self.fleets.get(record.key)
+        if fleet is None and len(self.fleets) >= MAX_FLEETS:
+            raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
+        if fleet is not None:
+            ranks = fleet.ledger.stats()["ranks"] + len(record.ranks)
+            known = fleet.workers.get(record.worker_id)
+            ranks -= 0 if known is None else len(known.ranks)
+            if ranks > ledger.MAX_RANKS:
+                raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
+        if self.options.uses_kv_events and record.block_size is not None:
+            addresses = {
+                dp_rank: (endpoint, record.replay_endpoint)
+                for dp_rank in record.ranks
+                if (endpoint := record.events_endpoint(dp_rank)) is not None
+            }
+            worker = record.key, record.worker_id
+            self._registry.check(*worker, addresses, record.block_size, OWNER, leaving)
 
     async def _replace(self, old: Entry | None, new: Entry | None) -> Entry:
-        """Takes a worker out of its fleet as far as it changes, and puts it in anew."""
+        """Takes a worker out of its fleet as far as it changes, and puts it in anew.
+
+        That is one step, after the listeners that it has no more have ended. Those that wait are
+        not looked at.
+        """
         before = None if old is None or old.reasons else old.record
         after = None if new is None or new.reasons else new.record
         # Shielded: a client that goes away must not leave half a worker behind.
         with trio.CancelScope(shield=True):
             if before is not None:
-                await self._leave(before, after)
+                await self._fall_silent(before, after)
+                self._leave(before, after)
             if after is not None:
                 try:
                     self._join(after)
-                except KvdError as error:
-                    await self._leave(after, None)
-                    assert new is not None
-                    new = Entry(new.record, [str(error)])
+                except KvdError as error:  # another face was faster
+                    await self._fall_silent(after, None)
+                    self._leave(after, None)
+                    new = Entry(after, [str(error)])
         if new is not None:
             self.entries[new.record.worker_id] = new
         elif old is not None:
             del self.entries[old.record.worker_id]
-        self._turn_all()
         return new or old  # type: ignore[return-value]
 
-    async def _leave(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
-        """Removes what a worker has and will not have: bookings of its ranks, listeners."""
-        fleet = self.fleets[record.key]
+    async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
+        """Returns when the listeners have ended that a worker has and will not have."""
+        leaving = [
+            dp_rank
+            for dp_rank, heard in self._registry.heard(record.key, record.worker_id, OWNER).items()
+            if not (_stays(record, after, dp_rank) and heard == _addresses(after, dp_rank))
+        ]
+        fleet = self.fleets.get(record.key)
+        if leaving and fleet is not None:
+            # Until it leaves it can be selected; what it caches goes with the listeners.
+            fleet.rebuild(self.state, silent=record.worker_id)
+        for dp_rank in leaving:
+            await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
+
+    def _leave(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
+        """Removes a worker from its fleet, and the bookings of ranks that it will not have."""
+        fleet = self.fleets.get(record.key)
+        if fleet is None:
+            return
         fleet.workers.pop(record.worker_id, None)
-        stays = after is not None and (after.key, after.block_size) == (
-            record.key,
-            record.block_size,
-        )
         fleet.rebuild(self.state)
-        for dp_rank in record.ranks:
-            if not (stays and after is not None and dp_rank in after.ranks):
-                self._drop_rank(fleet, record, dp_rank)
-        for registration in list(self._registry.of(OWNER)):
-            key, listener = registration.key, registration.listener
-            if (key.partition, key.instance_id) != (record.key, record.worker_id):
-                continue
-            heard = listener.endpoint, listener.replay_endpoint
-            if stays and after is not None and heard == _addresses(after, key.dp_rank):
-                continue
-            await self._registry.unregister(record.worker_id, *record.key, key.dp_rank, OWNER)
+        leaving = [each for each in record.ranks if not _stays(record, after, each)]
+        if fleet.predictions is not None:
+            fleet.predictions.forget({(record.worker_id, dp_rank) for dp_rank in leaving})
+        for dp_rank in leaving:
+            self._drop_rank(fleet, record, dp_rank)
 
     def _drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int) -> None:
         rank = fleet.ledger.rank_of(record.worker_id, dp_rank)
         if rank is None:
             return
         if fleet.predictions is not None:
-            fleet.predictions.forget((record.worker_id, dp_rank))
             self.state.remove_rank(RankKey(record.key, record.worker_id, dp_rank))
         for reservation_id in fleet.ledger.remove_rank(rank):
             self.live.pop(reservation_id, None)
@@ -335,11 +407,11 @@ class Selections:
             self.fleets[record.key] = Fleet(record.key, self.options)
         fleet = self.fleets[record.key]
         if self.options.uses_kv_events:
-            heard = {each.key for each in self._registry.of(OWNER)}
+            heard = self._registry.heard(record.key, record.worker_id, OWNER)
             for dp_rank in record.ranks:
                 rank = RankKey(record.key, record.worker_id, dp_rank)
                 endpoint, replay = _addresses(record, dp_rank)
-                if rank not in heard and endpoint is not None and record.block_size is not None:
+                if dp_rank not in heard and endpoint is not None and record.block_size is not None:
                     self._registry.register(rank, endpoint, record.block_size, replay, OWNER)
         elif record.block_size is not None:
             for dp_rank in record.ranks:
@@ -372,6 +444,7 @@ class Selections:
             worker_id = constraints.pinned[0]
             if constraints.allowed is not None and worker_id not in constraints.allowed:
                 raise BadRequest(f"pinned worker {worker_id} is not in allowed worker set")
+        self._check_new(ask.reservation_id)  # before it waits for that
         look(fleet.pool)
         if not fleet.queue.waits(constraints):
             answer = self._choose(fleet, ask)
@@ -414,12 +487,13 @@ class Selections:
 
     def _choose(self, fleet: Fleet, ask: Ask) -> bytes | None:
         """Chooses for the prompt that the pool has looked at; None if all are busy."""
-        if ask.reservation_id is not None and ask.reservation_id in self.live:
-            raise Conflict(f"reservation {ask.reservation_id} already exists")
+        self._check_new(ask.reservation_id)
         eligible = fleet.eligible(ask.constraints)
-        if ask.affinity is not None:
-            eligible = fleet.targets(ask.affinity, eligible) or eligible
-        chosen = fleet.pool.choose(ask.settings, eligible, self._random.getrandbits(64))
+        chosen = selector.NONE
+        if ask.affinity is not None and (wanted := fleet.targets(ask.affinity, eligible)):
+            chosen = fleet.pool.choose(ask.settings, wanted, self._random.getrandbits(64))
+        if chosen < 0:  # who is liked best is not waited for
+            chosen = fleet.pool.choose(ask.settings, eligible, self._random.getrandbits(64))
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
@@ -429,6 +503,10 @@ class Selections:
         if ask.reservation_id is not None:
             self._book(fleet, ask, chosen, ask.reservation_id)
         return self._answer(fleet, ask, chosen)
+
+    def _check_new(self, reservation_id: str | None) -> None:
+        if reservation_id is not None and reservation_id in self.live:
+            raise Conflict(f"reservation {reservation_id} already exists")
 
     def _book(self, fleet: Fleet, ask: Ask, chosen: int, reservation_id: str) -> None:
         pool = fleet.pool
@@ -526,8 +604,7 @@ class Selections:
         candidate = fleet.pool.find(worker_id, dp_rank)
         if candidate is None:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
-        if reservation_id in self.live:
-            raise Conflict(f"reservation {reservation_id} already exists")
+        self._check_new(reservation_id)
         look(fleet.pool)
         outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock())
         _admitted(outcome, reservation_id)
@@ -662,8 +739,19 @@ class Selections:
             self.publish(Event(*where, step, *content))
 
 
-def _addresses(record: WorkerRecord, dp_rank: int) -> tuple[str | None, str | None]:
+def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:
+    """Says whether a worker's rank keeps its bookings when it is described anew."""
+    return (
+        after is not None
+        and (after.key, after.block_size) == (record.key, record.block_size)
+        and dp_rank in after.ranks
+    )
+
+
+def _addresses(record: WorkerRecord | None, dp_rank: int) -> tuple[str | None, str | None]:
     """Returns where a rank's events come from, and where they are replayed."""
+    if record is None:
+        return None, None
     return record.events_endpoint(dp_rank), record.replay_endpoint
 
 

@@ -17,7 +17,7 @@ Costs: O(blocks) dictionary operations a booking, and one for each block that go
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Generic, TypeVar
 
 Rank = TypeVar("Rank", bound=Hashable)
@@ -68,6 +68,7 @@ class Predictions(Generic[Rank]):
         self._excess = max(0, self._excess - len(gone))
         return gone
 
-    def forget(self, rank: Rank) -> None:
-        """Forgets what a rank that goes is thought to cache. O(all blocks)."""
-        self._expiries = {key: at for key, at in self._expiries.items() if key[0] != rank}
+    def forget(self, ranks: Container[Rank]) -> None:
+        """Forgets what ranks that go are thought to cache. O(all blocks)."""
+        self._expiries = {key: at for key, at in self._expiries.items() if key[0] not in ranks}
+        self._excess = min(self._excess, max(0, len(self._expiries) - self._target))

@@ -1,0 +1,177 @@
+"""Selections without a daemon: listeners that read nothing, a clock that is set by hand."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from random import Random
+from typing import Any
+
+import trio
+
+from kvd.catalog import WorkerRecord
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import Registry
+from kvd.scheduling.options import RouterOptions
+from kvd.selection import OWNER, Ask, Fleet, Held, Look, Selections
+from kvd.state import State
+from kvd.wire.lifecycle import Lifecycle as Event
+from kvd.wire.listener import Listener
+from kvd_core.hashing import sequence_hashes
+from kvd_core.selector_settings import Settings
+
+M = PartitionKey("m", "t")
+N = PartitionKey("n", "t")
+BLOCK_SIZE = 4
+EXPIRY_S = 100.0
+
+
+class Listeners:
+    """Listeners that read nothing; ending one takes a while, as long as `slow` is set."""
+
+    def __init__(self) -> None:
+        self.running: dict[RankKey, Listener] = {}
+        self.starts = 0
+        self.slow = True
+
+    def start(self, key: RankKey, listener: Listener) -> None:
+        if key in self.running:
+            raise KeyError(key)
+        self.running[key] = listener
+        self.starts += 1
+
+    async def stop(self, key: RankKey) -> bool:
+        if self.slow:
+            await trio.lowlevel.checkpoint()
+        return self.running.pop(key, None) is not None
+
+
+class Service:
+    """A selection service, and what it told its replicas."""
+
+    def __init__(
+        self,
+        options: RouterOptions | None = None,
+        max_ranks: int = 1000,
+        seed: int = 1,
+        expiry_s: float = EXPIRY_S,
+    ) -> None:
+        self.now = 1000.0
+        self.state = State()
+        self.listeners = Listeners()
+        self.registry = Registry(self.state, self.listeners, max_ranks)
+        self.options = options or RouterOptions()
+        self.selections = Selections(
+            self.state, self.registry, self.options, expiry_s, Random(seed), lambda: self.now
+        )
+        self.told: list[Event] = []
+        self.selections.publish = self.told.append
+
+    def fleet(self, key: PartitionKey = M) -> Fleet:
+        return self.selections.fleets[key]
+
+    def ask(self, key: PartitionKey = M, **members: Any) -> Ask:
+        settings: Settings = members.pop("settings", self.options.settings)
+        return Ask(key, settings, **members)
+
+    def select(self, blocks: list[int], tokens: int | None = None, **members: Any) -> Any:
+        """Selects for a prompt of these blocks; returns what was answered, or the one held."""
+        answer = self.selections.select(self.ask(**members), look(blocks, tokens))
+        return answer if isinstance(answer, Held) else json.loads(answer)
+
+    def reserve(
+        self,
+        reservation_id: str,
+        rank: tuple[int, int],
+        blocks: list[int],
+        tokens: int = 0,
+        key: PartitionKey = M,
+    ) -> None:
+        self.selections.reserve(key, reservation_id, rank, look(blocks), tokens, predicts=True)
+
+    def expire(self) -> None:
+        for _ in self.selections.expire(self.now):
+            pass
+
+    def check(self) -> None:
+        """Everything that is kept twice is the same in both places."""
+        selections = self.selections
+        wanted: dict[RankKey, tuple[str | None, str | None]] = {}
+        pools: dict[PartitionKey, list[tuple[int, int]]] = {key: [] for key in selections.fleets}
+        for entry in selections.entries.values():
+            record = entry.record
+            for dp_rank in () if entry.reasons else record.ranks:
+                pools[record.key].append((record.worker_id, dp_rank))
+                key = RankKey(record.key, record.worker_id, dp_rank)
+                wanted[key] = record.events_endpoint(dp_rank), record.replay_endpoint
+        owned = list(self.registry.of(OWNER))
+        heard = {
+            each.key: (each.listener.endpoint, each.listener.replay_endpoint) for each in owned
+        }
+        assert heard == (wanted if self.options.uses_kv_events else {})
+        assert self.listeners.running.keys() >= heard.keys()
+        live: dict[str, Fleet] = {}
+        held = 0
+        for fleet_key, fleet in selections.fleets.items():
+            ranks = [(each.worker_id, each.dp_rank) for each in fleet.pool.candidates]
+            assert ranks == sorted(pools[fleet_key])
+            assert fleet.ledger.stats()["ranks"] == len(ranks)
+            records = [entry.record for entry in selections.listed(*fleet_key) if not entry.reasons]
+            assert sorted(fleet.workers) == [record.worker_id for record in records]
+            assert list(map(fleet.workers.get, sorted(fleet.workers))) == records
+            self.check_pool(fleet)
+            fleet.ledger.verify()
+            mine = {name: one for name, one in selections.live.items() if one is fleet}
+            assert all(fleet.ledger.request(name) is not None for name in mine)
+            assert len(mine) == fleet.ledger.stats()["requests"]
+            live |= mine
+            held += len(fleet.queue)
+        assert live.keys() == selections.live.keys()
+        assert held == selections.held
+        for partition in selections.state.partitions.values():
+            partition.index.verify()
+
+    def check_pool(self, fleet: Fleet) -> None:
+        """A pool's candidates are what the catalog says, and cache where the state has them."""
+        partition = self.selections.state.partitions.get(fleet.key)
+        for each in fleet.pool.candidates:
+            record = fleet.workers[each.worker_id]
+            assert each.max_num_batched_tokens == (record.max_num_batched_tokens or 0)
+            assert each.total_kv_blocks == (record.total_kv_blocks or 0)
+            assert partition is not None and each.worker is partition.workers[each.worker_id]
+            assert (each.worker_id, each.dp_rank) in partition.ranks
+        if fleet.workers:
+            assert fleet.pool.block_size == fleet.block_size
+
+
+def worker(worker_id: int = 1, key: PartitionKey = M, **members: Any) -> WorkerRecord:
+    """A schedulable worker with one rank, unless said otherwise."""
+    fine: dict[str, Any] = {
+        "worker_id": worker_id,
+        "model_name": key.model_name,
+        "tenant_id": key.tenant_id,
+        "endpoint": f"http://worker-{worker_id}:8000",
+        "block_size": BLOCK_SIZE,
+    }
+    fine |= members
+    size = fine.get("data_parallel_size") or 1
+    start = fine.get("data_parallel_start_rank") or 0
+    fine.setdefault(
+        "kv_events_endpoints",
+        {
+            rank: f"tcp://10.0.0.{worker_id}:{5000 + rank % 60000}"
+            for rank in range(start, start + size)
+        },
+    )
+    return WorkerRecord(**fine)
+
+
+def packed(hashes: list[int]) -> bytes:
+    return array("Q", hashes).tobytes()
+
+
+def look(blocks: list[int], tokens: int | None = None) -> Look:
+    """Puts a prompt of these local hashes before a pool."""
+    rolling = sequence_hashes(array("Q", blocks))
+    length = len(blocks) * BLOCK_SIZE if tokens is None else tokens
+    return lambda pool: pool.look(packed(blocks), array("Q", rolling).tobytes(), length)
