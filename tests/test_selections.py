@@ -32,12 +32,17 @@ from kvd_core.hashing import sequence_hashes
 from kvd_core.selector_settings import Settings
 
 BATCH = 100  # tokens
+SMALL_BATCH = 6  # so that workers often are busy
 OPTIONS = RouterOptions(Settings(queue_threshold=1.0))
 ONLY = {number: Constraints(allowed=frozenset([number])) for number in range(1, 5)}
 
 
 def batched(worker_id: int, key: PartitionKey = M, **members: Any) -> WorkerRecord:
     return worker(worker_id, key, max_num_batched_tokens=BATCH, **members)
+
+
+def small(worker_id: int, key: PartitionKey = M, **members: Any) -> WorkerRecord:
+    return worker(worker_id, key, max_num_batched_tokens=SMALL_BATCH, **members)
 
 
 async def ready(*records: WorkerRecord, options: RouterOptions = OPTIONS) -> Service:
@@ -104,7 +109,7 @@ class Life:
     async def step(self, nursery: trio.Nursery) -> None:
         self.steps += 1
         kinds = {
-            self.select: 6,
+            self.select: 9,
             self.reserve: 4,
             self.prefill_complete: 4,
             self.output_block: 3,
@@ -160,7 +165,9 @@ class Life:
             if constraints is None or rank[0] in constraints.allowed:
                 prefill, decode, requests = ledger.load(rank)
                 live = ledger.depth(rank, rolling)
-                ranks.append(ModelRank(*rank, 0, 0, 0, live, prefill, decode, requests, BATCH))
+                ranks.append(
+                    ModelRank(*rank, 0, 0, 0, live, prefill, decode, requests, SMALL_BATCH)
+                )
         settings = ModelSettings(queue_threshold=1.0)
         prompt = ModelPrompt(len(blocks) * BLOCK_SIZE, len(blocks), BLOCK_SIZE)
         chosen = ModelPool(ranks, prompt).choose(settings, None, 0)
@@ -286,7 +293,7 @@ class Life:
             size = 0
         else:
             size = self.rng.randint(1, 2)
-            await self.service.selections.put(batched(worker_id, key, data_parallel_size=size))
+            await self.service.selections.put(small(worker_id, key, data_parallel_size=size))
         for of, ledger in self.ledgers.items():
             wanted = {(worker_id, rank) for rank in range(size)} if of == key else set()
             for rank in [rank for rank in ledger.ranks if rank[0] == worker_id]:
@@ -315,7 +322,7 @@ class Life:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
-    service = await ready(batched(1, data_parallel_size=2), batched(2), batched(3, N))
+    service = await ready(small(1, data_parallel_size=2), small(2), small(3, N))
     life = Life(service, Random(seed))
     for ledger, ranks in ((M, [(1, 0), (1, 1), (2, 0)]), (N, [(3, 0)])):
         for rank in ranks:
@@ -328,7 +335,7 @@ async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
         await settled()
         life.collect()
         life.check()
-        assert not life.callers and life.served > 3
+        assert not life.callers and life.served > 0
     for name in list(service.selections.live):
         service.selections.free(name)
     assert all(row.ledger.stats()["blocks"] == 0 for row in service.selections.fleets.values())
