@@ -75,17 +75,14 @@ class Registry:
         return [each for each in self._ranks.values() if owner in each.owners]
 
     def heard(
-        self, key: PartitionKey, instance_id: InstanceId, owner: str
+        self, key: PartitionKey, instance_id: InstanceId, ranks: Iterable[int], owner: str
     ) -> dict[int, tuple[str, str | None]]:
-        """Returns where an owner has an instance listened to, and its replay, by dp rank."""
-        partition = self._state.partitions.get(key)
-        named = () if partition is None else partition.ranks
-        ranks = sorted(dp_rank for registered, dp_rank in named if registered == instance_id)
-        found = {dp_rank: self._ranks[RankKey(key, instance_id, dp_rank)] for dp_rank in ranks}
+        """Returns where an owner has ranks listened to, and replayed, by dp rank."""
+        found = {dp_rank: self._ranks.get(RankKey(key, instance_id, dp_rank)) for dp_rank in ranks}
         return {
             dp_rank: (each.listener.endpoint, each.listener.replay_endpoint)
             for dp_rank, each in found.items()
-            if owner in each.owners
+            if each is not None and owner in each.owners
         }
 
     def instances(self) -> int:
@@ -142,53 +139,42 @@ class Registry:
     def check(
         self,
         key: PartitionKey,
-        instance_id: InstanceId,
-        addresses: Mapping[int, tuple[str, str | None]],
+        addresses: Mapping[tuple[InstanceId, int], tuple[str, str | None]],
         block_size: int,
         owner: str,
         leaving: Container[InstanceId],
     ) -> None:
         """Raises what `register` would for some ranks, once some instances have left the owner.
 
-        `addresses` are the endpoint and the replay endpoint by dp rank. O(ranks of the partition).
+        `addresses` are the endpoint and the replay endpoint by instance and dp rank. O(ranks of
+        the partition).
         """
-        new = addresses.keys() - {
-            dp_rank for dp_rank in addresses if RankKey(key, instance_id, dp_rank) in self._ranks
-        }
         partition = self._state.partitions.get(key)
-        staying = [
-            registration
-            for rank in (() if partition is None else partition.ranks)
-            if (registration := self._ranks[RankKey(key, *rank)]).owners
-            and not (rank[0] in leaving and registration.owners == {owner})
-        ]
-        for registration in staying:
-            self._check_beside(registration, instance_id, addresses, block_size)
-        if len(self._ranks) + len(new) > self._max_ranks:
+        registered = set() if partition is None else partition.ranks
+        for rank in registered:
+            known = self._ranks[RankKey(key, *rank)]
+            if known.owners and not (rank[0] in leaving and known.owners == {owner}):
+                self._check_beside(known, addresses.get(rank), block_size)
+        if len(self._ranks) + len(addresses.keys() - registered) > self._max_ranks:
             self.refused_ranks += 1
             raise Unavailable(
                 f"there are {self._max_ranks} ranks already, no more can be listened to"
             )
 
     def _check_beside(
-        self,
-        known: Registration,
-        instance_id: InstanceId,
-        addresses: Mapping[int, tuple[str, str | None]],
-        block_size: int,
+        self, known: Registration, addresses: tuple[str, str | None] | None, block_size: int
     ) -> None:
-        key = known.key
-        known_size = self._state.partitions[key.partition].block_size
+        (model_name, tenant_id), instance_id, dp_rank = known.key
+        known_size = self._state.partitions[known.key.partition].block_size
         if known_size != block_size:
             raise Conflict(
-                f"block_size mismatch for model={key.partition.model_name} "
-                f"tenant_id={key.partition.tenant_id}: "
+                f"block_size mismatch for model={model_name} tenant_id={tenant_id}: "
                 f"existing={known_size}, requested={block_size}"
             )
-        if key.instance_id == instance_id and key.dp_rank in addresses:
-            address, replay = addresses[key.dp_rank]
-            if not self._is_same(known, address, block_size, replay):
-                raise Conflict(f"instance {instance_id} dp_rank {key.dp_rank} already registered")
+        if addresses is not None:
+            endpoint, replay = addresses
+            if not self._is_same(known, endpoint, block_size, replay):
+                raise Conflict(f"instance {instance_id} dp_rank {dp_rank} already registered")
 
     def _is_same(
         self,

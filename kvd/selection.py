@@ -113,12 +113,14 @@ class Held:
 class Fleet:
     """The schedulable workers of one model and tenant."""
 
-    def __init__(self, key: PartitionKey, options: RouterOptions) -> None:
+    def __init__(self, key: PartitionKey, options: RouterOptions, state: State) -> None:
         self.key = key
+        self._state = state
         self.ledger = Ledger()
         self.workers: dict[int, WorkerRecord] = {}
         self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
-        self.pool = Pool(None, self.ledger, 1)
+        self._pool: Pool | None = None
+        self._silent: int | None = None
         self.predictions: Predictions[tuple[int, int]] | None = None  # without KV events
         if not options.uses_kv_events:
             self.predictions = Predictions(
@@ -130,19 +132,32 @@ class Fleet:
         """Tokens per block of its workers; None without any."""
         return next((record.block_size for record in self.workers.values()), None)
 
-    def rebuild(self, state: State, silent: int | None = None) -> None:
-        """Makes the pool of the workers there are now; `silent` counts as caching nothing."""
+    def changed(self, silent: int | None = None) -> None:
+        """Says that the workers, or what they cache in, have changed.
+
+        The worker `silent` counts as caching nothing until the next change.
+        """
+        self._pool = None
+        self._silent = silent
+
+    @property
+    def pool(self) -> Pool:
+        """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
+        if self._pool is None:
+            self._pool = self._make_pool()
+        return self._pool
+
+    def _make_pool(self) -> Pool:
         block_size = self.block_size
         if block_size is None:
-            self.pool = Pool(None, self.ledger, 1)
-            return
-        partition = state.partitions.get(self.key)
+            return Pool(None, self.ledger, 1)
+        partition = self._state.partitions.get(self.key)
         known = {} if partition is None else partition.workers
         candidates = [
             Candidate(
                 record.worker_id,
                 dp_rank,
-                None if record.worker_id == silent else known.get(record.worker_id),
+                None if record.worker_id == self._silent else known.get(record.worker_id),
                 self.ledger.add_rank(record.worker_id, dp_rank),
                 record.max_num_batched_tokens or 0,
                 record.total_kv_blocks or 0,
@@ -151,7 +166,7 @@ class Fleet:
             for dp_rank in record.ranks
         ]
         index = None if partition is None else partition.index
-        self.pool = Pool(index, self.ledger, block_size, candidates)
+        return Pool(index, self.ledger, block_size, candidates)
 
     def eligible(self, constraints: Constraints | None) -> bytes | None:
         """Returns the pool's mask of the ranks that may serve a request; None: all of them."""
@@ -276,8 +291,7 @@ class Selections:
         leaving = {record.worker_id for record in records}
         if gone is not None:
             leaving |= gone.workers.keys()
-        for record in records:
-            self._check_join(record, leaving)
+        self._check_join(records, leaving)
 
     def _check_room(self, records: list[WorkerRecord]) -> None:
         new = {record.worker_id for record in records} - self.entries.keys()
@@ -308,33 +322,36 @@ class Selections:
         reasons = record.reasons(size, uses_events=self.options.uses_kv_events)
         if not reasons:
             try:
-                self._check_join(record, {record.worker_id})
+                self._check_join([record], {record.worker_id})
             except KvdError as error:
                 reasons.append(str(error))
         return Entry(record, reasons)
 
-    def _check_join(self, record: WorkerRecord, leaving: set[int]) -> None:
-        """Raises what `_join` would, once what these workers have now has gone.
+    def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> None:
+        """Raises what `_join` would for workers of one fleet, once what these have has gone.
 
         That is Unavailable at a bound, and Conflict with what another face has registered.
         """
-        fleet = self.fleets.get(record.key)
+        if not records:
+            return
+        key, block_size = records[0].key, records[0].block_size
+        fleet = self.fleets.get(key)
         if fleet is None and len(self.fleets) >= MAX_FLEETS:
             raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
+        ranks = sum(len(record.ranks) for record in records)
         if fleet is not None:
-            ranks = fleet.ledger.stats()["ranks"] + len(record.ranks)
-            known = fleet.workers.get(record.worker_id)
-            ranks -= 0 if known is None else len(known.ranks)
-            if ranks > ledger.MAX_RANKS:
-                raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
-        if self.options.uses_kv_events and record.block_size is not None:
-            addresses = {
-                dp_rank: (endpoint, record.replay_endpoint)
+            staying = [one for id_, one in fleet.workers.items() if id_ not in leaving]
+            ranks += sum(len(record.ranks) for record in staying)
+        if ranks > ledger.MAX_RANKS:
+            raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
+        if self.options.uses_kv_events and block_size is not None:
+            addresses: dict[tuple[int | str, int], tuple[str, str | None]] = {
+                (record.worker_id, dp_rank): (endpoint, record.replay_endpoint)
+                for record in records
                 for dp_rank in record.ranks
                 if (endpoint := record.events_endpoint(dp_rank)) is not None
             }
-            worker = record.key, record.worker_id
-            self._registry.check(*worker, addresses, record.block_size, OWNER, leaving)
+            self._registry.check(key, addresses, block_size, OWNER, leaving)
 
     async def _replace(self, old: Entry | None, new: Entry | None) -> Entry:
         """Takes a worker out of its fleet as far as it changes, and puts it in anew.
@@ -366,13 +383,15 @@ class Selections:
         """Returns when the listeners have ended that a worker has and will not have."""
         leaving = [
             dp_rank
-            for dp_rank, heard in self._registry.heard(record.key, record.worker_id, OWNER).items()
+            for dp_rank, heard in self._registry.heard(
+                record.key, record.worker_id, record.ranks, OWNER
+            ).items()
             if not (_stays(record, after, dp_rank) and heard == _addresses(after, dp_rank))
         ]
         fleet = self.fleets.get(record.key)
         if leaving and fleet is not None:
             # Until it leaves it can be selected; what it caches goes with the listeners.
-            fleet.rebuild(self.state, silent=record.worker_id)
+            fleet.changed(silent=record.worker_id)
         for dp_rank in leaving:
             await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
 
@@ -382,7 +401,7 @@ class Selections:
         if fleet is None:
             return
         fleet.workers.pop(record.worker_id, None)
-        fleet.rebuild(self.state)
+        fleet.changed()
         leaving = [each for each in record.ranks if not _stays(record, after, each)]
         if fleet.predictions is not None:
             fleet.predictions.forget({(record.worker_id, dp_rank) for dp_rank in leaving})
@@ -404,10 +423,10 @@ class Selections:
         if record.key not in self.fleets:
             if len(self.fleets) >= MAX_FLEETS:
                 raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
-            self.fleets[record.key] = Fleet(record.key, self.options)
+            self.fleets[record.key] = Fleet(record.key, self.options, self.state)
         fleet = self.fleets[record.key]
         if self.options.uses_kv_events:
-            heard = self._registry.heard(record.key, record.worker_id, OWNER)
+            heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)
             for dp_rank in record.ranks:
                 rank = RankKey(record.key, record.worker_id, dp_rank)
                 endpoint, replay = _addresses(record, dp_rank)
@@ -418,8 +437,10 @@ class Selections:
                 if fleet.ledger.rank_of(record.worker_id, dp_rank) is None:
                     rank = RankKey(record.key, record.worker_id, dp_rank)
                     self.state.add_rank(rank, record.block_size)
+        for dp_rank in record.ranks:
+            fleet.ledger.add_rank(record.worker_id, dp_rank)
         fleet.workers[record.worker_id] = record
-        fleet.rebuild(self.state)
+        fleet.changed()
 
     # ---- selections
 

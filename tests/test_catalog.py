@@ -282,13 +282,17 @@ async def test_what_is_deleted_is_gone() -> None:
     service.check()
 
 
-async def test_bookings_can_be_ended_while_their_worker_changes(nursery: trio.Nursery) -> None:
+@pytest.mark.parametrize("later", range(1, 7))
+async def test_bookings_can_be_ended_while_their_worker_changes(
+    later: int, nursery: trio.Nursery
+) -> None:
     service = await ready(TWO)
     for name in "abc":
         service.reserve(name, (1, 0), [1, 2], 8)
     for change in ({"replay_endpoint": None}, {"data_parallel_size": 1}):
         nursery.start_soon(service.selections.put, replace(TWO, **change))
-        await trio.lowlevel.checkpoint()  # its listeners are about to end
+        for _ in range(later):  # its listeners are about to end
+            await trio.lowlevel.checkpoint()
         service.selections.prefill_complete("c")
         service.selections.free("ab"[len(service.told) > 5])
         assert service.select([1, 2])["worker_id"] == 1

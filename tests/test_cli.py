@@ -289,7 +289,7 @@ def test_both_faces_are_one_process(tmp_path: Path) -> None:
     for url in (server.base_url, slot_tracker):
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health", trust_env=False)
-    assert server.stderr.count("event=serving") == 3  # the selection service is there as well
+    assert server.stderr.count("event=serving") == 2
     assert server.stderr.count("event=stopped") == 1
 
 

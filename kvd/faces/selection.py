@@ -141,7 +141,9 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise Invalid("workers: expected an array of objects")
     place = {"model_name": key.model_name, "tenant_id": key.tenant_id}
-    records = [_record({**row, **place}) for row in rows]
+    records = [_record({**place, **row}) for row in rows]
+    if any(record.key != key for record in records):
+        raise Invalid("workers: one is of another model or tenant")
     if len({record.worker_id for record in records}) != len(records):
         raise Invalid("workers: a worker_id comes twice")
     entries = await selections.put_all(key, records)
@@ -176,6 +178,9 @@ def _path_id(request: Request) -> int:
 
 def _record(members: bodies.Members) -> WorkerRecord:
     worker_id = bodies.uint(members, "worker_id", bodies.U64_MAX)
+    for name in PLACE:  # null is no name, and absence means another one
+        if name in members:
+            bodies.text(members, name)
     return WorkerRecord(**{**_changes(members), "worker_id": worker_id})
 
 
@@ -211,7 +216,10 @@ def _number(members: Mapping[str, Any], name: str) -> float:
     value = members[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Invalid(f"{name}: expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise Invalid(f"{name}: a number out of range") from None
 
 
 def _role(members: bodies.Members, name: str) -> Role:
@@ -225,7 +233,7 @@ def _texts(members: bodies.Members, name: str) -> tuple[str, ...]:
     value = members[name]
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise Invalid(f"{name}: expected an array of texts")
-    return tuple(value)
+    return tuple(bodies.bounded(each, name) for each in value)
 
 
 def _map(members: bodies.Members, name: str) -> dict[str, str]:
@@ -238,7 +246,8 @@ def _map(members: bodies.Members, name: str) -> dict[str, str]:
 def _endpoints(members: bodies.Members, name: str) -> dict[int, str]:
     endpoints = _map(members, name)
     for key in endpoints:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        digits = key.isascii() and key.isdigit() and len(key) <= 10
+        if not (digits and str(int(key)) == key and int(key) <= bodies.U32_MAX):
             raise Invalid(f"{name}: {key[:40]} is not a rank")
     return {int(key): text for key, text in endpoints.items()}
 
@@ -309,7 +318,7 @@ def _ask(selections: Selections, members: bodies.Members) -> Ask:
             members, "expected_output_tokens", bodies.U32_MAX
         ),
         lora_name=bodies.optional_text(members, "lora_name"),
-        explain="explain" in members and _flag(members, "explain"),
+        explain=members.get("explain") is not None and _flag(members, "explain"),
     )
 
 
@@ -383,10 +392,14 @@ def _look(selections: Selections, scanner: BodyScanner, members: bodies.Members)
     isl_tokens = bodies.uint(members, "isl_tokens", MAX_ISL_TOKENS)
     if isl_tokens == 0:
         raise BadRequest("isl_tokens must be greater than 0")
+    _check_lengths(members)
+    return lambda pool: pool.look_body(scanner, BLOCK_HASHES, SEQUENCE_HASHES, isl_tokens)
+
+
+def _check_lengths(members: bodies.Members) -> None:
     blocks, hashes = members["block_hashes"], members["sequence_hashes"]
     if blocks != hashes:
         raise BadRequest(f"block_hashes length {blocks} must match sequence_hashes length {hashes}")
-    return lambda pool: pool.look_body(scanner, BLOCK_HASHES, SEQUENCE_HASHES, isl_tokens)
 
 
 def _look_tokens(selections: Selections, scanner: BodyScanner, members: bodies.Members) -> Look:
@@ -398,10 +411,10 @@ def _look_tokens(selections: Selections, scanner: BodyScanner, members: bodies.M
 
 def _unique(selections: Selections, members: bodies.Members) -> int | None:
     """Returns a number for a prompt that is not to share blocks in use with any other."""
-    override = members.get("router_config_override") or {}
-    reuse = override.get("assume_kv_reuse")
-    if reuse is None:
-        reuse = selections.options.assumes_kv_reuse
+    reuse = selections.options.assumes_kv_reuse
+    override = _optional_object(members, "router_config_override")
+    if override is not None and override.get("assume_kv_reuse") is not None:
+        reuse = _flag(override, "assume_kv_reuse")
     return None if reuse else selections.random_u64()
 
 
@@ -412,7 +425,9 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     """Books a prompt on a rank that was selected before."""
     members = bodies.scan(RESERVE, request.body)
     given = bodies.optional_text(members, "reservation_id")
-    reservation_id = _bounded_id(given or bodies.text(members, "selection_id"))
+    if given is None:
+        given = bodies.text(members, "selection_id")
+    reservation_id = _bounded_id(given)
     rank = (
         _u64(members, "worker_id"),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
@@ -445,7 +460,10 @@ def _reserved_prompt(selections: Selections, members: bodies.Members) -> tuple[L
         if members.get(name) is None:
             raise BadRequest(f"{name} is required, or token_ids")
     isl_tokens = bodies.uint(members, "isl_tokens", MAX_ISL_TOKENS)
-    locals_ = BLOCK_HASHES if "block_hashes" in members else SEQUENCE_HASHES
+    locals_ = SEQUENCE_HASHES
+    if "block_hashes" in members:
+        _check_lengths(members)
+        locals_ = BLOCK_HASHES
 
     def look(pool: Pool) -> None:
         pool.look_body(RESERVE, locals_, SEQUENCE_HASHES, isl_tokens)
