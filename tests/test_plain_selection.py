@@ -59,7 +59,7 @@ class Deaf:
         pass
 
     async def stop(self, key: RankKey) -> bool:
-        return True
+        return False
 
 
 class Face:
@@ -228,11 +228,8 @@ def bodies(draw: st.DrawFn) -> bytes:
     return body
 
 
-SEGMENTS = [
-    *(quote_from_bytes(name.encode()).encode() for name in IDS if name),
-    b"\xff",
-    "é".encode(),
-]
+SEGMENTS = [quote_from_bytes(name.encode()).encode() for name in IDS if name]
+SEGMENTS += [b"\xff", "é".encode()]
 QUESTIONS = st.tuples(st.sampled_from(NAMES), bodies())
 STEPS = st.tuples(st.sampled_from([COMPLETE, FREE]), st.sampled_from(SEGMENTS))
 LIVES = st.lists(st.one_of(QUESTIONS, STEPS), min_size=1, max_size=8)
