@@ -15,7 +15,7 @@ from uuid import UUID
 
 import pytest
 import trio
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvd.catalog import DEFAULT_MODEL, WorkerRecord
@@ -66,8 +66,8 @@ class Face:
     """A selection service with some live reservations, and its routes."""
 
     def __init__(self, mode: int = KV, *, max_held: int = 0, uses_kv_events: bool = True) -> None:
-        settings = Settings(mode=mode, queue_threshold=2.0, active_prefill_tokens_threshold=10_000)
-        options = RouterOptions(settings, max_held=max_held, uses_kv_events=uses_kv_events)
+        weighing = Settings(mode=mode, queue_threshold=2.0, active_prefill_tokens_threshold=10_000)
+        options = RouterOptions(weighing, max_held=max_held, uses_kv_events=uses_kv_events)
         state = State()
         registry = Registry(state, Deaf())
         self.selections = Selections(state, registry, options, 300, Random(7), lambda: NOW)
@@ -237,6 +237,7 @@ MODES = st.sampled_from([KV, ROUND_ROBIN, RANDOM, LEAST_LOADED])
 BOOKED = usual(reservation_id='"c"')
 
 
+@settings(deadline=None)
 @given(LIVES, MODES)
 @example([(RESERVE, BOOKED), (RESERVE, BOOKED), (COMPLETE, b"c"), (FREE, b"c"), (FREE, b"c")], KV)
 @example([(RESERVE, usual()), (SELECT, usual()), (RESERVE, usual())], KV)
@@ -265,6 +266,7 @@ def test_what_is_answered_is_what_the_handler_does(
         fleet.ledger.verify()
 
 
+@settings(deadline=None)
 @given(LIVES)
 def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],
