@@ -9,7 +9,8 @@ predictions to make from it.
 Random numbers are looked at first and taken once the request is answered, so that the handler finds
 the source as it was.
 
-Costs: 1 µs beside scanning the body, looking and booking; a handler takes 20 µs.
+Costs: 1 µs beside scanning the body, looking and booking; a handler takes 14 µs, and the steps of a
+reservation in all 37 µs instead of 3.
 """
 import json
 
