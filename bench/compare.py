@@ -1,4 +1,4 @@
-"""Measures kvd and Dynamo's live indexer and slot tracker side by side in one run.
+"""Measures kvd and Dynamo's services side by side in one run.
 
 Both servers are alive together and are run in turns; see README.md for what the figures mean.
 """
@@ -21,6 +21,8 @@ from errors import BenchError
 from generator import Generator, build
 from report import Case, as_json, markdown
 from runs import FULL, QUICK, Plan
+from select_suites import HASHES as SELECT
+from select_suites import SelectSuites
 from servers import Contender
 from slot_suites import LIFE, LOADS, PROJECTION, SlotSuites
 from slot_suites import MEMORY as SLOT_MEMORY
@@ -29,10 +31,11 @@ from suites import DUMP, HASH, INGEST, LATENCY, MEMORY, QUERY, IndexerSuites
 HERE = Path(__file__).resolve().parent
 INDEXER_SUITES = (QUERY, HASH, INGEST, MEMORY, LATENCY, DUMP)
 SLOT_SUITES = (LIFE, PROJECTION, LOADS, SLOT_MEMORY)
-SUITES = [suite.name for suite in INDEXER_SUITES + SLOT_SUITES]
+SUITES = [suite.name for suite in (*INDEXER_SUITES, *SLOT_SUITES, SELECT)]
 
 INDEXER = ("indexer", "dynamo.indexer")  # kvd's command, the peer's module
 SLOT_TRACKER = ("slot-tracker", "dynamo.slot_tracker")
+SELECTION = ("select-service", "dynamo.select_service")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -109,9 +112,10 @@ def _measure(arguments: argparse.Namespace, facts: dict[str, str], plan: Plan) -
     names = arguments.suites or SUITES
     indexer = IndexerSuites(generator, _contenders(arguments, INDEXER), logs, plan)
     slots = SlotSuites(generator, _contenders(arguments, SLOT_TRACKER), logs, plan)
+    selection = SelectSuites(generator, _contenders(arguments, SELECTION), logs, plan)
     load_before, other = os.getloadavg()[0], machine.OtherLoad()
     started = time.monotonic()
-    cases = indexer.run(names) + slots.run(names)
+    cases = indexer.run(names) + slots.run(names) + selection.run(names)
     facts["noise"] = (
         f"other processes used {other.cores():.2f} cores on average, "
         f"load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"

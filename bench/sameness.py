@@ -20,6 +20,18 @@ Rows = list[dict[str, object]]
 # that only newer versions of the peer give.
 FREE_MEMBERS = ("tenant_id", "routing_group", "active_requests")
 
+# Members of a selection that must be equal.
+SELECTED = (
+    "model_name",
+    "worker_id",
+    "dp_rank",
+    "endpoint",
+    "block_size",
+    "overlap",
+    "effective_prefill_tokens",
+    "potential_decode_blocks",
+)
+
 LIFE_PATHS = ("/add", "/prefill_complete", "/free")  # of the bodies of a request's life, in order
 
 
@@ -54,6 +66,50 @@ def check_equal(pair: Pair, path: str, bodies: Iterable[str], matched: int) -> N
             )
         if max(first.values(), default=0) != matched:
             raise BenchError(f"{path}, sample {number}: {first}, expected a score of {matched}")
+
+
+def _selected(server: Server, path: str, body: str) -> dict[str, object]:
+    answer: dict[str, object] = json.loads(_ask(server, "POST", path, body))
+    return {name: answer[name] for name in SELECTED}
+
+
+def _check_selected(pair: Pair, path: str, body: str, matched: int) -> None:
+    first, second = (_selected(server, path, body) for server in pair)
+    if first != second:
+        raise BenchError(f"{path}: {pair[0].name} says {first}, {pair[1].name} {second}")
+    overlap = first["overlap"]
+    if not isinstance(overlap, dict) or overlap["longest_matched"] != matched:
+        raise BenchError(f"{path}: {first}, expected {matched} cached tokens")
+
+
+def check_selections_equal(pair: Pair, bodies: Iterable[str], matched: int) -> None:
+    """Raise unless both selection services choose the same, with `matched` tokens cached there."""
+    for body in bodies:
+        _check_selected(pair, "/select", body, matched)
+
+
+def check_reservations_equal(pair: Pair, bodies: Iterable[str], matched: int) -> None:
+    """Raise unless both book the same and say the same after every step; they leave nothing."""
+    for body in bodies:
+        _check_selected(pair, "/select_and_reserve", body, matched)
+        path = f"/reservations/{json.loads(body)['reservation_id']}"
+        for method, step in (("POST", f"{path}/prefill_complete"), ("DELETE", path)):
+            _check_fleets(pair)
+            for server in pair:
+                _ask(server, method, step)
+    _check_fleets(pair)
+
+
+def _check_fleets(pair: Pair) -> None:
+    first, second = (_fleet_loads(server) for server in pair)
+    if first != second:
+        raise BenchError(f"/loads: {pair[0].name} says {first}, {pair[1].name} {second}")
+
+
+def _fleet_loads(server: Server) -> Rows:
+    (fleet,) = json.loads(_ask(server, "GET", "/loads"))
+    rows: Rows = fleet["loads"]
+    return sorted(rows, key=lambda row: (row["worker_id"], row["dp_rank"]))
 
 
 @dataclass(frozen=True)

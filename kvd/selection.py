@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
-from uuid import UUID
 
 import trio
 
@@ -36,6 +35,7 @@ from kvd.state import State
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core import ledger, selector
+from kvd_core.draws import Draws
 from kvd_core.hashing import sequence_hashes
 from kvd_core.ledger import Ledger
 from kvd_core.selector import Candidate, Pool, Prompt
@@ -121,6 +121,9 @@ class Fleet:
         self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None
         self._silent: int | None = None
+        # By candidate, once needed: the members of an answer that say who was chosen, as JSON.
+        self.pieces: list[bytes | None] = []
+        self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
         self.predictions: Predictions[tuple[int, int]] | None = None  # without KV events
         if not options.uses_kv_events:
             self.predictions = Predictions(
@@ -145,6 +148,7 @@ class Fleet:
         """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
         if self._pool is None:
             self._pool = self._make_pool()
+            self.pieces = [None] * len(self._pool)
         return self._pool
 
     def _make_pool(self) -> Pool:
@@ -167,6 +171,33 @@ class Fleet:
         ]
         index = None if partition is None else partition.index
         return Pool(index, self.ledger, block_size, candidates)
+
+    def piece(self, chosen: int) -> bytes:
+        """Returns the members that name a candidate in an answer, a comma behind them."""
+        piece = self.pieces[chosen]
+        if piece is None:
+            candidate = self.pool.candidates[chosen]
+            record = self.workers[candidate.worker_id]
+            members = {
+                "model_name": self.key.model_name,
+                "tenant_id": self.key.tenant_id,
+                "worker_id": record.worker_id,
+                "dp_rank": candidate.dp_rank,
+                "endpoint": record.endpoint,
+                "block_size": record.block_size,
+            }
+            piece = self.pieces[chosen] = _members(members)
+        return piece
+
+    def render_loads(self) -> bytes:
+        """Returns a JSON object of what its ranks work on, and what waits."""
+        waiting = [held.prompt.isl_tokens for held in self.queue]
+        return b'%b,"loads":%b,"pending_count":%d,"pending_isl_tokens":%d}' % (
+            self.place,
+            self.ledger.project(b"", 0),
+            len(waiting),
+            sum(waiting),
+        )
 
     def eligible(self, constraints: Constraints | None) -> bytes | None:
         """Returns the pool's mask of the ranks that may serve a request; None: all of them."""
@@ -212,8 +243,8 @@ class Selections:
         self.state = state if options.uses_kv_events else State()
         self._registry = registry
         self._expiry_s = expiry_s
-        self._random = random
-        self._clock = clock
+        self.draws = Draws(random)
+        self.clock = clock
         self._changing = trio.Lock()
         self._stopping = False
 
@@ -502,7 +533,7 @@ class Selections:
             fleet.pool.effective_prefill_tokens(at, ask.settings) for at in range(len(fleet.pool))
         )
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
-        held.waiting = fleet.queue.push(ask.constraints, held, urgency, self._clock())
+        held.waiting = fleet.queue.push(ask.constraints, held, urgency, self.clock())
         self.held += 1
         return held
 
@@ -512,9 +543,9 @@ class Selections:
         eligible = fleet.eligible(ask.constraints)
         chosen = selector.NONE
         if ask.affinity is not None and (wanted := fleet.targets(ask.affinity, eligible)):
-            chosen = fleet.pool.choose(ask.settings, wanted, self._random.getrandbits(64))
+            chosen = fleet.pool.choose(ask.settings, wanted, self.draws.next())
         if chosen < 0:  # who is liked best is not waited for
-            chosen = fleet.pool.choose(ask.settings, eligible, self._random.getrandbits(64))
+            chosen = fleet.pool.choose(ask.settings, eligible, self.draws.next())
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
@@ -534,7 +565,7 @@ class Selections:
         tokens = 0
         if ask.settings.members["track_prefill"]:
             tokens = pool.effective_prefill_tokens(chosen, ask.settings)
-        _admitted(pool.book(reservation_id, chosen, tokens, self._clock()), reservation_id)
+        _admitted(pool.book(reservation_id, chosen, tokens, self.clock()), reservation_id)
         self.live[reservation_id] = fleet
         self._predict(fleet, pool.candidates[chosen])
         if self.publish is not None:
@@ -546,26 +577,16 @@ class Selections:
             self._tell(*place, Step.ADD, hashes, tokens, *extra)
 
     def _answer(self, fleet: Fleet, ask: Ask, chosen: int) -> bytes:
-        candidate = fleet.pool.candidates[chosen]
-        record = fleet.workers[candidate.worker_id]
-        members: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         if ask.selection_id is not None:
-            members["selection_id"] = ask.selection_id
+            named["selection_id"] = ask.selection_id
         if ask.reservation_id is not None:
-            members["reservation_id"] = ask.reservation_id
-        members |= {
-            "model_name": fleet.key.model_name,
-            "tenant_id": fleet.key.tenant_id,
-            "worker_id": record.worker_id,
-            "dp_rank": candidate.dp_rank,
-            "endpoint": record.endpoint,
-            "block_size": record.block_size,
-        }
+            named["reservation_id"] = ask.reservation_id
+        members = fleet.piece(chosen)
         if ask.explain:
             rows = fleet.pool.explain(ask.settings, fleet.eligible(ask.constraints))
-            members["candidates"] = [row._asdict() for row in rows]
-        opening = json.dumps(members, separators=(",", ":")).encode()
-        return b"%b,%b}" % (opening[:-1], fleet.pool.render_choice(chosen, ask.settings))
+            members += _members({"candidates": [row._asdict() for row in rows]})
+        return fleet.pool.render_answer(b"{" + _members(named), members, chosen, ask.settings)
 
     def stop(self) -> None:
         """Answers those that wait, now and from now on, that nobody will serve them."""
@@ -627,7 +648,7 @@ class Selections:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
         self._check_new(reservation_id)
         look(fleet.pool)
-        outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock())
+        outcome = fleet.pool.book(reservation_id, candidate, tokens, self.clock())
         _admitted(outcome, reservation_id)
         self.live[reservation_id] = fleet
         if predicts:
@@ -645,7 +666,7 @@ class Selections:
         locals_ = array("Q", fleet.pool.hold().local_hashes)
         names = sequence_hashes(locals_)
         rank = candidate.worker_id, candidate.dp_rank
-        known = fleet.predictions.add(rank, names, self._clock())
+        known = fleet.predictions.add(rank, names, self.clock())
         if known < len(names):
             parent = names[known - 1] if known else None
             candidate.worker.store(candidate.dp_rank, names[known:], locals_[known:], parent)
@@ -662,10 +683,10 @@ class Selections:
 
     def new_reservation_id(self) -> str:
         """Returns an id nobody has."""
-        return str(UUID(int=self._random.getrandbits(128), version=4))
+        return self.draws.uuid()
 
     def random_u64(self) -> int:
-        return self._random.getrandbits(64)
+        return self.draws.next()
 
     def prefill_complete(self, reservation_id: str) -> None:
         """Ends the prefill of a reservation, once or again; raises NotFound."""
@@ -696,6 +717,15 @@ class Selections:
                     self.live.pop(reservation_id, None)
                 self._turn(fleet)
                 yield
+
+    def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
+        """Returns a JSON array of what every fleet works on, sorted; None is any."""
+        rows = (
+            fleet.render_loads()
+            for key, fleet in sorted(self.fleets.items())
+            if model_name in (None, key.model_name) and tenant_id in (None, key.tenant_id)
+        )
+        return b"[%b]" % b",".join(rows)
 
     def _fleet_of(self, reservation_id: str) -> Fleet:
         fleet = self.live.get(reservation_id)
@@ -774,6 +804,12 @@ def _addresses(record: WorkerRecord | None, dp_rank: int) -> tuple[str | None, s
     if record is None:
         return None, None
     return record.events_endpoint(dp_rank), record.replay_endpoint
+
+
+def _members(members: dict[str, Any]) -> bytes:
+    """Renders members of an object, each with a comma behind it."""
+    text = json.dumps(members, separators=(",", ":")).encode()
+    return text[1:-1] + b"," if members else b""
 
 
 def _admitted(outcome: int, reservation_id: str) -> None:

@@ -82,6 +82,10 @@ class Pool {
   const Prompt& prompt() const { return prompt_; }
   Scale scale(const Settings& settings) const { return Scale(settings, prompt_, block_size_); }
 
+  // For those who take a choice back: the candidate that is next in ROUND_ROBIN.
+  uint32_t turn() const { return turn_; }
+  void set_turn(uint32_t turn) { turn_ = turn; }
+
   // Finds out how all candidates stand to the prompt; `scratch` is free to be used by others
   // afterwards.
   void look(Match& scratch) {

@@ -83,6 +83,8 @@ cdef extern from "selector.hpp" namespace "kvd::selector" nogil:
         int64_t choose(const CSettings&, const uint8_t*, uint64_t) except +
         int64_t refusal(const CSettings&, const uint8_t*) except +    # 0 or a Refusal, of now
         uint64_t least_effective_tokens(const CSettings&, const uint8_t*)
+        uint32_t turn()                         # of ROUND_ROBIN, as `choose` left it
+        void set_turn(uint32_t)
 
 cdef extern from "selector_rows.hpp" namespace "kvd::selector" nogil:
     cppclass CRows "kvd::selector::Rows":
@@ -96,6 +98,7 @@ cdef extern from "selector_rows.hpp" namespace "kvd::selector" nogil:
 
 cdef enum Part:  # of what a pool renders
     kChoice
+    kAnswer  # the choice as a whole object
     kOverlaps
     kLoads
 
@@ -113,6 +116,9 @@ cdef class Pool:
 
     # As the methods of nearly the same names, for the prompt that c.prompt() has taken.
     cdef int look_at_prompt(self) except -1
-    cdef bytes rendered(self, Part part, Settings settings, size_t candidate)
+    cdef bytes rendered(self, Part part, Settings settings, size_t candidate, bytes opening,
+                        bytes members)
+    cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
+                              Settings settings)
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
     cdef size_t at(self, Py_ssize_t candidate) except? 0

@@ -45,6 +45,10 @@ Explained = namedtuple(
 )
 
 
+cdef extern from "json_text.hpp" namespace "kvd" nogil:
+    char* put(char* to, string_view text)
+
+
 cdef string_view utf8(str text) except *:
     cdef Py_ssize_t size = 0
     cdef const char* begin
@@ -208,7 +212,10 @@ cdef class Pool:
         return prompt
 
     cdef int look_at_prompt(self) except -1:
-        self.c.look(self.no_match if self.index is None else self.index.match_scratch)
+        if self.index is None:  # a conditional expression would copy the scratch
+            self.c.look(self.no_match)
+        else:
+            self.c.look(self.index.match_scratch)
         return 0
 
     # ---- choosing
@@ -311,32 +318,42 @@ cdef class Pool:
 
         Ready JSON without braces, see `selector_rows.hpp`. O(ranks of the worker).
         """
-        return self.rendered(kChoice, settings, self.at(candidate))
+        return self.rendered(kChoice, settings, self.at(candidate), b"", b"")
+
+    cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
+                              Settings settings):
+        """The same as a whole object: `opening` and `members` begin it, up to a comma."""
+        return self.rendered(kAnswer, settings, self.at(candidate), opening, members)
 
     def render_overlaps(self):
         """The cached blocks of every candidate as a JSON array, see `selector_rows.hpp`."""
-        return self.rendered(kOverlaps, None, 0)
+        return self.rendered(kOverlaps, None, 0, b"", b"")
 
     def render_loads(self, Settings settings not None):
         """What every candidate would be working on with the prompt, as a JSON array."""
-        return self.rendered(kLoads, settings, 0)
+        return self.rendered(kLoads, settings, 0, b"", b"")
 
-    cdef bytes rendered(self, Part part, Settings settings, size_t candidate):
+    cdef bytes rendered(self, Part part, Settings settings, size_t candidate, bytes opening,
+                        bytes members):
         cdef CRows* rows = new CRows(deref(self.c))
         cdef PyObject* answer
         cdef char* begin
         cdef char* end
+        cdef bint one = part == kChoice or part == kAnswer
+        cdef size_t room = rows.choice_room(candidate) if one else rows.rows_room()
+        cdef size_t before = PyBytes_GET_SIZE(opening) + PyBytes_GET_SIZE(members)
         try:
-            answer = PyBytes_New(
-                NULL, rows.choice_room(candidate) if part == kChoice else rows.rows_room()
-            )
+            answer = PyBytes_New(NULL, before + room + 1)
             begin = PyBytes_AS_STRING(<object>answer)
-            if part == kChoice:
-                end = rows.choice(begin, candidate, settings.c)
-            elif part == kOverlaps:
-                end = rows.overlaps(begin)
+            end = put(put(begin, view(opening)), view(members))
+            if part == kOverlaps:
+                end = rows.overlaps(end)
+            elif part == kLoads:
+                end = rows.loads(end, settings.c)
             else:
-                end = rows.loads(begin, settings.c)
+                end = rows.choice(end, candidate, settings.c)
+            if part == kAnswer:
+                end = put(end, string_view(b"}", 1))
             return cut(answer, end - begin)
         finally:
             del rows
@@ -352,6 +369,10 @@ cdef class Pool:
         if not 0 <= candidate < <Py_ssize_t>self.c.size():
             raise IndexError(candidate)
         return candidate
+
+
+cdef string_view view(bytes text) noexcept:
+    return string_view(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
 
 
 cdef int bounded(uint64_t isl_tokens) except -1:

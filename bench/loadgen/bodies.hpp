@@ -1,4 +1,4 @@
-// JSON bodies of the indexer's and the slot tracker's requests.
+// JSON bodies of the requests of all three services.
 #pragma once
 
 #include <string>
@@ -50,7 +50,31 @@ public:
                ",\"new_isl_tokens\":" + std::to_string(new_tokens) + "}";
     }
 
+    // A worker of the selection service, with one rank.
+    std::string catalog_worker(long worker, const std::string& endpoint, long block_size) const {
+        const std::string id = std::to_string(worker);
+        return "{" + model_member() + ",\"worker_id\":" + id + ",\"endpoint\":\"http://worker-" +
+               id + ":8000\",\"block_size\":" + std::to_string(block_size) +
+               ",\"kv_events_endpoint\":\"" + endpoint + "\"}";
+    }
+
+    std::string select(const Tokens& tokens, size_t block_size) const {
+        return "{" + hash_members(tokens, block_size) + "," + model_member() + "}";
+    }
+
+    // One of the names of the reservation's id is each service's, and passed over by the other.
+    std::string reserve(const std::string& id, const Tokens& tokens, size_t block_size) const {
+        return "{" + model_member() + ",\"reservation_id\":\"" + id + "\",\"selection_id\":\"" +
+               id + "\"," + hash_members(tokens, block_size) + "}";
+    }
+
 private:
+    std::string hash_members(const Tokens& tokens, size_t block_size) const {
+        return "\"block_hashes\":" + hash_array(local_hashes(tokens, block_size)) +
+               ",\"sequence_hashes\":" + hash_array(sequence_hashes(tokens, block_size, nullptr)) +
+               ",\"isl_tokens\":" + std::to_string(tokens.size());
+    }
+
     // Hashes go out as signed numbers: the peer reads i64 only.
     std::string hash_array(const Hashes& hashes) const {
         return array(std::vector<int64_t>(hashes.begin(), hashes.end()));

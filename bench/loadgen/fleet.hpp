@@ -30,13 +30,12 @@ public:
           bodies_(options),
           server_(options.text("url")),
           engines_(data.workers),
+          selects_(options.text("face") == "select"),
           timeout_(options.number("timeout")) {}
 
     void register_all() {
         for (long worker = 0; worker < engines_.count(); worker++)
-            server_.call(post_request(
-                "/register",
-                bodies_.registration(worker + 1, engines_.endpoint(worker), data_.block_size)));
+            server_.call(registration(worker));
         engines_.wait_subscribed();
     }
 
@@ -66,7 +65,7 @@ public:
     // Asks for the whole of a chain; throws unless one worker at least holds all of it.
     void check_chain(long worker, long chain) {
         const Tokens tokens = data_.tokens(worker, chain, 0, data_.depth);
-        const std::string reply = server_.call(post_request("/query", bodies_.query(tokens)));
+        const std::string reply = server_.call(question(tokens));
         if (!occurrences(reply, found(data_.depth)))
             throw std::runtime_error("chain " + std::to_string(chain) + " of worker " +
                                      std::to_string(worker + 1) + " is not indexed in full: " +
@@ -89,7 +88,7 @@ private:
         Batch batch;
         batch.stored(local_hashes(tokens, size_t(data_.block_size)), nullptr, tokens,
                      data_.block_size);
-        return {batch.take(), post_request("/query", bodies_.query(tokens))};
+        return {batch.take(), question(tokens)};
     }
 
     void wait_visible(const Sentinel& sentinel, long workers, double poll_every) {
@@ -100,8 +99,22 @@ private:
         }
     }
 
+    std::string registration(long worker) const {
+        const std::string& endpoint = engines_.endpoint(worker);
+        if (selects_)
+            return post_request("/workers",
+                                bodies_.catalog_worker(worker + 1, endpoint, data_.block_size));
+        return post_request("/register",
+                            bodies_.registration(worker + 1, endpoint, data_.block_size));
+    }
+
+    std::string question(const Tokens& tokens) const {
+        return post_request(selects_ ? "/overlap_scores" : "/query", bodies_.query(tokens));
+    }
+
     // What a reply says of a worker that holds all `blocks` blocks asked for.
     std::string found(long blocks) const {
+        if (selects_) return "\"device_blocks\":" + std::to_string(blocks) + ",";
         return "\"longest_matched\":" + std::to_string(blocks * data_.block_size);
     }
 
@@ -109,6 +122,7 @@ private:
     Bodies bodies_;
     Caller server_;
     Engines engines_;
+    bool selects_;  // the server is a selection service, else an indexer
     double timeout_;
     long sentinels_ = 0;
 };

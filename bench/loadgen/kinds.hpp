@@ -48,6 +48,14 @@ inline const std::map<std::string, PromptKind>& prompt_kinds() {
          {"/query_by_hash", [](const Bodies& bodies, const Tokens& tokens, size_t block_size) {
               return bodies.query_by_hash(local_hashes(tokens, block_size));
           }}},
+        {"select",
+         {"/select", [](const Bodies& bodies, const Tokens& tokens, size_t block_size) {
+              return bodies.select(tokens, block_size);
+          }}},
+        {"select_tokens",
+         {"/select", [](const Bodies& bodies, const Tokens& tokens, size_t) {
+              return bodies.query(tokens);
+          }}},
     };
     return kinds;
 }
@@ -87,14 +95,44 @@ inline std::vector<Script> make_prompt_scripts(const Options& options, long coun
     return scripts;
 }
 
+// The whole life of a reservation of the selection service, for each prompt.
+inline std::vector<Script> make_reserve_scripts(const Options& options, long count) {
+    const Bodies bodies(options);
+    const size_t block_size = size_t(options.integer("block-size", 1));
+    std::vector<Script> scripts;
+    for (const Tokens& prompt : make_prompts(options, count)) {
+        const std::string id = request_id(scripts.size());
+        const std::string path = "/reservations/" + id;
+        scripts.push_back({{"/select_and_reserve", bodies.reserve(id, prompt, block_size)},
+                           {path + "/prefill_complete", ""},
+                           {path, "", "DELETE"}});
+    }
+    return scripts;
+}
+
+inline bool is_reserve_kind(const Options& options) { return options.text("kind") == "reserve"; }
+
 inline bool is_slot_kind(const Options& options) {
     return slot_kinds().count(options.text("kind")) != 0;
 }
 
 inline std::vector<Script> default_scripts(const Options& options) {
-    if (!is_slot_kind(options)) return make_prompt_scripts(options, default_prompt_count(options));
-    const long count = SlotRequests(options).script_count(options.integer("conns", 1));
-    return make_slot_scripts(options, count);
+    const long connections = options.integer("conns", 1);
+    if (is_reserve_kind(options)) {
+        const long blocks = options.integer("tokens", 1) / options.integer("block-size", 1);
+        const long count = named_script_count(connections, 2 * blocks * kBytesPerHash);
+        return make_reserve_scripts(options, count);
+    }
+    if (is_slot_kind(options))
+        return make_slot_scripts(options, SlotRequests(options).script_count(connections));
+    return make_prompt_scripts(options, default_prompt_count(options));
+}
+
+// As many scripts as wanted.
+inline std::vector<Script> make_scripts(const Options& options, long count) {
+    if (is_reserve_kind(options)) return make_reserve_scripts(options, count);
+    return is_slot_kind(options) ? make_slot_scripts(options, count)
+                                 : make_prompt_scripts(options, count);
 }
 
 // Rendered scripts: requests in the order in which one connection sends them.

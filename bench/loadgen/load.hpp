@@ -15,10 +15,9 @@
 namespace kvbench {
 
 inline int run_bodies(const Options& options) {
-    const long count = options.integer("count", 1);
-    const auto make = is_slot_kind(options) ? make_slot_scripts : make_prompt_scripts;
-    for (const Script& script : make(options, count))
-        for (const Post& post : script) std::printf("%s\n", post.body.c_str());
+    for (const Script& script : make_scripts(options, options.integer("count", 1)))
+        for (const Post& post : script)
+            if (!post.body.empty()) std::printf("%s\n", post.body.c_str());
     return 0;
 }
 

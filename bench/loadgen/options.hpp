@@ -30,6 +30,7 @@ inline constexpr OptionSpec kOptions[] = {
     {"replicated", "0", "1: every worker holds the same chains"},
     {"seed", "1", "number the token ids are derived from"},
     // ingest and hold
+    {"face", "indexer", "indexer | select: the service that is filled"},
     {"event-blocks", "8", "blocks in an event"},
     {"batch-events", "1", "events in a batch (one ZMQ message)"},
     {"window", "0", "blocks published but not yet seen applied, at most; 0: no bound"},
@@ -37,7 +38,8 @@ inline constexpr OptionSpec kOptions[] = {
     // admit, and http and bodies of the kinds life and potential_loads
     {"live", "32", "requests that stay live, over all workers"},
     // http
-    {"kind", "query", "query | query_by_hash | life | potential_loads | get | raw"},
+    {"kind", "query",
+     "query | query_by_hash | select | select_tokens | reserve | life | potential_loads | get | raw"},
     {"tokens", "2048", "tokens in a prompt"},
     {"hit", "0.5", "leading share of a prompt that is indexed, or live"},
     {"conns", "1", "connections"},

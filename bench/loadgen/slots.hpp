@@ -24,10 +24,31 @@ namespace kvbench {
 
 struct Post {
     std::string path, body;
+    const char* method = "POST";
 };
+
+constexpr long kBytesPerHash = 20;  // in a body
 
 // What one connection sends in order, each when it has the answer to the one before.
 using Script = std::vector<Post>;
+
+// As long as a UUID and of its form, as routers name their requests.
+inline std::string request_id(uint64_t source) {
+    char text[40];
+    const uint64_t high = scramble(source), low = scramble(~source);
+    std::snprintf(text, sizeof text, "%08x-%04x-%04x-%04x-%012llx", unsigned(high >> 32),
+                  unsigned(high >> 16 & 0xffff), unsigned(high & 0xffff), unsigned(low >> 48),
+                  low & 0xffffffffffffULL);
+    return text;
+}
+
+// Distinct scripts for `connections`: 2 MB in all, as for the other kinds. A script names its
+// request, so it must never be under way twice: their number is a multiple of connections.
+inline long named_script_count(long connections, long body_bytes) {
+    constexpr long kMost = 256, kAllBytes = 2000000;
+    const long wanted = std::min(kMost, kAllBytes / body_bytes);
+    return (std::max(1L, wanted) + connections - 1) / connections * connections;
+}
 
 class SlotRequests {
 public:
@@ -55,7 +76,7 @@ public:
     Script life(long number) const {
         const uint64_t source = kPassing + uint64_t(number);
         const long worker = long(scramble(source) % uint64_t(workers));
-        return {add(source, worker), complete(source), {"/free", bodies_.slot_step(id(source))}};
+        return {add(source, worker), complete(source), {"/free", bodies_.slot_step(request_id(source))}};
     }
 
     Script question(long number) const {
@@ -65,12 +86,8 @@ public:
         return {{"/potential_loads", bodies_.projection(hashes, (blocks_ - hits_) * block_size)}};
     }
 
-    // Distinct scripts for `connections`: 2 MB in all, as for the other kinds. A script names its
-    // request, so it must never be under way twice: their number is a multiple of connections.
     long script_count(long connections) const {
-        constexpr long kMost = 256, kAllBytes = 2000000, kBytesPerHash = 20;
-        const long wanted = std::min(kMost, kAllBytes / kBytesPerHash / blocks_);
-        return (std::max(1L, wanted) + connections - 1) / connections * connections;
+        return named_script_count(connections, blocks_ * kBytesPerHash);
     }
 
     const long workers, live, block_size;
@@ -91,32 +108,25 @@ private:
         return hashes;
     }
 
-    // As long as a UUID and of its form, as routers name their requests.
-    static std::string id(uint64_t source) {
-        char text[40];
-        const uint64_t high = scramble(source), low = scramble(~source);
-        std::snprintf(text, sizeof text, "%08x-%04x-%04x-%04x-%012llx", unsigned(high >> 32),
-                      unsigned(high >> 16 & 0xffff), unsigned(high & 0xffff),
-                      unsigned(low >> 48), low & 0xffffffffffffULL);
-        return text;
-    }
-
     // The system prompt counts as cached, all other tokens as new.
     Post add(uint64_t source, long worker) const {
         const Hashes hashes = prompt(source, blocks_);
         const long new_tokens = (blocks_ - prefix_) * block_size;
-        return {"/add", bodies_.booking(id(source), worker + 1, hashes, new_tokens)};
+        return {"/add", bodies_.booking(request_id(source), worker + 1, hashes, new_tokens)};
     }
 
     Post complete(uint64_t source) const {
-        return {"/prefill_complete", bodies_.slot_step(id(source))};
+        return {"/prefill_complete", bodies_.slot_step(request_id(source))};
     }
 
     long blocks_, prefix_, hits_;
     Bodies bodies_;
 };
 
-inline std::string render(const Post& post) { return post_request(post.path, post.body); }
+inline std::string render(const Post& post) {
+    if (!post.body.empty()) return post_request(post.path, post.body);
+    return bodiless_request(post.method, post.path);
+}
 
 inline int run_admit(const Options& options) {
     const SlotRequests requests(options);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -12,9 +11,17 @@ from kvd.catalog import DEFAULT_MODEL, Lifecycle, Role, WorkerRecord
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
 from kvd.http.types import Handler, Request, Response, Route
-from kvd.model import PartitionKey
-from kvd.selection import Ask, Constraints, Entry, Fleet, Held, Look, Selections
+from kvd.model import DEFAULT_TENANT, PartitionKey
+from kvd.selection import Ask, Constraints, Entry, Held, Look, Selections
+from kvd_core.lane import Answerer
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES
+from kvd_core.plain_selection import (
+    PlainAllLoads,
+    PlainFree,
+    PlainLoads,
+    PlainPrefillComplete,
+    PlainSelect,
+)
 from kvd_core.scan import BodyScanner
 from kvd_core.selector import MAX_ISL_TOKENS, Pool
 from kvd_core.selector_settings import Settings
@@ -38,8 +45,8 @@ SELECT = BodyScanner(
         "selection_id",
         "reservation_id",
         "expected_output_tokens",
-        "priority_jump",
         "strict_priority",
+        "priority_jump",
         "affinity_target",
         "pinned_worker",
         "allowed_worker_ids",
@@ -74,6 +81,7 @@ OVERRIDES = {
 def routes(selections: Selections) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's selections."""
     bound = partial(partial, selections=selections)
+    known = selections, DEFAULT_MODEL, DEFAULT_TENANT
     return (
         Route("GET", "/health", health, hot=True),
         Route("GET", "/ready", bound(ready)),
@@ -82,20 +90,28 @@ def routes(selections: Selections) -> tuple[Route, ...]:
         Route("PUT", "/workers", bound(put_workers), body_limit=BODY_LIMIT),
         Route("PATCH", "/workers/{worker_id}", bound(patch_worker), body_limit=BODY_LIMIT),
         Route("DELETE", "/workers/{worker_id}", bound(delete_worker)),
-        _hot("/select", bound(select)),
-        _hot("/select_and_reserve", bound(select_and_reserve)),
+        _hot("/select", bound(select), PlainSelect(SELECT, *known, books=False)),
+        _hot(
+            "/select_and_reserve",
+            bound(select_and_reserve),
+            PlainSelect(SELECT, *known, books=True),
+        ),
         _hot("/reservations", bound(reserve)),
-        _hot("/reservations/{reservation_id}/prefill_complete", bound(prefill_complete)),
+        _hot(
+            "/reservations/{reservation_id}/prefill_complete",
+            bound(prefill_complete),
+            PlainPrefillComplete(selections),
+        ),
         _hot("/reservations/{reservation_id}/output_block", bound(output_block)),
-        Route("DELETE", "/reservations/{reservation_id}", bound(free), hot=True),
-        Route("GET", "/loads", bound(loads), hot=True),
-        _hot("/potential_loads", bound(potential_loads)),
+        Route("DELETE", "/reservations/{reservation_id}", bound(free), True, PlainFree(selections)),
+        Route("GET", "/loads", bound(loads), True, PlainAllLoads(selections)),
+        _hot("/potential_loads", bound(potential_loads), PlainLoads(ASK, *known)),
         _hot("/overlap_scores", bound(overlap_scores)),
     )
 
 
-def _hot(path: str, handler: Handler) -> Route:
-    return Route("POST", path, handler, hot=True, body_limit=BODY_LIMIT)
+def _hot(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
+    return Route("POST", path, handler, True, answerer, BODY_LIMIT)
 
 
 def health(request: Request) -> Response:
@@ -498,24 +514,7 @@ def free(request: Request, *, selections: Selections) -> Response:
 
 def loads(request: Request, *, selections: Selections) -> Response:
     """Says what every rank works on, and what waits, by model and tenant."""
-    model_name, tenant_id = bodies.filters(request)
-    rows = [
-        _loads(fleet)
-        for key, fleet in sorted(selections.fleets.items())
-        if model_name in (None, key.model_name) and tenant_id in (None, key.tenant_id)
-    ]
-    return Response(200, b"[%b]" % b",".join(rows))
-
-
-def _loads(fleet: Fleet) -> bytes:
-    waiting = [held.prompt.isl_tokens for held in fleet.queue]
-    place = json.dumps(fleet.key._asdict(), separators=(",", ":")).encode()
-    return b'%b,"loads":%b,"pending_count":%d,"pending_isl_tokens":%d}' % (
-        place[:-1],
-        fleet.ledger.project(b"", 0),
-        len(waiting),
-        sum(waiting),
-    )
+    return Response(200, selections.render_loads(*bodies.filters(request)))
 
 
 def potential_loads(request: Request, *, selections: Selections) -> Response:

@@ -1,0 +1,53 @@
+# distutils: language = c++
+"""Data sheet of the plain requests of the selection service (plain_selection.pyx)."""
+from kvd_core.draws cimport Draws
+from kvd_core.lane cimport Answerer, Text
+from kvd_core.ledger cimport Ledger, RequestId
+from kvd_core.scan cimport BodyScanner
+from kvd_core.selector cimport Pool
+from kvd_core.selector_settings cimport Settings
+
+
+cdef class PlainPrompt(Answerer):
+    cdef BodyScanner scanner
+    cdef object selections   # kvd.selection.Selections, or like it
+    cdef dict fleets         # its fleets by (model, tenant)
+    cdef Settings settings   # its default ones
+    cdef bint reuses         # prompts given as tokens may share blocks in use
+    cdef str model, tenant   # the default ones
+
+    # The fleet that a body asks, None if the body is not plain.
+    cdef object scanned(self, const char* body, size_t size)
+    # Puts the prompt of the scanned body before a pool; False if it is not plain.
+    cdef bint looked(self, Pool pool) except -1
+    cdef bint looked_hashes(self, Pool pool) except -1
+    cdef bint looked_tokens(self, Pool pool) except -1
+
+cdef class PlainSelect(PlainPrompt):
+    cdef Draws draws
+    cdef bint books
+    cdef dict live           # fleets by reservation id
+
+    cdef bint plain(self)
+    cdef bytes chosen(self, fleet, Pool pool, str reservation_id, bint drawn)
+    cdef bint book(self, fleet, Pool pool, size_t candidate, str reservation_id) except -1
+    cdef bytes opening(self, str reservation_id)
+
+cdef class PlainLoads(PlainPrompt):
+    pass
+
+cdef class PlainStep(Answerer):
+    cdef object selections
+    cdef dict live
+
+    # The ledger of the fleet that a reservation is booked in, None if it is to be left.
+    cdef Ledger ledger_of(self, str reservation_id)
+
+cdef class PlainPrefillComplete(PlainStep):
+    pass
+
+cdef class PlainFree(PlainStep):
+    pass
+
+cdef class PlainAllLoads(PlainStep):
+    pass
