@@ -13,10 +13,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from processes import Server, clean_environment, find_free_port
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"
+
+# The same examples in every run, and none that fails because the machine is busy.
+hypothesis.settings.register_profile("kvd", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("kvd")
 
 
 @pytest.fixture

@@ -249,6 +249,9 @@ async def test_settling(autojump_clock: Clock) -> None:
             assert unsettled == 3
             for key in KEYS:
                 replica.register(fleet.engines[key])
+            await trio.sleep(0.1)
+            for key in KEYS:
+                fleet.speak(key)  # without a word an engine never settles
             await cancelling.run(partial(settle, replica.state, replica.registry))
             check_replica(replica)
             await settle(replica.state, replica.registry)
