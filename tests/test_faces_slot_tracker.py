@@ -263,8 +263,9 @@ def test_methods_and_paths_that_do_not_exist(client: httpx.Client) -> None:
 def test_head_says_what_get_would(path: str, client: httpx.Client) -> None:
     get, head = client.get(path), client.head(path)
     assert (get.status_code, head.status_code, head.content) == (200, 200, b"")
-    for name in ("content-type", "content-length"):
-        assert head.headers.get(name) == get.headers.get(name)
+    assert head.headers.get("content-type") == get.headers.get("content-type")
+    if "live" not in path:  # its age grows by a digit
+        assert head.headers.get("content-length") == get.headers.get("content-length")
     if path == "/health":
         assert get.content == b"" and "content-type" not in get.headers
 

@@ -72,6 +72,9 @@ def _rank_families(slots: SlotTrackers) -> Iterator[Family | None]:
     help = "Distinct blocks of the requests that a rank works on"
     blocks = [("", labels, load.decode_blocks) for labels, load in loads]
     yield Family("kvd_slots_decode_blocks", "gauge", help, blocks)
+    help = "Live requests of a rank"
+    requests = [("", labels, load.requests) for labels, load in loads]
+    yield Family("kvd_slots_rank_requests", "gauge", help, requests)
 
 
 def _labels(tracker: Tracker, worker_id: int, dp_rank: int) -> Labels:
