@@ -665,5 +665,5 @@ def test_names_in_metrics_are_labels_and_nothing_else(name: str, client: httpx.C
     new = {key: value for key, value in new.items() if not key.startswith("kvd_slot_tracker_")}
     assert [labels(key) for key in new] == [
         {"model_name": name, "tenant_id": name, "worker_id": "1", "dp_rank": "3"}
-    ] * 2
+    ] * 3
     assert samples["kvd_slots_requests"] == 1
