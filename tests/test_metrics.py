@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import kvd.state
 from kvd.errors import Unavailable
 from kvd.faces import indexer
 from kvd.metrics import (
+    BREATH,
     BUCKETS,
     Family,
     RequestMetrics,
@@ -37,8 +37,6 @@ from kvd.wire.counts import StreamCounts
 from kvd.wire.listener import Listener
 from kvd.wire.replay import ReplayEnd
 from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
-
-LONGEST_STALL_S = 0.05  # a tenth of it on a quiet machine
 
 
 class Idle:
@@ -213,7 +211,7 @@ def test_the_index_is_summed_over_its_partitions() -> None:
     assert samples['kvd_bad_events_total{reason="truncated"}'] == 0
 
 
-def test_thousands_of_series_are_written_without_a_stall() -> None:
+def test_thousands_of_series_come_in_pieces_with_rests_between() -> None:
     state = State()
     for number in range(1500):
         state.add_rank(RankKey(PartitionKey("m", str(number)), 1, 0), 16)
@@ -226,15 +224,11 @@ def test_thousands_of_series_are_written_without_a_stall() -> None:
             values = {str(reason): reason for reason in range(100)}
             yield by_label(f"kvd_{number}", "gauge", "Many", "reason", values)
 
-    stalls, size = [], 0
-    last = time.perf_counter()
-    for piece in render(families()):
-        stalls.append(time.perf_counter() - last)
-        size += piece.count(b"\n")
-        last = time.perf_counter()
-    assert size > 5000
-    assert len(stalls) > 100
-    assert max(stalls) < LONGEST_STALL_S
+    pieces = list(render(families()))
+    lines = [piece.count(b"\n") for piece in pieces]
+    assert sum(lines) > 5000
+    assert max(lines) <= 102  # a family of these, and its two lines of help
+    assert lines.count(0) >= 5000 // BREATH  # rests while listeners and partitions are read
 
 
 def test_helpers_make_whole_families() -> None:
