@@ -31,6 +31,7 @@ from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.predictions import Predictions
 from kvd.scheduling.queue import SelectionQueue, Urgency, Waiting
+from kvd.slots import apply_to
 from kvd.state import State
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -747,28 +748,18 @@ class Selections:
         rank = fleet.ledger.rank_of(event.worker_id, event.dp_rank)
         if rank is None:
             return Outcome.UNKNOWN_RANK
+        if event.step is Step.ADD and event.request_id in self.live:
+            return Outcome.DUPLICATE
+        outcome = apply_to(fleet.ledger, rank, event, now)
+        if outcome is not Outcome.APPLIED:
+            return outcome
         if event.step is Step.ADD:
-            if event.request_id in self.live:
-                return Outcome.DUPLICATE
-            booked = fleet.ledger.add(
-                event.request_id, rank, event.hashes, event.prefill_tokens, now
-            )
-            if booked != ledger.ADDED:
-                return Outcome.FULL
             self.live[event.request_id] = fleet
-            return Outcome.APPLIED
-        live = fleet.ledger.request(event.request_id)
-        if live is None:
-            return Outcome.UNKNOWN_REQUEST
-        if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
-            return Outcome.OTHER_WORKER
+            return outcome
         if event.step is Step.FREE:
-            fleet.ledger.free(event.request_id)
             del self.live[event.request_id]
-        else:
-            fleet.ledger.prefill_complete(event.request_id)
         self._turn(fleet)
-        return Outcome.APPLIED
+        return outcome
 
     def _tell_step(self, fleet: Fleet, reservation_id: str, step: Step) -> None:
         live = None if self.publish is None else fleet.ledger.request(reservation_id)

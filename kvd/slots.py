@@ -233,23 +233,7 @@ class SlotTrackers:
         rank = tracker.ledger.rank_of(event.worker_id, event.dp_rank)
         if rank is None:
             return Outcome.UNKNOWN_RANK
-        if event.step is Step.ADD:
-            outcome = tracker.ledger.add(
-                event.request_id, rank, event.hashes, event.prefill_tokens, now
-            )
-            if outcome == ledger.ADDED:
-                return Outcome.APPLIED
-            return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
-        live = tracker.ledger.request(event.request_id)
-        if live is None:
-            return Outcome.UNKNOWN_REQUEST
-        if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
-            return Outcome.OTHER_WORKER
-        if event.step is Step.FREE:
-            tracker.ledger.free(event.request_id)
-        else:
-            tracker.ledger.prefill_complete(event.request_id)
-        return Outcome.APPLIED
+        return apply_to(tracker.ledger, rank, event, now)
 
     def _told(self, tracker: Tracker, request_id: str) -> LiveRequest | None:
         """Returns the request if there is anyone to tell of it."""
@@ -268,6 +252,25 @@ class SlotTrackers:
         if self.publish is not None:
             where = tracker.key, tracker.block_size, request_id, worker_id, dp_rank
             self.publish(Lifecycle(*where, step, hashes, tokens))
+
+
+def apply_to(live_requests: Ledger, rank: int, event: Lifecycle, now: float) -> Outcome:
+    """Takes a replica's step on the ledger and the rank it is about."""
+    if event.step is Step.ADD:
+        outcome = live_requests.add(event.request_id, rank, event.hashes, event.prefill_tokens, now)
+        if outcome == ledger.ADDED:
+            return Outcome.APPLIED
+        return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
+    live = live_requests.request(event.request_id)
+    if live is None:
+        return Outcome.UNKNOWN_REQUEST
+    if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
+        return Outcome.OTHER_WORKER
+    if event.step is Step.FREE:
+        live_requests.free(event.request_id)
+    else:
+        live_requests.prefill_complete(event.request_id)
+    return Outcome.APPLIED
 
 
 def _refusal(outcome: int) -> Exception:

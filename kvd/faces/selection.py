@@ -20,6 +20,7 @@ from kvd_core.plain_selection import (
     PlainFree,
     PlainLoads,
     PlainPrefillComplete,
+    PlainPrompt,
     PlainSelect,
 )
 from kvd_core.scan import BodyScanner
@@ -29,7 +30,7 @@ from kvd_core.selector_settings import Settings
 BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
 OK = b'{"status":"ok"}'
 
-PLACE = ("model_name", *bodies.TENANT)
+PLACE = bodies.PLACE
 RECORD = tuple(each.name for each in fields(WorkerRecord))
 WORKER = BodyScanner({}, (*RECORD, "routing_group"))
 WORKERS = BodyScanner({}, (*PLACE, "workers"))
@@ -37,27 +38,11 @@ WORKERS = BodyScanner({}, (*PLACE, "workers"))
 # Positions of the arrays of a prompt.
 BLOCK_HASHES, SEQUENCE_HASHES, TOKEN_IDS = range(3)
 PROMPT: dict[str, Any] = {"block_hashes": "i64", "sequence_hashes": "i64", "token_ids": "u32"}
-PROMPT_FIELDS = (*PLACE, "isl_tokens", "lora_name", "cache_salt", "router_config_override")
-SELECT = BodyScanner(
-    PROMPT,
-    (
-        *PROMPT_FIELDS,
-        "selection_id",
-        "reservation_id",
-        "expected_output_tokens",
-        "strict_priority",
-        "priority_jump",
-        "affinity_target",
-        "pinned_worker",
-        "allowed_worker_ids",
-        "routing_constraints",
-        "explain",
-    ),
-)
+SELECT = BodyScanner(PROMPT, PlainSelect.FIELDS)
 RESERVE = BodyScanner(
     PROMPT,
     (
-        *PROMPT_FIELDS,
+        *PlainPrompt.FIELDS,
         "selection_id",
         "reservation_id",
         "worker_id",
@@ -65,7 +50,7 @@ RESERVE = BodyScanner(
         "effective_prefill_tokens",
     ),
 )
-ASK = BodyScanner(PROMPT, PROMPT_FIELDS)
+ASK = BodyScanner(PROMPT, PlainPrompt.FIELDS)
 OUTPUT = BodyScanner({}, ("decay_fraction",))
 
 # Overrides that change a choice, by their names in requests; the rest is accepted and passed over.

@@ -34,12 +34,10 @@ SLICE_ROWS = 128  # of the list, written between two rests: at most about 1 ms
 PLACE = bodies.PLACE
 REGISTER = BodyScanner({}, (*PLACE, "worker_id", "block_size", "dp_start", "dp_size"))
 UNREGISTER = BodyScanner({}, (*PLACE, "worker_id"))
-ADD = BodyScanner(
-    {"sequence_hashes": "i64"}, (*PLACE, "request_id", "worker_id", "dp_rank", "new_isl_tokens")
-)
-STEP = BodyScanner({}, (*PLACE, "request_id"))
-ALL = BodyScanner({}, PLACE)
-PROJECT = BodyScanner({"sequence_hashes": "i64"}, (*PLACE, "new_isl_tokens"))
+ADD = BodyScanner({"sequence_hashes": "i64"}, PlainAdd.FIELDS)
+STEP = BodyScanner({}, PlainFree.FIELDS)
+ALL = BodyScanner({}, PlainLoads.FIELDS)
+PROJECT = BodyScanner({"sequence_hashes": "i64"}, PlainProjection.FIELDS)
 
 Clock = Callable[[], float]  # seconds, never going back
 
