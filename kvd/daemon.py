@@ -30,7 +30,8 @@ from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
-from kvd.faces import indexer, replica_sync, selection, slot_tracker
+from kvd.faces import indexer, replica_sync, slot_tracker
+from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
 from kvd.logs import get_logger
@@ -46,7 +47,7 @@ from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.registry import Registry
 from kvd.replicas import Replicas
-from kvd.selection import Selections
+from kvd.selection.service import Selections
 from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
 from kvd.state import State
@@ -181,7 +182,7 @@ class _Daemon:
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
             if self._selections is not None:
-                for _ in self._selections.expire(trio.current_time()):
+                for _ in self._selections.bookings.expire(trio.current_time()):
                     await trio.lowlevel.checkpoint()
 
     async def _start_up(self, registry: Registry, ready: trio.Event) -> None:
@@ -220,7 +221,7 @@ class _Daemon:
         links = Replication(nursery, context, publisher, self._apply, self._replica_counts)
         self._slots.publish = links.publish
         assert self._selections is not None
-        self._selections.publish = links.publish
+        self._selections.bookings.publish = links.publish
         replicas = Replicas(links, self._replica_counts)
         for endpoint in sync.peers:
             replicas.register(endpoint)
@@ -231,7 +232,7 @@ class _Daemon:
         outcome = self._slots.apply(event, now)
         if self._selections is None:
             return outcome
-        selected = self._selections.apply(event, now)
+        selected = self._selections.bookings.apply(event, now)
         return selected if outcome is Outcome.UNKNOWN_MODEL else outcome
 
     def _faces(
@@ -265,7 +266,7 @@ class _Daemon:
             yield (
                 self._selection,
                 (
-                    *selection.routes(self._selections),
+                    *selection_routes(self._selections),
                     indexer.dump_route(self._selections.state, dumps),
                     *replica_sync.routes(replicas),
                 ),
@@ -298,7 +299,7 @@ class _Daemon:
                 await self._run_demo(f"http://{self._indexer.addresses()[0]}")
             await self._signalled.wait()
             if self._selections is not None:
-                self._selections.stop()
+                self._selections.choices.stop()
             stop.set()
 
     async def _run_demo(self, base_url: str) -> None:

@@ -10,7 +10,8 @@ from kvd_core.selector_settings cimport Settings
 
 cdef class PlainPrompt(Answerer):
     cdef BodyScanner scanner
-    cdef object selections   # kvd.selection.Selections, or like it
+    cdef object selections   # kvd.selection.service.Selections, or like it
+    cdef object bookings, choices   # its parts
     cdef dict fleets         # its fleets by (model, tenant)
     cdef Settings settings   # its default ones
     cdef bint reuses         # prompts given as tokens may share blocks in use
@@ -38,6 +39,7 @@ cdef class PlainLoads(PlainPrompt):
 
 cdef class PlainStep(Answerer):
     cdef object selections
+    cdef object bookings, choices   # its parts
     cdef dict live
 
     # The ledger of the fleet that a reservation is booked in, None if it is to be left.

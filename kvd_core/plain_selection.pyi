@@ -7,13 +7,13 @@ from kvd_core.scan import BodyScanner
 
 class Selections(Protocol):
     options: Any
+    bookings: Any
+    choices: Any
     clock: Callable[[], float]
     @property
     def draws(self) -> Draws: ...
     @property
     def fleets(self) -> Mapping[Any, Any]: ...
-    @property
-    def live(self) -> Mapping[str, Any]: ...
 
 class PlainPrompt(Answerer):
     FIELDS: ClassVar[tuple[str, ...]]

@@ -91,6 +91,8 @@ cdef class PlainPrompt(Answerer):
             raise ValueError(f"not the members of such a request: {scanner.field_names}")
         self.scanner = scanner
         self.selections = selections
+        self.bookings = selections.bookings
+        self.choices = selections.choices
         self.fleets = selections.fleets
         self.settings = selections.options.settings
         self.reuses = selections.options.assumes_kv_reuse
@@ -161,16 +163,16 @@ cdef class PlainSelect(PlainPrompt):
     def __init__(self, scanner, selections, model, tenant, bint books):
         super().__init__(scanner, selections, model, tenant)
         self.draws = selections.draws
-        self.live = selections.live
+        self.live = selections.bookings.live
         self.books = books
 
     cdef bytes answer(self, const char* body, size_t size, Text captured):
         fleet = self.scanned(body, size)
         if fleet is None or not self.plain():
             return None
-        if self.books and (self.selections.publish is not None or fleet.predictions is not None):
+        if self.books and (self.bookings.publish is not None or fleet.predictions is not None):
             return None
-        if self.selections.held and fleet.queue.waits(None):
+        if self.choices.held and fleet.queue.waits(None):
             return None
         cdef const Value* wanted = &self.scanner.core.value(kReservationId)
         cdef bint drawn = self.books and unset(wanted[0])
@@ -265,14 +267,16 @@ cdef class PlainStep(Answerer):
     def __init__(self, selections not None):
         """Takes the selections."""
         self.selections = selections
-        self.live = selections.live
+        self.bookings = selections.bookings
+        self.choices = selections.choices
+        self.live = selections.bookings.live
         self.bodiless = True
 
     cdef Ledger ledger_of(self, str reservation_id):
         fleet = self.live.get(reservation_id)
-        if fleet is None or self.selections.publish is not None:
+        if fleet is None or self.bookings.publish is not None:
             return None
-        if self.selections.held and len(fleet.queue):
+        if self.choices.held and len(fleet.queue):
             return None
         return fleet.ledger
 

@@ -13,7 +13,10 @@ from kvd.catalog import WorkerRecord
 from kvd.model import PartitionKey, RankKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
-from kvd.selection import OWNER, Ask, Fleet, Held, Look, Selections
+from kvd.selection.admission import OWNER
+from kvd.selection.asks import Ask, Held, Look
+from kvd.selection.fleet import Fleet
+from kvd.selection.service import Selections
 from kvd.state import State
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.listener import Listener
@@ -65,7 +68,7 @@ class Service:
             self.state, self.registry, self.options, expiry_s, Random(seed), lambda: self.now
         )
         self.told: list[Event] = []
-        self.selections.publish = self.told.append
+        self.selections.bookings.publish = self.told.append
 
     def fleet(self, key: PartitionKey = M) -> Fleet:
         return self.selections.fleets[key]
@@ -76,7 +79,7 @@ class Service:
 
     def select(self, blocks: list[int], tokens: int | None = None, **members: Any) -> Any:
         """Selects for a prompt of these blocks; returns what was answered, or the one held."""
-        answer = self.selections.select(self.ask(**members), look(blocks, tokens))
+        answer = self.selections.choices.select(self.ask(**members), look(blocks, tokens))
         return answer if isinstance(answer, Held) else json.loads(answer)
 
     def reserve(
@@ -87,10 +90,12 @@ class Service:
         tokens: int = 0,
         key: PartitionKey = M,
     ) -> None:
-        self.selections.reserve(key, reservation_id, rank, look(blocks), tokens, predicts=True)
+        self.selections.bookings.reserve(
+            key, reservation_id, rank, look(blocks), tokens, predicts=True
+        )
 
     def expire(self) -> None:
-        for _ in self.selections.expire(self.now):
+        for _ in self.selections.bookings.expire(self.now):
             pass
 
     def check(self) -> None:
@@ -98,7 +103,7 @@ class Service:
         selections = self.selections
         wanted: dict[RankKey, tuple[str | None, str | None]] = {}
         pools: dict[PartitionKey, list[tuple[int, int]]] = {key: [] for key in selections.fleets}
-        for entry in selections.entries.values():
+        for entry in selections.workers.entries.values():
             record = entry.record
             for dp_rank in () if entry.reasons else record.ranks:
                 pools[record.key].append((record.worker_id, dp_rank))
@@ -116,18 +121,20 @@ class Service:
             ranks = [(each.worker_id, each.dp_rank) for each in fleet.pool.candidates]
             assert ranks == sorted(pools[fleet_key])
             assert fleet.ledger.stats()["ranks"] == len(ranks)
-            records = [entry.record for entry in selections.listed(*fleet_key) if not entry.reasons]
+            records = [
+                entry.record for entry in selections.workers.listed(*fleet_key) if not entry.reasons
+            ]
             assert sorted(fleet.workers) == [record.worker_id for record in records]
             assert list(map(fleet.workers.get, sorted(fleet.workers))) == records
             self.check_pool(fleet)
             fleet.ledger.verify()
-            mine = {name: one for name, one in selections.live.items() if one is fleet}
+            mine = {name: one for name, one in selections.bookings.live.items() if one is fleet}
             assert all(fleet.ledger.request(name) is not None for name in mine)
             assert len(mine) == fleet.ledger.stats()["requests"]
             live |= mine
             held += len(fleet.queue)
-        assert live.keys() == selections.live.keys()
-        assert held == selections.held
+        assert live.keys() == selections.bookings.live.keys()
+        assert held == selections.choices.held
         for partition in selections.state.partitions.values():
             partition.index.verify()
 

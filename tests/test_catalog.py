@@ -67,7 +67,7 @@ from kvd_core.selector_settings import Settings
 )
 async def test_reasons(members: dict[str, Any], reasons: list[str]) -> None:
     service = Service()
-    entry = await service.selections.put(worker(**members))
+    entry = await service.selections.workers.put(worker(**members))
     assert entry.reasons == reasons
     assert entry.lifecycle == ("incomplete" if reasons else "schedulable")
     assert entry.record.shown(entry.lifecycle, entry.reasons).get(
@@ -83,16 +83,18 @@ async def test_an_address_that_is_none_is_a_reason(member: str, address: str) ->
     endpoints: dict[str, Any] = {member: address}
     if member == "kv_events_endpoint":
         endpoints["kv_events_endpoints"] = {}
-    entry = await service.selections.put(worker(**endpoints))
+    entry = await service.selections.workers.put(worker(**endpoints))
     assert len(entry.reasons) == 1 and not service.listeners.running
 
 
 async def test_without_events_nobody_is_listened_to() -> None:
     service = Service(RouterOptions(uses_kv_events=False))
-    entry = await service.selections.put(worker(kv_events_endpoints={}, data_parallel_size=2))
+    entry = await service.selections.workers.put(
+        worker(kv_events_endpoints={}, data_parallel_size=2)
+    )
     assert entry.reasons == [] and service.listeners.starts == 0
     service.check()
-    await service.selections.delete(1)
+    await service.selections.workers.delete(1)
     service.check()
     assert not service.selections.state.partitions
 
@@ -100,11 +102,13 @@ async def test_without_events_nobody_is_listened_to() -> None:
 async def test_a_block_size_is_that_of_the_others() -> None:
     service = Service()
     selections = service.selections
-    await selections.put(worker(1))
-    (reason,) = (await selections.put(worker(2, block_size=8))).reasons
+    await selections.workers.put(worker(1))
+    (reason,) = (await selections.workers.put(worker(2, block_size=8))).reasons
     assert reason == "block_size 8 differs from 4 of its model"
-    assert (await selections.put(worker(3, N, block_size=8))).reasons == []
-    assert (await selections.put(worker(1, block_size=16))).reasons == []  # nobody beside it
+    assert (await selections.workers.put(worker(3, N, block_size=8))).reasons == []
+    assert (
+        await selections.workers.put(worker(1, block_size=16))
+    ).reasons == []  # nobody beside it
     service.check()
 
 
@@ -114,7 +118,7 @@ async def test_a_block_size_is_that_of_the_others() -> None:
 async def ready(*records: WorkerRecord, **members: Any) -> Service:
     service = Service(**members)
     for record in records:
-        assert (await service.selections.put(record)).reasons == []
+        assert (await service.selections.workers.put(record)).reasons == []
     return service
 
 
@@ -124,11 +128,11 @@ def shown(service: Service) -> Any:
     listeners = {key: id(each) for key, each in service.listeners.running.items()}
     loads = {key: fleet.ledger.project(b"", 0) for key, fleet in selections.fleets.items()}
     return (
-        dict(selections.entries),
+        dict(selections.workers.entries),
         listeners,
         service.listeners.starts,
         loads,
-        set(selections.live),
+        set(selections.bookings.live),
     )
 
 
@@ -156,7 +160,7 @@ async def test_a_bad_upsert_of_a_live_worker_changes_nothing(members: dict[str, 
     service.reserve("r", (1, 1), [1, 2], 8)
     before = shown(service)
     with pytest.raises(Conflict):
-        await service.selections.put(replace(TWO, **members))
+        await service.selections.workers.put(replace(TWO, **members))
     assert shown(service) == before and len(service.told) == 1
     service.check()
 
@@ -178,27 +182,27 @@ async def test_an_upsert_that_cannot_be_listened_to_changes_nothing(taken: str) 
         wanted = worker(1, data_parallel_size=4)
     before = shown(service)
     with pytest.raises(Conflict):
-        await service.selections.put(wanted)
+        await service.selections.workers.put(wanted)
     assert shown(service) == before
     service.check()
 
 
 async def test_a_new_worker_that_cannot_be_listened_to_is_incomplete() -> None:
     service = await ready(TWO, max_ranks=2)
-    entry = await service.selections.put(worker(2))
+    entry = await service.selections.workers.put(worker(2))
     assert entry.reasons == ["there are 2 ranks already, no more can be listened to"]
     service.check()
-    await service.selections.delete(1)
-    assert (await service.selections.put(worker(2))).reasons == []
+    await service.selections.workers.delete(1)
+    assert (await service.selections.workers.put(worker(2))).reasons == []
     service.check()
 
 
 async def test_an_incomplete_worker_becomes_schedulable() -> None:
     service = Service()
-    await service.selections.put(worker(endpoint=None))
+    await service.selections.workers.put(worker(endpoint=None))
     with pytest.raises(Unavailable):
         service.select([1])
-    entry = await service.selections.put(worker())
+    entry = await service.selections.workers.put(worker())
     assert entry.reasons == [] and service.select([1])["worker_id"] == 1
     service.check()
 
@@ -229,8 +233,8 @@ async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted
     service.reserve("a", (1, 0), [1, 2], 8)
     service.reserve("b", (1, 1), [1, 2], 8)
     starts = service.listeners.starts
-    assert (await service.selections.put(replace(old, **change))).reasons == []
-    assert "".join(sorted(service.selections.live)) == kept
+    assert (await service.selections.workers.put(replace(old, **change))).reasons == []
+    assert "".join(sorted(service.selections.bookings.live)) == kept
     assert service.listeners.starts - starts == restarted
     freed = {event.request_id for event in service.told if event.step is Step.FREE}
     assert freed == {"a", "b"} - set(kept)  # replicas are told
@@ -239,12 +243,12 @@ async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted
 
 async def test_a_worker_has_one_place() -> None:
     service = await ready(worker(1), worker(2))
-    await service.selections.put(worker(1, N))
+    await service.selections.workers.put(worker(1, N))
     assert service.select([1], key=N)["worker_id"] == 1
     assert {service.select([1])["worker_id"] for _ in range(20)} == {2}
-    assert [entry.record.key for entry in service.selections.listed(None, None)] == [M, N]
-    assert len(service.selections.listed("m", None)) == 1
-    assert len(service.selections.listed("m", "other")) == 0
+    assert [entry.record.key for entry in service.selections.workers.listed(None, None)] == [M, N]
+    assert len(service.selections.workers.listed("m", None)) == 1
+    assert len(service.selections.workers.listed("m", "other")) == 0
     service.check()
 
 
@@ -254,13 +258,15 @@ async def test_a_worker_has_one_place() -> None:
 async def test_a_patch_may_end_a_worker() -> None:
     service = await ready(TWO)
     service.reserve("a", (1, 0), [1, 2], 8)
-    entry = await service.selections.patch(1, lambda record: replace(record, endpoint=""))
-    assert entry.reasons and not service.selections.live and not service.listeners.running
+    entry = await service.selections.workers.patch(1, lambda record: replace(record, endpoint=""))
+    assert entry.reasons and not service.selections.bookings.live and not service.listeners.running
     service.check()
-    entry = await service.selections.patch(1, lambda record: replace(record, endpoint="http://x"))
+    entry = await service.selections.workers.patch(
+        1, lambda record: replace(record, endpoint="http://x")
+    )
     assert entry.reasons == [] and len(service.listeners.running) == 2
     with pytest.raises(NotFound):
-        await service.selections.patch(2, lambda record: record)
+        await service.selections.workers.patch(2, lambda record: record)
     service.check()
 
 
@@ -268,15 +274,15 @@ async def test_what_is_deleted_is_gone() -> None:
     service = await ready(TWO, worker(2))
     service.reserve("a", (1, 0), [1, 2], 8)
     service.reserve("b", (2, 0), [1, 2], 8)
-    assert (await service.selections.delete(1)).record == TWO
-    assert set(service.selections.live) == {"b"}
+    assert (await service.selections.workers.delete(1)).record == TWO
+    assert set(service.selections.bookings.live) == {"b"}
     with pytest.raises(NotFound):
-        await service.selections.delete(1)
+        await service.selections.workers.delete(1)
     with pytest.raises(NotFound):
-        service.selections.free("a")
+        service.selections.bookings.free("a")
     service.reserve("a", (2, 0), [1], 4)  # the id is free
     service.check()
-    await service.selections.delete(2)
+    await service.selections.workers.delete(2)
     assert not service.listeners.running and not service.state.partitions
     assert service.selections.fleets.keys() == {M}  # stays listed, without loads
     service.check()
@@ -290,15 +296,15 @@ async def test_bookings_can_be_ended_while_their_worker_changes(
     for name in "abc":
         service.reserve(name, (1, 0), [1, 2], 8)
     for change in ({"replay_endpoint": None}, {"data_parallel_size": 1}):
-        nursery.start_soon(service.selections.put, replace(TWO, **change))
+        nursery.start_soon(service.selections.workers.put, replace(TWO, **change))
         for _ in range(later):  # its listeners are about to end
             await trio.lowlevel.checkpoint()
-        service.selections.prefill_complete("c")
-        service.selections.free("ab"[len(service.told) > 5])
+        service.selections.bookings.prefill_complete("c")
+        service.selections.bookings.free("ab"[len(service.told) > 5])
         assert service.select([1, 2])["worker_id"] == 1
         await trio.testing.wait_all_tasks_blocked()
         service.check()
-    assert set(service.selections.live) == {"c"}
+    assert set(service.selections.bookings.live) == {"c"}
 
 
 # ---- the whole catalog of a model
@@ -310,14 +316,14 @@ async def test_a_set_is_idempotent() -> None:
     service.reserve("b", (2, 0), [1], 4)
     wanted = [worker(2), worker(3), worker(5)]  # 5 comes over from elsewhere
     for _ in range(3):
-        entries = await service.selections.put_all(M, wanted)
+        entries = await service.selections.workers.put_all(M, wanted)
         assert [entry.record for entry in entries] == wanted
-        assert [entry.record for entry in service.selections.listed(None, None)] == wanted
-        assert set(service.selections.live) == {"b"}
+        assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
+        assert set(service.selections.bookings.live) == {"b"}
         service.check()
     assert service.listeners.starts == 5
-    assert await service.selections.put_all(M, []) == []
-    assert not service.selections.entries and not service.listeners.running
+    assert await service.selections.workers.put_all(M, []) == []
+    assert not service.selections.workers.entries and not service.listeners.running
     service.check()
 
 
@@ -340,7 +346,7 @@ async def test_a_set_with_a_bad_worker_changes_nothing(
     before = shown(service)
     for records in ([worker(2), bad], [bad, worker(2)], [bad, worker(5)]):
         with pytest.raises(error):
-            await service.selections.put_all(M, records)
+            await service.selections.workers.put_all(M, records)
         assert shown(service) == before
     service.check()
 
@@ -349,10 +355,10 @@ async def test_a_set_may_change_the_block_size() -> None:
     service = await ready(worker(1), worker(2), worker(3))
     service.reserve("a", (1, 0), [1], 4)
     wanted = [worker(each, block_size=8) for each in (1, 2, 4)]
-    entries = await service.selections.put_all(M, wanted)
+    entries = await service.selections.workers.put_all(M, wanted)
     assert [entry.reasons for entry in entries] == [[], [], []]
-    assert [entry.record for entry in service.selections.listed(None, None)] == wanted
-    assert not service.selections.live
+    assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
+    assert not service.selections.bookings.live
     service.check()
 
 
@@ -366,10 +372,10 @@ async def test_a_set_without_a_worker_in_common_always_has_someone_to_select(
     answers: list[bytes] = []
 
     async def wait() -> None:
-        answers.append(await service.selections.wait(held))
+        answers.append(await service.selections.choices.wait(held))
 
     nursery.start_soon(wait)
-    nursery.start_soon(service.selections.put_all, M, [worker(2), worker(3)])
+    nursery.start_soon(service.selections.workers.put_all, M, [worker(2), worker(3)])
     await trio.testing.wait_all_tasks_blocked()
     assert len(answers) == 1 and b'"worker_id":1,' not in answers[0]
     service.check()
@@ -388,7 +394,7 @@ async def test_a_worker_of_two_faces_is_listened_to_once(first: str, leaves: str
         if face == "indexer":
             service.registry.register(key, "tcp://10.0.0.1:5000", BLOCK_SIZE, None)
         else:
-            assert (await service.selections.put(record)).reasons == []
+            assert (await service.selections.workers.put(record)).reasons == []
     (listener,) = service.listeners.running.values()
     index_worker = service.state.partitions[M].workers[1]
     index_worker.store(0, [1, 2], [1, 2])
@@ -397,12 +403,12 @@ async def test_a_worker_of_two_faces_is_listened_to_once(first: str, leaves: str
         await service.registry.unregister(1, "m", "t", None)
         assert service.select([1, 2])["overlap"]["gpu"] == 2 * BLOCK_SIZE
     else:
-        await service.selections.delete(1)
+        await service.selections.workers.delete(1)
     assert list(service.listeners.running.values()) == [listener]
     assert service.state.partitions[M].workers[1] is index_worker
     service.check()
     if leaves == "indexer":
-        await service.selections.delete(1)
+        await service.selections.workers.delete(1)
     else:
         await service.registry.unregister(1, "m", "t", None)
     assert not service.listeners.running and not service.state.partitions
@@ -412,11 +418,11 @@ async def test_a_worker_of_two_faces_is_listened_to_once(first: str, leaves: str
 async def test_another_address_elsewhere_is_a_reason() -> None:
     service = Service()
     service.registry.register(RankKey(M, 1, 0), "tcp://10.0.0.1:1", BLOCK_SIZE, None)
-    assert (await service.selections.put(worker(1))).reasons == [
+    assert (await service.selections.workers.put(worker(1))).reasons == [
         "instance 1 dp_rank 0 already registered"
     ]
     await service.registry.unregister(1, "m", "t", None)
-    assert (await service.selections.put(worker(1))).reasons == []
+    assert (await service.selections.workers.put(worker(1))).reasons == []
     service.check()
 
 
@@ -449,14 +455,14 @@ STEPS = st.one_of(
 async def step(service: Service, kind: str, *rest: Any) -> None:
     selections = service.selections
     if kind == "put":
-        await selections.put(rest[0])
+        await selections.workers.put(rest[0])
     elif kind == "patch":
-        await selections.patch(rest[0], lambda record: replace(record, endpoint=rest[1]))
+        await selections.workers.patch(rest[0], lambda record: replace(record, endpoint=rest[1]))
     elif kind == "delete":
-        await selections.delete(rest[0])
+        await selections.workers.delete(rest[0])
     elif kind == "put_all":
         records = {record.worker_id: replace(record, model_name="m") for record in rest[0]}
-        await selections.put_all(M, list(records.values()))
+        await selections.workers.put_all(M, list(records.values()))
     elif kind == "reserve":
         service.reserve(str(rest[2]), (rest[0], rest[1]), [1, 2, 3], 12)
     elif kind == "indexer":
@@ -506,8 +512,8 @@ async def test_a_client_that_goes_away_leaves_no_half_worker(steps: list[tuple[A
 
         await cancelling.run(change)
         service.check()
-        for worker_id in list(service.selections.entries):
-            await service.selections.delete(worker_id)
+        for worker_id in list(service.selections.workers.entries):
+            await service.selections.workers.delete(worker_id)
         service.check()
-        assert not service.listeners.running and not service.selections.live
+        assert not service.listeners.running and not service.selections.bookings.live
         service.now += EXPIRY_S

@@ -20,12 +20,15 @@ from hypothesis import strategies as st
 
 from kvd.catalog import DEFAULT_MODEL, WorkerRecord
 from kvd.errors import KvdError
-from kvd.faces import selection
+from kvd.faces.selection.prompts import ASK
+from kvd.faces.selection.routes import selection_routes
 from kvd.http.types import Request, Response, Route
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
-from kvd.selection import Ask, Held, Selections
+from kvd.selection.asks import Ask, Held
+from kvd.selection.fleet import schedulable
+from kvd.selection.service import Selections
 from kvd.state import State
 from kvd.wire.lifecycle import Lifecycle
 from kvd.wire.listener import Listener
@@ -73,16 +76,16 @@ class Face:
         self.selections = Selections(state, registry, options, 300, Random(7), lambda: NOW)
         self.told: list[Lifecycle] = []
         trio.run(self._fill)
-        routes = selection.routes(self.selections)
+        routes = selection_routes(self.selections)
         self.routes = {f"{route.method} {route.path}": route for route in routes}
 
     async def _fill(self) -> None:
         places = [(model, DEFAULT_TENANT) for model in MODELS] + [("m", "other")]
         for number, (model, tenant) in enumerate(places):
             for worker_id in (number, U64_MAX - number):
-                await self.selections.put(worker(worker_id, model, tenant))
+                await self.selections.workers.put(worker(worker_id, model, tenant))
         for worker_id in (MODELS.index("gone"), U64_MAX - MODELS.index("gone")):
-            await self.selections.delete(worker_id)
+            await self.selections.workers.delete(worker_id)
         for fleet in self.selections.fleets.values():
             for row in fleet.pool.candidates[1:]:
                 if row.worker is not None:
@@ -103,12 +106,12 @@ class Face:
         self, model: str, reservation_id: str, tokens: int, rank: tuple[int, int] | None = None
     ) -> None:
         key = PartitionKey(model, DEFAULT_TENANT)
-        rank = rank or self.selections.fleet(key).pool.candidates[0][:2]
-        self.selections.reserve(key, reservation_id, rank, look, tokens, predicts=False)
+        rank = rank or schedulable(self.selections.fleets, key).pool.candidates[0][:2]
+        self.selections.bookings.reserve(key, reservation_id, rank, look, tokens, predicts=False)
 
     def state(self) -> Any:
         """Everything that a request may change."""
-        live = {name: fleet.key for name, fleet in self.selections.live.items()}
+        live = {name: fleet.key for name, fleet in self.selections.bookings.live.items()}
         return live, [
             (
                 fleet.render_loads(),
@@ -261,7 +264,7 @@ def test_what_is_answered_is_what_the_handler_does(
         assert (short.answered(name, body) or short.handled(name, body)) == expected
         assert short.state() == long.state()
         assert short.answered(LOADS, b"") == long.handled(LOADS, b"")
-    assert short.selections.random_u64() == long.selections.random_u64()
+    assert short.selections.draws.next() == long.selections.draws.next()
     for fleet in short.selections.fleets.values():
         fleet.ledger.verify()
 
@@ -272,7 +275,7 @@ def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],
 ) -> None:
     face = Face()
-    face.selections.publish = face.told.append
+    face.selections.bookings.publish = face.told.append
     for name, body in requests:
         answer = face.answered(name, body)
         assert answer is None or name in (SELECT, PROJECT)
@@ -311,7 +314,7 @@ def test_who_comes_behind_others_is_left_to_wait() -> None:
     face = Face(max_held=1)
     place = PartitionKey("busy", DEFAULT_TENANT)
     assert isinstance(
-        face.selections.select(Ask(place, face.selections.options.settings), look), Held
+        face.selections.choices.select(Ask(place, face.selections.options.settings), look), Held
     )
     busy = [name for name, key in face.state()[0].items() if key == place]
     assert not face.answered(COMPLETE, busy[0].encode())
@@ -331,7 +334,7 @@ def test_without_events_the_handler_predicts() -> None:
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
     face = Face()
     assert face.answered(RESERVE, BOOKED)
-    booked = face.selections.live["c"].ledger.request("c")
+    booked = face.selections.bookings.live["c"].ledger.request("c")
     assert booked is not None and booked.admitted_at == NOW
 
 
@@ -353,4 +356,4 @@ def test_a_scanner_of_other_members_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="not the members of such a request"):
         PlainLoads(BodyScanner({}, ("model_name",)), *known)
     with pytest.raises(ValueError, match="not the members of such a request"):
-        PlainSelect(selection.ASK, *known, books=False)
+        PlainSelect(ASK, *known, books=False)

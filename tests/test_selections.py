@@ -25,7 +25,7 @@ from kvd.errors import BadRequest, Conflict, KvdError, NotFound, Unavailable
 from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.queue import QueuePolicy
-from kvd.selection import Constraints, Held
+from kvd.selection.asks import Constraints, Held
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.hashing import sequence_hashes
@@ -48,7 +48,7 @@ def small(worker_id: int, key: PartitionKey = M, **members: Any) -> WorkerRecord
 async def ready(*records: WorkerRecord, options: RouterOptions = OPTIONS) -> Service:
     service = Service(options)
     for record in records:
-        assert (await service.selections.put(record)).reasons == []
+        assert (await service.selections.workers.put(record)).reasons == []
     return service
 
 
@@ -66,7 +66,7 @@ class Caller:
     async def run(self) -> None:
         with self.scope:
             try:
-                self.answer = json.loads(await self._service.selections.wait(self._held))
+                self.answer = json.loads(await self._service.selections.choices.wait(self._held))
             except KvdError as error:
                 self.error = error
 
@@ -233,19 +233,19 @@ class Life:
 
     def prefill_complete(self) -> None:
         name = self.rng.choice(self.NAMES)
-        self.known(name, lambda: self.service.selections.prefill_complete(name))
+        self.known(name, lambda: self.service.selections.bookings.prefill_complete(name))
         if home := self.home(name):
             home.prefill_complete(name)
 
     def output_block(self) -> None:
         name, fraction = self.rng.choice(self.NAMES), self.rng.choice((None, 0.0, 0.5, 1.0))
-        self.known(name, lambda: self.service.selections.output_block(name, fraction))
+        self.known(name, lambda: self.service.selections.bookings.output_block(name, fraction))
         if home := self.home(name):
             home.output_block(name, fraction)
 
     def free(self) -> None:
         name = self.rng.choice(self.NAMES)
-        self.known(name, lambda: self.service.selections.free(name))
+        self.known(name, lambda: self.service.selections.bookings.free(name))
         if home := self.home(name):
             home.free(name)
 
@@ -258,7 +258,7 @@ class Life:
         event = Event(*place, step, rolling, 40) if step is Step.ADD else Event(*place, step)
         told = len(self.service.told)
         before = self.home(name)
-        outcome = self.service.selections.apply(event, self.service.now)
+        outcome = self.service.selections.bookings.apply(event, self.service.now)
         assert len(self.service.told) == told or step is not Step.ADD
         ledger = self.ledgers[key]
         if outcome is Outcome.APPLIED and step is Step.ADD:
@@ -287,13 +287,15 @@ class Life:
         worker_id, key = self.rng.randint(1, 3), self.rng.choice(self.KEYS)
         if self.rng.random() < 0.2:
             try:
-                await self.service.selections.delete(worker_id)
+                await self.service.selections.workers.delete(worker_id)
             except NotFound:
                 return
             size = 0
         else:
             size = self.rng.randint(1, 2)
-            await self.service.selections.put(small(worker_id, key, data_parallel_size=size))
+            await self.service.selections.workers.put(
+                small(worker_id, key, data_parallel_size=size)
+            )
         for of, ledger in self.ledgers.items():
             wanted = {(worker_id, rank) for rank in range(size)} if of == key else set()
             for rank in [rank for rank in ledger.ranks if rank[0] == worker_id]:
@@ -304,13 +306,15 @@ class Life:
 
     def check(self) -> None:
         self.service.check()
-        assert self.service.selections.held == len(self.callers)
+        assert self.service.selections.choices.held == len(self.callers)
         for key, ledger in self.ledgers.items():
             fleet = self.service.selections.fleets.get(key)
             if fleet is None:
                 assert not ledger.ranks
                 continue
-            names = {name for name, of in self.service.selections.live.items() if of is fleet}
+            names = {
+                name for name, of in self.service.selections.bookings.live.items() if of is fleet
+            }
             assert names == set(ledger.requests)
             assert {(each.worker_id, each.dp_rank) for each in fleet.pool.candidates} == set(
                 ledger.ranks
@@ -331,13 +335,13 @@ async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
         for _ in range(250):
             await life.step(nursery)
             life.check()
-        service.selections.stop()
+        service.selections.choices.stop()
         await settled()
         life.collect()
         life.check()
         assert not life.callers and life.served > 0
-    for name in list(service.selections.live):
-        service.selections.free(name)
+    for name in list(service.selections.bookings.live):
+        service.selections.bookings.free(name)
     assert all(row.ledger.stats()["blocks"] == 0 for row in service.selections.fleets.values())
 
 
@@ -357,7 +361,7 @@ async def test_a_rank_is_busy_above_the_threshold(tokens: int) -> None:
     service = await ready(batched(1))
     service.reserve("a", (1, 0), [901], tokens)
     assert isinstance(service.select([1]), Held) is (tokens > BATCH)
-    await service.selections.put(worker(2))  # without a batch size it never is
+    await service.selections.workers.put(worker(2))  # without a batch size it never is
     service.reserve("b", (2, 0), [902], 10**6)
     assert not isinstance(service.select([1], constraints=ONLY[2]), Held)
 
@@ -367,16 +371,16 @@ async def test_what_lets_a_held_selection_go(by: str, nursery: trio.Nursery) -> 
     service = await busy_fleet()
     caller = calls(nursery, service, [1, 2], reservation_id="r")
     await settled()
-    assert caller.answer is None and service.selections.held == 1
+    assert caller.answer is None and service.selections.choices.held == 1
     if by == "prefill_complete":
-        service.selections.prefill_complete("b")
+        service.selections.bookings.prefill_complete("b")
     elif by == "free":
-        service.selections.free("b")
+        service.selections.bookings.free("b")
     elif by == "replica":
         event = Event(M, BLOCK_SIZE, "b", 2, 0, Step.FREE)
-        assert service.selections.apply(event, service.now) is Outcome.APPLIED
+        assert service.selections.bookings.apply(event, service.now) is Outcome.APPLIED
     elif by == "join":
-        await service.selections.put(batched(3))
+        await service.selections.workers.put(batched(3))
     else:
         service.now += EXPIRY_S + 1
         service.expire()
@@ -384,14 +388,16 @@ async def test_what_lets_a_held_selection_go(by: str, nursery: trio.Nursery) -> 
     assert caller.answer["worker_id"] in ({3} if by == "join" else {1, 2})
     if by not in ("join", "expire"):
         assert caller.answer["worker_id"] == 2
-    assert "r" in service.selections.live and service.selections.held == 0
+    assert "r" in service.selections.bookings.live and service.selections.choices.held == 0
     service.check()
 
 
 async def test_a_worker_with_more_room_lets_them_go(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     caller = calls(nursery, service, [1])
-    await service.selections.patch(2, lambda record: replace(record, max_num_batched_tokens=1000))
+    await service.selections.workers.patch(
+        2, lambda record: replace(record, max_num_batched_tokens=1000)
+    )
     await settled()
     assert caller.answer["worker_id"] == 2
 
@@ -410,12 +416,12 @@ async def test_the_order_of_those_held(policy: QueuePolicy, nursery: trio.Nurser
         callers[name] = calls(nursery, service, [1], reservation_id=name, **urgency)
         service.now += 1
     served: list[str] = []
-    service.selections.prefill_complete("b")
+    service.selections.bookings.prefill_complete("b")
     while len(served) < len(callers):  # each makes the worker busy, until its prefill is done
         await settled()
         (new,) = (name for name, one in callers.items() if one.answer and name not in served)
         served.append(new)
-        service.selections.prefill_complete(new)
+        service.selections.bookings.prefill_complete(new)
     by_policy = {
         QueuePolicy.FCFS: ["last, strict", "third, jumps", "first, long", "second, short"],
         QueuePolicy.WSPT: ["last, strict", "third, jumps", "second, short", "first, long"],
@@ -428,7 +434,7 @@ async def test_constrained_ones_block_nobody(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     only_1 = calls(nursery, service, [1], constraints=ONLY[1])
     only_2 = calls(nursery, service, [1], constraints=ONLY[2])
-    service.selections.free("b")
+    service.selections.bookings.free("b")
     await settled()
     assert only_1.answer is None and only_2.answer["worker_id"] == 2
     assert service.select([5])["worker_id"] == 2
@@ -445,7 +451,7 @@ async def test_who_is_liked_best_is_not_waited_for(nursery: trio.Nursery) -> Non
     assert service.select([1], affinity=(1, 0))["worker_id"] == 2
     service.reserve("b", (2, 0), [902], BATCH + 1)
     caller = calls(nursery, service, [1], affinity=(1, 0))
-    service.selections.free("b")
+    service.selections.bookings.free("b")
     await settled()
     assert caller.answer["worker_id"] == 2
 
@@ -453,13 +459,13 @@ async def test_who_is_liked_best_is_not_waited_for(nursery: trio.Nursery) -> Non
 async def test_nobody_is_left_to_serve_them(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     anyone, only_2 = calls(nursery, service, [1]), calls(nursery, service, [1], constraints=ONLY[2])
-    await service.selections.delete(2)
+    await service.selections.workers.delete(2)
     await settled()
     assert only_2.error is not None and only_2.error.status == 503 and anyone.error is None
-    await service.selections.patch(1, lambda record: replace(record, endpoint=""))
+    await service.selections.workers.patch(1, lambda record: replace(record, endpoint=""))
     await settled()
     assert anyone.error is not None and anyone.error.status == 503
-    assert service.selections.held == 0 and not service.selections.live
+    assert service.selections.choices.held == 0 and not service.selections.bookings.live
     service.check()
 
 
@@ -469,8 +475,8 @@ async def test_an_id_that_lives_is_a_conflict_at_once(nursery: trio.Nursery) -> 
     second = calls(nursery, service, [1], reservation_id="r")  # nobody has it yet
     with pytest.raises(Conflict):
         service.select([1], reservation_id="a")
-    service.selections.free("a")
-    service.selections.free("b")
+    service.selections.bookings.free("a")
+    service.selections.bookings.free("b")
     await settled()
     assert first.answer and second.error is not None and second.error.status == 409
     service.check()
@@ -495,13 +501,13 @@ async def test_so_many_wait_and_no_more(nursery: trio.Nursery) -> None:
     callers = [calls(nursery, service, [1]) for _ in range(3)]
     with pytest.raises(Unavailable) as refused:
         service.select([1])
-    assert refused.value.retry_after_s and service.selections.refused_held == 1
+    assert refused.value.retry_after_s and service.selections.choices.refused_held == 1
     callers[0].scope.cancel()
     await settled()
     calls(nursery, service, [1])
-    service.selections.free("a")
+    service.selections.bookings.free("a")
     await settled()
-    assert service.selections.held == 0
+    assert service.selections.choices.held == 0
     service.check()
 
 
@@ -510,11 +516,11 @@ async def test_nobody_waits_for_ever(autojump_clock: trio.testing.MockClock) -> 
     held = service.select([1], reservation_id="r")
     start = trio.current_time()
     with pytest.raises(Unavailable) as late:
-        await service.selections.wait(held)
+        await service.selections.choices.wait(held)
     assert trio.current_time() - start == pytest.approx(OPTIONS.max_wait_s)
-    assert late.value.retry_after_s and service.selections.held == 0
-    service.selections.free("a")
-    assert "r" not in service.selections.live
+    assert late.value.retry_after_s and service.selections.choices.held == 0
+    service.selections.bookings.free("a")
+    assert "r" not in service.selections.bookings.live
     service.check()
 
 
@@ -524,18 +530,18 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
         told = len(service.told)
 
         async def select(service: Service = service) -> bytes:
-            held = service.selections.select(service.ask(reservation_id="r"), look([1, 2]))
+            held = service.selections.choices.select(service.ask(reservation_id="r"), look([1, 2]))
             assert isinstance(held, Held)
-            return await service.selections.wait(held)
+            return await service.selections.choices.wait(held)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancelling.run, select)
             await settled()
             cancelled = cancelling.reached
-            service.selections.free("a")
-        assert ("r" in service.selections.live) is not cancelled
+            service.selections.bookings.free("a")
+        assert ("r" in service.selections.bookings.live) is not cancelled
         assert len(service.told) - told == (1 if cancelled else 2)
-        assert service.selections.held == len(service.fleet().queue) == 0
+        assert service.selections.choices.held == len(service.fleet().queue) == 0
         service.check()
 
 
@@ -556,28 +562,28 @@ async def test_ten_thousand_wait(nursery: trio.Nursery) -> None:
         for number in range(10_000)
     ]
     await settled()
-    assert service.selections.held == 10_000
+    assert service.selections.choices.held == 10_000
     for caller in rng.sample(callers, 1000):
         caller.scope.cancel()
     await settled()
-    assert service.selections.held == 9000
-    service.selections.prefill_complete("a")
-    service.selections.prefill_complete("b")
-    while service.selections.held:
+    assert service.selections.choices.held == 9000
+    service.selections.bookings.prefill_complete("a")
+    service.selections.bookings.prefill_complete("b")
+    while service.selections.choices.held:
         await settled()
-        for name in list(service.selections.live):
-            service.selections.free(name)
+        for name in list(service.selections.bookings.live):
+            service.selections.bookings.free(name)
     await settled()
     answered = [caller for caller in callers if caller.answer]
     assert len(answered) == 9000 and all(caller.error is None for caller in callers)
-    assert not service.fleet().queue._lanes and not service.selections.live
+    assert not service.fleet().queue._lanes and not service.selections.bookings.live
     assert service.fleet().ledger.stats()["blocks"] == 0
     service.check()
 
 
 async def test_stopping_answers_all(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
-    await service.selections.put(batched(3, N))
+    await service.selections.workers.put(batched(3, N))
     service.reserve("c", (3, 0), [903], BATCH + 1, N)
     callers = [
         calls(nursery, service, [1], key=key, constraints=constraints)
@@ -585,12 +591,12 @@ async def test_stopping_answers_all(nursery: trio.Nursery) -> None:
         for constraints in (None, Constraints(pinned=(3 if key == N else 1, 0)))
         for _ in range(3)
     ]
-    service.selections.stop()
+    service.selections.choices.stop()
     with pytest.raises(Unavailable):
         service.select([1])
     await settled()
     assert [caller.error.status if caller.error else None for caller in callers] == [503] * 12
-    service.selections.free("a")
+    service.selections.bookings.free("a")
     assert service.select([1])["worker_id"] == 1  # who need not wait is served
     service.check()
 
@@ -607,7 +613,7 @@ async def test_what_is_booked_counts_as_cached() -> None:
     assert again["worker_id"] == booked["worker_id"]
     assert again["overlap"]["gpu"] == 3 * BLOCK_SIZE
     assert again["effective_prefill_tokens"] == BLOCK_SIZE
-    service.selections.free("r")
+    service.selections.bookings.free("r")
     assert service.select([1, 2])["overlap"]["gpu"] == 2 * BLOCK_SIZE
     service.now += 60
     service.reserve("s", (booked["worker_id"], 0), [1])
@@ -615,8 +621,8 @@ async def test_what_is_booked_counts_as_cached() -> None:
     service.expire()
     assert service.select([1, 2, 3])["overlap"]["gpu"] == BLOCK_SIZE
     service.check()
-    await service.selections.delete(booked["worker_id"])
-    await service.selections.put(worker(booked["worker_id"]))
+    await service.selections.workers.delete(booked["worker_id"])
+    await service.selections.workers.put(worker(booked["worker_id"]))
     assert service.select([1])["overlap"]["gpu"] == 0
     service.check()
 
@@ -637,11 +643,11 @@ async def test_predictions_and_the_index_agree(seed: int) -> None:
             service.now += rng.choice((0.0, 1.0, 10.0))
             service.expire()
         elif kind < 0.95:
-            await service.selections.put(worker(1, data_parallel_size=rng.randint(1, 3)))
-        elif 2 in service.selections.entries:
-            await service.selections.delete(2)
+            await service.selections.workers.put(worker(1, data_parallel_size=rng.randint(1, 3)))
+        elif 2 in service.selections.workers.entries:
+            await service.selections.workers.delete(2)
         else:
-            await service.selections.put(worker(2))
+            await service.selections.workers.put(worker(2))
         service.check()
         predictions = service.fleet().predictions
         assert predictions is not None

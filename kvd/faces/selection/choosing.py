@@ -1,0 +1,132 @@
+"""Routes that choose who serves a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvd.errors import Invalid
+from kvd.faces import bodies
+from kvd.faces.selection.members import (
+    bounded_id,
+    flag,
+    number,
+    optional_number,
+    optional_object,
+    place,
+    texts,
+    u32,
+    u64,
+)
+from kvd.faces.selection.prompts import PROMPT, look_for
+from kvd.http.types import Request, Response
+from kvd.selection.asks import Ask, Constraints, Held, Look
+from kvd.selection.service import Selections
+from kvd_core.plain_selection import PlainSelect
+from kvd_core.scan import BodyScanner
+from kvd_core.selector_settings import Settings
+
+SELECT = BodyScanner(PROMPT, PlainSelect.FIELDS)
+
+# Overrides that change a choice, by their names in requests; the rest is accepted and passed over.
+OVERRIDES = {
+    "overlap_score_weight": "overlap_weight",
+    "kv_overlap_score_weight": "overlap_weight",
+    "prefill_load_scale": "overlap_weight",
+    "overlap_score_credit": "device_credit",
+    "router_temperature": "temperature",
+}
+
+
+async def select(request: Request, *, selections: Selections) -> Response:
+    """Says which rank should serve a prompt; may wait until one is not busy."""
+    members = bodies.scan(SELECT, request.body)
+    ask = _ask(selections, members)
+    return await _selected(selections, ask, look_for(selections, SELECT, members))
+
+
+async def select_and_reserve(request: Request, *, selections: Selections) -> Response:
+    """Does the same and books the prompt there, in one step."""
+    members = bodies.scan(SELECT, request.body)
+    ask = _ask(selections, members)
+    given = bodies.optional_text(members, "reservation_id")
+    reservation_id = selections.draws.uuid() if given is None else bounded_id(given)
+    look = look_for(selections, SELECT, members)
+    return await _selected(selections, replace(ask, reservation_id=reservation_id), look)
+
+
+async def _selected(selections: Selections, ask: Ask, look: Look) -> Response:
+    answer = selections.choices.select(ask, look)
+    if isinstance(answer, Held):
+        answer = await selections.choices.wait(answer)
+    return Response(200, answer)
+
+
+def _ask(selections: Selections, members: bodies.Members) -> Ask:
+    constraints = Constraints(
+        _allowed(members), _rank(members, "pinned_worker"), _required_taints(members)
+    )
+    selection_id = bodies.optional_text(members, "selection_id")
+    return Ask(
+        place(members),
+        settings_of(selections, members),
+        selection_id=selection_id,
+        constraints=None if constraints == Constraints() else constraints,
+        affinity=_affinity(members),
+        strict_priority=bodies.optional_uint(members, "strict_priority", bodies.U32_MAX) or 0,
+        priority_jump=optional_number(members, "priority_jump"),
+        expected_output_tokens=bodies.optional_uint(
+            members, "expected_output_tokens", bodies.U32_MAX
+        ),
+        lora_name=bodies.optional_text(members, "lora_name"),
+        explain=members.get("explain") is not None and flag(members, "explain"),
+    )
+
+
+def _allowed(members: bodies.Members) -> frozenset[int] | None:
+    value = members.get("allowed_worker_ids")
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise Invalid("allowed_worker_ids: expected an array")
+    return frozenset(u64({"allowed_worker_ids": each}, "allowed_worker_ids") for each in value)
+
+
+def _rank(members: bodies.Members, name: str) -> tuple[int, int] | None:
+    value = optional_object(members, name)
+    if value is None:
+        return None
+    return u64(value, "worker_id"), u32(value, "dp_rank")
+
+
+def _affinity(members: bodies.Members) -> tuple[int, int | None] | None:
+    value = optional_object(members, "affinity_target")
+    if value is None:
+        return None
+    return u64(value, "worker_id"), bodies.optional_uint(value, "dp_rank", bodies.U32_MAX)
+
+
+def _required_taints(members: bodies.Members) -> frozenset[str]:
+    value = optional_object(members, "routing_constraints")
+    if value is None or value.get("required_taints") is None:
+        return frozenset()
+    return frozenset(texts(value, "required_taints"))
+
+
+def settings_of(selections: Selections, members: bodies.Members) -> Settings:
+    """Returns the configured settings with what the request overrides."""
+    default = selections.options.settings
+    override = optional_object(members, "router_config_override")
+    if override is None:
+        return default
+    changes: dict[str, Any] = {
+        OVERRIDES[name]: number(override, name)
+        for name in OVERRIDES
+        if override.get(name) is not None
+    }
+    if override.get("track_prefill_tokens") is not None:
+        changes["track_prefill"] = flag(override, "track_prefill_tokens")
+    try:
+        return default.replace(**changes)
+    except ValueError as error:
+        raise Invalid(f"router_config_override: {error}") from None

@@ -1,0 +1,70 @@
+"""Members that bodies of the selection service have in common, read strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvd.catalog import DEFAULT_MODEL
+from kvd.errors import Invalid
+from kvd.faces import bodies
+from kvd.model import PartitionKey
+from kvd_core.ledger import MAX_REQUEST_ID_BYTES
+
+OK = b'{"status":"ok"}'
+
+
+def place(members: bodies.Members) -> PartitionKey:
+    model_name = members.get("model_name", DEFAULT_MODEL)
+    if not isinstance(model_name, str):
+        raise Invalid("model_name: expected a text")
+    return PartitionKey(model_name, bodies.tenant(members))
+
+
+def u32(members: bodies.Members, name: str) -> int:
+    return bodies.uint(members, name, bodies.U32_MAX)
+
+
+def u64(members: bodies.Members, name: str) -> int:
+    return bodies.uint(members, name, bodies.U64_MAX)
+
+
+def flag(members: bodies.Members, name: str) -> bool:
+    value = members[name]
+    if not isinstance(value, bool):
+        raise Invalid(f"{name}: expected true or false")
+    return value
+
+
+def number(members: Mapping[str, Any], name: str) -> float:
+    value = members[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Invalid(f"{name}: expected a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise Invalid(f"{name}: a number out of range") from None
+
+
+def texts(members: bodies.Members, name: str) -> tuple[str, ...]:
+    value = members[name]
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise Invalid(f"{name}: expected an array of texts")
+    return tuple(bodies.bounded(each, name) for each in value)
+
+
+def optional_object(members: bodies.Members, name: str) -> bodies.Members | None:
+    value = members.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise Invalid(f"{name}: expected an object")
+    return value
+
+
+def optional_number(members: bodies.Members, name: str) -> float:
+    return 0.0 if members.get(name) is None else number(members, name)
+
+
+def bounded_id(text: str) -> str:
+    if len(text.encode()) > MAX_REQUEST_ID_BYTES:
+        raise Invalid(f"reservation_id: longer than {MAX_REQUEST_ID_BYTES} bytes")
+    return text

@@ -1,0 +1,76 @@
+"""Prompts in bodies: hashes, or tokens to be hashed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.errors import BadRequest
+from kvd.faces import bodies
+from kvd.faces.selection.members import flag, optional_object
+from kvd.selection.asks import Look
+from kvd.selection.service import Selections
+from kvd_core.plain_selection import PlainPrompt
+from kvd_core.scan import BodyScanner
+from kvd_core.selector import MAX_ISL_TOKENS, Pool
+
+# Positions of the arrays of a prompt.
+BLOCK_HASHES, SEQUENCE_HASHES, TOKEN_IDS = range(3)
+PROMPT: dict[str, Any] = {"block_hashes": "i64", "sequence_hashes": "i64", "token_ids": "u32"}
+ASK = BodyScanner(PROMPT, PlainPrompt.FIELDS)
+
+
+def look_for(selections: Selections, scanner: BodyScanner, members: bodies.Members) -> Look:
+    """Returns what puts the body's prompt before a pool; raises BadRequest without a whole one."""
+    if "token_ids" in members:
+        return _look_tokens(selections, scanner, members)
+    for name in ("block_hashes", "sequence_hashes", "isl_tokens"):
+        if members.get(name) is None:
+            raise BadRequest(f"{name} is required, or token_ids")
+    isl_tokens = bodies.uint(members, "isl_tokens", MAX_ISL_TOKENS)
+    if isl_tokens == 0:
+        raise BadRequest("isl_tokens must be greater than 0")
+    _check_lengths(members)
+    return lambda pool: pool.look_body(scanner, BLOCK_HASHES, SEQUENCE_HASHES, isl_tokens)
+
+
+def _check_lengths(members: bodies.Members) -> None:
+    blocks, hashes = members["block_hashes"], members["sequence_hashes"]
+    if blocks != hashes:
+        raise BadRequest(f"block_hashes length {blocks} must match sequence_hashes length {hashes}")
+
+
+def _look_tokens(selections: Selections, scanner: BodyScanner, members: bodies.Members) -> Look:
+    lora_name = bodies.optional_text(members, "lora_name")
+    cache_salt = bodies.optional_text(members, "cache_salt")
+    unique = _unique(selections, members)
+    return lambda pool: pool.look_tokens(scanner, TOKEN_IDS, lora_name, cache_salt, unique)
+
+
+def _unique(selections: Selections, members: bodies.Members) -> int | None:
+    """Returns a number for a prompt that is not to share blocks in use with any other."""
+    reuse = selections.options.assumes_kv_reuse
+    override = optional_object(members, "router_config_override")
+    if override is not None and override.get("assume_kv_reuse") is not None:
+        reuse = flag(override, "assume_kv_reuse")
+    return None if reuse else selections.draws.next()
+
+
+def look_reserved(
+    selections: Selections, scanner: BodyScanner, members: bodies.Members
+) -> tuple[Look, int]:
+    """Returns what looks at a prompt of which only the sequence hashes are needed; its tokens."""
+    if "token_ids" in members:
+        return _look_tokens(selections, scanner, members), members["token_ids"]
+    for name in ("sequence_hashes", "isl_tokens"):
+        if members.get(name) is None:
+            raise BadRequest(f"{name} is required, or token_ids")
+    isl_tokens = bodies.uint(members, "isl_tokens", MAX_ISL_TOKENS)
+    locals_ = SEQUENCE_HASHES
+    if "block_hashes" in members:
+        _check_lengths(members)
+        locals_ = BLOCK_HASHES
+
+    def look(pool: Pool) -> None:
+        pool.look_body(scanner, locals_, SEQUENCE_HASHES, isl_tokens)
+
+    return look, isl_tokens

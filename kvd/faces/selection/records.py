@@ -1,0 +1,87 @@
+"""Worker records of the selection service: read strictly from bodies, and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from kvd.catalog import Role, WorkerRecord
+from kvd.errors import Invalid
+from kvd.faces import bodies
+from kvd.faces.selection.members import flag, number, texts, u32, u64
+from kvd.selection.admission import Entry
+
+FIELDS = tuple(each.name for each in fields(WorkerRecord))
+
+
+def shown(entry: Entry) -> dict[str, Any]:
+    return entry.record.shown(entry.lifecycle, entry.reasons)
+
+
+def record(members: bodies.Members) -> WorkerRecord:
+    worker_id = bodies.uint(members, "worker_id", bodies.U64_MAX)
+    for name in bodies.PLACE:  # null is no name, and absence means another one
+        if name in members:
+            bodies.text(members, name)
+    return WorkerRecord(**{**changes(members), "worker_id": worker_id})
+
+
+def changes(members: bodies.Members) -> dict[str, Any]:
+    """Returns the members of a record that are given and not null, read strictly."""
+    given = {name: value for name, value in members.items() if value is not None}
+    said = {name: READERS[name](given, name) for name in FIELDS if name in given}
+    if tenant := bodies.alias(given, *bodies.TENANT):
+        said["tenant_id"] = tenant
+    return said
+
+
+def _kept(members: bodies.Members, name: str) -> str:
+    return bodies.bounded(bodies.text(members, name), name)
+
+
+def _role(members: bodies.Members, name: str) -> Role:
+    try:
+        return Role(members[name])
+    except ValueError:
+        raise Invalid(f"{name}: expected one of {', '.join(Role)}") from None
+
+
+def _map(members: bodies.Members, name: str) -> dict[str, str]:
+    value = members[name]
+    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+        raise Invalid(f"{name}: expected an object of texts")
+    return {bodies.bounded(key, name): bodies.bounded(text, name) for key, text in value.items()}
+
+
+def _endpoints(members: bodies.Members, name: str) -> dict[int, str]:
+    endpoints = _map(members, name)
+    for key in endpoints:
+        digits = key.isascii() and key.isdigit() and len(key) <= 10
+        if not (digits and str(int(key)) == key and int(key) <= bodies.U32_MAX):
+            raise Invalid(f"{name}: {key[:40]} is not a rank")
+    return {int(key): text for key, text in endpoints.items()}
+
+
+READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
+    "worker_id": u64,
+    "model_name": _kept,
+    "tenant_id": _kept,
+    "endpoint": _kept,
+    "kv_events_endpoint": _kept,
+    "kv_events_endpoints": _endpoints,
+    "replay_endpoint": _kept,
+    "block_size": u32,
+    "data_parallel_start_rank": u32,
+    "data_parallel_size": u32,
+    "max_num_batched_tokens": u64,
+    "total_kv_blocks": u64,
+    "stable_routing_id": _kept,
+    "is_eagle": flag,
+    "role": _role,
+    "taints": texts,
+    "topology_domains": _map,
+    "kv_transfer_domain": _kept,
+    "kv_transfer_enforcement": _kept,
+    "kv_transfer_preferred_weight": number,
+}

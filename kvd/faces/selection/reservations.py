@@ -1,0 +1,81 @@
+"""Routes of reservations."""
+
+from __future__ import annotations
+
+from kvd.errors import BadRequest
+from kvd.faces import bodies
+from kvd.faces.selection.members import OK, bounded_id, number, place, u64
+from kvd.faces.selection.prompts import PROMPT, look_reserved
+from kvd.http.types import Request, Response
+from kvd.selection.service import Selections
+from kvd_core.plain_selection import PlainPrompt
+from kvd_core.scan import BodyScanner
+from kvd_core.selector import MAX_ISL_TOKENS
+
+RESERVE = BodyScanner(
+    PROMPT,
+    (
+        *PlainPrompt.FIELDS,
+        "selection_id",
+        "reservation_id",
+        "worker_id",
+        "dp_rank",
+        "effective_prefill_tokens",
+    ),
+)
+OUTPUT = BodyScanner({}, ("decay_fraction",))
+
+
+def reserve(request: Request, *, selections: Selections) -> Response:
+    """Books a prompt on a rank that was selected before."""
+    members = bodies.scan(RESERVE, request.body)
+    given = bodies.optional_text(members, "reservation_id")
+    if given is None:
+        given = bodies.text(members, "selection_id")
+    reservation_id = bounded_id(given)
+    rank = (
+        u64(members, "worker_id"),
+        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
+    )
+    look, isl_tokens = look_reserved(selections, RESERVE, members)
+    tokens = bodies.optional_uint(members, "effective_prefill_tokens", MAX_ISL_TOKENS)
+    if tokens is not None and isl_tokens is not None and tokens > isl_tokens:
+        raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
+    key = place(members)
+    predicts = "token_ids" in members or "block_hashes" in members
+    record = selections.bookings.reserve(
+        key, reservation_id, rank, look, tokens or 0, predicts=predicts
+    )
+    answer = {
+        "reservation_id": reservation_id,
+        "model_name": key.model_name,
+        "tenant_id": key.tenant_id,
+        "worker_id": rank[0],
+        "dp_rank": rank[1],
+        "endpoint": record.endpoint,
+    }
+    response = bodies.json_response(answer)
+    response.status = 201
+    return response
+
+
+def prefill_complete(request: Request, *, selections: Selections) -> Response:
+    selections.bookings.prefill_complete(bodies.segment(request))
+    return Response(200, OK)
+
+
+def output_block(request: Request, *, selections: Selections) -> Response:
+    fraction = None
+    if request.body:
+        members = bodies.scan(OUTPUT, request.body)
+        if members.get("decay_fraction") is not None:
+            fraction = number(members, "decay_fraction")
+            if not 0 <= fraction <= 1:
+                raise BadRequest("decay_fraction must be from 0 to 1")
+    selections.bookings.output_block(bodies.segment(request), fraction)
+    return Response(200, OK)
+
+
+def free(request: Request, *, selections: Selections) -> Response:
+    selections.bookings.free(bodies.segment(request))
+    return Response(200, OK)

@@ -1,0 +1,83 @@
+"""Routes of the selection service's catalog."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvd.catalog import Lifecycle
+from kvd.errors import BadRequest, Invalid
+from kvd.faces import bodies
+from kvd.faces.selection.members import place
+from kvd.faces.selection.records import FIELDS, changes, record, shown
+from kvd.http.types import Request, Response
+from kvd.selection.service import Selections
+from kvd_core.scan import BodyScanner
+
+WORKER = BodyScanner({}, (*FIELDS, "routing_group"))
+WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
+
+
+def ready(request: Request, *, selections: Selections) -> Response:
+    """Answers 200 once a worker can be selected, with all workers either way."""
+    entries = selections.workers.listed(None, None)
+    count = sum(not entry.reasons for entry in entries)
+    answer = {
+        "ready": count > 0,
+        "schedulable_workers": count,
+        "workers": [shown(entry) for entry in entries],
+    }
+    response = bodies.json_response(answer)
+    response.status = 200 if count else 503
+    return response
+
+
+def list_workers(request: Request, *, selections: Selections) -> Response:
+    entries = selections.workers.listed(*bodies.filters(request))
+    return bodies.json_response([shown(entry) for entry in entries])
+
+
+async def post_worker(request: Request, *, selections: Selections) -> Response:
+    members = bodies.scan(WORKER, request.body)
+    entry = await selections.workers.put(record(members))
+    response = bodies.json_response(shown(entry))
+    response.status = 201
+    return response
+
+
+async def put_workers(request: Request, *, selections: Selections) -> Response:
+    """Makes the given workers all there are of a model and tenant."""
+    members = bodies.scan(WORKERS, request.body)
+    key = place(members)
+    rows = bodies.require(members, "workers")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise Invalid("workers: expected an array of objects")
+    where = {"model_name": key.model_name, "tenant_id": key.tenant_id}
+    records = [record({**where, **row}) for row in rows]
+    if any(each.key != key for each in records):
+        raise Invalid("workers: one is of another model or tenant")
+    if len({each.worker_id for each in records}) != len(records):
+        raise Invalid("workers: a worker_id comes twice")
+    entries = await selections.workers.put_all(key, records)
+    return bodies.json_response([shown(entry) for entry in entries])
+
+
+async def patch_worker(request: Request, *, selections: Selections) -> Response:
+    """Changes the members that are given and not null."""
+    worker_id = _path_id(request)
+    said = changes(bodies.scan(WORKER, request.body))
+    for fixed in ("worker_id", "model_name", "tenant_id"):
+        said.pop(fixed, None)
+    entry = await selections.workers.patch(worker_id, lambda known: replace(known, **said))
+    return bodies.json_response(shown(entry))
+
+
+async def delete_worker(request: Request, *, selections: Selections) -> Response:
+    entry = await selections.workers.delete(_path_id(request))
+    return bodies.json_response(entry.record.shown(Lifecycle.UNSCHEDULABLE, []))
+
+
+def _path_id(request: Request) -> int:
+    text = bodies.segment(request)
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
+        raise BadRequest(f"not a worker id: {text[:40]}")
+    return int(text)

@@ -1,0 +1,108 @@
+"""Judges worker records: whether they can be scheduled beside what there is, and if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvd.catalog import Lifecycle, WorkerRecord
+from kvd.errors import Invalid, KvdError, Unavailable
+from kvd.model import PartitionKey
+from kvd.registry import Registry
+from kvd.scheduling.options import RouterOptions
+from kvd.selection.fleet import Fleet
+from kvd_core import ledger
+
+OWNER = "selection"  # of its registrations
+
+MAX_FLEETS = 16_384  # models and tenants, as elsewhere
+MAX_WORKERS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A worker of the catalog."""
+
+    record: WorkerRecord
+    reasons: list[str]  # why it cannot be scheduled
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return Lifecycle.INCOMPLETE if self.reasons else Lifecycle.SCHEDULABLE
+
+
+class Admission:
+    """What there is, as far as it decides who may join. Changes nothing."""
+
+    def __init__(
+        self,
+        entries: Mapping[int, Entry],
+        fleets: Mapping[PartitionKey, Fleet],
+        registry: Registry,
+        options: RouterOptions,
+    ) -> None:
+        self._entries = entries
+        self._fleets = fleets
+        self._registry = registry
+        self._options = options
+
+    def judged(self, record: WorkerRecord) -> Entry:
+        """Returns the entry that a record would be."""
+        fleet = self._fleets.get(record.key)
+        size = None
+        if fleet is not None and fleet.workers.keys() - {record.worker_id}:
+            size = fleet.block_size
+        reasons = record.reasons(size, uses_events=self._options.uses_kv_events)
+        if not reasons:
+            try:
+                self._check_join([record], {record.worker_id})
+            except KvdError as error:
+                reasons.append(str(error))
+        return Entry(record, reasons)
+
+    def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> None:
+        """Raises what `_join` would for workers of one fleet, once what these have has gone.
+
+        That is Unavailable at a bound, and Conflict with what another face has registered.
+        """
+        if not records:
+            return
+        key, block_size = records[0].key, records[0].block_size
+        fleet = self._fleets.get(key)
+        if fleet is None and len(self._fleets) >= MAX_FLEETS:
+            raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
+        ranks = sum(len(record.ranks) for record in records)
+        if fleet is not None:
+            staying = [one for id_, one in fleet.workers.items() if id_ not in leaving]
+            ranks += sum(len(record.ranks) for record in staying)
+        if ranks > ledger.MAX_RANKS:
+            raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
+        if self._options.uses_kv_events and block_size is not None:
+            addresses: dict[tuple[int | str, int], tuple[str, str | None]] = {
+                (record.worker_id, dp_rank): (endpoint, record.replay_endpoint)
+                for record in records
+                for dp_rank in record.ranks
+                if (endpoint := record.events_endpoint(dp_rank)) is not None
+            }
+            self._registry.check(key, addresses, block_size, OWNER, leaving)
+
+    def check_all(self, records: list[WorkerRecord], gone: Fleet | None) -> None:
+        """Raises what keeps any of the records from being scheduled, once a fleet has gone."""
+        sizes = {record.block_size for record in records}
+        for record in records:
+            reasons = record.reasons(record.block_size, uses_events=self._options.uses_kv_events)
+            if len(sizes) > 1:
+                reasons.append("the workers' block sizes differ")
+            if reasons:
+                raise Invalid(f"worker {record.worker_id}: " + "; ".join(reasons))
+        self.check_room(records)
+        leaving = {record.worker_id for record in records}
+        if gone is not None:
+            leaving |= gone.workers.keys()
+        self._check_join(records, leaving)
+
+    def check_room(self, records: list[WorkerRecord]) -> None:
+        """Raises Unavailable if there are too many workers for these."""
+        new = {record.worker_id for record in records} - self._entries.keys()
+        if len(self._entries) + len(new) > MAX_WORKERS:
+            raise Unavailable(f"there are {MAX_WORKERS} workers already")

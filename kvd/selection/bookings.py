@@ -1,0 +1,195 @@
+"""What is booked on the ranks: reservations from their admission to their end, here and elsewhere.
+
+Ids are unique in the whole service. Replicas are told of every step, and their steps are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvd.catalog import WorkerRecord
+from kvd.errors import Conflict, Invalid, NotFound, Unavailable
+from kvd.model import PartitionKey
+from kvd.selection.asks import Ask, Look
+from kvd.selection.fleet import Fleet, schedulable
+from kvd.slots import apply_to
+from kvd.wire.lifecycle import Lifecycle as Event
+from kvd.wire.lifecycle import Outcome, Step
+from kvd_core import ledger
+
+EXPIRY_SLICE = 64  # requests expired between two rests
+
+
+class Bookings:
+    """The live reservations of all fleets."""
+
+    def __init__(
+        self,
+        fleets: Mapping[PartitionKey, Fleet],
+        expiry_s: float,
+        clock: Callable[[], float],
+        on_idle: Callable[[Fleet], None],
+    ) -> None:
+        """Calls `on_idle` after whatever may have made a rank of a fleet less busy."""
+        self.live: dict[str, Fleet] = {}
+        self.publish: Callable[[Event], None] | None = None  # told of every step, if set
+        self._fleets = fleets
+        self._expiry_s = expiry_s
+        self._clock = clock
+        self._on_idle = on_idle
+
+    def check_new(self, reservation_id: str | None) -> None:
+        """Raises Conflict on an id that lives."""
+        if reservation_id is not None and reservation_id in self.live:
+            raise Conflict(f"reservation {reservation_id} already exists")
+
+    def book(self, fleet: Fleet, ask: Ask, chosen: int, reservation_id: str) -> None:
+        """Books the prompt that the pool has looked at; raises what `_admitted` does."""
+        pool = fleet.pool
+        tokens = 0
+        if ask.settings.members["track_prefill"]:
+            tokens = pool.effective_prefill_tokens(chosen, ask.settings)
+        _admitted(pool.book(reservation_id, chosen, tokens, self._clock()), reservation_id)
+        self.live[reservation_id] = fleet
+        fleet.predict(pool.candidates[chosen], self._clock())
+        if self.publish is not None:
+            candidate = pool.candidates[chosen]
+            record = fleet.workers[candidate.worker_id]
+            hashes = pool.hold().sequence_hashes
+            extra = ask.expected_output_tokens, ask.lora_name
+            place = fleet, record, reservation_id, candidate.dp_rank
+            self._tell(*place, Step.ADD, hashes, tokens, *extra)
+
+    def reserve(
+        self,
+        key: PartitionKey,
+        reservation_id: str,
+        rank: tuple[int, int],
+        look: Look,
+        tokens: int,
+        *,
+        predicts: bool,
+    ) -> WorkerRecord:
+        """Books a prompt on a rank that was selected before; returns its worker.
+
+        `predicts` says that the prompt is known by its local hashes too.
+
+        Raises Unavailable without a fleet, NotFound for a rank it does not have, Conflict on an
+        id that lives.
+        """
+        fleet = schedulable(self._fleets, key)
+        worker_id, dp_rank = rank
+        candidate = fleet.pool.find(worker_id, dp_rank)
+        if candidate is None:
+            raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
+        self.check_new(reservation_id)
+        look(fleet.pool)
+        outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock())
+        _admitted(outcome, reservation_id)
+        self.live[reservation_id] = fleet
+        if predicts:
+            fleet.predict(fleet.pool.candidates[candidate], self._clock())
+        record = fleet.workers[worker_id]
+        if self.publish is not None:
+            hashes = fleet.pool.hold().sequence_hashes
+            self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens)
+        return record
+
+    def prefill_complete(self, reservation_id: str) -> None:
+        """Ends the prefill of a reservation, once or again; raises NotFound."""
+        fleet = self._fleet_of(reservation_id)
+        fleet.ledger.prefill_complete(reservation_id)
+        self._tell_step(fleet, reservation_id, Step.PREFILL_COMPLETE)
+        self._on_idle(fleet)
+
+    def output_block(self, reservation_id: str, fraction: float | None) -> None:
+        """Adds an output block to a reservation; raises NotFound."""
+        self._fleet_of(reservation_id).ledger.output_block(reservation_id, fraction)
+
+    def free(self, reservation_id: str) -> None:
+        """Ends a reservation; raises NotFound."""
+        fleet = self._fleet_of(reservation_id)
+        self._tell_step(fleet, reservation_id, Step.FREE)
+        fleet.ledger.free(reservation_id)
+        del self.live[reservation_id]
+        self._on_idle(fleet)
+
+    def expire(self, now: float) -> Iterator[None]:
+        """Drops what is older than the expiry age; rests at every yield. Replicas do the same."""
+        for fleet in list(self._fleets.values()):
+            while fleet.forget_predictions(now):
+                yield
+            while expired := fleet.ledger.expire(now - self._expiry_s, EXPIRY_SLICE):
+                for reservation_id in expired:
+                    self.live.pop(reservation_id, None)
+                self._on_idle(fleet)
+                yield
+
+    def drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int, rank: int) -> None:
+        """Ends what is booked on a rank of the ledger that leaves, and takes the rank out."""
+        for reservation_id in fleet.ledger.remove_rank(rank):
+            self.live.pop(reservation_id, None)
+            self._tell(fleet, record, reservation_id, dp_rank, Step.FREE)
+
+    def _fleet_of(self, reservation_id: str) -> Fleet:
+        fleet = self.live.get(reservation_id)
+        if fleet is None:
+            raise NotFound(f"reservation {reservation_id} not found")
+        return fleet
+
+    # ---- replicas
+
+    def apply(self, event: Event, now: float) -> Outcome:
+        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
+        fleet = self._fleets.get(event.partition)
+        if fleet is None or not fleet.workers:
+            return Outcome.UNKNOWN_MODEL
+        if fleet.block_size != event.block_size:
+            return Outcome.BLOCK_SIZE
+        if event.worker_id not in fleet.workers:
+            return Outcome.UNKNOWN_WORKER
+        rank = fleet.ledger.rank_of(event.worker_id, event.dp_rank)
+        if rank is None:
+            return Outcome.UNKNOWN_RANK
+        if event.step is Step.ADD and event.request_id in self.live:
+            return Outcome.DUPLICATE
+        outcome = apply_to(fleet.ledger, rank, event, now)
+        if outcome is not Outcome.APPLIED:
+            return outcome
+        if event.step is Step.ADD:
+            self.live[event.request_id] = fleet
+            return outcome
+        if event.step is Step.FREE:
+            del self.live[event.request_id]
+        self._on_idle(fleet)
+        return outcome
+
+    def _tell_step(self, fleet: Fleet, reservation_id: str, step: Step) -> None:
+        live = None if self.publish is None else fleet.ledger.request(reservation_id)
+        if live is not None:
+            record = fleet.workers[live.worker_id]
+            self._tell(fleet, record, reservation_id, live.dp_rank, step)
+
+    def _tell(
+        self,
+        fleet: Fleet,
+        record: WorkerRecord,
+        reservation_id: str,
+        dp_rank: int,
+        step: Step,
+        *content: Any,
+    ) -> None:
+        if self.publish is not None:
+            where = fleet.key, record.block_size or 0, reservation_id, record.worker_id, dp_rank
+            self.publish(Event(*where, step, *content))
+
+
+def _admitted(outcome: int, reservation_id: str) -> None:
+    """Raises what a booking's outcome means to clients."""
+    if outcome == ledger.EXISTS:
+        raise Conflict(f"reservation {reservation_id} already exists")
+    if outcome == ledger.OVERFLOW:
+        raise Invalid("isl_tokens: more than the rank can count")
+    if outcome != ledger.ADDED:
+        raise Unavailable("there is no room for another live reservation")

@@ -1,0 +1,161 @@
+"""Chooses who serves a prompt, now or when somebody can.
+
+Between choosing a rank and booking it nothing is awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import trio
+
+from kvd.errors import BadRequest, KvdError, Unavailable
+from kvd.model import PartitionKey
+from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.queue import Urgency
+from kvd.selection.asks import Ask, Held, Look
+from kvd.selection.bookings import Bookings
+from kvd.selection.fleet import Fleet, members_json, schedulable
+from kvd_core import selector
+from kvd_core.draws import Draws
+
+
+class Choices:
+    """The selections of all fleets."""
+
+    def __init__(
+        self,
+        fleets: Mapping[PartitionKey, Fleet],
+        options: RouterOptions,
+        bookings: Bookings,
+        draws: Draws,
+        clock: Callable[[], float],
+    ) -> None:
+        self.held = 0
+        self.refused_held = 0  # at the bound
+        self._fleets = fleets
+        self._options = options
+        self._bookings = bookings
+        self._draws = draws
+        self._clock = clock
+        self._stopping = False
+
+    def select(self, ask: Ask, look: Look) -> bytes | Held:
+        """Selects, and books if asked to; returns the answer, or the selection held.
+
+        Raises Unavailable without anyone eligible or with all of them overloaded, BadRequest for
+        constraints that contradict each other, Conflict on a reservation id that lives.
+        """
+        fleet = schedulable(self._fleets, ask.key)
+        constraints = ask.constraints
+        if constraints is not None and constraints.pinned is not None:
+            worker_id = constraints.pinned[0]
+            if constraints.allowed is not None and worker_id not in constraints.allowed:
+                raise BadRequest(f"pinned worker {worker_id} is not in allowed worker set")
+        self._bookings.check_new(ask.reservation_id)  # before it waits for that
+        look(fleet.pool)
+        if not fleet.queue.waits(constraints):
+            answer = self._choose(fleet, ask)
+            if answer is not None:
+                return answer
+        return self._hold(fleet, ask)
+
+    async def wait(self, held: Held) -> bytes:
+        """Returns the answer of a selection that is held, once there is one; raises as `select`.
+
+        Whatever ends the wait, the selection is in no queue afterwards.
+        """
+        try:
+            with trio.move_on_after(self._options.max_wait_s):
+                await held.done.wait()
+        finally:
+            assert held.waiting is not None
+            self._fleets[held.ask.key].queue.remove(held.waiting)
+            self.held -= 1
+        if held.answer is None:
+            raise Unavailable("all workers are busy", retry_after_s=1)
+        if isinstance(held.answer, KvdError):
+            raise held.answer
+        return held.answer
+
+    def _hold(self, fleet: Fleet, ask: Ask) -> Held:
+        if self._stopping:
+            raise Unavailable("the service is stopping")
+        if self.held >= self._options.max_held:
+            self.refused_held += 1
+            raise Unavailable(f"{self.held} selections wait already", retry_after_s=1)
+        held = Held(ask, fleet.pool.hold())
+        least = min(
+            fleet.pool.effective_prefill_tokens(at, ask.settings) for at in range(len(fleet.pool))
+        )
+        urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
+        held.waiting = fleet.queue.push(ask.constraints, held, urgency, self._clock())
+        self.held += 1
+        return held
+
+    def _choose(self, fleet: Fleet, ask: Ask) -> bytes | None:
+        """Chooses for the prompt that the pool has looked at; None if all are busy."""
+        self._bookings.check_new(ask.reservation_id)
+        eligible = fleet.eligible(ask.constraints)
+        chosen = selector.NONE
+        if ask.affinity is not None and (wanted := fleet.targets(ask.affinity, eligible)):
+            chosen = fleet.pool.choose(ask.settings, wanted, self._draws.next())
+        if chosen < 0:  # who is liked best is not waited for
+            chosen = fleet.pool.choose(ask.settings, eligible, self._draws.next())
+        if chosen == selector.BUSY:
+            return None
+        if chosen == selector.NONE:
+            raise Unavailable("no endpoints available to route work")
+        if chosen == selector.OVERLOADED:
+            raise Unavailable("all workers are overloaded", retry_after_s=1)
+        if ask.reservation_id is not None:
+            self._bookings.book(fleet, ask, chosen, ask.reservation_id)
+        return self._answer(fleet, ask, chosen)
+
+    def _answer(self, fleet: Fleet, ask: Ask, chosen: int) -> bytes:
+        named: dict[str, Any] = {}
+        if ask.selection_id is not None:
+            named["selection_id"] = ask.selection_id
+        if ask.reservation_id is not None:
+            named["reservation_id"] = ask.reservation_id
+        members = fleet.piece(chosen)
+        if ask.explain:
+            rows = fleet.pool.explain(ask.settings, fleet.eligible(ask.constraints))
+            members += members_json({"candidates": [row._asdict() for row in rows]})
+        return fleet.pool.render_answer(b"{" + members_json(named), members, chosen, ask.settings)
+
+    def stop(self) -> None:
+        """Answers those that wait, now and from now on, that nobody will serve them."""
+        self._stopping = True
+        self.turn_all()
+
+    # ---- what moves those that wait
+
+    def turn_all(self) -> None:
+        """Serves all that can be served now."""
+        if self.held:
+            for fleet in self._fleets.values():
+                self.turn(fleet)
+
+    def turn(self, fleet: Fleet) -> None:
+        """Serves the selections that can be served now, in their order."""
+        if len(fleet.queue):
+            for _ in fleet.queue.release(lambda held: self._serve(fleet, held)):
+                pass
+
+    def _serve(self, fleet: Fleet, held: Held) -> bool:
+        try:
+            if self._stopping:
+                raise Unavailable("the service is stopping")
+            if not fleet.workers:
+                raise Unavailable("no schedulable workers are available")
+            fleet.pool.look_again(held.prompt)
+            answer = self._choose(fleet, held.ask)
+        except KvdError as error:
+            held.settle(error)
+            return True
+        if answer is None:
+            return False
+        held.settle(answer)
+        return True

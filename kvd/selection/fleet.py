@@ -1,0 +1,170 @@
+"""The schedulable workers of one model and tenant, with what they run and who waits for them."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from kvd.catalog import WorkerRecord
+from kvd.errors import Unavailable
+from kvd.model import PartitionKey
+from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.predictions import Predictions
+from kvd.scheduling.queue import SelectionQueue
+from kvd.selection.asks import Constraints, Held
+from kvd.state import State
+from kvd_core.hashing import sequence_hashes
+from kvd_core.ledger import Ledger
+from kvd_core.selector import Candidate, Pool
+
+FORGET_SLICE = 64  # predicted blocks forgotten between two rests
+
+
+class Fleet:
+    """The schedulable workers of one model and tenant."""
+
+    def __init__(self, key: PartitionKey, options: RouterOptions, state: State) -> None:
+        self.key = key
+        self._state = state
+        self.ledger = Ledger()
+        self.workers: dict[int, WorkerRecord] = {}
+        self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
+        self._pool: Pool | None = None
+        self._silent: int | None = None
+        # By candidate, once needed: the members of an answer that say who was chosen, as JSON.
+        self.pieces: list[bytes | None] = []
+        self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
+        self.predictions: Predictions[tuple[int, int]] | None = None  # without KV events
+        if not options.uses_kv_events:
+            self.predictions = Predictions(
+                options.ttl_s, options.max_tree_size, options.prune_target_ratio
+            )
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block of its workers; None without any."""
+        return next((record.block_size for record in self.workers.values()), None)
+
+    def changed(self, silent: int | None = None) -> None:
+        """Says that the workers, or what they cache in, have changed.
+
+        The worker `silent` counts as caching nothing until the next change.
+        """
+        self._pool = None
+        self._silent = silent
+
+    @property
+    def pool(self) -> Pool:
+        """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
+        if self._pool is None:
+            self._pool = self._make_pool()
+            self.pieces = [None] * len(self._pool)
+        return self._pool
+
+    def _make_pool(self) -> Pool:
+        block_size = self.block_size
+        if block_size is None:
+            return Pool(None, self.ledger, 1)
+        partition = self._state.partitions.get(self.key)
+        known = {} if partition is None else partition.workers
+        candidates = [
+            Candidate(
+                record.worker_id,
+                dp_rank,
+                None if record.worker_id == self._silent else known.get(record.worker_id),
+                self.ledger.add_rank(record.worker_id, dp_rank),
+                record.max_num_batched_tokens or 0,
+                record.total_kv_blocks or 0,
+            )
+            for record in self.workers.values()
+            for dp_rank in record.ranks
+        ]
+        index = None if partition is None else partition.index
+        return Pool(index, self.ledger, block_size, candidates)
+
+    def piece(self, chosen: int) -> bytes:
+        """Returns the members that name a candidate in an answer, a comma behind them."""
+        piece = self.pieces[chosen]
+        if piece is None:
+            candidate = self.pool.candidates[chosen]
+            record = self.workers[candidate.worker_id]
+            members = {
+                "model_name": self.key.model_name,
+                "tenant_id": self.key.tenant_id,
+                "worker_id": record.worker_id,
+                "dp_rank": candidate.dp_rank,
+                "endpoint": record.endpoint,
+                "block_size": record.block_size,
+            }
+            piece = self.pieces[chosen] = members_json(members)
+        return piece
+
+    def render_loads(self) -> bytes:
+        """Returns a JSON object of what its ranks work on, and what waits."""
+        waiting = [held.prompt.isl_tokens for held in self.queue]
+        return b'%b,"loads":%b,"pending_count":%d,"pending_isl_tokens":%d}' % (
+            self.place,
+            self.ledger.project(b"", 0),
+            len(waiting),
+            sum(waiting),
+        )
+
+    def eligible(self, constraints: Constraints | None) -> bytes | None:
+        """Returns the pool's mask of the ranks that may serve a request; None: all of them."""
+        if constraints is None:
+            return None
+        return bytes(
+            constraints.admits(self.workers[each.worker_id], each.dp_rank)
+            for each in self.pool.candidates
+        )
+
+    def targets(self, affinity: tuple[int, int | None], eligible: bytes | None) -> bytes | None:
+        """Narrows a mask to what a request would like best; None if none of that may serve it."""
+        worker_id, dp_rank = affinity
+        mask = bytes(
+            each.worker_id == worker_id
+            and dp_rank in (None, each.dp_rank)
+            and (eligible is None or eligible[at] != 0)
+            for at, each in enumerate(self.pool.candidates)
+        )
+        return mask if any(mask) else None
+
+    def predict(self, candidate: Candidate, now: float) -> None:
+        """Stores the prompt that the pool has looked at as cached, where nobody tells."""
+        if self.predictions is None or candidate.worker is None:
+            return
+        locals_ = array("Q", self.pool.hold().local_hashes)
+        names = sequence_hashes(locals_)
+        rank = candidate.worker_id, candidate.dp_rank
+        known = self.predictions.add(rank, names, now)
+        if known < len(names):
+            parent = names[known - 1] if known else None
+            candidate.worker.store(candidate.dp_rank, names[known:], locals_[known:], parent)
+
+    def forget_predictions(self, now: float) -> bool:
+        """Forgets some predictions that are too old or too many; True while there may be more."""
+        if self.predictions is None:
+            return False
+        gone = self.predictions.outdated(now, FORGET_SLICE)
+        workers = self._state.partitions[self.key].workers if gone else {}
+        for (worker_id, dp_rank), name in gone:
+            workers[worker_id].drop(dp_rank, [name])
+        return len(gone) == FORGET_SLICE
+
+
+def schedulable(fleets: Mapping[PartitionKey, Fleet], key: PartitionKey) -> Fleet:
+    """Returns a fleet with someone to select; raises Unavailable."""
+    fleet = fleets.get(key)
+    if fleet is None or not fleet.workers:
+        raise Unavailable(
+            f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}"
+        )
+    return fleet
+
+
+def members_json(members: dict[str, Any]) -> bytes:
+    """Renders members of an object, each with a comma behind it."""
+    text = json.dumps(members, separators=(",", ":")).encode()
+    return text[1:-1] + b"," if members else b""

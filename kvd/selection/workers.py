@@ -1,0 +1,228 @@
+"""The catalog of the selection service, and its changes.
+
+    POST, PUT, PATCH, DELETE ──> judged ──> leaves its fleet, joins it anew ──> those that wait
+                                   │                 │                           are looked at
+                                   v                 v
+                              Entry: reasons    listeners, ledger ranks, pool
+
+Changes are made one after the other and may wait for listeners to end. Listeners of KV events are
+those of the registry, shared with the other faces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from kvd.catalog import WorkerRecord
+from kvd.errors import Conflict, KvdError, NotFound, Unavailable
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import Registry
+from kvd.scheduling.options import RouterOptions
+from kvd.selection.admission import MAX_FLEETS, OWNER, Admission, Entry
+from kvd.selection.bookings import Bookings
+from kvd.selection.fleet import Fleet
+from kvd.state import State
+
+
+class Workers:
+    """The workers that the selection service was told of."""
+
+    def __init__(
+        self,
+        fleets: dict[PartitionKey, Fleet],
+        state: State,
+        registry: Registry,
+        options: RouterOptions,
+        bookings: Bookings,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Calls `on_change` after every change, when selections that wait may have got somebody."""
+        self.entries: dict[int, Entry] = {}
+        self._fleets = fleets
+        self._state = state
+        self._registry = registry
+        self._options = options
+        self._bookings = bookings
+        self._on_change = on_change
+        self._admission = Admission(self.entries, fleets, registry, options)
+        self._changing = trio.Lock()
+
+    async def put(self, record: WorkerRecord) -> Entry:
+        """Describes a worker anew. Raises Conflict if a schedulable one would not be any more."""
+        async with self._changing:
+            known = self.entries.get(record.worker_id)
+            entry = self._admission.judged(record)
+            if known is not None and not known.reasons and entry.reasons:
+                raise Conflict(
+                    f"worker {record.worker_id} is schedulable and would not be: "
+                    + "; ".join(entry.reasons)
+                )
+            self._admission.check_room([record])
+            entry = await self._replace(known, entry)
+            self._on_change()
+            return entry
+
+    async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
+        """Changes what is said of a worker; it may become incomplete. Raises NotFound."""
+        async with self._changing:
+            known = self._entry(worker_id)
+            entry = await self._replace(known, self._admission.judged(change(known.record)))
+            self._on_change()
+            return entry
+
+    async def delete(self, worker_id: int) -> Entry:
+        """Forgets a worker with its bookings and blocks; returns what was known of it."""
+        async with self._changing:
+            known = self._entry(worker_id)
+            await self._replace(known, None)
+            self._on_change()
+            return known
+
+    async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
+        """Makes these the workers of a model and tenant; all of them must be schedulable.
+
+        Those that stay serve all the while, unless the block size changes. Raises Invalid, or
+        what `_check_join` does; nothing has changed then.
+        """
+        async with self._changing:
+            fleet = self._fleets.get(key)
+            replaced = fleet is not None and fleet.block_size not in (
+                None,
+                *(record.block_size for record in records),
+            )
+            self._admission.check_all(records, fleet if replaced else None)
+            named = {record.worker_id for record in records}
+            old = [entry for entry in self.entries.values() if entry.record.key == key]
+            if replaced:  # blocks of two sizes cannot be in one index, for no moment
+                for entry in old:
+                    await self._replace(entry, None)
+            entries = [
+                await self._replace(self.entries.get(record.worker_id), Entry(record, []))
+                for record in records
+            ]
+            for entry in old:
+                if entry.record.worker_id not in named and not replaced:
+                    await self._replace(entry, None)
+            self._on_change()
+            return entries
+
+    def listed(self, model_name: str | None, tenant_id: str | None) -> list[Entry]:
+        """Returns the workers of a model and tenant, None for any, sorted."""
+        found = [
+            entry
+            for entry in self.entries.values()
+            if model_name in (None, entry.record.model_name)
+            and tenant_id in (None, entry.record.tenant_id)
+        ]
+        return sorted(found, key=lambda entry: (entry.record.key, entry.record.worker_id))
+
+    def _entry(self, worker_id: int) -> Entry:
+        entry = self.entries.get(worker_id)
+        if entry is None:
+            raise NotFound(f"worker {worker_id} not found")
+        return entry
+
+    async def _replace(self, old: Entry | None, new: Entry | None) -> Entry:
+        """Takes a worker out of its fleet as far as it changes, and puts it in anew.
+
+        That is one step, after the listeners that it has no more have ended. Those that wait are
+        not looked at.
+        """
+        before = None if old is None or old.reasons else old.record
+        after = None if new is None or new.reasons else new.record
+        # Shielded: a client that goes away must not leave half a worker behind.
+        with trio.CancelScope(shield=True):
+            if before is not None:
+                await self._fall_silent(before, after)
+                self._leave(before, after)
+            if after is not None:
+                try:
+                    self._join(after)
+                except KvdError as error:  # another face was faster
+                    await self._fall_silent(after, None)
+                    self._leave(after, None)
+                    new = Entry(after, [str(error)])
+        if new is not None:
+            self.entries[new.record.worker_id] = new
+        elif old is not None:
+            del self.entries[old.record.worker_id]
+        return new or old  # type: ignore[return-value]
+
+    async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
+        """Returns when the listeners have ended that a worker has and will not have."""
+        leaving = [
+            dp_rank
+            for dp_rank, heard in self._registry.heard(
+                record.key, record.worker_id, record.ranks, OWNER
+            ).items()
+            if not (_stays(record, after, dp_rank) and heard == _addresses(after, dp_rank))
+        ]
+        fleet = self._fleets.get(record.key)
+        if leaving and fleet is not None:
+            # Until it leaves it can be selected; what it caches goes with the listeners.
+            fleet.changed(silent=record.worker_id)
+        for dp_rank in leaving:
+            await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
+
+    def _leave(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
+        """Removes a worker from its fleet, and the bookings of ranks that it will not have."""
+        fleet = self._fleets.get(record.key)
+        if fleet is None:
+            return
+        fleet.workers.pop(record.worker_id, None)
+        fleet.changed()
+        leaving = [each for each in record.ranks if not _stays(record, after, each)]
+        if fleet.predictions is not None:
+            fleet.predictions.forget({(record.worker_id, dp_rank) for dp_rank in leaving})
+        for dp_rank in leaving:
+            self._drop_rank(fleet, record, dp_rank)
+
+    def _drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int) -> None:
+        rank = fleet.ledger.rank_of(record.worker_id, dp_rank)
+        if rank is None:
+            return
+        if fleet.predictions is not None:
+            self._state.remove_rank(RankKey(record.key, record.worker_id, dp_rank))
+        self._bookings.drop_rank(fleet, record, dp_rank, rank)
+
+    def _join(self, record: WorkerRecord) -> None:
+        """Listens to a worker's ranks and makes them selectable; raises what `register` does."""
+        if record.key not in self._fleets:
+            if len(self._fleets) >= MAX_FLEETS:
+                raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
+            self._fleets[record.key] = Fleet(record.key, self._options, self._state)
+        fleet = self._fleets[record.key]
+        if self._options.uses_kv_events:
+            heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)
+            for dp_rank in record.ranks:
+                rank = RankKey(record.key, record.worker_id, dp_rank)
+                endpoint, replay = _addresses(record, dp_rank)
+                if dp_rank not in heard and endpoint is not None and record.block_size is not None:
+                    self._registry.register(rank, endpoint, record.block_size, replay, OWNER)
+        elif record.block_size is not None:
+            for dp_rank in record.ranks:
+                if fleet.ledger.rank_of(record.worker_id, dp_rank) is None:
+                    rank = RankKey(record.key, record.worker_id, dp_rank)
+                    self._state.add_rank(rank, record.block_size)
+        for dp_rank in record.ranks:
+            fleet.ledger.add_rank(record.worker_id, dp_rank)
+        fleet.workers[record.worker_id] = record
+        fleet.changed()
+
+
+def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:
+    """Says whether a worker's rank keeps its bookings when it is described anew."""
+    return (
+        after is not None
+        and (after.key, after.block_size) == (record.key, record.block_size)
+        and dp_rank in after.ranks
+    )
+
+
+def _addresses(record: WorkerRecord | None, dp_rank: int) -> tuple[str | None, str | None]:
+    """Returns where a rank's events come from, and where they are replayed."""
+    if record is None:
+        return None, None
+    return record.events_endpoint(dp_rank), record.replay_endpoint
