@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
 class Leftover(NamedTuple):
@@ -13,6 +13,10 @@ def plain_head(
     data: bytes,
 ) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool, bool] | None: ...
 
+NOTHING: int
+ALL: int
+SOME: int
+
 class Lane:
     lines: bytes | None
     created_lines: bytes | None
@@ -24,10 +28,20 @@ class Lane:
             [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes], tuple[bytes, bool]
         ],
         note: Callable[[Any, Any, int, float], None],
+        wake: Callable[[Any, Leftover | Exception], None],
     ) -> None: ...
     def fileno(self) -> int: ...
     def add(self, fd: int) -> None: ...
     def park(self, connection: object, fd: int) -> Leftover | Exception | None: ...
     def unpark(self, fd: int) -> None: ...
-    def turn(self, budget_ns: int) -> tuple[list[tuple[Any, Leftover | Exception]], bool]: ...
+    def turn(self, budget_ns: int) -> int: ...
     def close(self) -> None: ...
+
+def serve_between(
+    lanes: list[Lane],
+    others: int,
+    runnable: Sized,
+    seconds: float,
+    linger_s: float,
+    budget_ns: int,
+) -> tuple[bool, bool]: ...

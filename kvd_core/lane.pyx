@@ -51,6 +51,15 @@ cdef extern from "<sys/epoll.h>" nogil:
     int epoll_ctl(int epfd, int op, int fd, epoll_event* event)
     int epoll_wait(int epfd, epoll_event* events, int maxevents, int timeout)
 
+cdef extern from "<poll.h>" nogil:
+    enum:
+        POLLIN
+    struct pollfd:
+        int fd
+        short events
+        short revents
+    int poll(pollfd* fds, unsigned long count, int timeout_ms)
+
 cdef extern from "<sys/socket.h>" nogil:
     enum:
         MSG_DONTWAIT
@@ -72,6 +81,13 @@ cdef extern from "<stdio.h>" nogil:
 Leftover = namedtuple("Leftover", ("received", "unsent", "persists"))
 
 _LEFT = object()  # not answered here
+
+cdef enum:
+    kNothing
+    kAll
+    kSome
+
+NOTHING, ALL, SOME = kNothing, kAll, kSome
 
 cdef enum:
     kEvents = 64  # taken from the set at once
@@ -132,7 +148,8 @@ cdef class Answerer:
 cdef class Lane:
     """The parked connections of one listener."""
 
-    def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None):
+    def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None,
+                  wake not None):
         """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
 
         `patterns` are those with a placeholder: what their requests begin with before it, what
@@ -140,11 +157,13 @@ cdef class Lane:
         None) and `waits`. What the answerer answers is told to `note(connection, route, status,
         seconds)`; for the rest `serve(connection, route, captured, query, headers, body)` returns
         the response, and whether the connection persists; routes that wait are left to the task.
+        A connection that is not parked any more is told so by `wake(connection, outcome)`.
         """
         self._routes = routes
         self._patterns = patterns
         self._serve = serve
         self._note = note
+        self._wake = wake
         self._parked = {}
         self._buffer = <char*>malloc(kBuffer)
         if self._buffer == NULL:
@@ -198,17 +217,19 @@ cdef class Lane:
     def turn(self, int64_t budget_ns):
         """Serves what has come, until nothing is left or `budget_ns` nanoseconds have passed.
 
-        Returns the connections that are not parked any more, each with the reason, and whether
-        more may be waiting.
+        Returns NOTHING if nothing had come, ALL, or SOME if more may be waiting.
         """
+        return self._turn(budget_ns)
+
+    cdef int _turn(self, int64_t budget_ns) except -1:
         cdef epoll_event events[kEvents]
         cdef int64_t end = _now_ns() + budget_ns
-        cdef int count, i
-        cdef list woken = []
+        cdef int count, i, done = kNothing
         while True:
             count = epoll_wait(self._epoll, events, kEvents, 0)
             if count <= 0:
-                return woken, False
+                return done
+            done = kAll
             for i in range(count):
                 connection = self._parked.get(events[i].data.fd)
                 if connection is None:
@@ -218,9 +239,9 @@ cdef class Lane:
                     outcome = self._step(connection, events[i].data.fd)  # the end of the stream
                 if outcome is not None:
                     del self._parked[events[i].data.fd]
-                    woken.append((connection, outcome))
+                    self._wake(connection, outcome)
             if _now_ns() >= end:
-                return woken, True
+                return kSome
 
     cdef _step(self, connection, int fd):
         """Receives once and serves that; returns None, or what the task is woken with."""
@@ -326,3 +347,40 @@ cdef class Lane:
         if persists and <size_t>sent == size:
             return None
         return Leftover(b"", PyBytes_FromStringAndSize(data + sent, size - sent), persists)
+
+
+def serve_between(list lanes not None, int others, runnable not None, double seconds,
+                  double linger_s, int64_t budget_ns):
+    """Serves lanes for as long as they alone have something to do.
+
+    That ends when `others`, a descriptor that is readable when the lanes' are, is readable for
+    another reason or still is after a turn; when something stands in `runnable`; and after
+    `linger_s` without a request, or `seconds` in all. Returns whether there was anything to do,
+    and whether `others` is readable.
+    """
+    cdef pollfd watched
+    cdef int64_t end = _now_ns() + <int64_t>(seconds * 1e9)
+    cdef int64_t linger = <int64_t>(linger_s * 1e9)
+    cdef int64_t left = min(end - _now_ns(), linger)
+    cdef int timeout_ms, ready, done
+    cdef bint served = False
+    watched.fd = others
+    watched.events = POLLIN
+    while left > 0:
+        timeout_ms = <int>((left + 999999) // 1000000)
+        with nogil:
+            ready = poll(&watched, 1, timeout_ms)
+        if ready <= 0:
+            break
+        done = kNothing
+        for lane in lanes:
+            done = max(done, (<Lane?>lane)._turn(budget_ns))
+        if done == kNothing:
+            return served, True
+        served = True
+        if poll(&watched, 1, 0) > 0:
+            return True, True
+        if len(runnable):
+            break
+        left = min(end - _now_ns(), linger)
+    return served, False

@@ -54,6 +54,7 @@ class Service:
             table.plain_patterns(),
             Connection.serve_parked,
             Connection.note_answered,
+            Connection.wake,
         )
         self.observe = observe
 

@@ -20,12 +20,14 @@ import trio
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
 from kvd.http.errors import error_body
+from kvd.http.interlude import interlude
 from kvd.http.limits import HttpLimits
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared
 from kvd.http.types import JSON, Observer, Response, Route
+from kvd_core.lane import SOME
 
 _BUSY_BODY = error_body("too many connections")
 _BUSY = Response(503, _BUSY_BODY)
@@ -71,16 +73,13 @@ class Front(Server[Connection]):
             self._service.lane.close()
 
     async def _run_lane(self) -> None:
-        """Serves what comes on parked connections, and wakes those that need more than that."""
+        """Serves what comes on parked connections."""
         lane = self._service.lane
-        while True:
-            await trio.lowlevel.wait_readable(lane.fileno())
-            more = True
-            while more:
-                woken, more = lane.turn(TURN_NS)
-                for connection, outcome in woken:
-                    connection.wake(outcome)
-                if more:
+        with interlude(lane, TURN_NS) as between:
+            while True:
+                await trio.lowlevel.wait_readable(lane.fileno())
+                between.warm = True
+                while lane.turn(TURN_NS) == SOME:
                     await trio.lowlevel.checkpoint()
 
     async def _sweep(self) -> None:
