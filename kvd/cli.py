@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvd import config, logs, settings
 from kvd._version import VERSION
+from kvd.configfile import render
 
 DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
 EXIT_START_ERROR = 1
@@ -25,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        loaded = config.load(args.given(parser, args), os.environ, demo=args.demo)
+        given = {config.CONFIG: args.config, **args.given(parser, args)}
+        if args.command is not None:
+            return int(args.command(given))
+        loaded = config.load(given, os.environ, demo=args.demo)
         logs.setup(loaded.log_level)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
 
@@ -45,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_indexer(commands)
     add_slot_tracker(commands)
     add_select_service(commands)
+    add_config(commands)
     return parser
 
 
@@ -58,9 +63,11 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
         description="Runs every face kvd has, the KV indexer, the slot tracker and the selection "
         "service, in one process.",
         epilog="Each flag but --demo can be given in the environment instead: --indexer-bind as "
-        f"KVD_INDEXER_BIND, and so on, but {borrowed}. The flag wins.",
+        f"KVD_INDEXER_BIND, and so on, but {borrowed}; or in a file, as indexer_bind. The flag "
+        "wins over the environment, that over the file.",
         allow_abbrev=False,
     )
+    add_file(serve)
     for setting in settings.SETTINGS:
         add_setting(serve, setting)
     serve.add_argument(
@@ -77,6 +84,7 @@ def add_indexer(commands: Any) -> None:
         epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
         allow_abbrev=False,
     )
+    add_file(indexer)
     add_address(indexer, settings.DEFAULT_INDEXER_BIND)
     add_threads(indexer)
     for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
@@ -94,6 +102,7 @@ def add_slot_tracker(commands: Any) -> None:
         epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
         allow_abbrev=False,
     )
+    add_file(slot_tracker)
     add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
     for setting in settings.REPLICA_SETTINGS:
         add_setting(slot_tracker, setting)
@@ -109,6 +118,7 @@ def add_select_service(commands: Any) -> None:
         epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
         allow_abbrev=False,
     )
+    add_file(service)
     add_address(service, settings.DEFAULT_SELECTION_BIND)
     add_threads(service)
     service.add_argument(
@@ -125,6 +135,49 @@ def add_select_service(commands: Any) -> None:
         help="whether requests with equal tokens share their blocks in use (default yes)",
     )
     service.set_defaults(given=select_service_settings, demo=False)
+
+
+def add_config(commands: Any) -> None:
+    parser = commands.add_parser(
+        "config", help="look at what a configuration file, the environment and flags amount to"
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for action, run, help in (
+        ("check", check_config, "say whether `kvd serve` would take them, and what is wrong"),
+        ("show", show_config, "write all settings as a file, and who says so"),
+    ):
+        one = actions.add_parser(
+            action,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}. Takes the flags of `kvd serve`.",
+            allow_abbrev=False,
+        )
+        add_file(one)
+        for setting in settings.SETTINGS:
+            add_setting(one, setting)
+        one.set_defaults(given=serve_settings, demo=False, command=run)
+
+
+def check_config(given: Mapping[str, object]) -> int:
+    config.load(given, os.environ)
+    print("ok")
+    return 0
+
+
+def show_config(given: Mapping[str, object]) -> int:
+    config.load(given, os.environ)
+    held = config.resolve(given, os.environ)
+    print(render({name: (said.value, said.source) for name, said in held.items()}), end="")
+    return 0
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help=f"TOML file of settings, by their names; {config.CONFIG_VARIABLE} in the environment",
+    )
+    parser.set_defaults(command=None)
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,8 @@
-"""Turns flags and environment into one frozen, validated `Config`.
+"""Turns flags, environment and file into one frozen, validated `Config`.
 
-The command line wins over the environment, the environment over the default; an empty variable
-counts as unset. What cannot be used is refused with one line that names it.
+The command line wins over the environment, the environment over the file, the file over the
+default; an empty variable counts as unset. What cannot be used is refused with one line that names
+it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvd import configfile
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.model import PartitionKey, RankKey
 from kvd.scheduling.options import RouterOptions
-from kvd.settings import OFF, SETTINGS, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
+from kvd.settings import (
+    ENV_PREFIX,
+    OFF,
+    SETTINGS,
+    U32_MAX,
+    U64_MAX,
+    Bind,
+    Setting,
+    TcpBind,
+    parse_uint,
+)
 from kvd.wire.endpoints import check_endpoint
 from kvd_core.selector_settings import Settings
 
@@ -23,6 +35,10 @@ from kvd_core.selector_settings import Settings
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind")
 YES = ("1", "true", "yes", "on")
+
+# The configuration file: what the command line calls it, and its variable.
+CONFIG = "config"
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 
 class StartError(Exception):
@@ -88,12 +104,57 @@ class Config:
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
 
 
-def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
-    """Returns the daemon's configuration; raises `StartError` with the one line that explains.
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What holds for one setting, and who says so."""
+
+    value: Any  # typed by the table's own parse function
+    source: str
+
+
+def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Said]:
+    """Returns what holds for every setting; raises `StartError` with the one line that explains.
 
     `given` holds what the command line said, parsed already, by setting name; None is unsaid.
     """
-    values = {setting.name: _resolve(setting, given, environ) for setting in SETTINGS}
+    name = given.get(CONFIG) or environ.get(CONFIG_VARIABLE)
+    path = None if not name else Path(str(name))
+    filed = {} if path is None else _read(path)
+    return {each.name: _resolve(each, given, environ, path, filed) for each in SETTINGS}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return configfile.read(path)
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
+
+
+def _resolve(
+    setting: Setting,
+    given: Mapping[str, object],
+    environ: Mapping[str, str],
+    path: Path | None,
+    filed: Mapping[str, Any],
+) -> Said:
+    if (said := given.get(setting.name)) is not None:
+        return Said(said, setting.flag)
+    text = environ.get(setting.variable)
+    if text is not None and (text or setting.empty_is_wrong):
+        try:
+            return Said(setting.parse(text), setting.variable)
+        except ValueError as error:
+            raise StartError(f"{setting.variable}={text!r}: {error}") from None
+    if setting.name in filed:
+        return Said(filed[setting.name], str(path))
+    return Said(setting.default, "default")
+
+
+def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
+    """Returns the daemon's configuration; takes and raises what `resolve` does."""
+    values = {name: said.value for name, said in resolve(given, environ).items()}
     if demo and not isinstance(values["indexer_bind"], TcpBind):
         raise StartError("--demo needs an --indexer-bind of HOST:PORT")
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
@@ -120,20 +181,6 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
         demo=demo,
         test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
     )
-
-
-def _resolve(
-    setting: Setting, given: Mapping[str, object], environ: Mapping[str, str]
-) -> Any:  # typed by the table's own parse function
-    if (said := given.get(setting.name)) is not None:
-        return said
-    text = environ.get(setting.variable)
-    if text is None or (not text and not setting.empty_is_wrong):
-        return setting.default
-    try:
-        return setting.parse(text)
-    except ValueError as error:
-        raise StartError(f"{setting.variable}={text!r}: {error}") from None
 
 
 def _tls(values: Mapping[str, Any]) -> TlsListener | None:
@@ -192,15 +239,15 @@ def _engine(values: Mapping[str, Any]) -> EngineLimits:
 
 
 def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
-    text: str | None = values["workers"]
-    if text is None:
+    entries: tuple[str, ...] | None = values["workers"]
+    if entries is None:
         return ()
     block_size: int | None = values["block_size"]
     if block_size is None:
         raise StartError("--workers needs --block-size")
     partition = PartitionKey(values["model_name"], values["tenant_id"])
     workers: dict[RankKey, StaticWorker] = {}
-    for entry in filter(None, map(str.strip, text.split(","))):
+    for entry in entries:
         instance_id, dp_rank, endpoint = _worker_entry(entry)
         key = RankKey(partition, instance_id, dp_rank)
         if key in workers:

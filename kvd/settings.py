@@ -1,7 +1,7 @@
 """The settings of the daemon, one row each: its name, how its text is read, its default.
 
 `--indexer-bind` of the command line is `KVD_INDEXER_BIND` in the environment and `indexer_bind`
-in code.
+in the configuration file and in code.
 """
 
 from __future__ import annotations
@@ -169,9 +169,14 @@ def parse_level(text: str) -> str:
     return text.lower()
 
 
+def parse_list(text: str) -> tuple[str, ...]:
+    """Splits at commas; blanks around and between do not count."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
 def parse_urls(text: str) -> tuple[str, ...]:
-    """Splits at commas; blanks around and between do not count, and each counts once."""
-    urls = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    """Splits, and counts each but once."""
+    urls = tuple(dict.fromkeys(parse_list(text)))
     if len(urls) > MAX_PEERS:
         raise ValueError(f"more than {MAX_PEERS} peers")
     return urls
@@ -215,6 +220,11 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def many(self) -> bool:
+        """Whether it takes several values, which a flag separates by commas."""
+        return self.metavar.endswith(",...")
+
+    @property
     def variable(self) -> str:
         return self.borrowed or ENV_PREFIX + self.name.upper()
 
@@ -225,7 +235,13 @@ WORKER_SETTINGS = (
     Setting("block_size", parse_u32, None, "TOKENS", "block size of the workers given here"),
     Setting("model_name", str, "default", "NAME", "model of the workers given here"),
     Setting("tenant_id", str, DEFAULT_TENANT, "NAME", "tenant of the workers given here"),
-    Setting("workers", str, None, "ID[:RANK]=ENDPOINT,...", "engines to listen to from the start"),
+    Setting(
+        "workers",
+        parse_list,
+        None,
+        "ID[:RANK]=ENDPOINT,...",
+        "engines to listen to from the start",
+    ),
 )
 
 REPLICA_SETTINGS = (

@@ -21,6 +21,7 @@ from kvd.settings import (
     TcpBind,
     UnixBind,
     parse_bind,
+    parse_list,
     parse_uint,
 )
 
@@ -28,7 +29,7 @@ ENDPOINT = "tcp://127.0.0.1:5557"
 
 
 def workers(text: str, **given: object) -> list[tuple[int, int, str]]:
-    config = load({"workers": text, "block_size": 16, **given}, {})
+    config = load({"workers": parse_list(text), "block_size": 16, **given}, {})
     return [(one.key.instance_id, one.key.dp_rank, one.endpoint) for one in config.workers]
 
 
@@ -111,7 +112,7 @@ def test_workers_are_split_as_documented() -> None:
 
 
 def test_workers_carry_what_a_registration_needs() -> None:
-    given = {"workers": f"7={ENDPOINT}", "block_size": 64, "model_name": "m", "tenant_id": "t"}
+    given = {"workers": (f"7={ENDPOINT}",), "block_size": 64, "model_name": "m", "tenant_id": "t"}
     key = RankKey(PartitionKey("m", "t"), 7, 0)
     assert load(given, {}).workers == (StaticWorker(key, ENDPOINT, 64),)
 
@@ -142,7 +143,7 @@ def test_bad_workers_are_refused_with_their_reason(text: str, complaint: str) ->
 @pytest.mark.parametrize("text", ["", f"1={ENDPOINT}"])
 def test_workers_need_a_block_size(text: str) -> None:
     with pytest.raises(StartError, match="--block-size"):
-        load({"workers": text}, {})
+        load({"workers": parse_list(text)}, {})
 
 
 @pytest.mark.parametrize(

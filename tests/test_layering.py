@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.daemon",),
     ("kvd.serving",),
     ("kvd.config", "kvd.demo"),
+    ("kvd.configfile",),
     ("kvd.settings",),
     ("kvd.http", "kvd.net", "kvd.faces"),
     ("kvd.selection",),

@@ -1,0 +1,135 @@
+"""The configuration file: what it takes, what it refuses in one line, and that it comes back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd import configfile
+from kvd.cli import main
+from kvd.config import CONFIG, Said, StartError, load, resolve
+from kvd.settings import SETTINGS, Setting, TcpBind
+
+TEXTS = {  # where any text will not do
+    "workers": "1=tcp://127.0.0.1:5557",
+    "replica_sync_peers": "tcp://127.0.0.1:5600",
+    "peers": "http://10.0.0.9:8090",
+    "block_size": "16",
+    "replica_sync_port": "5600",
+    "indexer_tls_bind": "127.0.0.1:8443",
+}
+
+
+def write(path: Path, text: str) -> dict[str, object]:
+    """Writes a file, and returns what a command line that names it says."""
+    path.write_text(text)
+    return {CONFIG: str(path)}
+
+
+def values(held: dict[str, Said]) -> dict[str, object]:
+    return {name: said.value for name, said in held.items()}
+
+
+def example(setting: Setting) -> Any:
+    """Returns a value of a setting."""
+    default = "some" if setting.default is None else str(setting.default)
+    return setting.parse(TEXTS.get(setting.name, default))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: each.name)
+def test_every_setting_is_a_key_and_comes_back(setting: Setting, tmp_path: Path) -> None:
+    value = example(setting)
+    path = tmp_path / "kvd.toml"
+    path.write_text(configfile.render({setting.name: (value, "somebody")}))
+    assert configfile.read(path) == {setting.name: value}
+    assert resolve({CONFIG: str(path)}, {})[setting.name] == Said(value, str(path))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: each.name)
+@given(data=st.data())
+def test_every_misspelling_is_refused(
+    setting: Setting, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    at = data.draw(st.integers(0, len(setting.name) - 1))
+    name = setting.name[:at] + "x" + setting.name[at + 1 :]
+    if name == setting.name:
+        return
+    given_ = write(tmp_path_factory.getbasetemp() / "misspelt.toml", f"{name} = 1\n")
+    with pytest.raises(StartError, match=rf"misspelt\.toml: {name}: no such setting"):
+        load(given_, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("log_level = 'loud'", r"log_level: expected one of"),
+        ("indexer_bind = 8090", r"indexer_bind: expected HOST:PORT"),
+        ("http_connections = 0", r"http_connections: expected a number greater than 0"),
+        ("http_connections = [1]", r"http_connections: expected N"),
+        ("peers = 'http://10.0.0.9:8090'", r"peers: expected an array of URL texts"),
+        ("peers = ['http://10.0.0.9:8090,']", r"peers: a text with a comma"),
+        ("peers = [1]", r"peers: expected an array of URL texts"),
+        ("indexer = {bind = 1}", r"indexer: no such setting"),
+        ("indexer_bin = 'off'", r"indexer_bin: no such setting; indexer_bind\?"),
+        ("log_level = 'info'\nlog_level = 'info'", r"Cannot overwrite a value"),
+        ("log_level", r"Expected '='"),
+        ("# " + "x" * configfile.MAX_BYTES, r"longer than"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvd.toml"
+    with pytest.raises(StartError, match=rf"^{re.escape(str(path))}: {complaint}") as caught:
+        load(write(path, text), {})
+    assert "\n" not in str(caught.value)
+
+
+def test_no_text_and_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvd.toml"
+    path.write_bytes(b"\xff")
+    with pytest.raises(StartError, match="utf-8"):
+        load({CONFIG: str(path)}, {})
+    with pytest.raises(StartError, match=r"cannot read .*nowhere: No such file"):
+        load({CONFIG: str(tmp_path / "nowhere")}, {})
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    text = 'log_level = "error"\nindexer_bind = "127.0.0.1:1"\nhttp_connections = 7\n'
+    said = write(tmp_path / "kvd.toml", text)
+    environ = {"KVD_LOG_LEVEL": "warning", "KVD_INDEXER_BIND": "127.0.0.1:2"}
+    held = resolve({**said, "indexer_bind": TcpBind("127.0.0.1", 3)}, environ)
+    assert held["indexer_bind"] == Said(TcpBind("127.0.0.1", 3), "--indexer-bind")
+    assert held["log_level"] == Said("warning", "KVD_LOG_LEVEL")
+    assert held["http_connections"] == Said(7, str(tmp_path / "kvd.toml"))
+    assert held["http_idle_s"].source == "default"
+
+
+def test_the_environment_names_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "kvd.toml", 'log_level = "error"')
+    assert load({}, {"KVD_CONFIG": str(tmp_path / "kvd.toml")}).log_level == "error"
+
+
+def test_a_shown_configuration_is_the_same_as_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--log-level", "debug", "--block-size", "16", "--workers", TEXTS["workers"]]
+    assert main(["config", "show", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert 'log_level = "debug"  # --log-level' in shown
+    flags = {"log_level": "debug", "block_size": 16, "workers": (TEXTS["workers"],)}
+    filed = resolve(write(tmp_path / "kvd.toml", shown), {})
+    assert values(filed) == values(resolve(flags, {}))
+
+
+def test_check_says_ok_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kvd.toml"
+    write(path, 'log_level = "error"')
+    assert main(["config", "check", "--config", str(path)]) == 0
+    assert capsys.readouterr().out == "ok\n"
+    write(path, "engine_heartbeat_s = 60")
+    assert main(["config", "check", "--config", str(path)]) == 1
+    assert "heartbeat timeout" in capsys.readouterr().err
