@@ -48,9 +48,8 @@ class Bookings:
         """
         if fleet.ledger_block_size == block_size:
             return
-        fleet.ledger.loads.eased = None
-        fleet.ledger = self._ledgers.open(fleet.key, block_size)
-        fleet.ledger.loads.eased = lambda: self._on_idle(fleet)
+        before, fleet.ledger = fleet.ledger.loads, self._ledgers.open(fleet.key, block_size)
+        fleet.ledger.loads.eased, before.eased = before.eased, None
         fleet.ledger_block_size = block_size
 
     def check_new(self, reservation_id: str | None) -> None:
