@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from kvd.faces import slot_tracker
 from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.replicas import apply_once
@@ -122,3 +123,18 @@ def test_whoever_waits_hears_of_what_ends() -> None:
     add("a")
     slots.unregister(KEY, 7)
     assert heard == [5, 4, 3, 0, 0]
+
+
+@pytest.mark.parametrize("path", ["/free", "/prefill_complete"])
+def test_the_lane_lets_it_be_heard_too(path: str) -> None:
+    faces, heard = Faces(), []
+    faces.register(faces.first)
+    tracker = faces.first.tracker(*KEY)
+    assert faces.first.add(tracker, "a", 7, 0, HASHES, 48, 0.0, None)
+    (route,) = (each for each in slot_tracker.routes(faces.first, float) if each.path == path)
+    assert route.answerer is not None
+    tracker.ledger.loads.eased = lambda: heard.append(path)
+    assert route.answerer(b'{"model_name":"m","request_id":"a"}')
+    assert heard == [path]
+    assert route.answerer(b'{"model_name":"m","request_id":"b"}') is None
+    assert heard == [path]
