@@ -34,6 +34,7 @@ from kvd.faces import indexer, replica_sync, slot_tracker
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
+from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
 from kvd.metrics import Family, by_label, counter, gauge
@@ -46,12 +47,12 @@ from kvd.net.replication import REPLICA_LINK, Replication
 from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.registry import Registry
-from kvd.replicas import Replicas
+from kvd.replicas import Replicas, apply_once
 from kvd.selection.service import Selections
 from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
 from kvd.state import State
-from kvd.wire.lifecycle import Lifecycle, Outcome
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome
 from kvd.wire.replica import ReplicaCounts
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class _Daemon:
         self._state = State()
         self._peers = Peers(config.peers)
         self._recovery = RecoveryStats()
-        self._slots = SlotTrackers(config.request_expiry_s)
+        self._ledgers = Ledgers()
+        self._slots = SlotTrackers(config.request_expiry_s, self._ledgers)
         self._selections: Selections | None = None
         self._replica_counts = ReplicaCounts()
         self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
@@ -137,6 +139,7 @@ class _Daemon:
                         config.request_expiry_s,
                         Random(),
                         trio.current_time,
+                        self._ledgers,
                     )
                     replicas = self._replicate(listening, context, publisher)
                     await self._serve(self._faces(registry, replicas))
@@ -218,22 +221,22 @@ class _Daemon:
         sync = self._config.replica_sync
         if sync is None or publisher is None:
             return Replicas(None, self._replica_counts)
-        links = Replication(nursery, context, publisher, self._apply, self._replica_counts)
-        self._slots.publish = links.publish
         assert self._selections is not None
+        faces = {
+            Face.SLOT_TRACKER: self._slots.apply,
+            Face.SELECTION: self._selections.bookings.apply,
+        }
+
+        def apply(event: Lifecycle) -> Outcome:
+            return apply_once(event, trio.current_time(), faces)
+
+        links = Replication(nursery, context, publisher, apply, self._replica_counts)
+        self._slots.publish = links.publish
         self._selections.bookings.publish = links.publish
         replicas = Replicas(links, self._replica_counts)
         for endpoint in sync.peers:
             replicas.register(endpoint)
         return replicas
-
-    def _apply(self, event: Lifecycle) -> Outcome:
-        now = trio.current_time()
-        outcome = self._slots.apply(event, now)
-        if self._selections is None:
-            return outcome
-        selected = self._selections.bookings.apply(event, now)
-        return selected if outcome is Outcome.UNKNOWN_MODEL else outcome
 
     def _faces(
         self, registry: Registry, replicas: Replicas

@@ -5,20 +5,46 @@
 
 Without a port of its own a process takes part in nothing: then there are no links, and no replica
 can be registered.
+
+What replicas tell is taken for one face only, since all weigh on the same ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.metrics import Family, by_label, counter, gauge
 from kvd.wire.endpoints import check_endpoint, check_replica_endpoint
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome
 from kvd.wire.replica import Replica, ReplicaCounts
 
 # A fleet has two or three. Each is a task with three ZMQ sockets.
 MAX_REPLICAS = 1024
+
+Apply = Callable[[Lifecycle, float], Outcome]  # at seconds
+
+# What a face says of a step about a rank that is not registered there.
+ELSEWHERE = frozenset(
+    {Outcome.UNKNOWN_MODEL, Outcome.BLOCK_SIZE, Outcome.UNKNOWN_WORKER, Outcome.UNKNOWN_RANK}
+)
+
+
+def apply_once(event: Lifecycle, now: float, faces: Mapping[Face, Apply]) -> Outcome:
+    """Takes a replica's step on the first face that has the rank, and says what became of it.
+
+    First is the face that it came through there, if that is known; the others follow in their
+    order. Where none has the rank, the answer is that of the last one that has the model.
+    """
+    said = Outcome.UNKNOWN_MODEL
+    for face in sorted(faces, key=lambda face: face is not event.face):
+        outcome = faces[face](event, now)
+        if outcome not in ELSEWHERE:
+            return outcome
+        if outcome is not Outcome.UNKNOWN_MODEL:
+            said = outcome
+    return said
 
 
 class Links(Protocol):

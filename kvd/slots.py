@@ -2,7 +2,8 @@
 
     SlotTrackers
       └ trackers: (model, tenant) ──> Tracker
-                                        ├ ledger    kvd_core: live requests, loads, projections
+                                        ├ ledger    kvd_core: live requests, loads, projections;
+                                        │           other faces may weigh on these (kvd.ledgers)
                                         └ workers   worker id ──> its data-parallel ranks
 
 A tracker lives from its first worker to its last; its block size is fixed by the first. Every step
@@ -20,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
+from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
-from kvd.wire.lifecycle import Lifecycle, Outcome, Step
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core import ledger
 from kvd_core.ledger import Ledger, LiveRequest
 from kvd_core.scan import BodyScanner
@@ -68,9 +70,10 @@ class Tracker:
 class SlotTrackers:
     """All trackers of the daemon."""
 
-    def __init__(self, expiry_s: float) -> None:
-        """Requests older than `expiry_s` seconds are dropped."""
+    def __init__(self, expiry_s: float, ledgers: Ledgers | None = None) -> None:
+        """Requests older than `expiry_s` seconds are dropped; no other face is None."""
         self._expiry_s = expiry_s
+        self._ledgers = ledgers or Ledgers()
         self.publish: Callable[[Lifecycle], None] | None = None  # told of every step, if set
         self.trackers: dict[PartitionKey, Tracker] = {}
         self.refused_trackers = 0  # at MAX_TRACKERS
@@ -118,7 +121,7 @@ class SlotTrackers:
         if len(self.trackers) >= MAX_TRACKERS:
             self.refused_trackers += 1
             raise Unavailable(f"there are {MAX_TRACKERS} models and tenants already")
-        return Tracker(key, block_size)
+        return Tracker(key, block_size, self._ledgers.open(key, block_size))
 
     def unregister(self, key: PartitionKey, worker_id: int) -> None:
         """Removes a worker with its live requests, here and on the replicas, or raises NotFound."""
@@ -134,6 +137,7 @@ class SlotTrackers:
         if not tracker.workers:
             del self.trackers[key]
             self.ended.update(totals(tracker.ledger))
+        ease(tracker.ledger)
 
     def select(self, model_name: str | None, tenant_id: str | None) -> list[Tracker]:
         """Returns the trackers of a model and a tenant, None for any, sorted."""
@@ -197,6 +201,7 @@ class SlotTrackers:
             raise NotFound(f"request {request_id} not found")
         if live is not None:
             self._tell(tracker, request_id, live.worker_id, live.dp_rank, Step.PREFILL_COMPLETE)
+        ease(tracker.ledger)
 
     def free(self, tracker: Tracker, request_id: str) -> None:
         """Ends a request; one that is unknown is none to end."""
@@ -204,6 +209,7 @@ class SlotTrackers:
         tracker.ledger.free(request_id)
         if live is not None:
             self._tell(tracker, request_id, live.worker_id, live.dp_rank, Step.FREE)
+        ease(tracker.ledger)
 
     def expire(self, now: float) -> Iterator[None]:
         """Drops what is older than the expiry age; rests at every yield.
@@ -214,6 +220,7 @@ class SlotTrackers:
         for number, key in enumerate(list(self.trackers), 1):
             tracker = self.trackers.get(key)
             while tracker is not None and tracker.ledger.expire(before, EXPIRY_SLICE):
+                ease(tracker.ledger)
                 yield
                 tracker = self.trackers.get(key)  # it may have ended, or begun anew, meanwhile
             if number % EXPIRY_SLICE == 0:
@@ -233,7 +240,10 @@ class SlotTrackers:
         rank = tracker.ledger.rank_of(event.worker_id, event.dp_rank)
         if rank is None:
             return Outcome.UNKNOWN_RANK
-        return apply_to(tracker.ledger, rank, event, now)
+        outcome = apply_to(tracker.ledger, rank, event, now)
+        if outcome is Outcome.APPLIED and event.step is not Step.ADD:
+            ease(tracker.ledger)
+        return outcome
 
     def _told(self, tracker: Tracker, request_id: str) -> LiveRequest | None:
         """Returns the request if there is anyone to tell of it."""
@@ -251,7 +261,13 @@ class SlotTrackers:
     ) -> None:
         if self.publish is not None:
             where = tracker.key, tracker.block_size, request_id, worker_id, dp_rank
-            self.publish(Lifecycle(*where, step, hashes, tokens))
+            self.publish(Lifecycle(*where, step, hashes, tokens, face=Face.SLOT_TRACKER))
+
+
+def ease(of: Ledger) -> None:
+    """Says that ranks of a ledger may have less to do, if a selection waits for that."""
+    if of.loads.eased is not None:
+        of.loads.eased()
 
 
 def apply_to(live_requests: Ledger, rank: int, event: Lifecycle, now: float) -> Outcome:

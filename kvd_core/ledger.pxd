@@ -4,6 +4,7 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
+from libcpp.memory cimport shared_ptr
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
@@ -65,10 +66,8 @@ cdef extern from "ledger.hpp" namespace "kvd::ledger" nogil:
     cppclass CRank "kvd::ledger::Rank":
         uint64_t worker_id
         uint32_t dp_rank
-        uint32_t requests           # live ones
+        uint32_t requests           # live ones, of all ledgers
         uint64_t prefill_tokens     # of requests whose prefill is running
-        CRankChain chain            # its requests, in order of admission
-        cbool live
         uint64_t decode_blocks()    # weighted, rounded
 
     cppclass CListed "kvd::ledger::Listed":
@@ -79,23 +78,30 @@ cdef extern from "ledger.hpp" namespace "kvd::ledger" nogil:
     cppclass CAdmission "kvd::ledger::Admission":
         string_view id
         string_view key             # empty: none
-        RankId rank                 # must be live
+        RankId rank                 # one of the ledger's
         const uint64_t* hashes      # sequence hashes of the prompt
         size_t blocks               # how many
         uint64_t tokens             # to prefill
         double now                  # seconds
 
-    cppclass CLedger "kvd::ledger::Ledger":
-        CLedger(const CLimits&) except +
+    cppclass CLoads "kvd::ledger::Loads":
         const CTrie& trie()
+        RankId rank_end()                 # above every rank id
+        const CRank& rank(RankId)
+        # Leading blocks of a prompt that each rank has live, one figure for each id < rank_end();
+        # until the next call.
+        const uint32_t* depths(const uint64_t*, size_t)
+
+    cppclass CLedger "kvd::ledger::Ledger":
+        CLedger(const CLimits&, shared_ptr[CLoads]) except +
+        CLoads& loads()
         const CRequests& requests()
         const CTally& tally()
         const vector[CListed]& order()    # ranks by (worker, dp rank)
         uint64_t output_count()
         size_t bytes()
-        RankId rank_end()                 # above every rank id
-        const CRank& rank(RankId)
-        cbool is_live(RankId)
+        cbool has(RankId)
+        const CRankChain& chain(RankId)   # its requests on a rank, in order of admission
         RankId find_rank(uint64_t, uint32_t)
         RankId add_rank(uint64_t, uint32_t) except +
         void remove_rank(RankId)
@@ -104,9 +110,6 @@ cdef extern from "ledger.hpp" namespace "kvd::ledger" nogil:
         void free(RequestId) except +
         void add_output(RequestId)
         void decay(RequestId, double) except +
-        # Leading blocks of a prompt that each rank has live, one figure for each id < rank_end().
-        void depths(const uint64_t*, size_t, uint32_t*)
-        const uint32_t* own_depths "depths" (const uint64_t*, size_t)
 
 cdef extern from "ledger_rows.hpp" namespace "kvd::ledger" nogil:
     cppclass CRows "kvd::ledger::Rows":
@@ -117,12 +120,18 @@ cdef extern from "ledger_rows.hpp" namespace "kvd::ledger" nogil:
 
 cdef extern from "ledger_verify.hpp" namespace "kvd::ledger" nogil:
     cppclass CVerifier "kvd::ledger::Verifier":
-        CVerifier(const CLedger&)
+        CVerifier(const CLoads&)
         void run() except +
 
 
+cdef class Loads:
+    cdef shared_ptr[CLoads] c
+    cdef object __weakref__
+    cdef public object eased  # see ledger.pyx
+
 cdef class Ledger:
     cdef CLedger* c
+    cdef readonly Loads loads
     cdef uint64_t expired     # requests
     cdef uint64_t removed     # requests that went with their rank
     cdef uint64_t exists      # adds refused
@@ -134,5 +143,5 @@ cdef class Ledger:
                         object tokens, double now, str key) except *
     # The request's number, kNone if there is none.
     cdef RequestId find(self, str request_id) except? 0
-    cdef RankId live(self, RankId rank) except? 0xffffffff
+    cdef RankId own(self, RankId rank) except? 0xffffffff
     cdef list let_go(self, RequestId request, list ids)

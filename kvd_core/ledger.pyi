@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Final, NamedTuple, TypedDict
 
 from kvd_core.scan import BodyScanner
@@ -44,9 +45,17 @@ class LedgerStats(TypedDict):
     removed: int
     refused: dict[str, int]
 
+class Loads:
+    eased: Callable[[], None] | None
+
 class Ledger:
+    loads: Final[Loads]
     def __init__(
-        self, max_requests: int = ..., max_blocks: int = ..., max_output_blocks: int = ...
+        self,
+        max_requests: int = ...,
+        max_blocks: int = ...,
+        max_output_blocks: int = ...,
+        loads: Loads | None = None,
     ) -> None: ...
     def add_rank(self, worker_id: int, dp_rank: int) -> int: ...
     def remove_rank(self, rank: int) -> list[str]: ...

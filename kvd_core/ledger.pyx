@@ -1,10 +1,11 @@
 # distutils: language = c++
 """The slot accounting of one (model, tenant): what every rank is working on.
 
-The structure and its rules are in the C++ headers this module binds: `ledger.hpp` (ranks, loads,
-operations), `ledger_trie.hpp` (live prompts), `ledger_requests.hpp`, `ledger_rows.hpp` (JSON).
+The structure and its rules are in the C++ headers this module binds: `ledger.hpp` (what one face
+has booked), `ledger_loads.hpp` (what ranks work on, which ledgers may share), `ledger_trie.hpp` (live
+prompts), `ledger_requests.hpp`, `ledger_rows.hpp` (JSON).
 
-One thread owns a ledger. Nothing here does I/O, reads a clock or logs. Costs: n is the number of
+One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is the number of
 blocks of a prompt, m the nodes of the trie on its path (at most the number of places where live
 prompts part or end on it), r the number of ranks.
 """
@@ -16,6 +17,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from cython.operator cimport dereference as deref
+from libcpp.memory cimport make_shared
 
 from kvd_core.scan cimport BodyScanner
 
@@ -81,14 +83,30 @@ cdef bytes cut(PyObject* answer, Py_ssize_t size):
     return text
 
 
+cdef class Loads:
+    """What ranks work on, for ledgers to share: they know of each other's load, and of no more.
+
+    `eased` is None, or what is to be called when there is less of it: nobody here calls it, but
+    whoever completes, frees, expires or removes does, for somebody waits for a rank to be idle.
+    """
+
+    def __cinit__(self):
+        self.c = make_shared[CLoads]()
+
+
 cdef class Ledger:
-    """Live requests of the ranks of one (model, tenant), and the loads that follow from them."""
+    """Live requests of the ranks of one (model, tenant), and the loads that follow from them.
+
+    Requests and ranks are its own, whatever other ledgers have that share its loads; what a rank
+    weighs is the sum of all.
+    """
 
     def __cinit__(
         self,
         uint32_t max_requests=kMaxRequests,
         uint64_t max_blocks=kMaxBlocks,
         uint32_t max_output_blocks=kMaxOutputs,
+        Loads loads=None,
     ):
         if max_requests > kMaxRequests or max_blocks > kMaxBlocks:
             raise ValueError("limits can only be lowered")
@@ -98,7 +116,8 @@ cdef class Ledger:
         limits.requests = max_requests
         limits.blocks = max_blocks
         limits.outputs = max_output_blocks
-        self.c = new CLedger(limits)
+        self.loads = Loads() if loads is None else loads
+        self.c = new CLedger(limits, self.loads.c)
 
     def __dealloc__(self):
         del self.c
@@ -106,7 +125,7 @@ cdef class Ledger:
     def add_rank(self, uint64_t worker_id, uint32_t dp_rank):
         """Adds a rank, or finds it, and returns its id: dense, used again after removal.
 
-        OverflowError when there are MAX_RANKS. O(log r), and 16 bytes moved for each rank that
+        Ledgers that share loads have one id for the same rank. OverflowError when there are MAX_RANKS. O(log r), and 16 bytes moved for each rank that
         sorts behind it.
         """
         cdef RankId rank = self.c.add_rank(worker_id, dp_rank)
@@ -117,14 +136,14 @@ cdef class Ledger:
     def remove_rank(self, RankId rank):
         """Removes a rank with its requests; returns their ids in order of admission.
 
-        KeyError if there is no such rank. O(free of each of its requests).
+        Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free of each of its requests).
         """
-        self.live(rank)
+        self.own(rank)
         ids = []
-        cdef RequestId request = self.c.rank(rank).chain.first
+        cdef RequestId request = self.c.chain(rank).first
         while request != kNone:
             self.let_go(request, ids)
-            request = self.c.rank(rank).chain.first
+            request = self.c.chain(rank).first
         self.removed += len(ids)
         self.c.remove_rank(rank)
         return ids
@@ -161,7 +180,7 @@ cdef class Ledger:
         admission.id = bounded(request_id, "the request id")
         if key is not None:
             admission.key = bounded(key, "the retry key")
-        admission.rank = self.live(rank)
+        admission.rank = self.own(rank)
         if tokens < 0:
             raise ValueError("tokens must not be negative")
         if tokens > kMaxTokens:
@@ -235,7 +254,7 @@ cdef class Ledger:
         if number == kNone:
             return None
         cdef const CRequest* request = &self.c.requests()[number]
-        cdef const CRank* rank = &self.c.rank(request.rank)
+        cdef const CRank* rank = &self.c.loads().rank(request.rank)
         return LiveRequest(
             rank.worker_id,
             rank.dp_rank,
@@ -248,8 +267,11 @@ cdef class Ledger:
         )
 
     def load(self, RankId rank):
-        """The Load of a rank: prefill tokens, decode blocks, requests. KeyError if absent. O(1)."""
-        cdef const CRank* r = &self.c.rank(self.live(rank))
+        """The Load of a rank: prefill tokens, decode blocks, requests, of all ledgers that share it.
+
+        KeyError if this one does not have the rank. O(1).
+        """
+        cdef const CRank* r = &self.c.loads().rank(self.own(rank))
         return Load(r.prefill_tokens, r.decode_blocks(), r.requests)
 
     def render_loads(self, bytes prefix not None=b""):
@@ -277,7 +299,7 @@ cdef class Ledger:
         if new_tokens > kMaxTokens:
             raise OverflowError("too many tokens")
         cdef Prompt prompt = prompt_of(hashes)
-        cdef const uint32_t* depths = self.c.own_depths(prompt.hashes, prompt.blocks)
+        cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
         cdef CRows* rows = new CRows(deref(self.c))
         cdef PyObject* answer
         cdef char* begin
@@ -291,18 +313,23 @@ cdef class Ledger:
     def depths(self, hashes):
         """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
         cdef Prompt prompt = prompt_of(hashes)
-        cdef const uint32_t* depths = self.c.own_depths(prompt.hashes, prompt.blocks)
+        cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
         cdef RankId rank
-        return {rank: depths[rank] for rank in range(self.c.rank_end()) if depths[rank]}
+        cdef RankId end = self.c.loads().rank_end()
+        return {rank: depths[rank] for rank in range(end) if depths[rank] and self.c.has(rank)}
 
     def stats(self):
-        """Sizes now and totals since the start. `passages` are the pairs of a node and a rank."""
+        """Sizes now and totals since the start.
+
+        Blocks, nodes, passages (pairs of a node and a rank) and bytes are those of all ledgers that
+        share the loads, all others this one's.
+        """
         cdef const CTally* t = &self.c.tally()
         return {
             "requests": self.c.requests().size(),
-            "blocks": self.c.trie().block_count(),
-            "nodes": self.c.trie().node_count(),
-            "passages": self.c.trie().passage_count(),
+            "blocks": self.c.loads().trie().block_count(),
+            "nodes": self.c.loads().trie().node_count(),
+            "passages": self.c.loads().trie().passage_count(),
             "ranks": self.c.order().size(),
             "output_blocks": self.c.output_count(),
             "bytes": self.c.bytes(),
@@ -320,8 +347,11 @@ cdef class Ledger:
         }
 
     def verify(self):
-        """Checks every invariant and forms every sum anew; AssertionError says what is wrong."""
-        cdef CVerifier* verifier = new CVerifier(deref(self.c))
+        """Checks every invariant and forms every sum anew; AssertionError says what is wrong.
+
+        That is of all ledgers that share the loads.
+        """
+        cdef CVerifier* verifier = new CVerifier(self.c.loads())
         try:
             verifier.run()
         except RuntimeError as broken:
@@ -332,8 +362,8 @@ cdef class Ledger:
     cdef RequestId find(self, str request_id) except? 0:
         return self.c.requests().find(utf8(request_id))
 
-    cdef RankId live(self, RankId rank) except? 0xffffffff:
-        if not self.c.is_live(rank):
+    cdef RankId own(self, RankId rank) except? 0xffffffff:
+        if not self.c.has(rank):
             raise KeyError(rank)
         return rank
 

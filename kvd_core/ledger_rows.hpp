@@ -1,4 +1,4 @@
-// Renders loads and projections of all ranks as JSON, straight into the answer's bytes.
+// Renders loads and projections of all ranks of a ledger as JSON, straight into the answer's bytes.
 //
 //   {"worker_id":7,"dp_rank":0,"active_prefill_tokens":48,"active_decode_blocks":3}
 //   {"worker_id":7,"dp_rank":0,"potential_prefill_tokens":80,"potential_decode_blocks":5,
@@ -21,7 +21,7 @@ namespace kvd::ledger {
 
 class Rows {
  public:
-  explicit Rows(const Ledger& ledger) : ledger_(ledger) {}
+  explicit Rows(const Ledger& ledger) : ledger_(ledger), loads_(ledger.loads()) {}
 
   // Bytes that the rows need at most, each with `prefix` bytes more.
   size_t room(size_t prefix) const { return ledger_.order().size() * (kMaxRow + prefix) + 2; }
@@ -30,7 +30,7 @@ class Rows {
   char* loads(char* to, std::string_view prefix) const {
     char* const begin = to;
     for (const Listed& listed : ledger_.order()) {
-      const Rank& rank = ledger_.rank(listed.rank);
+      const Rank& rank = loads_.rank(listed.rank);
       if (to != begin) *to++ = ',';
       *to++ = '{';
       to = text(to, prefix);
@@ -49,7 +49,7 @@ class Rows {
     *to++ = '[';
     char* const begin = to;
     for (const Listed& listed : ledger_.order()) {
-      const Rank& rank = ledger_.rank(listed.rank);
+      const Rank& rank = loads_.rank(listed.rank);
       if (to != begin) *to++ = ',';
       *to++ = '{';
       to = text(to, {rank.text, rank.text_size});
@@ -77,6 +77,7 @@ class Rows {
   static char* number(char* to, uint64_t value) { return std::to_chars(to, to + 20, value).ptr; }
 
   const Ledger& ledger_;
+  const Loads& loads_;
 };
 
 }  // namespace kvd::ledger

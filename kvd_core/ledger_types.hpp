@@ -26,6 +26,11 @@ constexpr uint32_t kMaxRanks = 65'536;
 // Tokens of one request: what JSON readers keep exact. Tokens of a rank: sums stay in 64 bits.
 constexpr uint64_t kMaxTokens = 1ull << 53;
 constexpr uint64_t kMaxRankTokens = 1ull << 62;
+// Ledgers with ranks that share their loads: a face has one.
+constexpr size_t kMaxLedgers = 8;
+
+// A bit for each ledger that takes part.
+using Owners = uint8_t;
 
 struct Limits {
   uint32_t requests = kMaxRequests;
@@ -51,10 +56,9 @@ struct Rank {
   uint64_t outputs = 0;  // output blocks
   double prompt = 0;     // sum of the weights of `blocks`
   double output = 0;     // and of `outputs`
-  RankChain chain;       // of its requests
   char text[56];         // "worker_id":7,"dp_rank":0
   uint8_t text_size = 0;
-  bool live = false;
+  Owners owners = 0;     // whose it is; nobody's: free
 
   uint64_t decode_blocks() const {
     const double load = prompt + output;
@@ -67,7 +71,7 @@ struct Rank {
 struct Admission {
   std::string_view id;
   std::string_view key;  // empty: none
-  RankId rank;           // a live one
+  RankId rank;           // one of the ledger's
   const uint64_t* hashes;
   size_t blocks;
   uint64_t tokens;

@@ -1,4 +1,5 @@
-// Checks every numbered invariant of the ledger's headers and forms every sum anew.
+// Checks every numbered invariant of the ledger's headers and forms every sum anew: of the loads, and
+// of all ledgers that share them.
 // For tests and debug builds: O(everything).
 #pragma once
 
@@ -14,13 +15,13 @@ namespace kvd::ledger {
 
 class Verifier {
  public:
-  explicit Verifier(const Ledger& ledger)
-      : ledger_(ledger), trie_(ledger.trie()), requests_(ledger.requests()) {}
+  explicit Verifier(const Loads& loads) : loads_(loads), trie_(loads.trie()) {}
 
   // Throws std::logic_error with the first violation.
   void run() {
-    check_requests();
+    loads_.each_ledger([&](const Ledger& ledger) { check_requests(ledger); });
     check_nodes();
+    loads_.each_ledger([&](const Ledger& ledger) { check_listed(ledger); });
     check_ranks();
   }
 
@@ -34,23 +35,24 @@ class Verifier {
     if (!holds) throw std::logic_error("kvd_core ledger invariant broken: " + what);
   }
 
-  void check_requests() {
+  void check_requests(const Ledger& ledger) {
+    const Requests& requests = ledger.requests();
     uint64_t count = 0, outputs = 0;
     RequestId older = kNone;
-    for (RequestId id = requests_.oldest(); id != kNone; id = requests_[id].newer) {
-      const Request& request = requests_[id];
-      require(++count <= requests_.size(), "requests 1: the chain of admission ends");
+    for (RequestId id = requests.oldest(); id != kNone; id = requests[id].newer) {
+      const Request& request = requests[id];
+      require(++count <= requests.size(), "requests 1: the chain of admission ends");
       require(request.older == older, "requests 1: the chain of admission is linked both ways");
-      require(requests_.find(request.id()) == id, "requests 1: a request is found by its id");
+      require(requests.find(request.id()) == id, "requests 1: a request is found by its id");
       require(request.decayed <= request.outputs, "requests 2: decayed outputs are outputs");
-      require(ledger_.is_live(request.rank), "ledger: a request's rank is live");
+      require(ledger.has(request.rank), "ledger: a request's rank is its ledger's");
       check_path(request);
       sum(request);
       outputs += request.outputs;
       older = id;
     }
-    require(count == requests_.size(), "requests 1: every request is in the chain of admission");
-    require(outputs == ledger_.output_count(), "ledger: output blocks are counted");
+    require(count == requests.size(), "requests 1: every request is in the chain of admission");
+    require(outputs == ledger.output_count(), "ledger: output blocks are counted");
   }
 
   void check_path(const Request& request) {
@@ -124,59 +126,78 @@ class Verifier {
             "trie 4: an only child is joined");
   }
 
+  void check_listed(const Ledger& ledger) {
+    const auto& order = ledger.order();
+    require(!order.empty() && ledger.bit() != 0 && (seen_ & ledger.bit()) == 0,
+            "ledger 2: a ledger with ranks takes part once");
+    seen_ |= ledger.bit();
+    uint64_t chained = 0;
+    for (size_t i = 0; i < order.size(); ++i) {
+      const RankId id = order[i].rank;
+      require(i == 0 || order[i - 1] < order[i], "ledger 1: ranks are sorted");
+      require(ledger.has(id), "ledger 1: a listed rank is the ledger's");
+      const Rank& rank = loads_.rank(id);
+      require(rank.worker_id == order[i].worker_id && rank.dp_rank == order[i].dp_rank,
+              "ledger 1: ranks are listed by their names");
+      require(ids_.emplace(std::make_pair(rank.worker_id, rank.dp_rank), id).first->second == id,
+              "ledger 1: a rank has one id");
+      owners_[id] |= ledger.bit();
+      chained += check_chain(ledger, id);
+    }
+    require(chained == ledger.requests().size(), "requests 1: every request is in a rank's chain");
+  }
+
   void check_ranks() {
-    size_t live = 0;
-    for (RankId id = 0; id < ledger_.rank_end(); ++id) {
-      if (!ledger_.is_live(id)) continue;
-      ++live;
-      const Rank& rank = ledger_.rank(id);
-      require(ledger_.find_rank(rank.worker_id, rank.dp_rank) == id, "ledger 3: ranks are listed");
+    size_t taken = 0;
+    for (RankId id = 0; id < loads_.rank_end(); ++id) {
+      const Rank& rank = loads_.rank(id);
+      require(rank.owners == owners_[id], "loads 3: every owner lists a rank");
+      if (rank.owners == 0) continue;
+      ++taken;
       check_sums(rank, sums_[id]);
-      check_chain(id, rank);
     }
-    const auto& order = ledger_.order();
-    require(order.size() == live && live + ledger_.free_.size() == ledger_.rank_end(),
-            "ledger 3: a rank is listed or free");
-    for (size_t i = 1; i < order.size(); ++i) {
-      require(order[i - 1] < order[i], "ledger 3: ranks are sorted");
-    }
+    require(taken + loads_.free_.size() == loads_.rank_end(), "loads 3: a rank is owned or free");
   }
 
   void check_sums(const Rank& rank, const Sums& sums) {
-    require(rank.requests == sums.requests, "ledger: a rank's requests are counted");
-    require(rank.prefill_tokens == sums.tokens, "ledger 1: prefill tokens are summed");
-    require(rank.blocks == sums.blocks, "ledger 2: blocks are counted");
-    require(rank.outputs == sums.outputs, "ledger 2: output blocks are counted");
-    require(near(rank.prompt, sums.prompt), "ledger 2: weights of blocks are summed");
-    require(near(rank.output, sums.output), "ledger 2: weights of output blocks are summed");
-    require(rank.blocks != 0 || rank.prompt == 0, "ledger 2: no blocks weigh nothing");
-    require(rank.outputs != 0 || rank.output == 0, "ledger 2: no output blocks weigh nothing");
+    require(rank.requests == sums.requests, "loads: a rank's requests are counted");
+    require(rank.prefill_tokens == sums.tokens, "loads 1: prefill tokens are summed");
+    require(rank.blocks == sums.blocks, "loads 2: blocks are counted");
+    require(rank.outputs == sums.outputs, "loads 2: output blocks are counted");
+    require(near(rank.prompt, sums.prompt), "loads 2: weights of blocks are summed");
+    require(near(rank.output, sums.output), "loads 2: weights of output blocks are summed");
+    require(rank.blocks != 0 || rank.prompt == 0, "loads 2: no blocks weigh nothing");
+    require(rank.outputs != 0 || rank.output == 0, "loads 2: no output blocks weigh nothing");
   }
 
   static bool near(double running, double anew) {
     return std::abs(running - anew) <= 1e-9 * (1 + std::abs(anew));
   }
 
-  void check_chain(RankId id, const Rank& rank) {
+  static uint64_t check_chain(const Ledger& ledger, RankId id) {
     uint64_t count = 0;
     RequestId before = kNone;
-    for (RequestId at = rank.chain.first; at != kNone; at = requests_[at].after) {
-      const Request& request = requests_[at];
-      require(request.rank == id && request.before == before && ++count <= rank.requests,
+    for (RequestId at = ledger.chain(id).first; at != kNone; at = ledger.requests()[at].after) {
+      const Request& request = ledger.requests()[at];
+      require(request.rank == id && request.before == before &&
+                  ++count <= ledger.requests().size(),
               "requests 1: a rank's chain has its requests");
       before = at;
     }
-    require(count == rank.requests, "requests 1: a rank's chain has all its requests");
+    require(ledger.chain(id).last == before, "requests 1: a rank's chain ends with its last");
+    return count;
   }
 
-  const Ledger& ledger_;
+  const Loads& loads_;
   const Trie& trie_;
-  const Requests& requests_;
   std::map<NodeId, uint32_t> ends_;
   std::map<NodeId, uint32_t> children_;
   std::map<NodeId, NodeId> children_xor_;
   std::map<std::pair<NodeId, RankId>, uint32_t> passing_;
   std::map<RankId, Sums> sums_;
+  std::map<RankId, Owners> owners_;
+  std::map<std::pair<uint64_t, uint32_t>, RankId> ids_;
+  Owners seen_ = 0;
 };
 
 }  // namespace kvd::ledger

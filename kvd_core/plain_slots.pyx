@@ -116,6 +116,7 @@ cdef class PlainPrefillComplete(PlainSlots):
         if request == kNone:
             return None
         ledger.c.complete_prefill(request)
+        ease(ledger)
         return OK
 
 
@@ -130,6 +131,7 @@ cdef class PlainFree(PlainSlots):
         if request == kNone:
             return None
         ledger.c.free(request)
+        ease(ledger)
         return OK
 
 
@@ -167,6 +169,13 @@ cdef RequestId named(PlainSlots answerer, Ledger ledger) except? 0:
     if not id_of(answerer.scanner.core.value(kRequestId), &request_id):
         return kNone
     return ledger.c.requests().find(request_id)
+
+
+cdef int ease(Ledger ledger) except -1:
+    """Says that ranks have less to do, if anyone waits for that."""
+    if ledger.loads.eased is not None:
+        ledger.loads.eased()
+    return 0
 
 
 cdef bint id_of(const Value& value, string_view* request_id):

@@ -151,8 +151,9 @@ class Pool {
   }
 
   void find_live() {
-    depths_.resize(ledger_.rank_end());
-    ledger_.depths(prompt_.sequence.data(), prompt_.sequence.size(), depths_.data());
+    const ledger::Loads& loads = ledger_.loads();
+    depths_.resize(loads.rank_end());
+    loads.depths(prompt_.sequence.data(), prompt_.sequence.size(), depths_.data());
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const ledger::RankId rank = candidates_[i].booked;
       standings_[i].live = rank < depths_.size() ? depths_[rank] : 0;
@@ -160,12 +161,14 @@ class Pool {
   }
 
   void find_loads() {
+    const ledger::Loads& loads = ledger_.loads();
+    const ledger::Owners mine = ledger_.bit();
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const Candidate& candidate = candidates_[i];
       Standing& standing = standings_[i];
-      standing.present = ledger_.is_live(candidate.booked);
+      standing.present = loads.is_of(candidate.booked, mine);
       if (!standing.present) continue;
-      const ledger::Rank& rank = ledger_.rank(candidate.booked);
+      const ledger::Rank& rank = loads.rank(candidate.booked);
       standing.present = rank.worker_id == candidate.worker_id && rank.dp_rank == candidate.dp_rank;
       standing.prefill_tokens = rank.prefill_tokens;
       standing.decode_blocks = rank.decode_blocks();

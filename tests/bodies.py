@@ -260,3 +260,16 @@ class Refusals:
         assert {name for name, both in differing.items() if both == (422, 400)} == beyond_a_double
         taken = {name for name in answers if name.startswith(more)}
         assert differing.keys() - beyond_a_double == READ_BY_THE_PEER | taken
+
+
+# What every POST route refuses, or not: a test of each face goes through them.
+NO_JSON, UNFIT = "no JSON is 400", "a member that does not fit is 422 and named"
+CHECKS: dict[str, Callable[[Refusals, str], None]] = {
+    NO_JSON: Refusals.check_no_json,
+    "JSON of a wrong shape is 422": Refusals.check_wrong_shape,
+    UNFIT: Refusals.check_unfit,
+    "a member that is missing is 422 and named": Refusals.check_missing,
+    "what is no business of the route is ignored": Refusals.check_ignored,
+    "bodies must be announced as JSON": Refusals.check_content_types,
+    "a body over the limit is 413": Refusals.check_limit,
+}

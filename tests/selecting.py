@@ -133,8 +133,11 @@ class Service:
             assert len(mine) == fleet.ledger.stats()["requests"]
             live |= mine
             held += len(fleet.queue)
+            assert fleet.ledger.loads.eased is not None or not len(fleet.queue)
         assert live.keys() == selections.bookings.live.keys()
         assert held == selections.choices.held
+        if not held:
+            assert all(f.ledger.loads.eased is None for f in selections.fleets.values())
         for partition in selections.state.partitions.values():
             partition.index.verify()
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
-from bodies import Refusals
+from bodies import CHECKS, Refusals
 from indexer_bodies import INDEXER, MODEL, POSTS, SOMEWHERE
 from processes import Server
 from running import running_kvd
@@ -75,39 +75,10 @@ def refusals(client: httpx.Client) -> Refusals:
     return Refusals(client, INDEXER, lambda: _state(client), undo)
 
 
+@pytest.mark.parametrize("rule", CHECKS)
 @ROUTES
-def test_what_is_no_json_is_400(path: str, refusals: Refusals) -> None:
-    refusals.check_no_json(path)
-
-
-@ROUTES
-def test_json_of_a_wrong_shape_is_422(path: str, refusals: Refusals) -> None:
-    refusals.check_wrong_shape(path)
-
-
-@ROUTES
-def test_a_member_that_does_not_fit_is_422_and_named(path: str, refusals: Refusals) -> None:
-    refusals.check_unfit(path)
-
-
-@ROUTES
-def test_a_member_that_is_missing_is_422_and_named(path: str, refusals: Refusals) -> None:
-    refusals.check_missing(path)
-
-
-@ROUTES
-def test_what_is_no_business_of_the_route_is_ignored(path: str, refusals: Refusals) -> None:
-    refusals.check_ignored(path)
-
-
-@ROUTES
-def test_bodies_must_be_announced_as_json(path: str, refusals: Refusals) -> None:
-    refusals.check_content_types(path)
-
-
-@ROUTES
-def test_a_body_over_the_limit_is_413(path: str, refusals: Refusals) -> None:
-    refusals.check_limit(path)
+def test_what_every_route_refuses(path: str, rule: str, refusals: Refusals) -> None:
+    CHECKS[rule](refusals, path)
 
 
 def test_a_registration_that_contradicts_another_is_409(refusals: Refusals) -> None:

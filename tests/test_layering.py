@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.selection",),
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
     ("kvd.metrics",),
-    ("kvd.state", "kvd.scheduling"),
+    ("kvd.state", "kvd.scheduling", "kvd.ledgers"),
     ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors"),
     ("kvd.model", "kvd.errors", "kvd._version"),
 )

@@ -29,6 +29,7 @@ from kvd.selection.asks import Constraints, Held
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.hashing import sequence_hashes
+from kvd_core.ledger import Ledger
 from kvd_core.selector_settings import Settings
 
 BATCH = 100  # tokens
@@ -389,6 +390,34 @@ async def test_what_lets_a_held_selection_go(by: str, nursery: trio.Nursery) -> 
     if by not in ("join", "expire"):
         assert caller.answer["worker_id"] == 2
     assert "r" in service.selections.bookings.live and service.selections.choices.held == 0
+    service.check()
+
+
+async def test_what_another_face_ends_lets_them_go(nursery: trio.Nursery) -> None:
+    service = await ready(batched(1))
+    other = Ledger(loads=service.fleet().ledger.loads)
+    other.add("a", other.add_rank(1, 0), b"", BATCH + 1, service.now)
+    assert other.loads.eased is None  # nobody waits
+    callers = [calls(nursery, service, [1]) for _ in range(2)]
+    service.check()
+    assert other.loads.eased is not None
+    other.prefill_complete("a")
+    other.loads.eased()
+    await settled()
+    assert all(caller.answer["worker_id"] == 1 for caller in callers)
+    service.check()
+    assert other.loads.eased is None
+
+
+async def test_they_wait_for_another_block_size_too(nursery: trio.Nursery) -> None:
+    service = await ready(batched(1))
+    service.reserve("a", (1, 0), [901], BATCH + 1)
+    before = service.fleet().ledger.loads
+    caller = calls(nursery, service, [1])
+    await service.selections.workers.put_all(M, [batched(1, block_size=2 * BLOCK_SIZE)])
+    await settled()
+    assert caller.answer["block_size"] == 2 * BLOCK_SIZE
+    assert before is not service.fleet().ledger.loads and before.eased is None
     service.check()
 
 

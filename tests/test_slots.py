@@ -17,7 +17,7 @@ from kvd.faces.slot_metrics import slot_families
 from kvd.metrics import render
 from kvd.model import PartitionKey
 from kvd.slots import EXPIRY_SLICE, MAX_DP_SIZE, MAX_TRACKERS, SlotTrackers, Tracker, WorkerRow
-from kvd.wire.lifecycle import Lifecycle, Outcome, Step
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.ledger import MAX_RANKS, MAX_TOKENS, Ledger
 from kvd_core.scan import BodyScanner
 
@@ -65,7 +65,8 @@ def packed(*hashes: int) -> bytes:
 
 def event(step: Step, name: str, worker: int = 7, rank: int = 0, *hashes: int) -> Lifecycle:
     tokens = 48 if hashes else 0
-    return Lifecycle(KEY, BLOCK, name, worker, rank, step, packed(*hashes), tokens)
+    place = KEY, BLOCK, name, worker, rank
+    return Lifecycle(*place, step, packed(*hashes), tokens, face=Face.SLOT_TRACKER)
 
 
 def refused(error: type[KvdError]) -> pytest.RaisesExc[KvdError]:

@@ -6,16 +6,16 @@ Ids are unique in the whole service. Replicas are told of every step, and their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from kvd.catalog import WorkerRecord
 from kvd.errors import Conflict, Invalid, NotFound, Unavailable
+from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.selection.asks import Ask, Look
 from kvd.selection.fleet import Fleet, schedulable
 from kvd.slots import apply_to
+from kvd.wire.lifecycle import Face, Outcome, Step
 from kvd.wire.lifecycle import Lifecycle as Event
-from kvd.wire.lifecycle import Outcome, Step
 from kvd_core import ledger
 
 EXPIRY_SLICE = 64  # requests expired between two rests
@@ -30,6 +30,7 @@ class Bookings:
         expiry_s: float,
         clock: Callable[[], float],
         on_idle: Callable[[Fleet], None],
+        ledgers: Ledgers,
     ) -> None:
         """Calls `on_idle` after whatever may have made a rank of a fleet less busy."""
         self.live: dict[str, Fleet] = {}
@@ -38,6 +39,18 @@ class Bookings:
         self._expiry_s = expiry_s
         self._clock = clock
         self._on_idle = on_idle
+        self._ledgers = ledgers
+
+    def open_ledger(self, fleet: Fleet, block_size: int) -> None:
+        """Lets a fleet and other faces weigh on each other from now on.
+
+        Ranks of another block size must have left the fleet.
+        """
+        if fleet.ledger_block_size == block_size:
+            return
+        before, fleet.ledger = fleet.ledger.loads, self._ledgers.open(fleet.key, block_size)
+        fleet.ledger.loads.eased, before.eased = before.eased, None
+        fleet.ledger_block_size = block_size
 
     def check_new(self, reservation_id: str | None) -> None:
         """Raises Conflict on an id that lives."""
@@ -178,11 +191,15 @@ class Bookings:
         reservation_id: str,
         dp_rank: int,
         step: Step,
-        *content: Any,
+        hashes: bytes = b"",
+        tokens: int = 0,
+        output_tokens: int | None = None,
+        lora_name: str | None = None,
     ) -> None:
         if self.publish is not None:
             where = fleet.key, record.block_size or 0, reservation_id, record.worker_id, dp_rank
-            self.publish(Event(*where, step, *content))
+            of_add = hashes, tokens, output_tokens, lora_name
+            self.publish(Event(*where, step, *of_add, Face.SELECTION))
 
 
 def _admitted(outcome: int, reservation_id: str) -> None:

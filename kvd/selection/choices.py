@@ -6,6 +6,7 @@ Between choosing a rank and booking it nothing is awaited.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import trio
@@ -71,7 +72,10 @@ class Choices:
                 await held.done.wait()
         finally:
             assert held.waiting is not None
-            self._fleets[held.ask.key].queue.remove(held.waiting)
+            fleet = self._fleets[held.ask.key]
+            fleet.queue.remove(held.waiting)
+            if not len(fleet.queue):
+                fleet.ledger.loads.eased = None
             self.held -= 1
         if held.answer is None:
             raise Unavailable("all workers are busy", retry_after_s=1)
@@ -91,6 +95,7 @@ class Choices:
         )
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = fleet.queue.push(ask.constraints, held, urgency, self._clock())
+        fleet.ledger.loads.eased = partial(self.turn, fleet)  # for what other faces end
         self.held += 1
         return held
 

@@ -29,6 +29,7 @@ class Fleet:
         self.key = key
         self._state = state
         self.ledger = Ledger()
+        self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
         self.workers: dict[int, WorkerRecord] = {}
         self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
@@ -27,7 +28,9 @@ class Selections:
         expiry_s: float,
         random: Random,
         clock: Callable[[], float],
+        ledgers: Ledgers | None = None,
     ) -> None:
+        """Requests of other faces that use the same `ledgers` weigh on choices."""
         self.options = options
         self.clock = clock
         self.draws = Draws(random)
@@ -35,7 +38,11 @@ class Selections:
         self.state = state if options.uses_kv_events else State()
         self.fleets: dict[PartitionKey, Fleet] = {}
         self.bookings = Bookings(
-            self.fleets, expiry_s, clock, lambda fleet: self.choices.turn(fleet)
+            self.fleets,
+            expiry_s,
+            clock,
+            lambda fleet: self.choices.turn(fleet),
+            ledgers or Ledgers(),
         )
         self.choices = Choices(self.fleets, options, self.bookings, self.draws, clock)
         self.workers = Workers(

@@ -194,6 +194,8 @@ class Workers:
                 raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
             self._fleets[record.key] = Fleet(record.key, self._options, self._state)
         fleet = self._fleets[record.key]
+        assert record.block_size is not None  # or it could not be scheduled
+        self._bookings.open_ledger(fleet, record.block_size)
         if self._options.uses_kv_events:
             heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)
             for dp_rank in record.ranks:

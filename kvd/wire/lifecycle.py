@@ -4,7 +4,8 @@
     frame 2   msgpack, integers in their shortest form:
 
       {model_name, routing_group, tenant_id, block_size,
-       event: {request_id, worker: {worker_id, dp_rank}, data, router_id, lora_name}}
+       event: {request_id, worker: {worker_id, dp_rank}, data, router_id, lora_name},
+       face}
 
       data    "Free" | "MarkPrefillCompleted" | {"AddRequest":
               {token_sequence: [u64 sequence hashes] or nil, track_prefill_tokens: bool,
@@ -12,8 +13,9 @@
                prefill_load_hint: {initial_effective_prefill_tokens, expected_prefill_duration}
                                   or nil}}
 
-These are the frames of Dynamo 1.6.1, seen on a live one, but for one member: that has the tenant as
-`routing_group`, its predecessor as `tenant_id`, and both pass over the name they do not know.
+These are the frames of Dynamo 1.6.1, seen on a live one, but for two members. That has the tenant
+as `routing_group`, its predecessor as `tenant_id`, and both pass over the name they do not know.
+And `face` says through which API of kvd the step was taken: no Dynamo writes or reads it.
 `router_id` names the process that publishes. What is read is as wide as there: structs may come as
 arrays of all their members, optional members may be absent or nil, further keys are passed over;
 `expected_prefill_duration` is not modelled.
@@ -70,9 +72,17 @@ class Step(StrEnum):
     FREE = "free"
 
 
+class Face(StrEnum):
+    """The API through which a request has come."""
+
+    SLOT_TRACKER = "slot_tracker"
+    SELECTION = "selection"
+
+
 ADD_NAME = "AddRequest"
 NAMES = {Step.PREFILL_COMPLETE: "MarkPrefillCompleted", Step.FREE: "Free"}
 STEPS = {name: step for step, name in NAMES.items()}
+FACES = {str(face): face for face in Face}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,7 @@ class Lifecycle:
     """One step of one request's life; all from `hashes` to `expected_output_tokens` is of an ADD.
 
     `hashes` are the sequence hashes of its blocks as native u64s. `prefill_tokens` are those that
-    count until the prefill is complete.
+    count until the prefill is complete. `face` is None where nobody said.
     """
 
     partition: PartitionKey
@@ -93,6 +103,7 @@ class Lifecycle:
     prefill_tokens: int = 0
     expected_output_tokens: int | None = None
     lora_name: str | None = None
+    face: Face | None = None
 
 
 class Outcome(StrEnum):
@@ -136,7 +147,7 @@ class _Refusal(Exception):
 def encode(event: Lifecycle, router_id: int) -> bytes:
     """Returns the payload of a message; its other frame is the TOPIC."""
     model_name, tenant_id = event.partition
-    envelope = {
+    envelope: dict[str, Any] = {
         "model_name": model_name,
         "routing_group": tenant_id,
         "tenant_id": tenant_id,
@@ -149,6 +160,8 @@ def encode(event: Lifecycle, router_id: int) -> bytes:
             "lora_name": event.lora_name,
         },
     }
+    if event.face is not None:
+        envelope["face"] = event.face.value
     payload: bytes = msgpack.packb(envelope)
     return payload
 
@@ -203,6 +216,7 @@ def _read(value: object) -> tuple[Lifecycle, int]:
         _number(worker.get("dp_rank"), U32_MAX),
         step,
         lora_name=None if lora_name is None else _text(lora_name, Refused.EVENT),
+        face=_face(envelope.get("face")),
         **of_add,
     )
     return read, _number(event.get("router_id"), U64_MAX)
@@ -214,6 +228,11 @@ def _tenant(envelope: dict[Any, Any]) -> str:
     if len(texts) > 1:
         raise _Refusal(Refused.TENANTS)
     return texts.pop()
+
+
+def _face(name: object) -> Face | None:
+    """Returns a face of ours; whatever else others have under that name is theirs."""
+    return FACES.get(name) if isinstance(name, str) else None
 
 
 def _data(data: object) -> tuple[Step, dict[str, Any]]:

@@ -16,6 +16,7 @@ from kvd_core.ledger import (
     OVERFLOW,
     REPEATED,
     Ledger,
+    Loads,
 )
 from kvd_core.scan import BodyScanner
 
@@ -474,3 +475,115 @@ def test_thousands_of_ranks_share_a_prompt() -> None:
         ledger.free(str(rank))
     ledger.verify()
     assert ledger.stats()["bytes"] == before
+
+
+# ---- ledgers that share their loads
+
+
+class Shared:
+    """Two ledgers over the same loads, with a rank in common and one of its own each."""
+
+    def __init__(self) -> None:
+        loads = Loads()
+        self.one, self.other = Ledger(loads=loads), Ledger(loads=loads)
+        self.common = self.one.add_rank(7, 0)
+        assert self.other.add_rank(7, 0) == self.common
+        self.ones, self.others = self.one.add_rank(1, 0), self.other.add_rank(2, 0)
+
+    def book(self, ledger: Ledger, name: str, rank: int, *hashes: int, tokens: int = 0) -> int:
+        outcome = ledger.add(name, rank, packed(*hashes), tokens, 0.0)
+        self.verify()
+        return outcome
+
+    def verify(self) -> None:
+        self.one.verify()
+        self.other.verify()
+
+
+def test_what_one_books_weighs_on_the_ranks_of_all() -> None:
+    shared = Shared()
+    shared.book(shared.one, "r1", shared.common, 1, 2, 3, tokens=48)
+    shared.book(shared.other, "r2", shared.common, 1, 2, 4, tokens=16)
+    assert shared.one.load(shared.common) == shared.other.load(shared.common) == (64, 4, 2)
+    assert shared.other.depths(packed(1, 2, 3)) == {shared.common: 3}
+    assert shared.one.output_block("r1", 0.5)  # the 3 is its alone; 1 and 2 are not
+    assert shared.other.load(shared.common).decode_blocks == 4  # 1, 2, 4, half a 3, half a block
+    assert shared.one.free("r1")
+    shared.verify()
+    assert shared.one.load(shared.common) == shared.other.load(shared.common) == (16, 3, 1)
+
+
+def test_each_lists_and_finds_its_own() -> None:
+    shared = Shared()
+    shared.book(shared.one, "r1", shared.common, 1)
+    shared.book(shared.one, "r2", shared.ones, 1)
+    assert [row["worker_id"] for row in json.loads(b"[%b]" % shared.one.render_loads())] == [1, 7]
+    rows = json.loads(shared.other.project(packed(1), 0))
+    assert [(row["worker_id"], row["potential_decode_blocks"]) for row in rows] == [(2, 1), (7, 1)]
+    assert shared.other.rank_of(1, 0) is shared.other.request("r1") is None
+    assert shared.other.depths(packed(1)) == {shared.common: 1}
+    assert not shared.other.free("r1") and not shared.other.prefill_complete("r1")
+    assert not shared.other.output_block("r1")
+    with pytest.raises(KeyError):
+        shared.other.load(shared.ones)
+    with pytest.raises(KeyError):
+        shared.book(shared.other, "r3", shared.ones)
+    assert shared.other.stats()["requests"] == 0 and shared.other.stats()["ranks"] == 2
+    assert shared.one.stats()["added"] == 2 and shared.other.stats()["added"] == 0
+
+
+def test_an_id_names_one_request_in_each() -> None:
+    shared = Shared()
+    assert shared.book(shared.one, "r", shared.common, 1, 2) == ADDED
+    assert shared.book(shared.other, "r", shared.common, 3) == ADDED
+    assert shared.book(shared.one, "r", shared.common, 3) == EXISTS
+    assert shared.one.free("r")
+    live = shared.other.request("r")
+    assert live is not None and live.blocks == 1
+    assert shared.other.load(shared.common) == (0, 1, 1)
+
+
+def test_a_rank_stays_for_those_who_have_it() -> None:
+    shared = Shared()
+    shared.book(shared.one, "r1", shared.common, 1, 2)
+    shared.book(shared.other, "r2", shared.common, 1, 3)
+    assert shared.one.remove_rank(shared.common) == ["r1"]
+    shared.verify()
+    assert shared.other.load(shared.common) == (0, 2, 1)
+    assert shared.one.rank_of(7, 0) is None
+    assert shared.one.add_rank(7, 0) == shared.common  # it comes back with what runs there
+    assert shared.one.load(shared.common) == (0, 2, 1)
+    assert shared.one.remove_rank(shared.common) == []
+    assert shared.other.remove_rank(shared.common) == ["r2"]
+    shared.verify()
+
+
+def test_each_expires_its_own() -> None:
+    shared = Shared()
+    for ledger in (shared.one, shared.other):
+        shared.book(ledger, "r", shared.common, 1)
+    assert shared.one.expire(1.0, 10) == ["r"]
+    assert shared.one.oldest() is None and shared.other.oldest() == 0.0
+    assert shared.one.stats()["expired"] == 1 and shared.other.stats()["expired"] == 0
+
+
+def test_a_ledger_that_is_dropped_weighs_nothing() -> None:
+    shared = Shared()
+    shared.book(shared.one, "r1", shared.common, 1, 2, tokens=5)
+    shared.book(shared.other, "r2", shared.common, 1)
+    shared.one = Ledger()
+    shared.verify()
+    assert shared.other.load(shared.common) == (0, 1, 1)
+    assert shared.other.stats()["blocks"] == 1
+
+
+def test_only_so_many_ledgers_have_ranks() -> None:
+    loads = Loads()
+    ledgers = [Ledger(loads=loads) for _ in range(9)]
+    for ledger in ledgers[:8]:
+        ledger.add_rank(1, 0)
+    with pytest.raises(RuntimeError, match="too many ledgers"):
+        ledgers[8].add_rank(1, 0)
+    ledgers[3].remove_rank(0)
+    assert ledgers[8].add_rank(1, 0) == 0
+    ledgers[8].verify()

@@ -1,15 +1,19 @@
-"""Long random lives of a ledger, compared step by step with the plain-Python model."""
+"""Long random lives of ledgers, compared step by step with the plain-Python model.
+
+Several share their loads: they have some ranks in common, and the same ids for other requests.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 from array import array
+from collections.abc import Iterator
 
 import pytest
 
-from kvd_core.ledger import Ledger
-from tests.models.ledger_model import ModelLedger
+from kvd_core.ledger import Ledger, Loads
+from tests.models.ledger_model import ModelLedger, ModelLoads
 
 VOCABULARY = 2  # hashes: few, so that prompts share prefixes and branch often
 FRACTIONS = (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0)
@@ -20,16 +24,23 @@ def packed(hashes: list[int]) -> bytes:
 
 
 class Pair:
-    """A ledger and its model, driven by the same operations."""
+    """Ledgers and their models, driven by the same operations, each time of one owner."""
 
-    def __init__(self, rng: random.Random, ranks: int, stretch: int = 1) -> None:
+    def __init__(self, rng: random.Random, ranks: int, owners: int, stretch: int = 1) -> None:
         self.rng = rng
         self.stretch = stretch  # how many times longer prompts are than in the short lives
-        self.ledger = Ledger()
-        self.model = ModelLedger()
+        loads, modelled = Loads(), ModelLoads()
+        self.sides = [(Ledger(loads=loads), ModelLedger(modelled)) for _ in range(owners)]
+        self.ledger, self.model = self.sides[0]
         self.places = [(rng.choice((1, 9, 2**64 - 1)), i) for i in range(ranks)]
         self.now = 0.0
         self.past: list[tuple[str, tuple[int, int], list[int], int, str | None]] = []
+
+    def each_side(self) -> Iterator[None]:
+        """Makes one owner after the other the one that everything is about."""
+        for side in self.sides:
+            self.ledger, self.model = side
+            yield
 
     def rank(self) -> tuple[int, int]:
         place = self.rng.choice(self.places)
@@ -115,9 +126,15 @@ class Pair:
             self.remove_rank: 1,
         }
         self.now += self.rng.choice((0, 1))
+        self.ledger, self.model = self.rng.choice(self.sides)
         self.rng.choices(list(weights), weights=list(weights.values()))[0]()
 
     def compare(self) -> None:
+        for _ in self.each_side():
+            self.compare_loads()
+            self.compare_projection()
+
+    def compare_loads(self) -> None:
         rows = json.loads(b"[" + self.ledger.render_loads() + b"]")
         expected = []
         for place in sorted(self.model.ranks):
@@ -125,7 +142,6 @@ class Pair:
             assert self.ledger.load(self.id_of(place)) == load
             expected.append((*place, *load[:2]))
         assert [tuple(row.values()) for row in rows] == expected
-        self.compare_projection()
 
     def compare_projection(self) -> None:
         hashes, tokens = self.prompt(), self.rng.choice((0, 16))
@@ -138,6 +154,10 @@ class Pair:
         assert [tuple(row.values()) for row in rows] == expected, hashes
 
     def compare_requests(self) -> None:
+        for _ in self.each_side():
+            self.compare_own_requests()
+
+    def compare_own_requests(self) -> None:
         for name, request in self.model.requests.items():
             live = self.ledger.request(name)
             assert live is not None
@@ -154,24 +174,25 @@ class Pair:
 
     def end(self) -> None:
         """Everything goes, and nothing is left of it."""
-        idle = Ledger()
-        for place in sorted(self.model.ranks, key=self.id_of):
-            idle.add_rank(*place)
-        for name in list(self.model.requests):
-            assert self.ledger.free(name)
-        self.ledger.verify()
+        for _ in self.each_side():
+            for name in list(self.model.requests):
+                assert self.ledger.free(name)
+            self.ledger.verify()
+            assert self.ledger.stats()["requests"] == 0
         stats = self.ledger.stats()
-        sizes = ("requests", "blocks", "nodes", "passages", "output_blocks")
-        assert [stats[size] for size in sizes] == [0] * 5
-        for place in self.model.ranks:
-            assert self.ledger.load(self.id_of(place)) == (0, 0, 0)
-            self.ledger.remove_rank(self.id_of(place))
+        sizes = ("blocks", "nodes", "passages", "output_blocks")
+        assert [stats[size] for size in sizes] == [0] * 4
+        for _ in self.each_side():
+            for place in self.model.ranks:
+                assert self.ledger.load(self.id_of(place)) == (0, 0, 0)
+                self.ledger.remove_rank(self.id_of(place))
+            self.ledger.verify()
         assert self.ledger.stats()["bytes"] == Ledger().stats()["bytes"]
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_ledger_equals_model(seed: int) -> None:
-    pair = Pair(random.Random(seed), ranks=(1, 3, 12, 40)[seed % 4])
+    pair = Pair(random.Random(seed), ranks=(1, 3, 12, 40)[seed % 4], owners=1 + seed // 4 % 3)
     for _ in range(250):
         pair.step()
         pair.ledger.verify()
@@ -182,7 +203,7 @@ def test_ledger_equals_model(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ledger_equals_model_on_long_prompts(seed: int) -> None:
-    pair = Pair(random.Random(seed), ranks=3, stretch=2500)
+    pair = Pair(random.Random(seed), ranks=3, owners=1 + seed % 2, stretch=2500)
     for _ in range(60):
         pair.step()
         pair.ledger.verify()

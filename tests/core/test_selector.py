@@ -575,6 +575,23 @@ def test_a_rank_that_left_the_ledger_is_not_chosen() -> None:
     assert fleet.pool.choose(DEFAULTS, None, 0) == NONE
 
 
+def test_requests_of_other_ledgers_weigh_and_their_ranks_are_not_chosen() -> None:
+    ledger = Ledger()
+    other = Ledger(loads=ledger.loads)
+    pool = Pool(None, ledger, 16, [Candidate(w, 0, None, ledger.add_rank(w, 0)) for w in (1, 2)])
+    rank = other.add_rank(1, 0)
+    assert other.add("r", rank, packed([7, 8]), 320, 0.0) == ADDED
+    pool.look(packed([5]), packed([7]), 16)
+    row = pool.explain(DEFAULTS)[0]
+    assert (row.live_blocks, row.active_prefill_tokens, row.active_decode_blocks) == (1, 320, 2)
+    assert pool.choose(DEFAULTS, None, 0) == 1
+    ledger.remove_rank(rank)  # the other has it on
+    pool.look(packed([5]), packed([7]), 16)
+    assert [row.eligible for row in pool.explain(DEFAULTS)] == [False, True]
+    with pytest.raises(KeyError):
+        pool.book("r", 0, 0, 0.0)
+
+
 def test_wrong_pools_are_refused() -> None:
     fleet = one(1)
     (candidate,) = fleet.pool.candidates

@@ -1,5 +1,6 @@
-// Any sequence of the ledger's operations: its invariants hold after every one of them, depths are
-// those of a plain search, rows fit into their room, and nothing is left in the end.
+// Any sequence of operations on two ledgers that share their loads: their invariants hold after every
+// one of them, depths are those of a plain search, rows fit into their room, what one does changes
+// nothing that is the other's, and nothing is left in the end.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_ledger.cpp -o fuzz_ledger
@@ -64,37 +65,58 @@ Limits small() {
 
 class Life {
  public:
-  explicit Life(Input input) : input_(input), ledger_(small()), start_(ledger_.bytes()) {}
+  explicit Life(Input input) : input_(input), loads_(std::make_shared<Loads>()) {
+    for (Side& side : sides_) side.ledger = std::make_unique<Ledger>(small(), loads_);
+    start_ = loads_->bytes();
+  }
 
   void run() {
     while (input_.more()) {
-      step(static_cast<Kind>(input_.byte() % kinds));
-      Verifier(ledger_).run();
+      const uint8_t byte = input_.byte();
+      side_ = &sides_[byte / kinds % 2];
+      step(static_cast<Kind>(byte % kinds));
+      Verifier(*loads_).run();
+      for (const Side& side : sides_) {
+        require(side.ledger->requests().size() == side.live.size());
+        for (const auto& [name, held] : side.live) {
+          require(side.ledger->requests().find(name) != kNone && side.ledger->has(held.first));
+        }
+      }
     }
-    while (ledger_.requests().oldest() != kNone) drop(ledger_.requests().oldest());
-    Verifier(ledger_).run();
-    require(ledger_.trie().node_count() == 0 && ledger_.output_count() == 0);
-    while (!ledger_.order().empty()) ledger_.remove_rank(ledger_.order().front().rank);
-    require(ledger_.bytes() == start_);
+    side_ = &sides_[0];
+    while (ledger().requests().oldest() != kNone) drop(ledger().requests().oldest());
+    require(ledger().output_count() == 0);
+    while (!ledger().order().empty()) ledger().remove_rank(ledger().order().front().rank);
+    Verifier(*loads_).run();
+    sides_[1].ledger.reset();  // takes with it what it has
+    Verifier(*loads_).run();
+    require(loads_->trie().node_count() == 0 && loads_->bytes() == start_);
   }
 
  private:
+  struct Side {
+    std::unique_ptr<Ledger> ledger;
+    std::map<std::string, std::pair<RankId, Prompt>> live;
+  };
+
+  Ledger& ledger() { return *side_->ledger; }
+
   void step(Kind kind) {
     if (kind == ADD) return add();
     if (kind == ASK) return ask();
     if (kind == EXPIRE) return expire();
     if (kind == REMOVE) return remove();
-    const RequestId request = ledger_.requests().find(id());
+    const RequestId request = ledger().requests().find(id());
     if (request == kNone) return;
     if (kind == FREE) drop(request);
-    if (kind == COMPLETE) ledger_.complete_prefill(request);
-    if (kind == OUTPUT) ledger_.add_output(request);
-    if (kind == DECAY) ledger_.decay(request, kFractions[input_.byte() % 4]);
+    if (kind == COMPLETE) ledger().complete_prefill(request);
+    if (kind == OUTPUT) ledger().add_output(request);
+    if (kind == DECAY) ledger().decay(request, kFractions[input_.byte() % 4]);
   }
 
   std::string id() { return std::string(1, static_cast<char>('a' + input_.byte() % kIds)); }
 
-  RankId rank() { return ledger_.add_rank(input_.byte() % kRanks, 0); }
+  RankId rank() { return ledger().add_rank(input_.byte() % kRanks, 0); }
 
   void add() {
     const std::string name = id(), key(input_.byte() % 2, 'k');
@@ -103,53 +125,57 @@ class Life {
     const uint64_t tokens = uint64_t{1} << input_.byte() % 55;
     now_ += input_.byte() % 2;
     const Outcome outcome =
-        ledger_.add({name, key, to, prompt.data(), prompt.size(), tokens, now_});
+        ledger().add({name, key, to, prompt.data(), prompt.size(), tokens, now_});
     require((outcome == OVERFLOWN) == (tokens > kMaxTokens));
-    require((outcome == ADDED) <= (live_.count(name) == 0));
-    if (outcome == REPEATED) require(live_.at(name) == std::make_pair(to, prompt) && !key.empty());
-    if (outcome == ADDED) live_[name] = {to, prompt};
+    auto& live = side_->live;
+    require((outcome == ADDED) <= (live.count(name) == 0));
+    if (outcome == REPEATED) require(live.at(name) == std::make_pair(to, prompt) && !key.empty());
+    if (outcome == ADDED) live[name] = {to, prompt};
   }
 
   void drop(RequestId request) {
-    live_.erase(std::string(ledger_.requests()[request].id()));
-    ledger_.free(request);
+    side_->live.erase(std::string(ledger().requests()[request].id()));
+    ledger().free(request);
   }
 
   void expire() {
     const double before = now_ - input_.byte() % 8;
-    for (RequestId request; (request = ledger_.requests().oldest()) != kNone; drop(request)) {
-      if (ledger_.requests()[request].admitted >= before) return;
+    for (RequestId request; (request = ledger().requests().oldest()) != kNone; drop(request)) {
+      if (ledger().requests()[request].admitted >= before) return;
     }
   }
 
   void remove() {
     const RankId gone = rank();
-    while (ledger_.rank(gone).chain.first != kNone) drop(ledger_.rank(gone).chain.first);
-    ledger_.remove_rank(gone);
+    while (ledger().chain(gone).first != kNone) drop(ledger().chain(gone).first);
+    ledger().remove_rank(gone);
   }
 
   void ask() {
     const Prompt prompt = input_.prompt();
-    const uint32_t* depths = ledger_.depths(prompt.data(), prompt.size());
+    const uint32_t* depths = loads_->depths(prompt.data(), prompt.size());
     std::map<RankId, size_t> expected;
-    for (const auto& [name, held] : live_) {
-      const size_t most = std::min(prompt.size(), held.second.size());
-      size_t depth = 0;
-      while (depth < most && prompt[depth] == held.second[depth]) ++depth;
-      expected[held.first] = std::max(expected[held.first], depth);
+    for (const Side& side : sides_) {
+      for (const auto& [name, held] : side.live) {
+        const size_t most = std::min(prompt.size(), held.second.size());
+        size_t depth = 0;
+        while (depth < most && prompt[depth] == held.second[depth]) ++depth;
+        expected[held.first] = std::max(expected[held.first], depth);
+      }
     }
-    for (RankId id = 0; id < ledger_.rank_end(); ++id) require(depths[id] == expected[id]);
-    const Rows rows(ledger_);
+    for (RankId id = 0; id < loads_->rank_end(); ++id) require(depths[id] == expected[id]);
+    const Rows rows(ledger());
     const std::unique_ptr<char[]> room(new char[rows.room(3)]);
     rows.loads(room.get(), "\"\":");
     rows.projection(room.get(), depths, prompt.size(), kMaxTokens);
   }
 
   Input input_;
-  Ledger ledger_;
+  std::shared_ptr<Loads> loads_;
+  Side sides_[2];
+  Side* side_ = sides_;
   size_t start_;
   double now_ = 0;
-  std::map<std::string, std::pair<RankId, Prompt>> live_;
 };
 
 }  // namespace

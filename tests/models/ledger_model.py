@@ -1,8 +1,9 @@
 """A plain-Python ledger: the same rules as `kvd_core/ledger.hpp`, nothing fast about it.
 
 A block is its path from the root, numbered; a rank is a dictionary from block to how many of its
-live requests have it and what it weighs. The two sums of a rank are formed in the same order as in
-the core, so that loads agree to the last half.
+live requests have it and what it weighs. Ledgers with the same ModelLoads share what is in these,
+of the ranks that both have added. The two sums of a rank are formed in the same order as in the
+core, so that loads agree to the last half.
 """
 
 from __future__ import annotations
@@ -38,9 +39,28 @@ class ModelRank:
     output: float = 0.0
 
 
-class ModelLedger:
+class ModelLoads:
     def __init__(self) -> None:
         self.numbers: dict[tuple[int, int], int] = {}  # (block above, hash) -> block
+        self.ledgers: list[ModelLedger] = []
+
+    def requests_of(self, rank: tuple[int, int]) -> list[ModelRequest]:
+        return [
+            request
+            for ledger in self.ledgers
+            for request in ledger.requests.values()
+            if request.rank == rank
+        ]
+
+    def rank(self, rank: tuple[int, int]) -> ModelRank:
+        known = [ledger.ranks[rank] for ledger in self.ledgers if rank in ledger.ranks]
+        return known[0] if known else ModelRank()
+
+
+class ModelLedger:
+    def __init__(self, loads: ModelLoads | None = None) -> None:
+        self.loads = loads or ModelLoads()
+        self.loads.ledgers.append(self)
         self.ranks: dict[tuple[int, int], ModelRank] = {}
         self.requests: dict[str, ModelRequest] = {}  # in order of admission
 
@@ -48,11 +68,12 @@ class ModelLedger:
         blocks: list[int] = []
         for value in hashes:
             above = blocks[-1] if blocks else -1
-            blocks.append(self.numbers.setdefault((above, value), len(self.numbers)))
+            numbers = self.loads.numbers
+            blocks.append(numbers.setdefault((above, value), len(numbers)))
         return blocks
 
     def add_rank(self, rank: tuple[int, int]) -> None:
-        self.ranks.setdefault(rank, ModelRank())
+        self.ranks.setdefault(rank, self.loads.rank(rank))
 
     def remove_rank(self, rank: tuple[int, int]) -> list[str]:
         gone = [name for name, request in self.requests.items() if request.rank == rank]
@@ -108,7 +129,7 @@ class ModelLedger:
             rank.output -= weight
         if not rank.blocks:
             rank.prompt = 0.0
-        if not any(r.outputs for r in self.requests.values() if r.rank == request.rank):
+        if not any(other.outputs for other in self.loads.requests_of(request.rank)):
             rank.output = 0.0
         return True
 
@@ -146,11 +167,11 @@ class ModelLedger:
 
     def load(self, rank: tuple[int, int]) -> tuple[int, int, int]:
         """Prefill tokens, decode blocks (halves away from zero), requests."""
-        mine = [request for request in self.requests.values() if request.rank == rank]
+        running = self.loads.requests_of(rank)
         sums = self.ranks[rank]
         load = max(sums.prompt + sums.output, 0.0)
         decode = int(load) + (load - int(load) >= 0.5)
-        return sum(r.tokens for r in mine if r.prefilling), decode, len(mine)
+        return sum(r.tokens for r in running if r.prefilling), decode, len(running)
 
     def depth(self, rank: tuple[int, int], hashes: list[int]) -> int:
         held = self.ranks[rank].blocks

@@ -19,6 +19,7 @@ from kvd.wire.lifecycle import (
     TOPIC,
     U32_MAX,
     U64_MAX,
+    Face,
     Lifecycle,
     Refused,
     Step,
@@ -126,8 +127,9 @@ EVENTS = st.builds(
 )
 
 
-@given(EVENTS, U64)
-def test_what_is_written_is_read(event: Lifecycle, router_id: int) -> None:
+@given(EVENTS, st.none() | st.sampled_from(list(Face)), U64)
+def test_what_is_written_is_read(event: Lifecycle, face: Face | None, router_id: int) -> None:
+    event = replace(event, face=face)
     assert decode([TOPIC, encode(event, router_id)]) == (event, router_id)
 
 
@@ -187,6 +189,9 @@ TAKEN: dict[str, tuple[object, Lifecycle]] = {
     "as it is": (frame(), R1),
     "older name": (frame(routing_group=..., tenant_id="default"), R1),
     "both names": (frame(tenant_id="default"), R1),
+    "a face": (frame(face="selection"), replace(R1, face=Face.SELECTION)),
+    "a face of others": (frame(face="conductor"), R1),
+    "something else under its name": (frame(face=["selection"]), R1),
     "further members": (frame(sequence=9, other={"a": [1, 2.5, None, b"x"]}), R1),
     "no lora": (frame(lora_name=...), R1),
     "lora": (frame(lora_name="L"), replace(R1, lora_name="L")),
