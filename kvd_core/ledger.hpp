@@ -126,6 +126,7 @@ class Ledger {
     request.admitted = a.now;
     request.prefilling = true;
     request.outputs = request.decayed = 0;
+    request.expected = a.expected;
     request.fraction = 1;
     ++rank.requests;
     rank.prefill_tokens += a.tokens;

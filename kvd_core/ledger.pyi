@@ -23,6 +23,7 @@ class LiveRequest(NamedTuple):
     prefill_complete: bool
     admitted_at: float
     output_blocks: int
+    expected_output_tokens: int | None
 
 class Load(NamedTuple):
     prefill_tokens: int
@@ -59,6 +60,7 @@ class Ledger:
         tokens: int,
         now: float,
         key: str | None = None,
+        expected_output: int | None = None,
     ) -> int: ...
     def prefill_complete(self, request_id: str) -> bool: ...
     def free(self, request_id: str) -> bool: ...
