@@ -223,6 +223,7 @@ cdef class PlainSelect(PlainPrompt):
 
     cdef bint book(self, fleet, Pool pool, size_t candidate, str reservation_id) except -1:
         cdef CAdmission admission
+        cdef uint64_t expected = 0
         admission.id = utf8(reservation_id)
         admission.rank = pool.c.candidate(candidate).booked
         admission.hashes = pool.c.prompt().sequence.data()
@@ -233,8 +234,11 @@ cdef class PlainSelect(PlainPrompt):
                 pool.c.scale(self.settings.c).terms(pool.c.standing(candidate)).effective_tokens
             )
         admission.now = self.selections.clock()
+        if natural(self.scanner.core.value(kOutputTokens), U32_MAX, &expected):
+            admission.expected = <uint32_t>min(expected, U32_MAX - 1)
         if pool.ledger.c.add(admission) != kAdded:
             return False
+        pool.foretell(candidate, admission.now)
         self.live[reservation_id] = fleet
         return True
 
