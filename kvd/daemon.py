@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from random import Random
@@ -137,6 +138,7 @@ class _Daemon:
                         config.request_expiry_s,
                         Random(),
                         trio.current_time,
+                        time.time_ns,
                     )
                     replicas = self._replicate(listening, context, publisher)
                     await self._serve(self._faces(registry, replicas))
@@ -218,10 +220,16 @@ class _Daemon:
         sync = self._config.replica_sync
         if sync is None or publisher is None:
             return Replicas(None, self._replica_counts)
-        links = Replication(nursery, context, publisher, self._apply, self._replica_counts)
-        self._slots.publish = links.publish
         assert self._selections is not None
+        affinity = self._selections.affinity
+        bind = None if affinity is None else affinity.apply
+        counts = self._replica_counts
+        links = Replication(nursery, context, publisher, self._apply, counts, bind=bind)
+        self._slots.publish = links.publish
         self._selections.bookings.publish = links.publish
+        if affinity is not None:
+            affinity.writer_id = links.router_id
+            affinity.publish = links.publish_binding
         replicas = Replicas(links, self._replica_counts)
         for endpoint in sync.peers:
             replicas.register(endpoint)

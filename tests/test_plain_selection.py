@@ -73,7 +73,8 @@ class Face:
         options = RouterOptions(weighing, max_held=max_held, uses_kv_events=uses_kv_events)
         state = State()
         registry = Registry(state, Deaf())
-        self.selections = Selections(state, registry, options, 300, Random(7), lambda: NOW)
+        clocks = (lambda: NOW), (lambda: int(NOW * 1e9))
+        self.selections = Selections(state, registry, options, 300, Random(7), *clocks)
         self.told: list[Lifecycle] = []
         trio.run(self._fill)
         routes = selection_routes(self.selections)
@@ -187,6 +188,7 @@ ARRAYS += ["[9223372036854775808]", "[1.0]", "[null]", "[-0]", "null", "1", "[1,
 MEMBERS = {
     **dict.fromkeys(("model_name", "tenant_id", "routing_group", "selection_id"), TEXTS),
     **dict.fromkeys(("reservation_id", "lora_name", "cache_salt", "unknown"), TEXTS),
+    "session_id": TEXTS,
     **dict.fromkeys(("isl_tokens", "expected_output_tokens", "strict_priority"), NUMBERS),
     "priority_jump": ["0", "1.5"],
     **dict.fromkeys(("block_hashes", "sequence_hashes", "token_ids"), ARRAYS),

@@ -1,4 +1,4 @@
-"""What ranks are thought to cache, beside what their events tell: by example and against a model."""
+"""What ranks are thought to cache beside what events tell: by example and against a model."""
 
 from __future__ import annotations
 
