@@ -22,6 +22,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
 from kvd.faces import indexer, replica_sync, slot_tracker
+from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
@@ -271,6 +273,7 @@ class _Daemon:
         if config.selection_bind is not None and self._selections is not None:
             self._selection.sources.append(lambda: indexer.families(self._state, registry, dumps))
             self._selection.sources.append(replicas.families)
+            self._selection.sources.append(partial(booking_families, self._selections))
             yield (
                 self._selection,
                 (

@@ -51,6 +51,7 @@ class Bookings:
         self._affinity = affinity
         self._decays = decays
         self.retries = Retries()
+        self.given_back = 0
 
     def check_new(self, reservation_id: str | None) -> None:
         """Raises Conflict on an id that lives."""
@@ -121,6 +122,7 @@ class Bookings:
         """Ends a booking of which its client will never hear, unless another one has."""
         receipt.clients -= 1
         if receipt.clients == 0 and receipt.lives():
+            self.given_back += 1
             self.free(receipt.reservation_id)
 
     def find(self, reservation_id: str) -> tuple[PartitionKey, LiveRequest]:
