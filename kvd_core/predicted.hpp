@@ -221,6 +221,8 @@ class Predicted {
     content_.shrink(ByLocal{entries_});
   }
 
+  friend class Verifier;
+
   double ttl_s_;
   uint32_t max_, target_;
   uint32_t excess_ = 0;  // entries that are to go because there were too many

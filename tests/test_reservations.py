@@ -12,6 +12,8 @@ from cancelling import every_checkpoint
 from selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
 
 from kvd.errors import Conflict, NotFound
+from kvd.faces.selection.booking_metrics import booking_families
+from kvd.metrics import render
 from kvd.scheduling.options import RouterOptions
 from kvd.selection import retries
 from kvd.selection.asks import Held, Retry
@@ -256,6 +258,33 @@ async def test_both_of_two_that_wait_get_one_booking(nursery: trio.Nursery) -> N
     service.selections.choices.take_back(callers[1].held)
     assert not service.selections.bookings.live
     service.check()
+
+
+async def test_metrics_say_so(nursery: trio.Nursery) -> None:
+    options = RouterOptions(
+        Settings(queue_threshold=1.0), predicted_ttl_s=9.0, session_affinity_ttl_s=9
+    )
+    service = await busy(options)
+    caller = Caller(service, hold(service, reservation_id="r"))
+    nursery.start_soon(caller.run)
+    await settled()
+    caller.scope.cancel()
+    service.selections.bookings.free("a")
+    await settled()
+    for _ in range(3):
+        service.select([1, 2], reservation_id="s", session_id="s", retry=retry("s"))
+    text = b"".join(render(booking_families(service.selections))).decode()
+    lines = [line.split() for line in text.splitlines() if line[0] != "#"]
+    assert {name: float(value) for name, value in lines} == {
+        "kvd_selection_reservations": 1,
+        "kvd_selection_given_back_total": 1,
+        "kvd_selection_retries_known": 1,
+        "kvd_selection_retries_total": 2,
+        "kvd_selection_retries_forgotten_total": 0,
+        "kvd_selection_sessions": 1,
+        "kvd_selection_sessions_dropped_total": 0,
+        "kvd_selection_predicted_blocks": 3,  # 901, 1 and 2
+    }
 
 
 # ---- what their output weighs
