@@ -134,6 +134,12 @@ def add_select_service(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="whether requests with equal tokens share their blocks in use (default yes)",
     )
+    service.add_argument(
+        "--session-affinity-ttl-secs",
+        type=_usage(settings.parse_affinity_ttl),
+        metavar="SECONDS",
+        help="how long a session is bound to its rank after its last request (default: not)",
+    )
     service.set_defaults(given=select_service_settings, demo=False)
 
 
@@ -244,6 +250,7 @@ def select_service_settings(
     given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
     given["peers"] = args.indexer_peers
     given["router_assume_kv_reuse"] = args.router_assume_kv_reuse
+    given["session_affinity_ttl_secs"] = args.session_affinity_ttl_secs
     given["indexer_bind"] = given["slot_tracker_bind"] = settings.OFF
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
     return given

@@ -203,6 +203,12 @@ def _tls(values: Mapping[str, Any]) -> TlsListener | None:
 
 def _router(values: Mapping[str, Any]) -> RouterOptions:
     threshold = values["router_queue_threshold"]
+    if values["router_predicted_ttl_secs"] is not None and not values["router_use_kv_events"]:
+        raise StartError("predictions beside KV events need these: DYN_ROUTER_PREDICTED_TTL_SECS")
+    if values["router_track_output_blocks"] and not values["router_track_active_blocks"]:
+        raise StartError(
+            "output blocks are tracked with active ones: DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
+        )
     return RouterOptions(
         Settings(
             overlap_weight=values["router_kv_overlap_score_weight"],
@@ -219,6 +225,9 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         values["router_ttl_secs"],
         values["router_max_tree_size"],
         values["router_prune_target_ratio"],
+        predicted_ttl_s=values["router_predicted_ttl_secs"],
+        tracks_output_blocks=values["router_track_output_blocks"],
+        session_affinity_ttl_s=values["session_affinity_ttl_secs"],
     )
 
 

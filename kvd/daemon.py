@@ -19,8 +19,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
 from kvd.faces import indexer, replica_sync, slot_tracker
+from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
@@ -139,6 +142,7 @@ class _Daemon:
                         config.request_expiry_s,
                         Random(),
                         trio.current_time,
+                        time.time_ns,
                         self._ledgers,
                     )
                     replicas = self._replicate(listening, context, publisher)
@@ -230,9 +234,15 @@ class _Daemon:
         def apply(event: Lifecycle) -> Outcome:
             return apply_once(event, trio.current_time(), faces)
 
-        links = Replication(nursery, context, publisher, apply, self._replica_counts)
+        affinity = self._selections.affinity
+        bind = None if affinity is None else affinity.apply
+        counts = self._replica_counts
+        links = Replication(nursery, context, publisher, apply, counts, bind=bind)
         self._slots.publish = links.publish
         self._selections.bookings.publish = links.publish
+        if affinity is not None:
+            affinity.writer_id = links.router_id
+            affinity.publish = links.publish_binding
         replicas = Replicas(links, self._replica_counts)
         for endpoint in sync.peers:
             replicas.register(endpoint)
@@ -266,6 +276,7 @@ class _Daemon:
         if config.selection_bind is not None and self._selections is not None:
             self._selection.sources.append(lambda: indexer.families(self._state, registry, dumps))
             self._selection.sources.append(replicas.families)
+            self._selection.sources.append(partial(booking_families, self._selections))
             yield (
                 self._selection,
                 (

@@ -128,6 +128,14 @@ def parse_pause(text: str) -> float:
     return seconds
 
 
+def parse_affinity_ttl(text: str) -> int:
+    """Reads a whole number of seconds, from one to a year."""
+    seconds = parse_u32(text)
+    if not 1 <= seconds <= 31_536_000:
+        raise ValueError("expected seconds, from 1 to 31536000")
+    return seconds
+
+
 def parse_weight(text: str) -> float:
     """Reads a weight or threshold, 0 or more."""
     weight = float(text)
@@ -350,6 +358,14 @@ ROUTER_SETTINGS = (
         borrowed="DYN_ROUTER_PRUNE_TARGET_RATIO",
     ),
     Setting(
+        "router_predicted_ttl_secs",
+        parse_seconds,
+        None,
+        "SECONDS",
+        "beside events, how long a booked prompt is thought to be cached (default: not)",
+        borrowed="DYN_ROUTER_PREDICTED_TTL_SECS",
+    ),
+    Setting(
         "router_assume_kv_reuse",
         parse_switch,
         True,
@@ -364,6 +380,21 @@ ROUTER_SETTINGS = (
         "BOOL",
         "whether blocks in use count in the cost",
         borrowed="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
+    ),
+    Setting(
+        "router_track_output_blocks",
+        parse_switch,
+        False,
+        "BOOL",
+        "whether output blocks weigh less towards the expected end of a request",
+        borrowed="DYN_ROUTER_TRACK_OUTPUT_BLOCKS",
+    ),
+    Setting(
+        "session_affinity_ttl_secs",
+        parse_affinity_ttl,
+        None,
+        "SECONDS",
+        "how long a session is bound to its rank after its last request (default: not)",
     ),
     Setting(
         "router_track_prefill_tokens",

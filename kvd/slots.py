@@ -273,7 +273,8 @@ def ease(of: Ledger) -> None:
 def apply_to(live_requests: Ledger, rank: int, event: Lifecycle, now: float) -> Outcome:
     """Takes a replica's step on the ledger and the rank it is about."""
     if event.step is Step.ADD:
-        outcome = live_requests.add(event.request_id, rank, event.hashes, event.prefill_tokens, now)
+        content = event.hashes, event.prefill_tokens, now, None, event.expected_output_tokens
+        outcome = live_requests.add(event.request_id, rank, *content)
         if outcome == ledger.ADDED:
             return Outcome.APPLIED
         return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL

@@ -56,6 +56,7 @@
 #include "arena.hpp"
 #include "event_types.hpp"
 #include "names.hpp"
+#include "predicted.hpp"
 #include "ranksets.hpp"
 #include "tree.hpp"
 
@@ -197,6 +198,12 @@ class Index {
   uint64_t held(LayerId tier) const { return held_[tier]; }
   NameKeys keys() const { return {tree_, records_}; }
 
+  // Keeps predictions from now on (see predicted.hpp), if it does not yet.
+  void predict(double ttl_s, uint32_t max, uint32_t target) {
+    if (predicted_ == nullptr) predicted_ = std::make_unique<Predicted>(ttl_s, max, target);
+  }
+  Predicted* predicted() const { return predicted_.get(); }  // null: it keeps none
+
   // ---- ranks
 
   RankId add_rank(uint32_t dp_rank) {
@@ -223,6 +230,7 @@ class Index {
     for (LayerId tier = 0; tier < kTierLayers; ++tier) held_[tier] -= rank.held[tier];
     parked_ -= rank.parked();
     rank.live = false;
+    if (predicted_ != nullptr) predicted_->forget(id);
     retired_.push_back(id);
   }
 
@@ -374,6 +382,7 @@ class Index {
   // Drops everything the rank holds on all layers, or on those of some tiers. Returns the id that
   // the rank has from now on.
   RankId clear(RankId id, LayerMask mask) {
+    if (predicted_ != nullptr && (mask & 1u << kDeviceLayer) != 0) predicted_->forget(id);
     if (mask != kAllLayers) drop_parked(id, mask);
     const bool all = mask == kAllLayers || (ranks_[id].parked() == 0 && lies_within(id, mask));
     if (all && ranks_[id].names.size() + ranks_[id].parked() > kClearAtOnce) return renew_rank(id);
@@ -415,6 +424,7 @@ class Index {
       total += r.names.bytes() + r.ghosts() * sizeof(uint64_t) + r.parked() * kParkedBytes;
       if (r.rare != nullptr) total += kRaritiesBytes + r.rare->exceptions() * kExceptionBytes;
     }
+    if (predicted_ != nullptr) total += predicted_->bytes();
     return total + terms_.size() * kExceptionBytes;
   }
 
@@ -588,6 +598,9 @@ class Index {
       }
     }
     const Block b = tree_.block(block);
+    if (predicted_ != nullptr && layer == kDeviceLayer) {
+      predicted_->evict(id, tree_.node(b.node).chain.local()[b.offset]);
+    }
     tree_.release(b.node, layer, b.offset, b.offset + 1, id);
     --rank.held[counter(layer)];
     if (layer < kTierLayers) --held_[layer];
@@ -920,6 +933,7 @@ class Index {
   uint64_t stamp_ = 0;
   uint64_t held_[kTierLayers] = {};  // by live ranks
   Tally tally_;
+  std::unique_ptr<Predicted> predicted_;
 
   // Scratch of the operation in progress, kept for its capacity.
   std::vector<BlockId> ids_;

@@ -53,6 +53,12 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         LayerId layer
         uint64_t term               # inherited part of the local hashes' seed, 0 without
 
+    cppclass CPredicted "kvd::Predicted":
+        uint32_t size()
+        # Notes a prompt's local hashes as cached by a rank, at a time in seconds.
+        void add(RankId, const uint64_t*, size_t, double) except +
+        cbool prune(double, size_t)    # ends at most so many that are too old, or too many
+
     cppclass CTree "kvd::Tree":
         uint32_t node_count()
         uint32_t block_count()
@@ -70,6 +76,8 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         cbool store(RankId, const CStore&) except +
         cbool store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
         void remove(RankId, uint64_t, LayerId) except +
+        void predict(double, uint32_t, uint32_t) except +    # seconds, entries, entries
+        CPredicted* predicted()        # NULL: it keeps none
         size_t parked_count()
         size_t record_count()
         size_t exception_count()

@@ -88,6 +88,22 @@ cdef class PrefixIndex:
         """
         return self.c.sweep(max_steps)
 
+    def predict(self, double ttl_s, uint32_t max_entries, double target_ratio):
+        """Keeps predictions of what ranks cache from now on, for pools (see `predicted.hpp`).
+
+        They live `ttl_s` seconds; beyond `max_entries` blocks of ranks the oldest go, down to the
+        ratio. Has no effect where that was said before.
+        """
+        self.c.predict(ttl_s, max_entries, <uint32_t>(max_entries * target_ratio))
+
+    def predicted(self):
+        """How many blocks of ranks are predicted."""
+        return 0 if self.c.predicted() == NULL else self.c.predicted().size()
+
+    def forget_predicted(self, double now, size_t limit):
+        """Ends at most `limit` predictions that are too old or too many; True if there are more."""
+        return self.c.predicted() != NULL and self.c.predicted().prune(now, limit)
+
     cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=None, str cache_salt=None):
         """Answers with the matches of a prompt, as JSON bytes (see `answer.hpp`).
 

@@ -133,6 +133,7 @@ class Ledger {
     request.admitted = a.now;
     request.prefilling = true;
     request.outputs = request.decayed = 0;
+    request.expected = a.expected;
     request.fraction = 1;
     ++tally_.added;
     return ADDED;

@@ -49,6 +49,7 @@ cdef extern from "ledger.hpp" namespace "kvd::ledger" nogil:
         RankId rank
         uint32_t blocks             # of the prompt
         uint32_t outputs            # output blocks
+        uint32_t expected           # tokens of output, kNone if nobody has said
         RequestId newer             # the next in order of admission
         RequestId after             # the next of the same rank
         cbool prefilling
@@ -83,6 +84,7 @@ cdef extern from "ledger.hpp" namespace "kvd::ledger" nogil:
         size_t blocks               # how many
         uint64_t tokens             # to prefill
         double now                  # seconds
+        uint32_t expected           # tokens of output; kNone at first: not known
 
     cppclass CLoads "kvd::ledger::Loads":
         const CTrie& trie()
@@ -140,7 +142,7 @@ cdef class Ledger:
 
     # As add(), from C: the same, with hashes from anywhere.
     cdef COutcome admit(self, str request_id, RankId rank, const uint64_t* hashes, size_t blocks,
-                        object tokens, double now, str key) except *
+                        object tokens, double now, str key, object expected) except *
     # The request's number, kNone if there is none.
     cdef RequestId find(self, str request_id) except? 0
     cdef RankId own(self, RankId rank) except? 0xffffffff

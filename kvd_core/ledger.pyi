@@ -24,6 +24,7 @@ class LiveRequest(NamedTuple):
     prefill_complete: bool
     admitted_at: float
     output_blocks: int
+    expected_output_tokens: int | None
 
 class Load(NamedTuple):
     prefill_tokens: int
@@ -68,6 +69,7 @@ class Ledger:
         tokens: int,
         now: float,
         key: str | None = None,
+        expected_output: int | None = None,
     ) -> int: ...
     def prefill_complete(self, request_id: str) -> bool: ...
     def free(self, request_id: str) -> bool: ...

@@ -40,7 +40,8 @@ OVERFLOW = <int>kOverflow
 
 LiveRequest = namedtuple(
     "LiveRequest",
-    "worker_id dp_rank blocks prefill_tokens tokens prefill_complete admitted_at output_blocks",
+    "worker_id dp_rank blocks prefill_tokens tokens prefill_complete admitted_at output_blocks"
+    " expected_output_tokens",
 )
 Load = namedtuple("Load", "prefill_tokens decode_blocks requests")
 
@@ -153,11 +154,13 @@ cdef class Ledger:
         cdef RankId rank = self.c.find_rank(worker_id, dp_rank)
         return None if rank == kNone else rank
 
-    def add(self, str request_id not None, RankId rank, hashes, tokens, double now, str key=None):
+    def add(self, str request_id not None, RankId rank, hashes, tokens, double now, str key=None,
+            expected_output=None):
         """Books a request: its prompt, and `tokens` to prefill until that is complete.
 
         `hashes` is a scanner whose array 0 has the sequence hashes, or their bytes as native
-        64-bit integers; `now` is in seconds and must not go back. Returns ADDED, or why nothing
+        64-bit integers; `now` is in seconds and must not go back; `expected_output` tokens are kept
+        with the request, which they do not change. Returns ADDED, or why nothing
         changed: REPEATED (this very request lives already, and both came with the same `key`),
         EXISTS (the id is in use), FULL (MAX_REQUESTS or MAX_BLOCKS), OVERFLOW (more than
         MAX_TOKENS, or the rank's sum would be more than 2^62).
@@ -167,7 +170,7 @@ cdef class Ledger:
         """
         cdef Prompt prompt = prompt_of(hashes)
         cdef COutcome outcome = self.admit(
-            request_id, rank, prompt.hashes, prompt.blocks, tokens, now, key
+            request_id, rank, prompt.hashes, prompt.blocks, tokens, now, key, expected_output
         )
         self.exists += outcome == kExists
         self.full += outcome == kFull
@@ -175,7 +178,7 @@ cdef class Ledger:
         return <int>outcome
 
     cdef COutcome admit(self, str request_id, RankId rank, const uint64_t* hashes, size_t blocks,
-                        object tokens, double now, str key) except *:
+                        object tokens, double now, str key, object expected) except *:
         cdef CAdmission admission
         admission.id = bounded(request_id, "the request id")
         if key is not None:
@@ -189,6 +192,8 @@ cdef class Ledger:
         admission.blocks = blocks
         admission.tokens = tokens
         admission.now = now
+        if expected is not None:
+            admission.expected = min(expected, kNone - 1)
         return self.c.add(admission)
 
     def prefill_complete(self, str request_id not None):
@@ -264,6 +269,7 @@ cdef class Ledger:
             not request.prefilling,
             request.admitted,
             request.outputs,
+            None if request.expected == kNone else request.expected,
         )
 
     def load(self, RankId rank):

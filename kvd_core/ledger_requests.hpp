@@ -46,6 +46,7 @@ struct Request {
   uint32_t decayed;
   RequestId older, newer;
   RequestId before, after;
+  uint32_t expected;    // tokens of output, kNone if nobody has said
   uint16_t id_size;     // bytes
   uint16_t key_size;    // bytes, 0 without a retry key
   bool prefilling;      // its tokens count

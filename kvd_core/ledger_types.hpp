@@ -76,6 +76,7 @@ struct Admission {
   size_t blocks;
   uint64_t tokens;
   double now;            // seconds
+  uint32_t expected = kNone;  // tokens of output, if known
 };
 
 // Where a rank stands in the order of rendering.

@@ -41,6 +41,7 @@ cdef class PlainStep(Answerer):
     cdef object selections
     cdef object bookings, choices   # its parts
     cdef dict live
+    cdef dict leases         # of sessions, by reservation id: their end is told
 
     # The ledger of the fleet that a reservation is booked in, None if it is to be left.
     cdef Ledger ledger_of(self, str reservation_id)

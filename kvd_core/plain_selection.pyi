@@ -9,6 +9,7 @@ class Selections(Protocol):
     options: Any
     bookings: Any
     choices: Any
+    affinity: Any
     clock: Callable[[], float]
     @property
     def draws(self) -> Draws: ...

@@ -44,6 +44,7 @@ cdef enum:
     kReservationId
     kOutputTokens
     kStrictPriority
+    kSessionId
     kFirstUnusual  # from here on: whoever gives one wants something that is not plain
 ARRAYS = ("block_hashes", "sequence_hashes", "token_ids")
 PROMPT_FIELDS = (
@@ -61,6 +62,7 @@ SELECT_FIELDS = (
     "reservation_id",
     "expected_output_tokens",
     "strict_priority",
+    "session_id",
     "priority_jump",
     "affinity_target",
     "pinned_worker",
@@ -201,6 +203,8 @@ cdef class PlainSelect(PlainPrompt):
             and count(scanner.core.value(kStrictPriority), U32_MAX)
             and (unset(scanner.core.value(kSelectionId))
                  or scanner.core.value(kSelectionId).kind == Kind.text)
+            and (unset(scanner.core.value(kSessionId)) or self.selections.affinity is None
+                 and scanner.core.value(kSessionId).kind == Kind.text)
             # The handler does not look at it where nothing is booked.
             and (self.books or unset(scanner.core.value(kReservationId))
                  or scanner.core.value(kReservationId).kind == Kind.text)
@@ -223,6 +227,7 @@ cdef class PlainSelect(PlainPrompt):
 
     cdef bint book(self, fleet, Pool pool, size_t candidate, str reservation_id) except -1:
         cdef CAdmission admission
+        cdef uint64_t expected = 0
         admission.id = utf8(reservation_id)
         admission.rank = pool.c.candidate(candidate).booked
         admission.hashes = pool.c.prompt().sequence.data()
@@ -233,8 +238,11 @@ cdef class PlainSelect(PlainPrompt):
                 pool.c.scale(self.settings.c).terms(pool.c.standing(candidate)).effective_tokens
             )
         admission.now = self.selections.clock()
+        if natural(self.scanner.core.value(kOutputTokens), U32_MAX, &expected):
+            admission.expected = <uint32_t>min(expected, U32_MAX - 1)
         if pool.ledger.c.add(admission) != kAdded:
             return False
+        pool.foretell(candidate, admission.now)
         self.live[reservation_id] = fleet
         return True
 
@@ -270,6 +278,7 @@ cdef class PlainStep(Answerer):
         self.bookings = selections.bookings
         self.choices = selections.choices
         self.live = selections.bookings.live
+        self.leases = {} if selections.affinity is None else selections.affinity.leases
         self.bodiless = True
 
     cdef Ledger ledger_of(self, str reservation_id):
@@ -298,6 +307,8 @@ cdef class PlainFree(PlainStep):
 
     cdef bytes answer(self, const char* body, size_t size, Text captured):
         reservation_id = captured_id(captured)
+        if self.leases and reservation_id in self.leases:
+            return None
         cdef Ledger ledger = self.ledger_of(reservation_id)
         cdef RequestId request = booked(ledger, captured)
         if request == kNone:

@@ -56,8 +56,9 @@ struct Value {
 // The scanner of one route: which members it knows is fixed before the first scan. Not re-entrant.
 class BodyScan {
   public:
-    void add_array(const std::string& name, Element element) {
-        arrays_.push_back(Array{name, element, false, {}, {}});
+    // A `nullable` array may be null, and counts as absent then.
+    void add_array(const std::string& name, Element element, bool nullable = false) {
+        arrays_.push_back(Array{name, element, nullable, false, false, {}, {}});
     }
     void add_field(const std::string& name) { fields_.push_back(Field{name, {}}); }
 
@@ -92,6 +93,8 @@ class BodyScan {
     struct Array {
         std::string name;
         Element element;
+        bool nullable;
+        bool met;      // its member is in the body, maybe null
         bool present;
         Column<uint32_t> narrow;
         Column<uint64_t> wide;
@@ -156,7 +159,7 @@ inline Verdict BodyScan::scan(const uint8_t* body_begin, size_t length) {
 
 inline void BodyScan::forget() {
     for (Array& array : arrays_) {
-        array.present = false;
+        array.met = array.present = false;
         array.narrow.clear();
         array.wide.clear();
     }
@@ -193,7 +196,7 @@ inline BodyScan::Bytes BodyScan::member(Bytes p) {
     };
     for (Array& known : arrays_) {
         if (!named(known.name)) continue;
-        if (std::exchange(known.present, true))
+        if (std::exchange(known.met, true))
             return wrong("duplicate member `" + known.name + "`");
         return (p = colon(p)) != nullptr ? array(p, known) : nullptr;
     }
@@ -243,7 +246,9 @@ inline BodyScan::Bytes BodyScan::field(Bytes p, Field& into) {
 // -- arrays of integers -------------------------------------------------------------------------
 
 inline BodyScan::Bytes BodyScan::array(Bytes p, Array& into) {
+    if (at(p) == 'n' && into.nullable) return literal(p, "null");
     if (at(p) != '[') return unexpected(p, into.name + ": expected an array");
+    into.present = true;
     switch (into.element) {
         case Element::u32: return elements<U32>(p + 1, into.name, into.narrow);
         case Element::hash64: return elements<Hash64>(p + 1, into.name, into.wide);

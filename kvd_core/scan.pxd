@@ -38,7 +38,7 @@ cdef extern from "scan.hpp" namespace "kvd::scanning" nogil:
         const uint8_t* end
 
     cdef cppclass BodyScan:
-        void add_array(const string& name, Element element) except +
+        void add_array(const string& name, Element element, cbool nullable) except +
         void add_field(const string& name) except +
         Verdict scan(const uint8_t* body, size_t length) except +
         void forget()                                  # empties columns and values
@@ -54,7 +54,7 @@ cdef extern from "scan.hpp" namespace "kvd::scanning" nogil:
 cdef class BodyScanner:
     cdef BodyScan core
     cdef tuple array_names  # by position
-    cdef tuple elements     # their kinds: "u32", "hash64" or "i64"
+    cdef tuple elements     # their kinds: "u32", "hash64" or "i64", without question marks
     cdef tuple field_names  # by position
 
     # The numbers of array `i` of the last body and how many there are, 0 if it had none.

@@ -3,7 +3,9 @@ from typing import Literal
 
 class BodyScanner:
     def __init__(
-        self, arrays: Mapping[str, Literal["u32", "hash64", "i64"]], fields: Iterable[str] = ()
+        self,
+        arrays: Mapping[str, Literal["u32", "hash64", "i64", "u32?", "hash64?", "i64?"]],
+        fields: Iterable[str] = (),
     ) -> None: ...
     def scan(self, body: bytes) -> dict[str, object]: ...
     def array(self, name: str) -> list[int]: ...

@@ -21,23 +21,24 @@ cdef class BodyScanner:
     """The scanner of one route's bodies: what it knows is fixed, its memory is used again.
 
     `arrays` maps the members that are long arrays of integers to "u32" (0..2^32-1), "hash64"
-    (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, the same); `fields`
-    names the others that are wanted.
+    (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, the same), with a
+    question mark behind it where null is allowed and counts as absent; `fields` names the others
+    that are wanted.
     For one thread, and not re-entrant: arrays are good until the next scan. That also gives back
     memory beyond 4 MiB an array (KEPT_BYTES).
     """
 
     def __cinit__(self, arrays, fields=()):
         self.array_names = tuple(arrays)
-        self.elements = tuple(arrays.values())
+        self.elements = tuple(element.removesuffix("?") for element in arrays.values())
         self.field_names = tuple(fields)
         names = self.array_names + self.field_names
         if len(set(names)) != len(names):
             raise ValueError("a member is named twice")
-        for name, element in arrays.items():
+        for name, element, kind in zip(self.array_names, self.elements, arrays.values()):
             if element not in ELEMENTS:
                 raise ValueError(f"{name}: {element!r} is none of {', '.join(ELEMENTS)}")
-            self.core.add_array(name.encode(), <Element><int>ELEMENTS[element])
+            self.core.add_array(name.encode(), <Element><int>ELEMENTS[element], kind != element)
         for name in self.field_names:
             self.core.add_field(name.encode())
 

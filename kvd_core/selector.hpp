@@ -139,6 +139,24 @@ class Pool {
       standings_[i].host = depth.host - depth.device;
       standings_[i].disk = depth.disk - depth.host;
     }
+    if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted());
+  }
+
+  // What a rank is thought to cache goes on where its events end.
+  void foresee(const Predicted& predicted) {
+    if (predicted.size() == 0) return;
+    const std::vector<uint64_t>& locals = prompt_.used();
+    Predicted::chain(locals.data(), locals.size(), chained_);
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const Worker* worker = candidates_[i].caches;
+      const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
+      if (id == kNone) continue;
+      Standing& at = standings_[i];
+      const uint32_t host = at.device + at.host, disk = host + at.disk;
+      at.device = static_cast<uint32_t>(predicted.reach(id, chained_, at.device));
+      at.host = std::max(host, at.device) - at.device;
+      at.disk = std::max(disk, at.device + at.host) - (at.device + at.host);
+    }
   }
 
   void search(Match& match) const {
@@ -262,6 +280,7 @@ class Pool {
   std::vector<Candidate> candidates_;
   std::vector<Standing> standings_;  // one a candidate
   std::vector<uint32_t> depths_;     // by rank of the ledger
+  std::vector<uint64_t> chained_;    // scratch of `foresee`
   std::vector<uint32_t> open_;       // scratch of `choose`
   std::vector<uint32_t> ties_;
   std::vector<double> weights_;

@@ -45,6 +45,7 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         vector[uint64_t] sequence
         uint64_t isl_tokens
         cbool is_salted
+        const vector[uint64_t]& used()    # the local hashes of what a rank will cache
         void take(const CPrompt&) except +
         void take_hashes(const uint64_t*, size_t, const uint64_t*, size_t, uint64_t) except +
         void take_tokens(const uint32_t*, size_t, uint32_t, string_view, string_view) except +
@@ -120,5 +121,7 @@ cdef class Pool:
                         bytes members)
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings)
+    # Notes the prompt as cached by a candidate, if its index keeps predictions.
+    cdef int foretell(self, size_t candidate, double now) except -1
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
     cdef size_t at(self, Py_ssize_t candidate) except? 0

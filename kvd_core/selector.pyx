@@ -16,7 +16,7 @@ from cpython.ref cimport Py_DECREF
 from cython.operator cimport dereference as deref
 from libc.string cimport memset
 
-from kvd_core.index cimport Worker
+from kvd_core.index cimport Worker, kNone
 from kvd_core.ledger cimport Ledger
 from kvd_core.selector_settings cimport Settings
 
@@ -91,7 +91,7 @@ cdef class Prompt:
     @property
     def local_hashes(self):
         """Native 64-bit integers, those with the prompt's salt if it has one."""
-        return bytes_of(self.c.salted if self.c.is_salted else self.c.locals)
+        return bytes_of(self.c.used())
 
     @property
     def sequence_hashes(self):
@@ -271,11 +271,27 @@ cdef class Pool:
         cdef const CStanding* standing = &self.c.standing(self.at(candidate))
         return self.c.scale(settings.c).terms(standing[0]).effective_tokens
 
-    def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None):
+    def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None,
+             expected_output=None):
         """Books the prompt on a candidate, as `Ledger.add` does, and returns what that returns."""
         cdef RankId rank = self.c.candidate(self.at(candidate)).booked
         sequence = bytes_of(self.c.prompt().sequence)
-        return self.ledger.add(request_id, rank, sequence, tokens, now, key)
+        return self.ledger.add(request_id, rank, sequence, tokens, now, key, expected_output)
+
+    def predict(self, Py_ssize_t candidate, double now):
+        """Notes the prompt as cached by a candidate, if its index keeps predictions. O(blocks)."""
+        self.foretell(self.at(candidate), now)
+
+    cdef int foretell(self, size_t candidate, double now) except -1:
+        cdef const CCandidate* c = &self.c.candidate(candidate)
+        if self.index is None or self.index.c.predicted() == NULL or c.caches == NULL:
+            return 0
+        cdef RankId rank = c.caches.find(c.dp_rank)
+        if rank != kNone:
+            self.index.c.predicted().add(
+                rank, self.c.prompt().used().data(), self.c.prompt().used().size(), now
+            )
+        return 0
 
     def explain(self, Settings settings not None, bytes eligible=None):
         """All terms of the cost of all candidates, as Explained; blocks unless named otherwise."""

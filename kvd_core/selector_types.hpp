@@ -110,6 +110,9 @@ struct Prompt {
     sequence_hashes((is_salted ? salted : locals).data(), blocks, sequence.data());
   }
 
+  // The local hashes of the blocks that a rank will cache.
+  const std::vector<uint64_t>& used() const { return is_salted ? salted : locals; }
+
   // The prompt shares no block in use with any other; `seed` is a random number.
   void make_unique(uint64_t seed) {
     for (uint64_t& hash : sequence) hash = mix64(seed++);

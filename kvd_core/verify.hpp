@@ -25,6 +25,7 @@ class Verifier {
     check_sets();
     check_names();
     check_parked();
+    if (index_.predicted() != nullptr) check_predicted(*index_.predicted());
   }
 
  private:
@@ -241,6 +242,39 @@ class Verifier {
               "index 4: a parked block's parent is unknown");
     }
     require(waiting == rank.rare->waiting.size(), "index 4: parked children are indexed");
+  }
+
+  void check_predicted(const Predicted& p) {
+    uint32_t count = 0, contents = 0, before = Predicted::kNoEntry;
+    for (uint32_t id = p.oldest_; id != Predicted::kNoEntry; id = p.entries_[id].newer) {
+      const auto& entry = p.entries_[id];
+      require(entry.older == before, "predicted 1: the order of expiry is linked both ways");
+      require(before == Predicted::kNoEntry || p.entries_[before].expiry <= entry.expiry,
+              "predicted 1: the oldest goes first");
+      require(p.find(entry.owner, entry.hash) == id, "predicted 1: an entry is found");
+      check_content(p, id);
+      contents += entry.before == Predicted::kNoEntry;
+      require(entry.owner < p.next_owner_, "predicted 2: an owner was given out");
+      before = id;
+      ++count;
+    }
+    require(before == p.newest_, "predicted 1: the order has an end");
+    require(count == p.size() && count == p.exact_.size(), "predicted 1: entries are distinct");
+    require(contents == p.content_.size(), "predicted 1: each content is found once");
+  }
+
+  void check_content(const Predicted& p, uint32_t id) {
+    const auto& entry = p.entries_[id];
+    const uint32_t at = p.slot_of_content(entry.owner, entry.local);
+    require(at != ProbeTable::kEmpty, "predicted 1: a content is found");
+    if (entry.before == Predicted::kNoEntry) {
+      require(p.content_.at(at) == id, "predicted 1: a list is found by its first entry");
+    } else {
+      const auto& neighbour = p.entries_[entry.before];
+      require(neighbour.after == id && neighbour.owner == entry.owner &&
+                  neighbour.local == entry.local,
+              "predicted 1: a list is of one content, and linked both ways");
+    }
   }
 
   const Index& index_;

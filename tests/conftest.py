@@ -58,11 +58,13 @@ def peer_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """A function that starts a service of Dynamo's own with further flags and waits for it."""
     servers: list[Server] = []
 
-    def start(*flags: str, service: str = "indexer") -> Server:
+    def start(
+        *flags: str, service: str = "indexer", environ: dict[str, str] | None = None
+    ) -> Server:
         port = find_free_port()
         module = f"dynamo.{service}"
         command = [os.environ[PEER_VARIABLE], "-m", module, "--port", str(port), *flags]
-        servers.append(Server(command, tmp_path, port, clean_environment()))
+        servers.append(Server(command, tmp_path, port, clean_environment(**environ or {})))
         servers[-1].wait_healthy()
         return servers[-1]
 

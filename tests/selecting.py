@@ -65,7 +65,13 @@ class Service:
         self.registry = Registry(self.state, self.listeners, max_ranks)
         self.options = options or RouterOptions()
         self.selections = Selections(
-            self.state, self.registry, self.options, expiry_s, Random(seed), lambda: self.now
+            self.state,
+            self.registry,
+            self.options,
+            expiry_s,
+            Random(seed),
+            lambda: self.now,
+            lambda: int(self.now * 1e9),
         )
         self.told: list[Event] = []
         self.selections.bookings.publish = self.told.append

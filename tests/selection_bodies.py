@@ -47,7 +47,8 @@ U32_NUMBER = (*NO_INTEGERS, *U32)
 U64_NUMBER = (*NO_INTEGERS, "18446744073709551616", "-1")
 TOKENS = (*NO_INTEGERS, "9007199254740993", "-1")  # 2^53 is the most
 I64 = ("9223372036854775808", "-9223372036854775809", "18446744073709551615")
-HASHES = (*NO_ARRAYS, *elements(*I64))
+ARRAYS = NO_ARRAYS[1:]  # where null means absence
+HASHES = (*ARRAYS, *elements(*I64))
 NUMBER = ("true", '"1"', "[1]", "{}", "1e400", "9" * 400, "9" * 5000)
 FLAG = ("0", "1", '"true"', "[]", "{}", "1.0")
 OBJECT = ("1", '"x"', "[]", "[{}]", "true")
@@ -81,7 +82,7 @@ PROMPTS = {
     "block_hashes": HASHES,
     "sequence_hashes": HASHES,
     "isl_tokens": TOKENS,
-    "token_ids": (*NO_ARRAYS, *elements(*U32)),
+    "token_ids": (*ARRAYS, *elements(*U32)),
 }
 SELECTED = {
     **PROMPTS,
@@ -91,6 +92,7 @@ SELECTED = {
     "priority_jump": NUMBER,
     "strict_priority": U32_NUMBER,
     "lora_name": TEXT,
+    "session_id": TEXT,
     "affinity_target": (*OBJECT, "{}", *within("worker_id", (*U64_NUMBER, "null"))),
     "pinned_worker": (
         *OBJECT,
@@ -143,6 +145,7 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         "dp_rank": U32_NUMBER,
         "reservation_id": TEXT,
         "effective_prefill_tokens": TOKENS,
+        "expected_output_tokens": U32_NUMBER,
     },
     f"/reservations/{LIVE}/output_block": {"decay_fraction": NUMBER},
     "/potential_loads": {**PROMPTS, "router_config_override": OVERRIDE},

@@ -236,3 +236,22 @@ def test_the_demo_needs_a_port() -> None:
 def test_the_default_bind_is_the_one_of_the_original_on_loopback() -> None:
     assert str(DEFAULT_INDEXER_BIND) == "127.0.0.1:8090"
     assert str(DEFAULT_SLOT_TRACKER_BIND) == "127.0.0.1:8091"
+
+
+def test_what_the_router_is_told() -> None:
+    assert load({}, {}).router.session_affinity_ttl_s is None
+    environ = {
+        "DYN_ROUTER_PREDICTED_TTL_SECS": "2.5",
+        "DYN_ROUTER_TRACK_OUTPUT_BLOCKS": "true",
+        "KVD_SESSION_AFFINITY_TTL_SECS": "31536000",
+    }
+    router = load({}, environ).router
+    assert (router.predicted_ttl_s, router.tracks_output_blocks) == (2.5, True)
+    assert router.session_affinity_ttl_s == 31_536_000
+    for seconds in ("0", "31536001", "1.5"):
+        with pytest.raises(StartError, match="KVD_SESSION_AFFINITY_TTL_SECS"):
+            load({}, environ | {"KVD_SESSION_AFFINITY_TTL_SECS": seconds})
+    with pytest.raises(StartError, match="DYN_ROUTER_PREDICTED_TTL_SECS"):
+        load({}, environ | {"DYN_ROUTER_USE_KV_EVENTS": "false"})
+    with pytest.raises(StartError, match="DYN_ROUTER_TRACK_OUTPUT_BLOCKS"):
+        load({}, environ | {"DYN_ROUTER_TRACK_ACTIVE_BLOCKS": "false"})

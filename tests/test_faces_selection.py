@@ -193,6 +193,8 @@ def test_null_is_absence_where_a_member_is_optional(client: httpx.Client) -> Non
         "lora_name",
         "cache_salt",
         "explain",
+        "session_id",
+        "token_ids",
     ]
     wanted = client.post("/select", json=PROMPT | {"allowed_worker_ids": [WORKER]}).json()
     for change in ({name: None} for name in optional):
@@ -202,6 +204,119 @@ def test_null_is_absence_where_a_member_is_optional(client: httpx.Client) -> Non
     override = dict.fromkeys(("overlap_score_weight", "router_temperature", "assume_kv_reuse"))
     body = PROMPT | {"router_config_override": override}
     assert client.post("/select", json=body).status_code == 200
+
+
+def test_null_is_absence_of_a_prompt_in_another_form(client: httpx.Client) -> None:
+    absent = {"block_hashes": None, "sequence_hashes": None, "isl_tokens": None}
+    tokens = {"model_name": MODEL, "token_ids": [1, 2, 3, 4]}
+    for path in ("/select", "/potential_loads", "/overlap_scores"):
+        for wanted, with_nulls in (
+            (tokens, tokens | absent),
+            (PROMPT, PROMPT | {"token_ids": None}),
+        ):
+            answers = [client.post(path, json=body) for body in (wanted, with_nulls)]
+            assert [answer.status_code for answer in answers] == [200, 200]
+            assert (
+                answers[0].json().keys() == answers[1].json().keys()
+                if path == "/select"
+                else (answers[0].json() == answers[1].json())
+            )
+        answer = client.post(path, json=PROMPT | {"block_hashes": None})
+        assert (answer.status_code, answer.json()["error"][:12]) == (400, "block_hashes")
+        assert client.post(path, json=absent | {"token_ids": None}).status_code == 400
+    booked = BOOKED | {"reservation_id": "r", "block_hashes": None, "token_ids": None}
+    assert client.post("/reservations", json=booked).status_code == 201
+    assert client.delete("/reservations/r").status_code == 200
+
+
+# ---- reservations that are shown and retried
+
+RETRY_KEY = "Idempotency-Key"
+
+
+def test_a_reservation_is_shown(client: httpx.Client) -> None:
+    body = BOOKED | {"reservation_id": "a/b", "effective_prefill_tokens": 5}
+    assert (
+        client.post("/reservations", json=body | {"expected_output_tokens": 9}).status_code == 201
+    )
+    assert client.post("/reservations/a%2Fb/output_block").status_code == 200
+    shown = client.get("/reservations/a%2Fb").json()
+    assert 0 <= shown.pop("age_s") < 60
+    wanted = {
+        "reservation_id": "a/b",
+        "model_name": MODEL,
+        "tenant_id": "default",
+        "worker_id": WORKER,
+        "dp_rank": 0,
+        "blocks": 2,
+        "effective_prefill_tokens": 5,
+        "active_prefill_tokens": 5,
+        "prefill_complete": False,
+        "output_blocks": 1,
+        "expected_output_tokens": 9,
+    }
+    assert shown == wanted
+    assert client.post("/reservations/a%2Fb/prefill_complete").status_code == 200
+    shown = client.get("/reservations/a%2Fb").json()
+    assert (shown["active_prefill_tokens"], shown["prefill_complete"]) == (0, True)
+    assert client.delete("/reservations/a%2Fb").status_code == 200
+    assert client.get("/reservations/a%2Fb").status_code == 404
+    body = PROMPT | {"reservation_id": "r"}
+    assert client.post("/select_and_reserve", json=body).status_code == 200
+    assert client.get("/reservations/r").json()["expected_output_tokens"] is None
+    assert client.delete("/reservations/r").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/select_and_reserve", "/reservations"])
+def test_a_retry_is_answered_as_the_first_time(path: str, client: httpx.Client) -> None:
+    body = (PROMPT if path == "/select_and_reserve" else BOOKED) | {"reservation_id": "r"}
+    key = {RETRY_KEY: "k"}
+    first = client.post(path, json=body, headers=key)
+    assert first.status_code == POSTS[path][1]
+    again = client.post(path, json=body, headers=key)
+    assert (again.status_code, again.content) == (200, first.content)
+    assert sum(row["active_requests"] for row in load(client)["loads"]) == 2  # one is `live`
+    refused = [
+        client.post(path, json=body),
+        client.post(path, json=body, headers={RETRY_KEY: "other"}),
+        client.post(path, json=body | {"isl_tokens": 9}, headers=key),
+    ]
+    assert [answer.status_code for answer in refused] == [409] * 3
+    assert client.delete("/reservations/r").status_code == 200
+    assert client.post(path, json=body, headers=key).status_code == POSTS[path][1]
+    assert client.delete("/reservations/r").status_code == 200
+    long = client.post(path, json=body, headers={RETRY_KEY: "k" * 256})
+    assert long.status_code == 422 and long.json()["error"].startswith("idempotency-key")
+
+
+def test_a_retry_finds_the_id_that_was_made(client: httpx.Client) -> None:
+    key = {RETRY_KEY: "k"}
+    first = client.post("/select_and_reserve", json=PROMPT, headers=key).json()
+    assert client.post("/select_and_reserve", json=PROMPT, headers=key).json() == first
+    answer = client.post("/select_and_reserve", json=PROMPT | {"isl_tokens": 9}, headers=key)
+    assert answer.status_code == 409
+    assert client.delete(f"/reservations/{first['reservation_id']}").status_code == 200
+
+
+def test_a_client_that_leaves_as_it_is_served_keeps_nothing(tmp_path: Path) -> None:
+    """Its end and that of what it waits for come at once; either is seen first, now and then."""
+    record = REGISTERED | {"data_parallel_size": 1, "max_num_batched_tokens": 1}
+    with (
+        running_kvd(tmp_path, face="select-service") as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        assert client.post("/workers", json=record).json()["lifecycle"] == "schedulable"
+        for number in range(30):
+            body = PROMPT | {"reservation_id": f"busy {number}"}
+            assert client.post("/select_and_reserve", json=body).status_code == 200
+            leaving = HTTPConnection("127.0.0.1", server.port)
+            waiting = json.dumps(PROMPT | {"reservation_id": f"held {number}"})
+            leaving.request("POST", "/select_and_reserve", waiting, JSON)
+            server.wait_until(lambda: load(client)["pending_count"] == 1, "holding it")
+            leaving.close()
+            assert client.delete(f"/reservations/busy%20{number}").status_code == 200
+            server.wait_until(lambda: load(client)["loads"][0]["active_requests"] == 0, "free")
+            assert load(client)["pending_count"] == 0
 
 
 @pytest.mark.parametrize("name", ["tenant_id", "routing_group"])

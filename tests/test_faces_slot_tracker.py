@@ -27,7 +27,8 @@ from kvd.metrics import render
 from kvd.model import PartitionKey
 from kvd.replicas import COUNTERS, Replicas
 from kvd.slots import MAX_DP_SIZE, SlotTrackers
-from kvd.wire.lifecycle import Outcome, Refused
+from kvd.wire.fields import Refused
+from kvd.wire.lifecycle import Outcome
 from kvd.wire.replica import ReplicaCounts
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
 

@@ -47,6 +47,7 @@ BLOCK = 4  # tokens
 LONGEST_ID = "é" * (MAX_REQUEST_ID_BYTES // 2)
 NOW = 1000.0  # seconds
 MODELS = ("m", "busy", "over", "full", "gone", DEFAULT_MODEL)
+M = PartitionKey("m", DEFAULT_TENANT)
 CACHED = [1, 2, 3]  # local hashes, on some ranks
 
 SELECT, RESERVE = "POST /select", "POST /select_and_reserve"
@@ -68,12 +69,13 @@ class Deaf:
 class Face:
     """A selection service with some live reservations, and its routes."""
 
-    def __init__(self, mode: int = KV, *, max_held: int = 0, uses_kv_events: bool = True) -> None:
+    def __init__(self, mode: int = KV, *, max_held: int = 0, **more: Any) -> None:
         weighing = Settings(mode=mode, queue_threshold=2.0, active_prefill_tokens_threshold=10_000)
-        options = RouterOptions(weighing, max_held=max_held, uses_kv_events=uses_kv_events)
+        options = RouterOptions(weighing, max_held=max_held, **more)
         state = State()
         registry = Registry(state, Deaf())
-        self.selections = Selections(state, registry, options, 300, Random(7), lambda: NOW)
+        clocks = (lambda: NOW), (lambda: int(NOW * 1e9))
+        self.selections = Selections(state, registry, options, 300, Random(7), *clocks)
         self.told: list[Lifecycle] = []
         trio.run(self._fill)
         routes = selection_routes(self.selections)
@@ -120,6 +122,14 @@ class Face:
             )
             for fleet in self.selections.fleets.values()
         ]
+
+    def sessions(self) -> Any:
+        """What sessions are bound to, and what is predicted."""
+        affinity, state = self.selections.affinity, self.selections.state
+        assert affinity is not None
+        held = [affinity.sessions.find((M, session), NOW) for session in IDS]
+        bound = [each and (each.worker_id, each.dp_rank, each.leases) for each in held]
+        return bound, [each.index.predicted() for each in state.partitions.values()]
 
     def handled(self, name: str, given: bytes) -> Answer | str:
         """Returns what the handler answers, or what it raises."""
@@ -187,6 +197,7 @@ ARRAYS += ["[9223372036854775808]", "[1.0]", "[null]", "[-0]", "null", "1", "[1,
 MEMBERS = {
     **dict.fromkeys(("model_name", "tenant_id", "routing_group", "selection_id"), TEXTS),
     **dict.fromkeys(("reservation_id", "lora_name", "cache_salt", "unknown"), TEXTS),
+    "session_id": TEXTS,
     **dict.fromkeys(("isl_tokens", "expected_output_tokens", "strict_priority"), NUMBERS),
     "priority_jump": ["0", "1.5"],
     **dict.fromkeys(("block_hashes", "sequence_hashes", "token_ids"), ARRAYS),
@@ -271,6 +282,21 @@ def test_what_is_answered_is_what_the_handler_does(
 
 @settings(deadline=None)
 @given(LIVES)
+def test_with_sessions_and_predictions_it_is_what_the_handler_does(
+    requests: list[tuple[str, bytes]],
+) -> None:
+    more = {"session_affinity_ttl_s": 10, "predicted_ttl_s": 10.0}
+    short, long = Face(**more), Face(**more)
+    for name, body in requests:
+        expected = long.handled(name, body)
+        assert (short.answered(name, body) or short.handled(name, body)) == expected
+        assert short.state() == long.state()
+        assert short.sessions() == long.sessions()
+    assert short.selections.draws.next() == long.selections.draws.next()
+
+
+@settings(deadline=None)
+@given(LIVES)
 def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],
 ) -> None:
@@ -291,6 +317,11 @@ USUAL_REQUESTS = {
     "select, by tokens": (SELECT, written(TOKENS)),
     "select, by tokens, salted": (SELECT, written(TOKENS | {"cache_salt": '"s"'})),
     "select, with nulls": (SELECT, usual(lora_name="null", router_config_override="null")),
+    "select, of a session": (SELECT, usual(session_id='"s"')),
+    "select, with null arrays": (SELECT, usual(token_ids="null")),
+    "select, by tokens, with null arrays": (SELECT, written(TOKENS | {"block_hashes": "null"})),
+    "reserve, of a session": (RESERVE, usual(session_id='"s"')),
+    "reserve, with output": (RESERVE, usual(expected_output_tokens="4294967295")),
     "select, with output": (SELECT, usual(expected_output_tokens="100")),
     "reserve": (RESERVE, usual()),
     "reserve, by tokens": (RESERVE, written(TOKENS)),
@@ -323,6 +354,24 @@ def test_who_comes_behind_others_is_left_to_wait() -> None:
     assert not face.answered(SELECT, usual(model_name='"busy"'))
     assert face.answered(SELECT, usual())
     assert face.answered(FREE, b"a")
+
+
+def test_sessions_that_are_followed_are_left_to_the_handler() -> None:
+    face = Face(session_affinity_ttl_s=10)
+    for name in (SELECT, RESERVE):
+        assert not face.answered(name, usual(session_id='"s"'))
+        assert face.answered(name, usual())
+    assert face.handled(RESERVE, usual(session_id='"s"', reservation_id='"c"'))
+    assert face.answered(COMPLETE, b"c")
+    assert not face.answered(FREE, b"c")  # its end is told
+    assert face.handled(FREE, b"c") and face.sessions()
+    assert face.answered(FREE, b"a")
+
+
+def test_predictions_are_made_without_the_handler() -> None:
+    face = Face(predicted_ttl_s=10.0)
+    assert face.answered(RESERVE, BOOKED)
+    assert face.selections.state.partitions[M].index.predicted() == 3
 
 
 def test_without_events_the_handler_predicts() -> None:

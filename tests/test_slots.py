@@ -366,7 +366,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("outcome", [each for each in Outcome if each is not Outcome.APPLIED])
+@pytest.mark.parametrize("outcome", MISFITS)
 def test_what_does_not_fit_is_dropped_and_changes_nothing(outcome: Outcome) -> None:
     slots = Slots()
     slots.register(KEY, 8, BLOCK, 0, 1)

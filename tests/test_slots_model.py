@@ -15,7 +15,8 @@ import pytest
 from kvd.errors import KvdError
 from kvd.model import PartitionKey
 from kvd.slots import SlotTrackers
-from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Refused, Step, decode, encode
+from kvd.wire.fields import Refused
+from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Step, decode, encode
 from kvd_core.scan import BodyScanner
 from tests.models.slots_model import ModelSlots, Told
 

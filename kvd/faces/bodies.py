@@ -19,6 +19,9 @@ U32_MAX = 2**32 - 1
 MAX_KEPT_BYTES = 4096  # of a name or address that is registered; the longest path Linux has
 U64_MAX = 2**64 - 1
 
+RETRY_KEY = b"idempotency-key"  # header, draft-ietf-httpapi-idempotency-key-header
+MAX_RETRY_KEY_BYTES = 255  # kept with the request; a UUID has 36
+
 TENANT = ("tenant_id", "routing_group")  # the documented name and the newer one
 PLACE = ("model_name", *TENANT)
 
@@ -113,9 +116,22 @@ def segment(request: Request) -> str:
         raise BadRequest("the path is not UTF-8") from None
 
 
+def retry_key(request: Request) -> str | None:
+    """Returns the key; several lines are one list, as a proxy may join them (RFC 9110 §5.3)."""
+    lines = [value.strip(b" \t") for name, value in request.headers if name == RETRY_KEY]
+    key = b", ".join(line for line in lines if line)
+    if len(key) > MAX_RETRY_KEY_BYTES:
+        raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
+    return key.decode("latin-1") or None
+
+
 def json_response(value: Any) -> Response:
     """Returns a 200 with the value, written without blanks as the peers do."""
-    return Response(200, json.dumps(value, separators=(",", ":")).encode())
+    return Response(200, render(value))
+
+
+def render(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _text(value: Any, name: str) -> str:

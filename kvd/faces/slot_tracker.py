@@ -26,9 +26,6 @@ from kvd_core.scan import BodyScanner
 
 OK = b'{"status":"ok"}'
 
-RETRY_KEY = b"idempotency-key"  # header, draft-ietf-httpapi-idempotency-key-header
-MAX_RETRY_KEY_BYTES = 255  # kept with the request; a UUID has 36
-
 SLICE_ROWS = 128  # of the list, written between two rests: at most about 1 ms
 
 PLACE = bodies.PLACE
@@ -127,7 +124,7 @@ def add(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
         ADD,
         _new_tokens(members),
         clock(),
-        _retry_key(request),
+        bodies.retry_key(request),
     )
     return Response(201 if added else 200, OK)
 
@@ -210,12 +207,3 @@ def _new_tokens(members: bodies.Members) -> int:
     if "new_isl_tokens" not in members:
         return 0
     return bodies.uint(members, "new_isl_tokens", MAX_TOKENS)
-
-
-def _retry_key(request: Request) -> str | None:
-    """Returns the key; several lines are one list, as a proxy may join them (RFC 9110 §5.3)."""
-    lines = [value.strip(b" \t") for name, value in request.headers if name == RETRY_KEY]
-    key = b", ".join(line for line in lines if line)
-    if len(key) > MAX_RETRY_KEY_BYTES:
-        raise Invalid(f"idempotency-key: longer than {MAX_RETRY_KEY_BYTES} bytes")
-    return key.decode("latin-1") or None

@@ -12,6 +12,7 @@ on it cannot be trusted to be a request. Everything a client can do wrong ends h
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from time import perf_counter
 
 import trio
@@ -28,6 +29,8 @@ from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Observer, Request, Respo
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
 from kvd_core.lane import Lane, Leftover
+
+Undo = Callable[[], None] | None
 
 log = get_logger(__name__)
 
@@ -66,14 +69,17 @@ class Service:
 
     async def serve_waiting(
         self, shared: Shared, head: Head, found: Found, body: bytes
-    ) -> tuple[bytes, bool]:
-        """Does the same for an asynchronous handler, which has `handler_seconds`."""
+    ) -> tuple[bytes, bool, Undo]:
+        """Does the same for an asynchronous handler, which has `handler_seconds`.
+
+        Returns also what is to be called if the response cannot be sent.
+        """
         started = perf_counter()
         response = _TOO_LONG
         with trio.move_on_after(shared.limits.handler_seconds) as scope:
             response = await answer(found.route, _request(head, found, body))
         shared.stats.handler_timeouts += scope.cancelled_caught
-        return self._rendered(shared, head, found, response, started)
+        return *self._rendered(shared, head, found, response, started), response.undo
 
     def _rendered(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
@@ -226,34 +232,47 @@ class Connection(Transport):
         body = await self._read_body(head, route) if head.length else b""
         if found is not None and found.route.hot:
             if found.route.waits:
-                data, persists = await self._serve_waiting(head, found, body)
-            else:
-                data, persists = self._service.serve(self.shared, head, found, body)
+                return await self._serve_waiting(head, found, body)
+            data, persists = self._service.serve(self.shared, head, found, body)
             await self.send(data)
             return persists
         return await self._serve_app(head, body)
 
-    async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
-        """Serves an asynchronous handler, which is cancelled when its client leaves."""
+    async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
+        """Serves an asynchronous handler, which is cancelled when its client leaves.
+
+        What the handler has done is undone unless all of its answer has been sent.
+        """
         self.rest()
-        served = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_client, nursery.cancel_scope)
-            served = await self._service.serve_waiting(self.shared, head, found, body)
-            nursery.cancel_scope.cancel()
-        if served is None:
-            raise ConnectionResetError("the client left before its answer")
-        return served
+        data, persists, undo = b"", False, None
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_client, nursery.cancel_scope)
+                served = self._service.serve_waiting(self.shared, head, found, body)
+                data, persists, undo = await served
+                nursery.cancel_scope.cancel()
+            if not data or (undo is not None and self._client_has_left()):
+                raise ConnectionResetError("the client left before its answer")
+            await self.send(data)
+        except BaseException:
+            if undo is not None:
+                undo()
+            raise
+        return persists
 
     async def _watch_client(self, serving: trio.CancelScope) -> None:
         """Cancels `serving` when the client's end of the stream is there, and nothing before it."""
         await trio.lowlevel.wait_readable(self.fd)
-        try:
-            gone = not self.sock.recv(1, socket.MSG_PEEK)
-        except OSError:
-            gone = True  # reset
-        if gone:
+        if self._client_has_left():
             serving.cancel()
+
+    def _client_has_left(self) -> bool:
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # reset
 
     async def _read_body(self, head: Head, route: Route | None) -> bytes:
         limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit

@@ -39,13 +39,15 @@ class Response:
     """One HTTP response; an iterator as `body` is streamed in chunks of its own choosing.
 
     No `content-type` header is sent for an empty `content_type`. `headers` are further ones, with
-    lower-case names.
+    lower-case names. `undo` takes back what an asynchronous handler of a hot route has done, if its
+    client cannot be given the answer.
     """
 
     status: int
     body: bytes | AsyncIterator[bytes]
     content_type: bytes = JSON
     headers: Headers = field(default_factory=list)
+    undo: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)

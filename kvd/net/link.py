@@ -92,7 +92,7 @@ class LinkOptions:
 class Link:
     """A connecting SUB socket and its monitor, closed by the stack it is given.
 
-    Only messages whose first frame begins with `topic` come.
+    Only messages whose first frame begins with one of `topics` come.
 
     An event for a monitor without a reader would block libzmq's only I/O thread for good, and all
     listeners with it. So there is a reader before the first event, without a limit (events are
@@ -106,7 +106,7 @@ class Link:
         linked: Linked,
         log: StreamLog,
         options: LinkOptions,
-        topic: bytes = b"",
+        topics: tuple[bytes, ...] = (b"",),
     ) -> None:
         self._linked = linked
         self._log = log
@@ -116,8 +116,10 @@ class Link:
         self._give_up_at = math.inf
 
         endpoint = linked.endpoint
-        subscribed = {zmq.SUBSCRIBE: topic, **socket_options(endpoint, options)}
-        self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
+        sub = ZSocket(context, zmq.SUB, socket_options(endpoint, options))
+        self.sub = stack.enter_context(closing(sub))
+        for topic in topics:
+            sub.socket.set(zmq.SUBSCRIBE, topic)
         # A secret name: who registers it as an endpoint would take our place at the monitor.
         address = f"inproc://monitor-{secrets.token_hex(16)}"
         pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})

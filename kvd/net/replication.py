@@ -26,7 +26,10 @@ from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
 from kvd.net.supervisor import Supervisor
 from kvd.net.turns import MAX_TURN_MESSAGES, Turns
-from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Refused, decode, encode
+from kvd.wire import affinity
+from kvd.wire.affinity import Bound
+from kvd.wire.fields import Refused
+from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, decode, encode
 from kvd.wire.replica import Replica, ReplicaCounts
 
 if TYPE_CHECKING:
@@ -44,13 +47,15 @@ ABSENT_EVERY_S = 30.0  # between two lines about a replica that is not connected
 log = get_logger(__name__)
 
 Apply = Callable[[Lifecycle], Outcome]
+Bind = Callable[[Bound], Outcome]
 
 
 class Replication:
     """The replica plane of one process: its publisher, and a task per replica it listens to.
 
-    `apply` is called with every event of others, as it comes; what it raises is a bug, which costs
-    that event and the connection. It may not publish what it is called with.
+    `apply` is called with every event of others, as it comes, and `bind` with what sessions are
+    bound to; what they raise is a bug, which costs that event and the connection. They may not
+    publish what they are called with. Without `bind` nobody is asked about sessions.
     """
 
     def __init__(
@@ -62,12 +67,14 @@ class Replication:
         counts: ReplicaCounts,
         options: LinkOptions = REPLICA_LINK,
         absent_every_s: float = ABSENT_EVERY_S,
+        bind: Bind | None = None,
     ) -> None:
         self.router_id = secrets.randbelow(2**64 - 1) + 1  # 0 is nobody
         self.counts = counts
         self._context = context
         self._publisher = publisher
         self._apply = apply
+        self._bind = bind
         self._options = options
         self._turns = Turns()
         self._tasks: Supervisor[Replica] = Supervisor(nursery)
@@ -76,20 +83,27 @@ class Replication:
 
     def publish(self, event: Lifecycle) -> None:
         """Tells all replicas; never waits."""
+        self._send(TOPIC, encode(event, self.router_id))
+
+    def publish_binding(self, bound: Bound) -> None:
+        """Tells all replicas what a session is bound to; never waits."""
+        self._send(affinity.TOPIC, affinity.encode(bound))
+
+    def _send(self, topic: bytes, payload: bytes) -> None:
         counts = self.counts
-        payload = encode(event, self.router_id)
         if len(payload) > BOUNDS.payload_bytes:
             counts.oversized += 1
             return
         counts.published += 1
-        if not self._publisher.send([TOPIC, payload]):
+        if not self._publisher.send([topic, payload]):
             counts.overflows += 1
 
     def start(self, replica: Replica) -> None:
         """Starts to listen to a replica, whether it is there or not; KeyError if that is so."""
         lines = StreamLog(log, "replica", replica.endpoint)
-        reader = _Reader(self, replica, self._apply, self._turns, lines)
-        sessions = Sessions(replica, reader, self._context, self._options, lines, TOPIC)
+        reader = _Reader(self, replica, self._apply, self._bind, self._turns, lines)
+        topics = (TOPIC,) if self._bind is None else (TOPIC, affinity.TOPIC)
+        sessions = Sessions(replica, reader, self._context, self._options, lines, topics)
         self._tasks.start(replica, sessions.run)
 
     async def stop(self, replica: Replica) -> None:
@@ -110,15 +124,31 @@ class Replication:
 class _Reader:
     """Takes the events of one replica."""
 
-    __slots__ = ("_apply", "_counts", "_endless", "_log", "_replica", "_router_id", "_turns")
+    __slots__ = (
+        "_apply",
+        "_bind",
+        "_counts",
+        "_endless",
+        "_log",
+        "_replica",
+        "_router_id",
+        "_turns",
+    )
 
     def __init__(
-        self, plane: Replication, replica: Replica, apply: Apply, turns: Turns, log: StreamLog
+        self,
+        plane: Replication,
+        replica: Replica,
+        apply: Apply,
+        bind: Bind | None,
+        turns: Turns,
+        log: StreamLog,
     ) -> None:
         self._router_id = plane.router_id
         self._counts = plane.counts
         self._replica = replica
         self._apply = apply
+        self._bind = bind
         self._turns = turns
         self._log = log
         self._endless = False
@@ -161,13 +191,28 @@ class _Reader:
         counts.received += 1
         self._replica.received += 1
         self._endless = len(frames) > MAX_FRAMES
+        if self._bind is not None and frames[0] == affinity.TOPIC:
+            self._take_binding(frames, self._bind)
+            return
         decoded = decode(frames)
         if isinstance(decoded, Refused):
-            counts.refused[decoded] += 1
-            self._log.warning("message refused", reason=decoded)
+            self._refuse(decoded)
             return
         event, router_id = decoded
         if router_id == self._router_id:
             counts.own += 1
         else:
             counts.count(self._apply(event))
+
+    def _take_binding(self, frames: list[bytes], bind: Bind) -> None:
+        bound = affinity.decode(frames)
+        if isinstance(bound, Refused):
+            self._refuse(bound)
+        elif bound.version.writer_id == self._router_id:
+            self._counts.own += 1
+        else:
+            self._counts.count(bind(bound))
+
+    def _refuse(self, reason: Refused) -> None:
+        self._counts.refused[reason] += 1
+        self._log.warning("message refused", reason=reason)

@@ -39,7 +39,7 @@ class Reader(Protocol):
 class Sessions:
     """The sockets of one subscription, one at a time."""
 
-    __slots__ = ("_context", "_linked", "_log", "_options", "_reader", "_topic")
+    __slots__ = ("_context", "_linked", "_log", "_options", "_reader", "_topics")
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Sessions:
         context: Context,
         options: LinkOptions,
         log: StreamLog,
-        topic: bytes = b"",
+        topics: tuple[bytes, ...] = (b"",),
     ) -> None:
         self._linked = linked
         self._reader = reader
         self._context = context
         self._options = options
         self._log = log
-        self._topic = topic
+        self._topics = topics
 
     async def run(self) -> NoReturn:
         """Keeps the other end connected and its messages read, until cancelled."""
@@ -87,7 +87,7 @@ class Sessions:
         linked = self._linked
         with contextlib.ExitStack() as stack:
             try:
-                link = Link(stack, self._context, linked, self._log, self._options, self._topic)
+                link = Link(stack, self._context, linked, self._log, self._options, self._topics)
             except zmq.ZMQError as error:
                 why = zmq.strerror(error.errno or 0)
                 return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"

@@ -30,5 +30,8 @@ class RouterOptions:
     ttl_s: float = DEFAULT_TTL_S  # of predicted blocks, where there are no events
     max_tree_size: int = DEFAULT_MAX_TREE_SIZE  # predicted blocks of a model and tenant
     prune_target_ratio: float = DEFAULT_PRUNE_TARGET_RATIO  # of these, once there are more
+    predicted_ttl_s: float | None = None  # of predicted blocks beside events; None: there are none
+    tracks_output_blocks: bool = False  # they weigh less towards the expected end of a request
+    session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
     max_held: int = MAX_HELD
     max_wait_s: float = 25.0  # below the deadline of handlers, so that the answer says why

@@ -11,6 +11,7 @@ from kvd.catalog import WorkerRecord
 from kvd.errors import KvdError
 from kvd.model import PartitionKey
 from kvd.scheduling.queue import Waiting
+from kvd_core.ledger import Ledger
 from kvd_core.selector import Pool, Prompt
 from kvd_core.selector_settings import Settings
 
@@ -48,6 +49,8 @@ class Ask:
     expected_output_tokens: int | None = None
     lora_name: str | None = None
     explain: bool = False
+    session_id: str | None = None
+    retry: Retry | None = None  # set: the answer to the same request is given once more
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +62,41 @@ class Held:
     done: trio.Event = field(default_factory=trio.Event)
     answer: bytes | KvdError | None = None
     waiting: Waiting[Held] | None = None
+    receipt: Receipt | None = None  # of what is booked with the answer
 
-    def settle(self, answer: bytes | KvdError) -> None:
-        self.answer = answer
+    def settle(self, answer: Answered | KvdError) -> None:
+        if isinstance(answer, Answered):
+            self.answer, self.receipt = answer.answer, answer.receipt
+        else:
+            self.answer = answer
         self.done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """What tells the same request once more from any other."""
+
+    name: tuple[str | None, str]  # the reservation id as given, the Idempotency-Key
+    content: bytes  # a digest of all it says
+
+
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """One booking, which another one under the same id is not."""
+
+    ledger: Ledger
+    reservation_id: str
+    booked_at: float
+    clients: int = 1  # those that were given its answer
+
+    def lives(self) -> bool:
+        live = self.ledger.request(self.reservation_id)
+        return live is not None and live.admitted_at == self.booked_at
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer, and what is booked with it."""
+
+    answer: bytes
+    receipt: Receipt | None = None

@@ -11,12 +11,16 @@ from kvd.catalog import WorkerRecord
 from kvd.errors import Conflict, Invalid, NotFound, Unavailable
 from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
-from kvd.selection.asks import Ask, Look
+from kvd.scheduling.decay import output_weight
+from kvd.selection.affinity import Affinity
+from kvd.selection.asks import Ask, Look, Receipt
 from kvd.selection.fleet import Fleet, schedulable
+from kvd.selection.retries import Retries
 from kvd.slots import apply_to
 from kvd.wire.lifecycle import Face, Outcome, Step
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core import ledger
+from kvd_core.ledger import LiveRequest
 
 EXPIRY_SLICE = 64  # requests expired between two rests
 
@@ -31,8 +35,14 @@ class Bookings:
         clock: Callable[[], float],
         on_idle: Callable[[Fleet], None],
         ledgers: Ledgers,
+        affinity: Affinity | None = None,
+        *,
+        decays: bool = False,
     ) -> None:
-        """Calls `on_idle` after whatever may have made a rank of a fleet less busy."""
+        """Calls `on_idle` after whatever may have made a rank of a fleet less busy.
+
+        `decays` makes output blocks weigh less towards the expected end of a request.
+        """
         self.live: dict[str, Fleet] = {}
         self.publish: Callable[[Event], None] | None = None  # told of every step, if set
         self._fleets = fleets
@@ -40,6 +50,10 @@ class Bookings:
         self._clock = clock
         self._on_idle = on_idle
         self._ledgers = ledgers
+        self._affinity = affinity
+        self._decays = decays
+        self.retries = Retries()
+        self.given_back = 0
 
     def open_ledger(self, fleet: Fleet, block_size: int) -> None:
         """Lets a fleet and other faces weigh on each other from now on.
@@ -57,22 +71,27 @@ class Bookings:
         if reservation_id is not None and reservation_id in self.live:
             raise Conflict(f"reservation {reservation_id} already exists")
 
-    def book(self, fleet: Fleet, ask: Ask, chosen: int, reservation_id: str) -> None:
+    def book(self, fleet: Fleet, ask: Ask, chosen: int, reservation_id: str) -> Receipt:
         """Books the prompt that the pool has looked at; raises what `_admitted` does."""
         pool = fleet.pool
         tokens = 0
         if ask.settings.members["track_prefill"]:
             tokens = pool.effective_prefill_tokens(chosen, ask.settings)
-        _admitted(pool.book(reservation_id, chosen, tokens, self._clock()), reservation_id)
+        now, expected = self._clock(), ask.expected_output_tokens
+        outcome = pool.book(reservation_id, chosen, tokens, now, expected_output=expected)
+        _admitted(outcome, reservation_id)
         self.live[reservation_id] = fleet
-        fleet.predict(pool.candidates[chosen], self._clock())
+        fleet.predict(chosen, now)
+        candidate = pool.candidates[chosen]
+        if self._affinity is not None:
+            place = candidate.worker_id, candidate.dp_rank
+            self._affinity.booked(fleet, ask, reservation_id, place)
         if self.publish is not None:
-            candidate = pool.candidates[chosen]
             record = fleet.workers[candidate.worker_id]
             hashes = pool.hold().sequence_hashes
-            extra = ask.expected_output_tokens, ask.lora_name
-            place = fleet, record, reservation_id, candidate.dp_rank
-            self._tell(*place, Step.ADD, hashes, tokens, *extra)
+            where = fleet, record, reservation_id, candidate.dp_rank
+            self._tell(*where, Step.ADD, hashes, tokens, expected, ask.lora_name)
+        return Receipt(fleet.ledger, reservation_id, now)
 
     def reserve(
         self,
@@ -83,10 +102,12 @@ class Bookings:
         tokens: int,
         *,
         predicts: bool,
-    ) -> WorkerRecord:
+        expected: int | None = None,
+    ) -> tuple[WorkerRecord, Receipt]:
         """Books a prompt on a rank that was selected before; returns its worker.
 
-        `predicts` says that the prompt is known by its local hashes too.
+        `predicts` says that the prompt is known by its local hashes too; `expected` are the tokens
+        of its output.
 
         Raises Unavailable without a fleet, NotFound for a rank it does not have, Conflict on an
         id that lives.
@@ -98,16 +119,31 @@ class Bookings:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
         self.check_new(reservation_id)
         look(fleet.pool)
-        outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock())
+        now = self._clock()
+        outcome = fleet.pool.book(reservation_id, candidate, tokens, now, expected_output=expected)
         _admitted(outcome, reservation_id)
         self.live[reservation_id] = fleet
         if predicts:
-            fleet.predict(fleet.pool.candidates[candidate], self._clock())
+            fleet.predict(candidate, now)
         record = fleet.workers[worker_id]
         if self.publish is not None:
             hashes = fleet.pool.hold().sequence_hashes
-            self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens)
-        return record
+            self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens, expected)
+        return record, Receipt(fleet.ledger, reservation_id, now)
+
+    def take_back(self, receipt: Receipt) -> None:
+        """Ends a booking of which its client will never hear, unless another one has."""
+        receipt.clients -= 1
+        if receipt.clients == 0 and receipt.lives():
+            self.given_back += 1
+            self.free(receipt.reservation_id)
+
+    def find(self, reservation_id: str) -> tuple[PartitionKey, LiveRequest]:
+        """Returns where a reservation is booked, and what; raises NotFound."""
+        fleet = self._fleet_of(reservation_id)
+        live = fleet.ledger.request(reservation_id)
+        assert live is not None
+        return fleet.key, live
 
     def prefill_complete(self, reservation_id: str) -> None:
         """Ends the prefill of a reservation, once or again; raises NotFound."""
@@ -118,31 +154,44 @@ class Bookings:
 
     def output_block(self, reservation_id: str, fraction: float | None) -> None:
         """Adds an output block to a reservation; raises NotFound."""
-        self._fleet_of(reservation_id).ledger.output_block(reservation_id, fraction)
+        fleet = self._fleet_of(reservation_id)
+        if fraction is None and self._decays:
+            fraction = _decayed(fleet, reservation_id)
+        fleet.ledger.output_block(reservation_id, fraction)
 
     def free(self, reservation_id: str) -> None:
         """Ends a reservation; raises NotFound."""
         fleet = self._fleet_of(reservation_id)
         self._tell_step(fleet, reservation_id, Step.FREE)
         fleet.ledger.free(reservation_id)
-        del self.live[reservation_id]
+        self._end(reservation_id)
         self._on_idle(fleet)
+
+    def _end(self, reservation_id: str) -> None:
+        """Forgets a reservation that the ledger has forgotten."""
+        self.live.pop(reservation_id, None)
+        if self._affinity is not None:
+            self._affinity.ended(reservation_id)
 
     def expire(self, now: float) -> Iterator[None]:
         """Drops what is older than the expiry age; rests at every yield. Replicas do the same."""
+        while self.retries.expire(now - self._expiry_s, EXPIRY_SLICE):
+            yield
+        while self._affinity is not None and self._affinity.sessions.expire(now, EXPIRY_SLICE):
+            yield
         for fleet in list(self._fleets.values()):
             while fleet.forget_predictions(now):
                 yield
             while expired := fleet.ledger.expire(now - self._expiry_s, EXPIRY_SLICE):
                 for reservation_id in expired:
-                    self.live.pop(reservation_id, None)
+                    self._end(reservation_id)
                 self._on_idle(fleet)
                 yield
 
     def drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int, rank: int) -> None:
         """Ends what is booked on a rank of the ledger that leaves, and takes the rank out."""
         for reservation_id in fleet.ledger.remove_rank(rank):
-            self.live.pop(reservation_id, None)
+            self._end(reservation_id)
             self._tell(fleet, record, reservation_id, dp_rank, Step.FREE)
 
     def _fleet_of(self, reservation_id: str) -> Fleet:
@@ -174,7 +223,7 @@ class Bookings:
             self.live[event.request_id] = fleet
             return outcome
         if event.step is Step.FREE:
-            del self.live[event.request_id]
+            self._end(event.request_id)
         self._on_idle(fleet)
         return outcome
 
@@ -200,6 +249,15 @@ class Bookings:
             where = fleet.key, record.block_size or 0, reservation_id, record.worker_id, dp_rank
             of_add = hashes, tokens, output_tokens, lora_name
             self.publish(Event(*where, step, *of_add, Face.SELECTION))
+
+
+def _decayed(fleet: Fleet, reservation_id: str) -> float | None:
+    """Returns what a reservation's output blocks weigh with one more; None if nobody knows."""
+    live = fleet.ledger.request(reservation_id)
+    if live is None or live.expected_output_tokens is None:
+        return None
+    blocks = live.output_blocks + 1
+    return output_weight(blocks, fleet.block_size or 1, live.expected_output_tokens)
 
 
 def _admitted(outcome: int, reservation_id: str) -> None:

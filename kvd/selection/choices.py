@@ -15,7 +15,8 @@ from kvd.errors import BadRequest, KvdError, Unavailable
 from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.queue import Urgency
-from kvd.selection.asks import Ask, Held, Look
+from kvd.selection.affinity import Affinity
+from kvd.selection.asks import Answered, Ask, Held, Look
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet, members_json, schedulable
 from kvd_core import selector
@@ -32,6 +33,7 @@ class Choices:
         bookings: Bookings,
         draws: Draws,
         clock: Callable[[], float],
+        affinity: Affinity | None = None,
     ) -> None:
         self.held = 0
         self.refused_held = 0  # at the bound
@@ -40,6 +42,7 @@ class Choices:
         self._bookings = bookings
         self._draws = draws
         self._clock = clock
+        self._affinity = affinity
         self._stopping = False
 
     def select(self, ask: Ask, look: Look) -> bytes | Held:
@@ -48,6 +51,8 @@ class Choices:
         Raises Unavailable without anyone eligible or with all of them overloaded, BadRequest for
         constraints that contradict each other, Conflict on a reservation id that lives.
         """
+        if (again := self._bookings.retries.find(ask.retry)) is not None:
+            return again.answer
         fleet = schedulable(self._fleets, ask.key)
         constraints = ask.constraints
         if constraints is not None and constraints.pinned is not None:
@@ -57,19 +62,23 @@ class Choices:
         self._bookings.check_new(ask.reservation_id)  # before it waits for that
         look(fleet.pool)
         if not fleet.queue.waits(constraints):
-            answer = self._choose(fleet, ask)
-            if answer is not None:
-                return answer
+            answered = self._choose(fleet, ask)
+            if answered is not None:
+                return answered.answer
         return self._hold(fleet, ask)
 
     async def wait(self, held: Held) -> bytes:
         """Returns the answer of a selection that is held, once there is one; raises as `select`.
 
-        Whatever ends the wait, the selection is in no queue afterwards.
+        Whatever ends the wait, the selection is in no queue afterwards. What was booked with an
+        answer that nobody will see is given back.
         """
         try:
             with trio.move_on_after(self._options.max_wait_s):
                 await held.done.wait()
+        except trio.Cancelled:
+            self.take_back(held)  # it may have been served since
+            raise
         finally:
             assert held.waiting is not None
             fleet = self._fleets[held.ask.key]
@@ -82,6 +91,11 @@ class Choices:
         if isinstance(held.answer, KvdError):
             raise held.answer
         return held.answer
+
+    def take_back(self, held: Held) -> None:
+        """Ends what is booked with an answer that its client cannot be given."""
+        if held.receipt is not None:
+            self._bookings.take_back(held.receipt)
 
     def _hold(self, fleet: Fleet, ask: Ask) -> Held:
         if self._stopping:
@@ -99,11 +113,13 @@ class Choices:
         self.held += 1
         return held
 
-    def _choose(self, fleet: Fleet, ask: Ask) -> bytes | None:
+    def _choose(self, fleet: Fleet, ask: Ask) -> Answered | None:
         """Chooses for the prompt that the pool has looked at; None if all are busy."""
+        if (again := self._bookings.retries.find(ask.retry)) is not None:
+            return again  # both have waited
         self._bookings.check_new(ask.reservation_id)
         eligible = fleet.eligible(ask.constraints)
-        chosen = selector.NONE
+        chosen = self._follow(fleet, ask, eligible)
         if ask.affinity is not None and (wanted := fleet.targets(ask.affinity, eligible)):
             chosen = fleet.pool.choose(ask.settings, wanted, self._draws.next())
         if chosen < 0:  # who is liked best is not waited for
@@ -114,9 +130,24 @@ class Choices:
             raise Unavailable("no endpoints available to route work")
         if chosen == selector.OVERLOADED:
             raise Unavailable("all workers are overloaded", retry_after_s=1)
-        if ask.reservation_id is not None:
-            self._bookings.book(fleet, ask, chosen, ask.reservation_id)
-        return self._answer(fleet, ask, chosen)
+        if ask.reservation_id is None:
+            return Answered(self._answer(fleet, ask, chosen))
+        receipt = self._bookings.book(fleet, ask, chosen, ask.reservation_id)
+        answered = Answered(self._answer(fleet, ask, chosen), receipt)
+        self._bookings.retries.note(ask.retry, answered)
+        return answered
+
+    def _follow(self, fleet: Fleet, ask: Ask, eligible: bytes | None) -> int:
+        """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
+
+        Once one is not busy the session's is taken, busy or not, as on the original.
+        """
+        bound = None if self._affinity is None else self._affinity.target(ask)
+        wanted = None if bound is None else fleet.targets(bound, eligible)
+        if wanted is None or fleet.pool.refusal(ask.settings, eligible) != 0:
+            return selector.NONE
+        settings = ask.settings.replace(queue_threshold=None)
+        return fleet.pool.choose(settings, wanted, self._draws.next())
 
     def _answer(self, fleet: Fleet, ask: Ask, chosen: int) -> bytes:
         named: dict[str, Any] = {}
@@ -156,11 +187,11 @@ class Choices:
             if not fleet.workers:
                 raise Unavailable("no schedulable workers are available")
             fleet.pool.look_again(held.prompt)
-            answer = self._choose(fleet, held.ask)
+            answered = self._choose(fleet, held.ask)
         except KvdError as error:
             held.settle(error)
             return True
-        if answer is None:
+        if answered is None:
             return False
-        held.settle(answer)
+        held.settle(answered)
         return True

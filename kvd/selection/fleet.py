@@ -20,6 +20,7 @@ from kvd_core.ledger import Ledger
 from kvd_core.selector import Candidate, Pool
 
 FORGET_SLICE = 64  # predicted blocks forgotten between two rests
+PREDICTED_SLICE = 4096  # the same of those beside events, some 0.1 us each
 
 
 class Fleet:
@@ -27,6 +28,7 @@ class Fleet:
 
     def __init__(self, key: PartitionKey, options: RouterOptions, state: State) -> None:
         self.key = key
+        self._options = options
         self._state = state
         self.ledger = Ledger()
         self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
@@ -83,6 +85,9 @@ class Fleet:
             for dp_rank in record.ranks
         ]
         index = None if partition is None else partition.index
+        if index is not None and self._options.predicted_ttl_s is not None:
+            bounds = self._options.max_tree_size, self._options.prune_target_ratio
+            index.predict(self._options.predicted_ttl_s, *bounds)
         return Pool(index, self.ledger, block_size, candidates)
 
     def piece(self, chosen: int) -> bytes:
@@ -132,9 +137,16 @@ class Fleet:
         )
         return mask if any(mask) else None
 
-    def predict(self, candidate: Candidate, now: float) -> None:
-        """Stores the prompt that the pool has looked at as cached, where nobody tells."""
-        if self.predictions is None or candidate.worker is None:
+    def predict(self, chosen: int, now: float) -> None:
+        """Notes the prompt that the pool has looked at as cached by a candidate.
+
+        Where nobody tells what is cached it is stored, else predicted, if that is wanted.
+        """
+        candidate = self.pool.candidates[chosen]
+        if self.predictions is None:
+            self.pool.predict(chosen, now)
+            return
+        if candidate.worker is None:
             return
         locals_ = array("Q", self.pool.hold().local_hashes)
         names = sequence_hashes(locals_)
@@ -147,7 +159,8 @@ class Fleet:
     def forget_predictions(self, now: float) -> bool:
         """Forgets some predictions that are too old or too many; True while there may be more."""
         if self.predictions is None:
-            return False
+            partition = self._state.partitions.get(self.key)
+            return partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
         gone = self.predictions.outdated(now, FORGET_SLICE)
         workers = self._state.partitions[self.key].workers if gone else {}
         for (worker_id, dp_rank), name in gone:

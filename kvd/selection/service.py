@@ -9,6 +9,7 @@ from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
+from kvd.selection.affinity import Affinity
 from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
 from kvd.selection.fleet import Fleet
@@ -28,6 +29,7 @@ class Selections:
         expiry_s: float,
         random: Random,
         clock: Callable[[], float],
+        wall_ns: Callable[[], int],
         ledgers: Ledgers | None = None,
     ) -> None:
         """Requests of other faces that use the same `ledgers` weigh on choices."""
@@ -37,14 +39,22 @@ class Selections:
         # Predicted blocks are nobody else's business.
         self.state = state if options.uses_kv_events else State()
         self.fleets: dict[PartitionKey, Fleet] = {}
+        self.affinity: Affinity | None = None
+        if options.session_affinity_ttl_s is not None:
+            ttl_s, writer_id = options.session_affinity_ttl_s, random.randrange(1, 2**64)
+            self.affinity = Affinity(self.fleets, ttl_s, writer_id, clock, wall_ns)
         self.bookings = Bookings(
             self.fleets,
             expiry_s,
             clock,
             lambda fleet: self.choices.turn(fleet),
             ledgers or Ledgers(),
+            self.affinity,
+            decays=options.tracks_output_blocks,
         )
-        self.choices = Choices(self.fleets, options, self.bookings, self.draws, clock)
+        self.choices = Choices(
+            self.fleets, options, self.bookings, self.draws, clock, self.affinity
+        )
         self.workers = Workers(
             self.fleets, self.state, registry, options, self.bookings, self.choices.turn_all
         )

@@ -35,12 +35,20 @@ from typing import Any
 import msgpack
 
 from kvd.model import PartitionKey
+from kvd.wire.fields import (
+    U32_MAX,
+    U64_MAX,
+    Refusal,
+    Refused,
+    tenant_of,
+    to_members,
+    to_number,
+    to_text,
+)
 from kvd.wire.unpack import Bounds, unpack
 
 TOPIC = b"dynamo.slot-tracker.v1"
 
-U32_MAX = 2**32 - 1
-U64_MAX = 2**64 - 1
 MAX_TOKENS = 2**53  # of one request: sums of a million of these are still far from any overflow
 
 HASH_BYTES = 8
@@ -61,7 +69,6 @@ REQUEST = (
     "prefill_load_hint",
 )
 HINT = ("initial_effective_prefill_tokens", "expected_prefill_duration")
-TENANT_NAMES = ("routing_group", "tenant_id")
 
 
 class Step(StrEnum):
@@ -118,27 +125,7 @@ class Outcome(StrEnum):
     UNKNOWN_REQUEST = "unknown_request"
     OTHER_WORKER = "other_worker"  # the request lives on another worker or rank
     FULL = "full"  # a bound is reached
-
-
-class Refused(StrEnum):
-    """Why a message is no event."""
-
-    FRAMES = "frames"  # not two
-    TOPIC = "topic"
-    MSGPACK = "msgpack"  # cannot be read, or is larger or more complex than any event
-    ENVELOPE = "envelope"  # a member is missing, nil or of the wrong type
-    TENANTS = "tenants"  # both names of the tenant, and two tenants
-    EVENT = "event"  # like ENVELOPE, in what that holds
-    STEP = "step"  # none of the three
-    HASHES = "hashes"  # not numbers from 0 to 2^64-1
-    RANGE = "range"  # any other number is too large or negative
-
-
-class _Refusal(Exception):
-    """Leaves a reader at the first fault."""
-
-    def __init__(self, reason: Refused) -> None:
-        self.reason = reason
+    OLDER = "older"  # a binding of a session that has a newer one
 
 
 # ---- writing
@@ -193,41 +180,33 @@ def decode(frames: list[bytes]) -> tuple[Lifecycle, int] | Refused:
         return Refused.MSGPACK
     try:
         return _read(value)
-    except _Refusal as refusal:
+    except Refusal as refusal:
         return refusal.reason
 
 
 def _read(value: object) -> tuple[Lifecycle, int]:
-    envelope = _members(value, ENVELOPE, Refused.ENVELOPE)
+    envelope = to_members(value, ENVELOPE, Refused.ENVELOPE)
     partition = PartitionKey(
-        _text(envelope.get("model_name"), Refused.ENVELOPE),
-        _tenant(envelope),
+        to_text(envelope.get("model_name"), Refused.ENVELOPE),
+        tenant_of(envelope),
     )
-    block_size = _number(envelope.get("block_size"), U32_MAX, Refused.ENVELOPE)
-    event = _members(envelope.get("event"), EVENT, Refused.EVENT)
-    worker = _members(event.get("worker"), WORKER, Refused.EVENT)
+    block_size = to_number(envelope.get("block_size"), U32_MAX, Refused.ENVELOPE)
+    event = to_members(envelope.get("event"), EVENT, Refused.EVENT)
+    worker = to_members(event.get("worker"), WORKER, Refused.EVENT)
     lora_name = event.get("lora_name")
     step, of_add = _data(event.get("data"))
     read = Lifecycle(
         partition,
         block_size,
-        _text(event.get("request_id"), Refused.EVENT),
-        _number(worker.get("worker_id"), U64_MAX),
-        _number(worker.get("dp_rank"), U32_MAX),
+        to_text(event.get("request_id"), Refused.EVENT),
+        to_number(worker.get("worker_id"), U64_MAX),
+        to_number(worker.get("dp_rank"), U32_MAX),
         step,
-        lora_name=None if lora_name is None else _text(lora_name, Refused.EVENT),
+        lora_name=None if lora_name is None else to_text(lora_name, Refused.EVENT),
         face=_face(envelope.get("face")),
         **of_add,
     )
-    return read, _number(event.get("router_id"), U64_MAX)
-
-
-def _tenant(envelope: dict[Any, Any]) -> str:
-    given = [envelope[name] for name in TENANT_NAMES if name in envelope]
-    texts = {_text(value, Refused.ENVELOPE) for value in given or [None]}
-    if len(texts) > 1:
-        raise _Refusal(Refused.TENANTS)
-    return texts.pop()
+    return read, to_number(event.get("router_id"), U64_MAX)
 
 
 def _face(name: object) -> Face | None:
@@ -241,9 +220,9 @@ def _data(data: object) -> tuple[Step, dict[str, Any]]:
     if isinstance(data, dict) and len(data) == 1:
         data, content = next(iter(data.items()))
     if data == ADD_NAME:
-        return Step.ADD, _of_add(_members(content, REQUEST, Refused.EVENT))
+        return Step.ADD, _of_add(to_members(content, REQUEST, Refused.EVENT))
     if not isinstance(data, str) or data not in STEPS or content is not None:
-        raise _Refusal(Refused.STEP)
+        raise Refusal(Refused.STEP)
     return STEPS[data], {}
 
 
@@ -252,7 +231,7 @@ def _of_add(request: dict[Any, Any]) -> dict[str, Any]:
     return {
         "hashes": _hashes(request.get("token_sequence")),
         "prefill_tokens": _prefill_tokens(request),
-        "expected_output_tokens": None if expected is None else _number(expected, U32_MAX),
+        "expected_output_tokens": None if expected is None else to_number(expected, U32_MAX),
     }
 
 
@@ -260,42 +239,19 @@ def _hashes(sequence: object) -> bytes:
     if sequence is None:
         return b""
     if not isinstance(sequence, list):
-        raise _Refusal(Refused.HASHES)
+        raise Refusal(Refused.HASHES)
     try:
         return array("Q", sequence).tobytes()
     except (TypeError, OverflowError):
-        raise _Refusal(Refused.HASHES) from None
+        raise Refusal(Refused.HASHES) from None
 
 
 def _prefill_tokens(request: dict[Any, Any]) -> int:
     tracked = request.get("track_prefill_tokens", True)
     if not isinstance(tracked, bool):
-        raise _Refusal(Refused.EVENT)
+        raise Refusal(Refused.EVENT)
     if request.get("prefill_load_hint") is None:
         return 0
-    hint = _members(request["prefill_load_hint"], HINT, Refused.EVENT)
-    tokens = _number(hint.get("initial_effective_prefill_tokens"), MAX_TOKENS)
+    hint = to_members(request["prefill_load_hint"], HINT, Refused.EVENT)
+    tokens = to_number(hint.get("initial_effective_prefill_tokens"), MAX_TOKENS)
     return tokens if tracked else 0
-
-
-def _members(value: object, names: tuple[str, ...], fault: Refused) -> dict[Any, Any]:
-    """Returns a struct's members by name; it may have come without the names."""
-    if isinstance(value, dict):
-        return value
-    if not isinstance(value, list) or len(value) != len(names):
-        raise _Refusal(fault)
-    return dict(zip(names, value, strict=True))
-
-
-def _text(value: object, fault: Refused) -> str:
-    if not isinstance(value, str):
-        raise _Refusal(fault)
-    return value
-
-
-def _number(value: object, maximum: int, fault: Refused = Refused.EVENT) -> int:
-    if type(value) is not int:  # bool is an int to Python, and not to msgpack
-        raise _Refusal(fault)
-    if not 0 <= value <= maximum:
-        raise _Refusal(Refused.RANGE)
-    return value

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvd.wire.lifecycle import Outcome, Refused
+from kvd.wire.fields import Refused
+from kvd.wire.lifecycle import Outcome
 
 DROPPED = [outcome for outcome in Outcome if outcome is not Outcome.APPLIED]
 

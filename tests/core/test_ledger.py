@@ -126,10 +126,12 @@ def test_what_is_booked_can_be_read() -> None:
     tracker = Tracker()
     tracker.ledger.add("a", tracker.rank, packed(1, 2), 48, 3.5)
     tracker.output("a")
-    assert tracker.ledger.request("a") == (7, 0, 2, 48, 48, False, 3.5, 1)
+    assert tracker.ledger.request("a") == (7, 0, 2, 48, 48, False, 3.5, 1, None)
     tracker.ledger.prefill_complete("a")
-    assert tracker.ledger.request("a") == (7, 0, 2, 0, 48, True, 3.5, 1)
+    assert tracker.ledger.request("a") == (7, 0, 2, 0, 48, True, 3.5, 1, None)
     assert tracker.ledger.request("b") is None
+    tracker.ledger.add("b", tracker.rank, packed(1), 0, 4.0, None, 100)
+    assert tracker.ledger.request("b") == (7, 0, 1, 0, 0, False, 4.0, 0, 100)
 
 
 # Output blocks

@@ -168,6 +168,7 @@ class Pair:
                 not request.prefilling,
                 request.admitted,
                 len(request.outputs),
+                None,
             )
         oldest = next(iter(self.model.requests.values()), None)
         assert self.ledger.oldest() == (oldest and oldest.admitted)

@@ -501,6 +501,21 @@ def test_several_arrays_keep_to_themselves() -> None:
     assert [scanner.array(name) for name in "abc"] == [[], [2, 3], [1]]
 
 
+def test_null_is_no_array_where_that_is_said() -> None:
+    scanner = BodyScanner({"a": "u32?", "b": "i64"}, ("n",))
+    assert scanner.scan(b'{"a":null,"b":[1],"n":2}') == {"b": 1, "n": 2}
+    assert scanner.array("a") == []
+    assert scanner.scan(b'{"a" : null }') == {}
+    assert scanner.scan(b'{"a":[4]}') == {"a": 1}
+    assert scanner.array("a") == [4]
+    for body in (b'{"b":null}', b'{"a":[null]}', b'{"a":null,"a":null}', b'{"a":null,"a":[1]}'):
+        with pytest.raises(TypeError):
+            scanner.scan(body)
+    for body in (b'{"a":nul}', b'{"a":nullx}', b'{"a":null'):
+        with pytest.raises(ValueError):
+            scanner.scan(body)
+
+
 @pytest.mark.parametrize(
     ("arrays", "fields"), [({"a": "i32"}, ()), ({"a": "u32"}, ("a",)), ({}, ("a", "a"))]
 )

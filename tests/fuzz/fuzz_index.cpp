@@ -27,9 +27,11 @@ namespace {
 
 constexpr uint32_t kBlockSizes[] = {1, 4, 16, 64};
 constexpr size_t kWorkers = 2, kStreams = 4;  // two ranks of each worker
+constexpr double kTtl = 5;                    // calls of `book`
+constexpr uint32_t kPredicted = 32;           // entries
 constexpr uint32_t kSlice = 3;                // blocks swept, and bytes dumped, at a time
 
-enum Kind : uint8_t { SWEEP = kStreams, RETIRE, ASK, DUMP, kinds };
+enum Kind : uint8_t { SWEEP = kStreams, RETIRE, ASK, DUMP, BOOK, kinds };
 
 void require(bool holds) {
   if (!holds) std::abort();
@@ -38,6 +40,7 @@ void require(bool holds) {
 class Life {
  public:
   explicit Life(uint32_t block_size) : index_(block_size) {
+    index_.predict(kTtl, kPredicted, kPredicted / 2);
     for (size_t i = 0; i < kWorkers; ++i) {
       workers_[i].key = '"' + std::to_string(i) + '"';
       workers_[i].number = std::to_string(i);
@@ -53,12 +56,15 @@ class Life {
     if (kind == RETIRE) workers_[size % kWorkers].retire_all(index_);
     if (kind == ASK) ask(data, size / sizeof(uint64_t));
     if (kind == DUMP) dump();
+    if (kind == BOOK) book(data, size / sizeof(uint64_t));
     kvd::Verifier(index_).run();
   }
 
   void end() {
     for (kvd::Worker& worker : workers_) worker.retire_all(index_);
     while (index_.sweep(kSlice)) kvd::Verifier(index_).run();
+    while (index_.predicted()->prune(now_ + kTtl, kSlice)) kvd::Verifier(index_).run();
+    require(index_.predicted()->size() == 0);
     kvd::Verifier(index_).run();
     require(index_.tree().block_count() == 0 && index_.parked_count() == 0);
   }
@@ -72,6 +78,18 @@ class Life {
     std::string text;
     kvd::Answer(index_, match_, text).render({&workers_[0], &workers_[1]});
     require(text.front() == '{' && text.back() == '}');
+  }
+
+  // Predicts a prompt on one of the ranks there are, and lets some time pass.
+  void book(const uint8_t* data, size_t count) {
+    std::vector<uint64_t> locals(count);
+    if (count != 0) std::memcpy(locals.data(), data, count * sizeof(uint64_t));
+    const kvd::RankId rank = workers_[count % kWorkers].rank(index_, count / kWorkers % 2);
+    index_.predicted()->add(rank, locals.data(), count, now_++);
+    std::vector<uint64_t> chained;
+    kvd::Predicted::chain(locals.data(), count, chained);
+    const size_t most = count < kPredicted / 2 ? count : kPredicted / 2;
+    require(index_.predicted()->reach(rank, chained, 0) >= most);
   }
 
   // Goes on with the dump in progress, or begins one.
@@ -95,6 +113,7 @@ class Life {
   kvd::Match match_;
   std::vector<std::unique_ptr<kvd::Stream>> streams_;
   std::unique_ptr<kvd::Dump> dump_;
+  double now_ = 0;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@ class Held:
     """A handler that holds every request until it is released."""
 
     def __init__(self) -> None:
+        self.undone = 0
         self.holding = 0
         self.left = 0
         self.release = trio.Event()
@@ -26,7 +27,10 @@ class Held:
             raise
         finally:
             self.holding -= 1
-        return Response(200, request.captured, b"text/plain")
+        return Response(200, request.captured, b"text/plain", undo=self._undo)
+
+    def _undo(self) -> None:
+        self.undone += 1
 
     def routes(self) -> tuple[Route, ...]:
         async def handle(request: Request) -> Response:
@@ -59,6 +63,7 @@ async def test_others_are_served_while_one_waits() -> None:
         held.release.set()
         assert (await waiting.read_reply()).body == b"a%2Fb"
         assert (await waiting.read_reply()).body == b"now"
+        assert held.undone == 0
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
@@ -73,6 +78,39 @@ async def test_a_client_that_leaves_takes_its_request_along(reset: bool) -> None
         await eventually(lambda: held.left == 1)
         await running.until(client_gone=1)
         assert running.front.stats.handler_bugs == 0
+        assert held.undone == 0  # it has not come so far
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+async def test_what_is_answered_to_nobody_is_undone(reset: bool) -> None:
+    """The client leaves while its answer is being made: before anybody could notice."""
+    held = Held()
+    async with serving(routes=held.routes()) as running:
+        async with running.client() as client:
+            await client.send(b"GET /held/a HTTP/1.1\r\n\r\n")
+            await eventually(lambda: held.holding == 1)
+            if reset:
+                client.reset()
+            else:
+                client.stream.socket.close()
+            held.release.set()
+            await running.until(client_gone=1)
+        assert (held.left, held.undone) == (0, 1)
+        assert running.front.stats.handler_bugs == 0
+
+
+async def test_what_cannot_be_sent_whole_is_undone() -> None:
+    undone: list[bool] = []
+
+    async def handle(request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return Response(200, b"x" * (64 << 20), undo=lambda: undone.append(True))
+
+    routes = (Route("GET", "/large", handle, hot=True),)
+    async with serving(routes=routes, send_seconds=0.05) as running, running.client() as client:
+        await client.send(b"GET /large HTTP/1.1\r\n\r\n")
+        await running.until(send_timeouts=1)
+        await eventually(lambda: undone == [True])
 
 
 async def test_a_handler_that_waits_too_long_is_given_up() -> None:

@@ -22,7 +22,8 @@ from kvd.faces.replica_sync import routes
 from kvd.http.types import Request, Response
 from kvd.metrics import render
 from kvd.replicas import Replicas
-from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Refused, Step
+from kvd.wire.fields import Refused
+from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Step
 from kvd.wire.replica import ReplicaCounts
 
 

@@ -35,7 +35,8 @@ from kvd.net.publisher import open_publisher
 from kvd.net.replication import MAX_FRAMES
 from kvd.net.turns import MAX_TURN_MESSAGES
 from kvd.replicas import MAX_REPLICAS, Replicas
-from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Refused, Step, encode
+from kvd.wire.fields import Refused
+from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
 from kvd.wire.replica import ReplicaCounts
 
 Publish = Callable[..., Publisher]

@@ -12,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.model import PartitionKey
+from kvd.wire.fields import U32_MAX, U64_MAX, Refused
 from kvd.wire.lifecycle import (
     BOUNDS,
     MAX_HASHES,
     MAX_TOKENS,
     TOPIC,
-    U32_MAX,
-    U64_MAX,
     Face,
     Lifecycle,
-    Refused,
     Step,
     decode,
     encode,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from kvd.errors import Invalid
+from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
 from kvd.faces.selection.members import (
     bounded_id,
@@ -14,12 +15,14 @@ from kvd.faces.selection.members import (
     optional_number,
     optional_object,
     place,
+    retry_of,
     texts,
     u32,
     u64,
 )
 from kvd.faces.selection.prompts import PROMPT, look_for
 from kvd.http.types import Request, Response
+from kvd.selection.affinity import MAX_SESSION_ID_BYTES
 from kvd.selection.asks import Ask, Constraints, Held, Look
 from kvd.selection.service import Selections
 from kvd_core.plain_selection import PlainSelect
@@ -52,14 +55,16 @@ async def select_and_reserve(request: Request, *, selections: Selections) -> Res
     given = bodies.optional_text(members, "reservation_id")
     reservation_id = selections.draws.uuid() if given is None else bounded_id(given)
     look = look_for(selections, SELECT, members)
-    return await _selected(selections, replace(ask, reservation_id=reservation_id), look)
+    ask = replace(ask, reservation_id=reservation_id, retry=retry_of(request, given))
+    return await _selected(selections, ask, look)
 
 
 async def _selected(selections: Selections, ask: Ask, look: Look) -> Response:
     answer = selections.choices.select(ask, look)
-    if isinstance(answer, Held):
-        answer = await selections.choices.wait(answer)
-    return Response(200, answer)
+    if not isinstance(answer, Held):
+        return Response(200, answer)
+    undo = partial(selections.choices.take_back, answer)
+    return Response(200, await selections.choices.wait(answer), undo=undo)
 
 
 def _ask(selections: Selections, members: bodies.Members) -> Ask:
@@ -80,7 +85,17 @@ def _ask(selections: Selections, members: bodies.Members) -> Ask:
         ),
         lora_name=bodies.optional_text(members, "lora_name"),
         explain=members.get("explain") is not None and flag(members, "explain"),
+        session_id=_session(selections, members),
     )
+
+
+def _session(selections: Selections, members: bodies.Members) -> str | None:
+    session_id = bodies.optional_text(members, "session_id")
+    if session_id is None or selections.affinity is None:
+        return None
+    if len(session_id.encode()) > MAX_SESSION_ID_BYTES:
+        raise BadRequest(f"session_id: longer than {MAX_SESSION_ID_BYTES} bytes")
+    return session_id
 
 
 def _allowed(members: bodies.Members) -> frozenset[int] | None:

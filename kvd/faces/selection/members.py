@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 from kvd.catalog import DEFAULT_MODEL
 from kvd.errors import Invalid
 from kvd.faces import bodies
+from kvd.http.types import Request
 from kvd.model import PartitionKey
+from kvd.selection.asks import Retry
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES
 
 OK = b'{"status":"ok"}'
@@ -62,6 +65,15 @@ def optional_object(members: bodies.Members, name: str) -> bodies.Members | None
 
 def optional_number(members: bodies.Members, name: str) -> float:
     return 0.0 if members.get(name) is None else number(members, name)
+
+
+def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
+    """Returns what a repetition of the request will have in common with it; None without a key."""
+    key = bodies.retry_key(request)
+    if key is None:
+        return None
+    content = blake2b(request.body, digest_size=16, person=request.path.encode()[:16])
+    return Retry((reservation_id, key), content.digest())
 
 
 def bounded_id(text: str) -> str:

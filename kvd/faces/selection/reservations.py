@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvd.errors import BadRequest
 from kvd.faces import bodies
-from kvd.faces.selection.members import OK, bounded_id, number, place, u64
+from kvd.faces.selection.members import OK, bounded_id, number, place, retry_of, u64
 from kvd.faces.selection.prompts import PROMPT, look_reserved
 from kvd.http.types import Request, Response
+from kvd.selection.asks import Answered
 from kvd.selection.service import Selections
 from kvd_core.plain_selection import PlainPrompt
 from kvd_core.scan import BodyScanner
@@ -21,18 +22,22 @@ RESERVE = BodyScanner(
         "worker_id",
         "dp_rank",
         "effective_prefill_tokens",
+        "expected_output_tokens",
     ),
 )
 OUTPUT = BodyScanner({}, ("decay_fraction",))
 
 
 def reserve(request: Request, *, selections: Selections) -> Response:
-    """Books a prompt on a rank that was selected before."""
+    """Books a prompt on a rank that was selected before: 201, or 200 for a retry under its key."""
     members = bodies.scan(RESERVE, request.body)
     given = bodies.optional_text(members, "reservation_id")
     if given is None:
         given = bodies.text(members, "selection_id")
     reservation_id = bounded_id(given)
+    retry = retry_of(request, reservation_id)
+    if (again := selections.bookings.retries.find(retry)) is not None:
+        return Response(200, again.answer)
     rank = (
         u64(members, "worker_id"),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
@@ -43,8 +48,9 @@ def reserve(request: Request, *, selections: Selections) -> Response:
         raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
     key = place(members)
     predicts = "token_ids" in members or "block_hashes" in members
-    record = selections.bookings.reserve(
-        key, reservation_id, rank, look, tokens or 0, predicts=predicts
+    expected = bodies.optional_uint(members, "expected_output_tokens", bodies.U32_MAX)
+    record, receipt = selections.bookings.reserve(
+        key, reservation_id, rank, look, tokens or 0, predicts=predicts, expected=expected
     )
     answer = {
         "reservation_id": reservation_id,
@@ -54,9 +60,30 @@ def reserve(request: Request, *, selections: Selections) -> Response:
         "dp_rank": rank[1],
         "endpoint": record.endpoint,
     }
-    response = bodies.json_response(answer)
-    response.status = 201
-    return response
+    rendered = bodies.render(answer)
+    selections.bookings.retries.note(retry, Answered(rendered, receipt))
+    return Response(201, rendered)
+
+
+def show_reservation(request: Request, *, selections: Selections) -> Response:
+    """Shows what is booked under an id."""
+    reservation_id = bodies.segment(request)
+    key, live = selections.bookings.find(reservation_id)
+    row = {
+        "reservation_id": reservation_id,
+        "model_name": key.model_name,
+        "tenant_id": key.tenant_id,
+        "worker_id": live.worker_id,
+        "dp_rank": live.dp_rank,
+        "blocks": live.blocks,
+        "effective_prefill_tokens": live.tokens,
+        "active_prefill_tokens": live.prefill_tokens,
+        "prefill_complete": live.prefill_complete,
+        "output_blocks": live.output_blocks,
+        "expected_output_tokens": live.expected_output_tokens,
+        "age_s": round(selections.clock() - live.admitted_at, 3),
+    }
+    return bodies.json_response(row)
 
 
 def prefill_complete(request: Request, *, selections: Selections) -> Response:

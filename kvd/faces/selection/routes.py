@@ -47,6 +47,7 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
             PlainPrefillComplete(selections),
         ),
         _hot("/reservations/{reservation_id}/output_block", bound(reservations.output_block)),
+        Route("GET", "/reservations/{reservation_id}", bound(reservations.show_reservation)),
         Route(
             "DELETE",
             "/reservations/{reservation_id}",

@@ -1,0 +1,126 @@
+"""Which rank a session's requests go to, so that they find what those before them have cached.
+
+    held     sessions with requests under way          kept as long as these are
+    idle     sessions without, the next to end first    kept for the time to live since the last
+
+1. A request of a session that is bound nowhere binds it to the rank it is booked on, and leases the
+   binding; so does every later one that goes there. When a lease ends, the time to live begins.
+2. A binding has a version: when it was made, and by whom. Of two the larger is right, everywhere.
+   Times are those of a wall clock, but never before what has been seen.
+3. A lease is of one binding: what has been bound anew meanwhile is not touched by its end.
+
+Costs: O(1); `expire` O(what ends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvd.wire.affinity import Version
+
+Key = TypeVar("Key", bound=Hashable)
+
+# Bindings, some 500 bytes each. Beyond that the one that would end next goes.
+MAX_SESSIONS = 262_144
+
+
+@dataclass(slots=True, eq=False)
+class Binding:
+    """A session's rank."""
+
+    worker_id: int
+    dp_rank: int | None  # None: any of the worker's
+    version: Version
+    leases: int = 0
+    expiry: float = 0.0  # without leases
+
+    def means(self, worker_id: int, dp_rank: int | None) -> bool:
+        return worker_id == self.worker_id and self.dp_rank in (None, dp_rank)
+
+
+class Sessions(Generic[Key]):
+    """The bindings of all sessions."""
+
+    def __init__(self, ttl_s: float, max_sessions: int = MAX_SESSIONS) -> None:
+        self.dropped = 0  # at the bound
+        self._ttl_s = ttl_s
+        self._max_sessions = max_sessions
+        self._held: dict[Key, Binding] = {}
+        self._idle: dict[Key, Binding] = {}
+        self._sequence = 0  # the largest one seen
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._idle)
+
+    def find(self, key: Key, now: float) -> Binding | None:
+        """Returns the binding of a session."""
+        held = self._held.get(key)
+        if held is not None:
+            return held
+        idle = self._idle.get(key)
+        return idle if idle is not None and idle.expiry > now else None
+
+    def bind(self, key: Key, worker_id: int, dp_rank: int, writer_id: int, wall_ns: int) -> Binding:
+        """Binds a session anew, and leases that to the one who does so."""
+        self._sequence = max(self._sequence + 1, wall_ns)
+        binding = Binding(worker_id, dp_rank, Version(self._sequence, writer_id))
+        self._put(key, binding, 0.0)
+        self.lease(key, binding)
+        return binding
+
+    def lease(self, key: Key, binding: Binding) -> None:
+        """Keeps a binding until `release`."""
+        binding.leases += 1
+        if self._idle.pop(key, None) is not None:
+            self._held[key] = binding
+
+    def release(self, key: Key, binding: Binding, now: float) -> bool:
+        """Ends a lease; False if the session has been bound anew meanwhile."""
+        if self._held.get(key) is not binding:
+            return False
+        binding.leases -= 1
+        if binding.leases == 0:
+            del self._held[key]
+            binding.expiry = now + self._ttl_s
+            self._idle[key] = binding
+        return True
+
+    def apply(
+        self, key: Key, worker_id: int, dp_rank: int | None, version: Version, now: float
+    ) -> bool:
+        """Takes what a replica says; False if there is a newer binding."""
+        self._sequence = max(self._sequence, version.sequence)
+        known = self.find(key, now)
+        if known is not None and version < known.version:
+            return False
+        if known is not None and (known.worker_id, known.dp_rank) == (worker_id, dp_rank):
+            known.version = version
+            if known.leases == 0:
+                self._put(key, known, now + self._ttl_s)
+        else:
+            self._put(key, Binding(worker_id, dp_rank, version), now + self._ttl_s)
+        return True
+
+    def expire(self, now: float, limit: int) -> bool:
+        """Forgets at most `limit` bindings whose time is up; True while there may be more."""
+        old: list[Key] = []
+        for key, binding in self._idle.items():
+            if len(old) == limit or binding.expiry > now:
+                break
+            old.append(key)
+        for key in old:
+            del self._idle[key]
+        return len(old) == limit
+
+    def _put(self, key: Key, binding: Binding, expiry: float) -> None:
+        """Makes it the session's binding, and the last one to end."""
+        self._held.pop(key, None)
+        self._idle.pop(key, None)
+        if len(self) >= self._max_sessions:
+            rest = self._idle or self._held
+            del rest[next(iter(rest))]
+            self.dropped += 1
+        binding.expiry = expiry
+        self._idle[key] = binding

@@ -1,0 +1,71 @@
+"""Answers of bookings that came with an Idempotency-Key, for clients that ask once more.
+
+    (reservation id as given, key) ──> what was asked, what was answered, which booking
+
+An answer is remembered as long as its booking lives: a retry after that books anew, as the first
+request would. Between a retry and another request under the same key their contents decide.
+"""
+
+from __future__ import annotations
+
+from kvd.errors import Conflict
+from kvd.selection.asks import Answered, Retry
+
+# Answers remembered, about 1 KB each. Bookings whose answer is forgotten refuse their retries as
+# those without a key do; the oldest go first, whose clients have long had their answers.
+MAX_RETRIES = 65_536
+
+Name = tuple[str | None, str]  # the reservation id as given, the key
+
+
+class Retries:
+    """The answers that can be had again."""
+
+    def __init__(self) -> None:
+        self.repeated = 0
+        self.forgotten = 0  # at the bound
+        self._answers: dict[Name, tuple[bytes, Answered]] = {}  # oldest booking first
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def find(self, retry: Retry | None) -> Answered | None:
+        """Returns the answer that the same request has had, while what it booked lives.
+
+        Raises Conflict for another request under the same key.
+        """
+        known = None if retry is None else self._answers.get(retry.name)
+        if retry is None or known is None:
+            return None
+        content, answered = known
+        assert answered.receipt is not None
+        if not answered.receipt.lives():
+            del self._answers[retry.name]
+            return None
+        if content != retry.content:
+            raise Conflict("the idempotency-key was given with another request")
+        self.repeated += 1
+        answered.receipt.clients += 1
+        return answered
+
+    def note(self, retry: Retry | None, answered: Answered) -> None:
+        """Remembers the answer of a booking that has just been made."""
+        if retry is None:
+            return
+        self._answers.pop(retry.name, None)
+        self._answers[retry.name] = retry.content, answered
+        if len(self._answers) > MAX_RETRIES:
+            del self._answers[next(iter(self._answers))]
+            self.forgotten += 1
+
+    def expire(self, before: float, limit: int) -> bool:
+        """Forgets at most `limit` answers of earlier bookings; True while there may be more."""
+        old: list[Name] = []
+        for name, (_, answered) in self._answers.items():
+            assert answered.receipt is not None
+            if len(old) == limit or answered.receipt.booked_at >= before:
+                break
+            old.append(name)
+        for name in old:
+            del self._answers[name]
+        return len(old) == limit
