@@ -90,14 +90,17 @@ class Scale {
     return t;
   }
 
+  // The mode does not look at the load of the prompt's candidates in tokens.
+  bool is_blind() const { return s_.mode != KV && s_.mode != DIRECT; }
+
   // New work waits while all candidates are.
   bool is_busy(const Candidate& c, const Standing& at) const {
-    return exceeds(at.prefill_tokens, s_.queue_threshold, c.max_batch_tokens);
+    return s_.mode != DIRECT && exceeds(at.prefill_tokens, s_.queue_threshold, c.max_batch_tokens);
   }
 
   // It gets no new work.
   bool is_overloaded(const Candidate& c, const Standing& at) const {
-    return rejects_ &&
+    return rejects_ && s_.mode != DIRECT &&
            (real(at.prefill_tokens) > s_.prefill_tokens_threshold ||
             exceeds(at.prefill_tokens, s_.prefill_tokens_threshold_frac, c.max_batch_tokens) ||
             exceeds(at.decode_blocks, s_.decode_blocks_threshold, c.total_blocks));

@@ -38,7 +38,7 @@ from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 from kvd_core.plain_selection import PlainLoads, PlainSelect
 from kvd_core.scan import BodyScanner
 from kvd_core.selector import Pool
-from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 Answer = tuple[int, bytes]
 
@@ -196,6 +196,7 @@ MEMBERS = {
     "allowed_worker_ids": ["[0]", "[1,"],
     "routing_constraints": ['{"required_taints":["x"]}'],
     "explain": [],
+    "phase": ['"prefill"', '"decode"', '"both"'],
 }
 USUAL = {
     "model_name": '"m"',
@@ -232,11 +233,11 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 
 SEGMENTS = [quote_from_bytes(name.encode()).encode() for name in IDS if name]
-SEGMENTS += [b"\xff", "é".encode()]
+SEGMENTS += [b"\xff", "é".encode(), b"c:prefill"]
 QUESTIONS = st.tuples(st.sampled_from(NAMES), bodies())
 STEPS = st.tuples(st.sampled_from([COMPLETE, FREE]), st.sampled_from(SEGMENTS))
 LIVES = st.lists(st.one_of(QUESTIONS, STEPS), min_size=1, max_size=8)
-MODES = st.sampled_from([KV, ROUND_ROBIN, RANDOM, LEAST_LOADED])
+MODES = st.sampled_from([KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT])
 BOOKED = usual(reservation_id='"c"')
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvd.catalog import WorkerRecord
-from kvd.errors import Conflict, Invalid, NotFound, Unavailable
+from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.model import PartitionKey
-from kvd.selection.asks import Ask, Look
+from kvd.selection.asks import Ask, Chosen, Look
 from kvd.selection.fleet import Fleet, schedulable
+from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.slots import apply_to
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -44,19 +45,45 @@ class Bookings:
         if reservation_id is not None and reservation_id in self.live:
             raise Conflict(f"reservation {reservation_id} already exists")
 
-    def book(self, fleet: Fleet, ask: Ask, chosen: int, reservation_id: str) -> None:
+    def book(self, fleet: Fleet, ask: Ask, reservation_id: str, chosen: Chosen) -> None:
         """Books the prompt that the pool has looked at; raises what `_admitted` does."""
-        pool = fleet.pool
-        tokens = 0
-        if ask.settings.members["track_prefill"]:
-            tokens = pool.effective_prefill_tokens(chosen, ask.settings)
-        _admitted(pool.book(reservation_id, chosen, tokens, self._clock()), reservation_id)
+        tokens = self._add(fleet, reservation_id, chosen)
+        self._added(fleet, ask, reservation_id, chosen, tokens)
+
+    def book_both(
+        self, fleet: Fleet, ask: Ask, reservation_id: str, decode: Chosen, prefill: Chosen
+    ) -> None:
+        """Does the same for two phases, or neither: prefill has an id of its own."""
+        prefill_id = reservation_id + PREFILL_SUFFIX
+        tokens = self._add(fleet, prefill_id, prefill)
+        try:
+            none = self._add(fleet, reservation_id, decode)
+        except KvdError:
+            fleet.ledger.free(prefill_id)
+            raise
+        self._added(fleet, ask, reservation_id, decode, none)
+        self._added(fleet, ask, prefill_id, prefill, tokens)
+
+    def _add(self, fleet: Fleet, reservation_id: str, chosen: Chosen) -> int:
+        """Returns the tokens that the booking counts."""
+        pool, tokens = fleet.pool, 0
+        if chosen.settings.members["track_prefill"]:
+            tokens = pool.effective_prefill_tokens(chosen.at, chosen.settings)
+        blocks = chosen.phase is not Phase.PREFILL
+        outcome = pool.book(reservation_id, chosen.at, tokens, self._clock(), blocks=blocks)
+        _admitted(outcome, reservation_id)
+        return tokens
+
+    def _added(
+        self, fleet: Fleet, ask: Ask, reservation_id: str, chosen: Chosen, tokens: int
+    ) -> None:
+        candidate = fleet.pool.candidates[chosen.at]
         self.live[reservation_id] = fleet
-        fleet.predict(pool.candidates[chosen], self._clock())
+        fleet.predict(candidate, self._clock())
         if self.publish is not None:
-            candidate = pool.candidates[chosen]
             record = fleet.workers[candidate.worker_id]
-            hashes = pool.hold().sequence_hashes
+            blocks = chosen.phase is not Phase.PREFILL
+            hashes = fleet.pool.hold().sequence_hashes if blocks else b""
             extra = ask.expected_output_tokens, ask.lora_name
             place = fleet, record, reservation_id, candidate.dp_rank
             self._tell(*place, Step.ADD, hashes, tokens, *extra)
@@ -70,6 +97,7 @@ class Bookings:
         tokens: int,
         *,
         predicts: bool,
+        phase: Phase | None = None,
     ) -> WorkerRecord:
         """Books a prompt on a rank that was selected before; returns its worker.
 
@@ -85,23 +113,27 @@ class Bookings:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
         self.check_new(reservation_id)
         look(fleet.pool)
-        outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock())
+        tokens = 0 if phase is Phase.DECODE else tokens
+        blocks = phase is not Phase.PREFILL
+        outcome = fleet.pool.book(reservation_id, candidate, tokens, self._clock(), blocks=blocks)
         _admitted(outcome, reservation_id)
         self.live[reservation_id] = fleet
         if predicts:
             fleet.predict(fleet.pool.candidates[candidate], self._clock())
         record = fleet.workers[worker_id]
         if self.publish is not None:
-            hashes = fleet.pool.hold().sequence_hashes
+            hashes = fleet.pool.hold().sequence_hashes if blocks else b""
             self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens)
         return record
 
     def prefill_complete(self, reservation_id: str) -> None:
         """Ends the prefill of a reservation, once or again; raises NotFound."""
-        fleet = self._fleet_of(reservation_id)
-        fleet.ledger.prefill_complete(reservation_id)
-        self._tell_step(fleet, reservation_id, Step.PREFILL_COMPLETE)
-        self._on_idle(fleet)
+        ended = self._end_prefill(reservation_id)
+        if reservation_id in self.live or not ended:
+            fleet = self._fleet_of(reservation_id)
+            fleet.ledger.prefill_complete(reservation_id)
+            self._tell_step(fleet, reservation_id, Step.PREFILL_COMPLETE)
+            self._on_idle(fleet)
 
     def output_block(self, reservation_id: str, fraction: float | None) -> None:
         """Adds an output block to a reservation; raises NotFound."""
@@ -109,7 +141,20 @@ class Bookings:
 
     def free(self, reservation_id: str) -> None:
         """Ends a reservation; raises NotFound."""
-        fleet = self._fleet_of(reservation_id)
+        ended = self._end_prefill(reservation_id)
+        if reservation_id in self.live or not ended:
+            self._end(self._fleet_of(reservation_id), reservation_id)
+
+    def _end_prefill(self, reservation_id: str) -> bool:
+        """Ends what is booked for a reservation's prefill phase alone, if there is such a thing."""
+        prefill_id = reservation_id + PREFILL_SUFFIX
+        fleet = self.live.get(prefill_id)
+        if fleet is None or self.live.get(reservation_id, fleet) is not fleet:
+            return False
+        self._end(fleet, prefill_id)
+        return True
+
+    def _end(self, fleet: Fleet, reservation_id: str) -> None:
         self._tell_step(fleet, reservation_id, Step.FREE)
         fleet.ledger.free(reservation_id)
         del self.live[reservation_id]

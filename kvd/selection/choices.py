@@ -14,11 +14,25 @@ from kvd.errors import BadRequest, KvdError, Unavailable
 from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.queue import Urgency
-from kvd.selection.asks import Ask, Held, Look
+from kvd.selection.asks import Ask, Chosen, Held, Look
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet, members_json, schedulable
+from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
 from kvd_core import selector
 from kvd_core.draws import Draws
+from kvd_core.selector_settings import DIRECT
+
+# By phase: why nobody has been chosen.
+_NOBODY: dict[Phase | None, str] = {
+    None: "no endpoints available to route work",
+    Phase.PREFILL: "no prefill worker is available",
+    Phase.DECODE: "no decode worker is available",
+}
+_OVERLOADED: dict[Phase | None, str] = {
+    None: "all workers are overloaded",
+    Phase.PREFILL: "all prefill workers are overloaded",
+    Phase.DECODE: "all decode workers are overloaded",
+}
 
 
 class Choices:
@@ -45,18 +59,16 @@ class Choices:
         """Selects, and books if asked to; returns the answer, or the selection held.
 
         Raises Unavailable without anyone eligible or with all of them overloaded, BadRequest for
-        constraints that contradict each other, Conflict on a reservation id that lives.
+        constraints that contradict each other or do not say what the mode needs, Conflict on a
+        reservation id that lives.
         """
         fleet = schedulable(self._fleets, ask.key)
-        constraints = ask.constraints
-        if constraints is not None and constraints.pinned is not None:
-            worker_id = constraints.pinned[0]
-            if constraints.allowed is not None and worker_id not in constraints.allowed:
-                raise BadRequest(f"pinned worker {worker_id} is not in allowed worker set")
-        self._bookings.check_new(ask.reservation_id)  # before it waits for that
+        _check_constraints(ask)
+        self._check_new(ask)  # before it waits for that
         look(fleet.pool)
-        if not fleet.queue.waits(constraints):
-            answer = self._choose(fleet, ask)
+        # Who names the worker waits for nobody.
+        if ask.settings.members["mode"] == DIRECT or not fleet.queue.waits(ask.lane):
+            answer = self._serve_one(fleet, ask)
             if answer is not None:
                 return answer
         return self._hold(fleet, ask)
@@ -86,44 +98,100 @@ class Choices:
             self.refused_held += 1
             raise Unavailable(f"{self.held} selections wait already", retry_after_s=1)
         held = Held(ask, fleet.pool.hold())
-        least = min(
-            fleet.pool.effective_prefill_tokens(at, ask.settings) for at in range(len(fleet.pool))
-        )
+        least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
-        held.waiting = fleet.queue.push(ask.constraints, held, urgency, self._clock())
+        held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
         self.held += 1
         return held
 
-    def _choose(self, fleet: Fleet, ask: Ask) -> bytes | None:
+    def _serve_one(self, fleet: Fleet, ask: Ask) -> bytes | None:
+        """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
+        self._check_new(ask)
+        if ask.phase is Phase.BOTH:
+            return self._serve_both(fleet, ask)
+        chosen = self._choose(fleet, ask, ask.phase)
+        if chosen is None:
+            return None
+        if ask.reservation_id is not None:
+            self._bookings.book(fleet, ask, ask.reservation_id, chosen)
+        return self._answer(fleet, ask, chosen, ask.reservation_id)
+
+    def _serve_both(self, fleet: Fleet, ask: Ask) -> bytes | None:
+        """Does the same for both phases: a decode worker's answer with a prefill worker's in it.
+
+        Without a prefill worker the one who decodes serves all of it, and the answer says why.
+        """
+        try:
+            prefill = self._choose(fleet, ask, Phase.PREFILL)
+        except Unavailable as error:
+            whole = self._choose(fleet, ask, None)
+            if whole is None:
+                return None
+            if ask.reservation_id is not None:
+                self._bookings.book(fleet, ask, ask.reservation_id, whole)
+            fallback = {"prefill": None, "fallback": f"decode only: {error}"}
+            return self._answer(fleet, ask, whole, ask.reservation_id, members_json(fallback))
+        if prefill is None:
+            return None
+        decode = self._choose(fleet, ask, Phase.DECODE)
+        if decode is None:
+            return None
+        prefill_id = None
+        if ask.reservation_id is not None:
+            prefill_id = ask.reservation_id + PREFILL_SUFFIX
+            self._bookings.book_both(fleet, ask, ask.reservation_id, decode, prefill)
+        inner = self._answer(fleet, ask, prefill, prefill_id)
+        return self._answer(fleet, ask, decode, ask.reservation_id, b'"prefill":%b,' % inner)
+
+    def _choose(self, fleet: Fleet, ask: Ask, phase: Phase | None) -> Chosen | None:
         """Chooses for the prompt that the pool has looked at; None if all are busy."""
-        self._bookings.check_new(ask.reservation_id)
-        eligible = fleet.eligible(ask.constraints)
+        settings = in_phase(ask.settings, phase)
+        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        factors = fleet.factors(ask.preferred)
         chosen = selector.NONE
-        if ask.affinity is not None and (wanted := fleet.targets(ask.affinity, eligible)):
-            chosen = fleet.pool.choose(ask.settings, wanted, self._draws.next())
+        affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
+        if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
+            chosen = fleet.pool.choose(settings, wanted, self._draws.next())
         if chosen < 0:  # who is liked best is not waited for
-            chosen = fleet.pool.choose(ask.settings, eligible, self._draws.next())
+            chosen = fleet.pool.choose(settings, eligible, self._draws.next(), factors)
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
-            raise Unavailable("no endpoints available to route work")
+            raise Unavailable(_NOBODY[phase])
         if chosen == selector.OVERLOADED:
-            raise Unavailable("all workers are overloaded", retry_after_s=1)
-        if ask.reservation_id is not None:
-            self._bookings.book(fleet, ask, chosen, ask.reservation_id)
-        return self._answer(fleet, ask, chosen)
+            raise Unavailable(_OVERLOADED[phase], retry_after_s=1)
+        return Chosen(chosen, settings, phase)
 
-    def _answer(self, fleet: Fleet, ask: Ask, chosen: int) -> bytes:
+    def _check_new(self, ask: Ask) -> None:
+        self._bookings.check_new(ask.reservation_id)
+        if ask.phase is Phase.BOTH and ask.reservation_id is not None:
+            self._bookings.check_new(ask.reservation_id + PREFILL_SUFFIX)
+
+    def _answer(
+        self,
+        fleet: Fleet,
+        ask: Ask,
+        chosen: Chosen,
+        reservation_id: str | None,
+        more: bytes = b"",
+    ) -> bytes:
         named: dict[str, Any] = {}
         if ask.selection_id is not None:
             named["selection_id"] = ask.selection_id
-        if ask.reservation_id is not None:
-            named["reservation_id"] = ask.reservation_id
-        members = fleet.piece(chosen)
+        if reservation_id is not None:
+            named["reservation_id"] = reservation_id
+        if chosen.phase is not None:
+            named["phase"] = chosen.phase
+        members = fleet.piece(chosen.at) + more
         if ask.explain:
-            rows = fleet.pool.explain(ask.settings, fleet.eligible(ask.constraints))
+            rows = fleet.pool.explain(
+                chosen.settings,
+                fleet.eligible(ask.constraints_in(chosen.phase), chosen.phase),
+                fleet.factors(ask.preferred),
+            )
             members += members_json({"candidates": [row._asdict() for row in rows]})
-        return fleet.pool.render_answer(b"{" + members_json(named), members, chosen, ask.settings)
+        opening = b"{" + members_json(named)
+        return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
 
     def stop(self) -> None:
         """Answers those that wait, now and from now on, that nobody will serve them."""
@@ -151,7 +219,7 @@ class Choices:
             if not fleet.workers:
                 raise Unavailable("no schedulable workers are available")
             fleet.pool.look_again(held.prompt)
-            answer = self._choose(fleet, held.ask)
+            answer = self._serve_one(fleet, held.ask)
         except KvdError as error:
             held.settle(error)
             return True
@@ -159,3 +227,13 @@ class Choices:
             return False
         held.settle(answer)
         return True
+
+
+def _check_constraints(ask: Ask) -> None:
+    constraints = ask.constraints
+    pinned = None if constraints is None else constraints.pinned
+    if ask.settings.members["mode"] == DIRECT and (pinned is None or ask.phase is Phase.BOTH):
+        raise BadRequest("the router mode is direct: pinned_worker must name who serves one phase")
+    allowed = None if constraints is None else constraints.allowed
+    if pinned is not None and allowed is not None and pinned[0] not in allowed:
+        raise BadRequest(f"pinned worker {pinned[0]} is not in allowed worker set")

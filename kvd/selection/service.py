@@ -11,9 +11,11 @@ from kvd.scheduling.options import RouterOptions
 from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
 from kvd.selection.fleet import Fleet
+from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
 from kvd.state import State
 from kvd_core.draws import Draws
+from kvd_core.selector_settings import Settings
 
 
 class Selections:
@@ -38,9 +40,21 @@ class Selections:
             self.fleets, expiry_s, clock, lambda fleet: self.choices.turn(fleet)
         )
         self.choices = Choices(self.fleets, options, self.bookings, self.draws, clock)
+        self.tuning = Tuning(self.fleets, options.settings, self.choices.turn_all)
         self.workers = Workers(
-            self.fleets, self.state, registry, options, self.bookings, self.choices.turn_all
+            self.fleets,
+            self.state,
+            registry,
+            options,
+            self.bookings,
+            self.tuning,
+            self.choices.turn_all,
         )
+
+    def settings(self, key: PartitionKey) -> Settings:
+        """Returns the settings of requests of a model and tenant that override nothing."""
+        fleet = self.fleets.get(key)
+        return self.options.settings if fleet is None else fleet.settings
 
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
         """Returns a JSON array of what every fleet works on, sorted; None is any."""

@@ -23,6 +23,7 @@ from kvd.scheduling.options import RouterOptions
 from kvd.selection.admission import MAX_FLEETS, OWNER, Admission, Entry
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet
+from kvd.selection.tuning import Tuning
 from kvd.state import State
 
 
@@ -36,6 +37,7 @@ class Workers:
         registry: Registry,
         options: RouterOptions,
         bookings: Bookings,
+        tuning: Tuning,
         on_change: Callable[[], None],
     ) -> None:
         """Calls `on_change` after every change, when selections that wait may have got somebody."""
@@ -45,6 +47,7 @@ class Workers:
         self._registry = registry
         self._options = options
         self._bookings = bookings
+        self._tuning = tuning
         self._on_change = on_change
         self._admission = Admission(self.entries, fleets, registry, options)
         self._changing = trio.Lock()
@@ -192,7 +195,8 @@ class Workers:
         if record.key not in self._fleets:
             if len(self._fleets) >= MAX_FLEETS:
                 raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
-            self._fleets[record.key] = Fleet(record.key, self._options, self._state)
+            settings = self._tuning.settings(*record.key)
+            self._fleets[record.key] = Fleet(record.key, self._options, self._state, settings)
         fleet = self._fleets[record.key]
         if self._options.uses_kv_events:
             heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)

@@ -9,6 +9,8 @@ from kvd.catalog import DEFAULT_MODEL
 from kvd.errors import Invalid
 from kvd.faces import bodies
 from kvd.model import PartitionKey
+from kvd.scheduling.options import RouterMode
+from kvd.selection.phases import Phase
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES
 
 OK = b'{"status":"ok"}'
@@ -64,7 +66,23 @@ def optional_number(members: bodies.Members, name: str) -> float:
     return 0.0 if members.get(name) is None else number(members, name)
 
 
-def bounded_id(text: str) -> str:
-    if len(text.encode()) > MAX_REQUEST_ID_BYTES:
-        raise Invalid(f"reservation_id: longer than {MAX_REQUEST_ID_BYTES} bytes")
+def bounded_id(text: str, longest: int = MAX_REQUEST_ID_BYTES) -> str:
+    if len(text.encode()) > longest:
+        raise Invalid(f"reservation_id: longer than {longest} bytes")
     return text
+
+
+def phase_of(members: bodies.Members, allowed: tuple[Phase, ...]) -> Phase | None:
+    value = members.get("phase")
+    if value is None:
+        return None
+    if value not in allowed:
+        raise Invalid(f"phase: expected one of {', '.join(allowed)}")
+    return Phase(value)
+
+
+def mode_of(members: Mapping[str, Any]) -> RouterMode:
+    try:
+        return RouterMode(members["router_mode"])
+    except ValueError:
+        raise Invalid(f"router_mode: expected one of {', '.join(RouterMode)}") from None

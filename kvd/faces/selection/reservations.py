@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvd.errors import BadRequest
 from kvd.faces import bodies
-from kvd.faces.selection.members import OK, bounded_id, number, place, u64
+from kvd.faces.selection.members import OK, bounded_id, number, phase_of, place, u64
 from kvd.faces.selection.prompts import PROMPT, look_reserved
 from kvd.http.types import Request, Response
+from kvd.selection.phases import Phase
 from kvd.selection.service import Selections
 from kvd_core.plain_selection import PlainPrompt
 from kvd_core.scan import BodyScanner
@@ -21,6 +22,7 @@ RESERVE = BodyScanner(
         "worker_id",
         "dp_rank",
         "effective_prefill_tokens",
+        "phase",
     ),
 )
 OUTPUT = BodyScanner({}, ("decay_fraction",))
@@ -42,9 +44,10 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     if tokens is not None and isl_tokens is not None and tokens > isl_tokens:
         raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
     key = place(members)
+    phase = phase_of(members, (Phase.PREFILL, Phase.DECODE))
     predicts = "token_ids" in members or "block_hashes" in members
     record = selections.bookings.reserve(
-        key, reservation_id, rank, look, tokens or 0, predicts=predicts
+        key, reservation_id, rank, look, tokens or 0, predicts=predicts, phase=phase
     )
     answer = {
         "reservation_id": reservation_id,
