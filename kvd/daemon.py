@@ -182,7 +182,7 @@ class _Daemon:
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
             if self._selections is not None:
-                for _ in self._selections.bookings.expire(trio.current_time()):
+                for _ in self._selections.tend(trio.current_time()):
                     await trio.lowlevel.checkpoint()
 
     async def _start_up(self, registry: Registry, ready: trio.Event) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 from kvd.model import PartitionKey
@@ -50,6 +50,12 @@ class Selections:
             self.tuning,
             self.choices.turn_all,
         )
+
+    def tend(self, now: float) -> Iterator[None]:
+        """Does what is due; rests at every yield."""
+        yield from self.bookings.expire(now)
+        while self.workers.reconsider():
+            yield
 
     def settings(self, key: PartitionKey) -> Settings:
         """Returns the settings of requests of a model and tenant that override nothing."""
