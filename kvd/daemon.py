@@ -47,6 +47,7 @@ from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.registry import Registry
 from kvd.replicas import Replicas
+from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
 from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
@@ -137,6 +138,7 @@ class _Daemon:
                         config.request_expiry_s,
                         Random(),
                         trio.current_time,
+                        Readiness(config.min_initial_workers, len(config.peers)),
                     )
                     replicas = self._replicate(listening, context, publisher)
                     await self._serve(self._faces(registry, replicas))
@@ -190,8 +192,10 @@ class _Daemon:
         config = self._config
         if config.peers:
             await trio.sleep(config.recovery_delay_s)
-            if await recover(self._state, config.peers, self._recovery) is None:
+            recovered = await recover(self._state, config.peers, self._recovery) is not None
+            if not recovered:
                 log.warning("no peer to recover from", peers=len(config.peers))
+            self._note_recovery(recovered)
             gc.freeze()  # it stays: 65,536 workers were 16 ms of every full collection
         if registry.instances() < config.min_initial_workers:
             log.info("waiting for workers", minimum=config.min_initial_workers)
@@ -199,6 +203,12 @@ class _Daemon:
         ready.set()
         log.info("ready", workers=registry.instances())
         await settle(self._state, registry)
+
+    def _note_recovery(self, recovered: bool) -> None:
+        if self._selections is not None:
+            readiness = self._selections.readiness
+            readiness.recovery = Recovery.DONE if recovered else Recovery.EMPTY
+            readiness.recovered_blocks = self._recovery.blocks
 
     async def _open_publisher(self, context: Context) -> Publisher | None:
         """Returns what replicas hear; None without a port for them, or a face to speak of."""

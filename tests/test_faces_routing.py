@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from running import running_kvd
 from kvd.config import StartError, load
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES
+from tests.conformance.failure import wait_until
 
+PREDICTING = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
 LONGEST = MAX_REQUEST_ID_BYTES - len(PREFILL_SUFFIX)  # of a reservation of both phases
 PROMPT = {"block_hashes": [1, 2], "sequence_hashes": [3, 4], "isl_tokens": 8}
 
@@ -200,3 +203,65 @@ def test_a_setting_that_makes_no_sense_stops_the_start(
 ) -> None:
     with pytest.raises(StartError, match=f"{name}='{value}'"):
         load({}, {name: value})
+
+
+# ---- the start
+
+
+def readiness(client: httpx.Client) -> tuple[int, list[str], str]:
+    answer = client.get("/ready")
+    members = answer.json()
+    assert members["ready"] is (answer.status_code == 200)
+    return answer.status_code, members["not_ready_reasons"], members["recovery"]["state"]
+
+
+def test_as_many_workers_as_were_asked_for_are_waited_for(tmp_path: Path) -> None:
+    environ = {"DYN_ROUTER_MIN_INITIAL_WORKERS": "2"}
+    with (
+        running_kvd(tmp_path, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        assert readiness(client)[:2] == (503, ["0 of 2 initial workers are there"])
+        register(client, 1, "one")
+        assert readiness(client)[:2] == (503, ["1 of 2 initial workers are there"])
+        assert select(client, "one")["worker_id"] == 1  # who asks is answered
+        register(client, 2, "two")
+        assert readiness(client) == (200, [], "off")
+        client.delete("/workers/2")
+        assert readiness(client)[0] == 200
+        client.delete("/workers/1")
+        assert readiness(client)[:2] == (503, ["there is no schedulable worker"])
+
+
+@contextmanager
+def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[httpx.Client]:
+    environ = {"KVD_RECOVERY_DELAY_S": str(delay_s)}
+    flags = ("--indexer-peers", peer)
+    with (
+        running_kvd(folder, *flags, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        yield client
+
+
+def test_recovery_is_waited_for(tmp_path: Path) -> None:
+    with recovering(tmp_path, "http://127.0.0.1:1", delay_s=60) as client:
+        register(client, 1, "m")
+        assert readiness(client) == (503, ["a peer's index is being taken"], "running")
+
+
+@pytest.mark.parametrize("state", ["done", "empty"])
+def test_ready_tells_of_recovery(state: str, tmp_path: Path) -> None:
+    with (
+        running_kvd(tmp_path, face="select-service", environ=PREDICTING) as peer,
+        httpx.Client(base_url=peer.base_url, trust_env=False) as other,
+    ):
+        if state == "done":
+            register(other, 1, "m")
+            select(other, "m", "/select_and_reserve")  # and so something is thought to be cached
+        with recovering(tmp_path, peer.base_url, delay_s=0) as client:
+            register(client, 1, "m")
+            wait_until(lambda: None if readiness(client)[0] == 200 else "not ready", 10)
+            assert readiness(client) == (200, [], state)
+            blocks = client.get("/ready").json()["recovery"]["blocks"]
+            assert blocks == (2 if state == "done" else 0)

@@ -11,6 +11,7 @@ from kvd.scheduling.options import RouterOptions
 from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
 from kvd.selection.fleet import Fleet
+from kvd.selection.readiness import Readiness
 from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
 from kvd.state import State
@@ -29,7 +30,9 @@ class Selections:
         expiry_s: float,
         random: Random,
         clock: Callable[[], float],
+        readiness: Readiness | None = None,
     ) -> None:
+        self.readiness = readiness or Readiness()
         self.options = options
         self.clock = clock
         self.draws = Draws(random)
@@ -48,8 +51,13 @@ class Selections:
             options,
             self.bookings,
             self.tuning,
-            self.choices.turn_all,
+            self._workers_changed,
         )
+
+    def _workers_changed(self) -> None:
+        if not self.readiness.enough:
+            self.readiness.note(sum(len(fleet.workers) for fleet in self.fleets.values()))
+        self.choices.turn_all()
 
     def tend(self, now: float) -> Iterator[None]:
         """Does what is due; rests at every yield."""
