@@ -408,6 +408,14 @@ ROUTER_SETTINGS = (
         "whether prompt tokens to compute count in the cost",
         borrowed="DYN_ROUTER_TRACK_PREFILL_TOKENS",
     ),
+    Setting(
+        "router_event_threads",
+        parse_positive,
+        4,
+        "N",
+        "without effect: one thread applies events and answers questions",
+        borrowed="DYN_ROUTER_EVENT_THREADS",
+    ),
 )
 
 PEER_SETTINGS = (

@@ -146,13 +146,11 @@ class Pool {
       case KV:
       case DIRECT: break;
     }
-    if (factors != nullptr) {
-      const auto liked = [&](uint32_t i) { return scale.terms(standings_[i]).cost * factors[i]; };
-      return settings.temperature == 0 ? lowest(liked, random)
-                                       : drawn(liked, settings.temperature, random);
-    }
     const auto cost = [&](uint32_t i) { return scale.terms(standings_[i]).cost; };
-    return settings.temperature == 0 ? lowest(cost, random) : drawn(cost, settings.temperature, random);
+    if (factors == nullptr && settings.temperature == 0) return lowest(cost, random);
+    weights_.clear();
+    for (const uint32_t i : open_) weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
+    return settings.temperature == 0 ? lowest_weight(random) : drawn(settings.temperature, random);
   }
 
  private:
@@ -256,15 +254,19 @@ class Pool {
     return ties_[below(ties_.size(), random)];
   }
 
-  template <class Cost>
-  int64_t drawn(Cost&& cost, double temperature, uint64_t random) {
-    weights_.clear();
-    double lo = std::numeric_limits<double>::infinity(), hi = 0;
-    for (const uint32_t i : open_) {
-      weights_.push_back(cost(i));
-      lo = std::min(lo, weights_.back());
-      hi = std::max(hi, weights_.back());
+  // The same by `weights_`, which has one for each open candidate.
+  int64_t lowest_weight(uint64_t random) {
+    ties_.clear();
+    const double best = *std::min_element(weights_.begin(), weights_.end());
+    for (size_t i = 0; i < open_.size(); ++i) {
+      if (weights_[i] == best) ties_.push_back(open_[i]);
     }
+    return ties_[below(ties_.size(), random)];
+  }
+
+  int64_t drawn(double temperature, uint64_t random) {
+    const auto [least, most] = std::minmax_element(weights_.begin(), weights_.end());
+    const double lo = *least, hi = *most;
     if (lo == hi) return open_[below(open_.size(), random)];
     double sum = 0;
     for (double& weight : weights_) {
