@@ -210,14 +210,15 @@ class Pool {
       any = true;
       if (scale.is_overloaded(candidates_[i], standings_[i])) continue;
       open_.push_back(i);
-      if (!blind && !all_busy) continue;
-      const bool busy = scale.is_busy(candidates_[i], standings_[i]);
-      all_busy = all_busy && busy;
-      if (blind && !busy) idle_.push_back(i);
+      if (blind) {
+        if (!scale.is_busy(candidates_[i], standings_[i])) idle_.push_back(i);
+      } else {
+        all_busy = all_busy && scale.is_busy(candidates_[i], standings_[i]);
+      }
     }
     if (!any) return NONE;
     if (open_.empty()) return OVERLOADED;
-    if (all_busy) return BUSY;
+    if (blind ? idle_.empty() : all_busy) return BUSY;
     if (blind) open_.swap(idle_);
     return 0;
   }

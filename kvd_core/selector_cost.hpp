@@ -49,7 +49,8 @@ class Scale {
         blocks_(prompt.sequence.size()),
         device_credit_(settings.overlap_weight == 0 ? 0 : settings.device_credit),
         rejects_(std::min({settings.decode_blocks_threshold, settings.prefill_tokens_threshold,
-                           settings.prefill_tokens_threshold_frac}) != Settings::kOff) {}
+                           settings.prefill_tokens_threshold_frac}) != Settings::kOff &&
+                 settings.mode != DIRECT) {}
 
   uint64_t cached_tokens(const Standing& c) const {
     if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;
@@ -100,7 +101,7 @@ class Scale {
 
   // It gets no new work.
   bool is_overloaded(const Candidate& c, const Standing& at) const {
-    return rejects_ && s_.mode != DIRECT &&
+    return rejects_ &&
            (real(at.prefill_tokens) > s_.prefill_tokens_threshold ||
             exceeds(at.prefill_tokens, s_.prefill_tokens_threshold_frac, c.max_batch_tokens) ||
             exceeds(at.decode_blocks, s_.decode_blocks_threshold, c.total_blocks));
@@ -116,7 +117,7 @@ class Scale {
   uint64_t isl_;
   uint64_t blocks_;
   double device_credit_;
-  bool rejects_;  // there is a busy threshold
+  bool rejects_;  // there is a busy threshold, and it is heeded
 };
 
 }  // namespace kvd::selector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvd.catalog import Role
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.scheduling.options import RouterOptions
 from kvd.selection.asks import Constraints, Held
-from kvd.selection.phases import Phase, serves
+from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.hashing import sequence_hashes
 from kvd_core.selector_settings import Settings
@@ -268,3 +269,45 @@ def test_a_fleet_without_prefill_workers_has_no_mask() -> None:
 
     fleet = trio.run(run)
     assert fleet.pool and fleet.whole is None and fleet.eligible(None, Phase.PREFILL) == b"\0\1"
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_replicas_agree_whatever_happens_to_phases(seed: int) -> None:
+    """Random steps on either of two replicas; each hears of the other's at once."""
+    pair = await disaggregated(RouterOptions()), await disaggregated(RouterOptions())
+    rng = Random(seed)
+    for _ in range(300):
+        at = rng.randrange(2)
+        service, other = pair[at], pair[1 - at]
+        name = f"r{rng.randrange(12)}{rng.choice(('', '', '', PREFILL_SUFFIX))}"
+        before = loads(service), dict(service.selections.bookings.live)
+        try:
+            await step(service, name, rng)
+        except (Conflict, NotFound):
+            assert (loads(service), dict(service.selections.bookings.live)) == before
+        for event in service.told:
+            assert other.selections.bookings.apply(event, other.now) is Outcome.APPLIED
+        service.told.clear()
+        assert loads(service) == loads(other)
+        assert service.selections.bookings.live.keys() == other.selections.bookings.live.keys()
+        service.check()
+    for name in list(pair[0].selections.bookings.live):
+        if name in pair[0].selections.bookings.live:
+            pair[0].selections.bookings.free(name)
+    assert all(load == (0, 0, 0) for load in loads(pair[0]).values())
+
+
+async def step(service: Service, name: str, rng: Random) -> None:
+    bookings = service.selections.bookings
+    blocks = [10 + number for number in range(rng.randrange(5))] + [rng.getrandbits(50)]
+    kind = rng.choice(("select", "select", "reserve", "complete", "free", "free"))
+    if kind == "select":
+        service.select(blocks, phase=rng.choice((None, *Phase)), reservation_id=name)
+    elif kind == "reserve":
+        phase = rng.choice((None, Phase.PREFILL, Phase.DECODE))
+        rank = rng.randint(1, 4), 0
+        bookings.reserve(M, name, rank, look(blocks), 7, predicts=True, phase=phase)
+    elif kind == "complete":
+        bookings.prefill_complete(name)
+    else:
+        bookings.free(name)
