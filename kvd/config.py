@@ -16,7 +16,7 @@ from kvd import configfile
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.model import PartitionKey, RankKey
-from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import (
     ENV_PREFIX,
     OFF,
@@ -202,22 +202,27 @@ def _tls(values: Mapping[str, Any]) -> TlsListener | None:
 
 
 def _router(values: Mapping[str, Any]) -> RouterOptions:
-    threshold = values["router_queue_threshold"]
     if values["router_predicted_ttl_secs"] is not None and not values["router_use_kv_events"]:
         raise StartError("predictions beside KV events need these: DYN_ROUTER_PREDICTED_TTL_SECS")
     if values["router_track_output_blocks"] and not values["router_track_active_blocks"]:
         raise StartError(
             "output blocks are tracked with active ones: DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
         )
+    thresholds: dict[str, Any] = {
+        name: None if values[name] == OFF else values[name]
+        for name in ("router_queue_threshold", *THRESHOLDS)
+    }
     return RouterOptions(
         Settings(
+            mode=values["router_mode"].core,
             overlap_weight=values["router_kv_overlap_score_weight"],
             host_credit=values["router_host_cache_hit_weight"],
             disk_credit=values["router_disk_cache_hit_weight"],
             temperature=values["router_temperature"],
             track_prefill=values["router_track_prefill_tokens"],
             track_active_blocks=values["router_track_active_blocks"],
-            queue_threshold=None if threshold == OFF else threshold,
+            queue_threshold=thresholds.pop("router_queue_threshold"),
+            **thresholds,
         ),
         values["router_queue_policy"],
         values["router_use_kv_events"],

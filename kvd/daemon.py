@@ -51,6 +51,7 @@ from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.registry import Registry
 from kvd.replicas import Replicas, apply_once
+from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
 from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
@@ -144,6 +145,7 @@ class _Daemon:
                         trio.current_time,
                         time.time_ns,
                         self._ledgers,
+                        Readiness(config.min_initial_workers, len(config.peers)),
                     )
                     replicas = self._replicate(listening, context, publisher)
                     await self._serve(self._faces(registry, replicas))
@@ -189,7 +191,7 @@ class _Daemon:
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
             if self._selections is not None:
-                for _ in self._selections.bookings.expire(trio.current_time()):
+                for _ in self._selections.tend(trio.current_time()):
                     await trio.lowlevel.checkpoint()
 
     async def _start_up(self, registry: Registry, ready: trio.Event) -> None:
@@ -197,8 +199,10 @@ class _Daemon:
         config = self._config
         if config.peers:
             await trio.sleep(config.recovery_delay_s)
-            if await recover(self._state, config.peers, self._recovery) is None:
+            recovered = await recover(self._state, config.peers, self._recovery) is not None
+            if not recovered:
                 log.warning("no peer to recover from", peers=len(config.peers))
+            self._note_recovery(recovered)
             gc.freeze()  # it stays: 65,536 workers were 16 ms of every full collection
         if registry.instances() < config.min_initial_workers:
             log.info("waiting for workers", minimum=config.min_initial_workers)
@@ -206,6 +210,12 @@ class _Daemon:
         ready.set()
         log.info("ready", workers=registry.instances())
         await settle(self._state, registry)
+
+    def _note_recovery(self, recovered: bool) -> None:
+        if self._selections is not None:
+            readiness = self._selections.readiness
+            readiness.recovery = Recovery.DONE if recovered else Recovery.EMPTY
+            readiness.recovered_blocks = self._recovery.blocks
 
     async def _open_publisher(self, context: Context) -> Publisher | None:
         """Returns what replicas hear; None without a port for them, or a face to speak of."""

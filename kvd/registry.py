@@ -9,7 +9,7 @@ again at the same endpoint goes on where it was, and what it missed shows as a g
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,7 @@ class Registry:
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
+        self.on_departure: Callable[[], None] | None = None  # called when something has left
         self._grown = trio.Event()  # set and replaced by every registration
 
     def __len__(self) -> int:
@@ -226,6 +227,8 @@ class Registry:
                     await self._stop(registration)
                     if self._is_current(registration):
                         self._remove(registration)
+            if self.on_departure is not None:
+                self.on_departure()
 
     async def pause(self, instance_id: InstanceId, dp_rank: int) -> None:
         """Stops listening to a rank, which keeps its blocks; returns when that has ended.

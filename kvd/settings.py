@@ -21,9 +21,11 @@ from kvd.scheduling.options import (
     DEFAULT_PRUNE_TARGET_RATIO,
     DEFAULT_QUEUE_THRESHOLD,
     DEFAULT_TTL_S,
+    RouterMode,
 )
 from kvd.scheduling.queue import QueuePolicy
 from kvd.wire.endpoints import check_replica_endpoint
+from kvd_core.selector import MAX_ISL_TOKENS
 from kvd_core.selector_settings import MAX_WEIGHT
 
 ENV_PREFIX = "KVD_"
@@ -171,6 +173,23 @@ def parse_policy(text: str) -> QueuePolicy:
         raise ValueError(f"expected one of {', '.join(QueuePolicy)}") from None
 
 
+def parse_mode(text: str) -> RouterMode:
+    try:
+        return RouterMode(text.lower())
+    except ValueError:
+        raise ValueError(f"expected one of {', '.join(RouterMode)}") from None
+
+
+def parse_share_threshold(text: str) -> float | str:
+    """Reads a threshold from 0 to 1, or OFF."""
+    return OFF if text.lower() in (OFF, "none") else parse_share(text)
+
+
+def parse_tokens_threshold(text: str) -> int | str:
+    """Reads a number of tokens, or OFF."""
+    return OFF if text.lower() in (OFF, "none") else parse_uint(text, MAX_ISL_TOKENS)
+
+
 def parse_level(text: str) -> str:
     if text.lower() not in LEVELS:
         raise ValueError(f"expected one of {', '.join(LEVELS)}")
@@ -277,6 +296,38 @@ REPLICA_SETTINGS = (
 )
 
 ROUTER_SETTINGS = (
+    Setting(
+        "router_mode",
+        parse_mode,
+        RouterMode.KV,
+        "|".join(RouterMode),
+        "who is chosen among the workers that may serve a request",
+        borrowed="DYN_ROUTER_MODE",
+    ),
+    Setting(
+        "active_decode_blocks_threshold",
+        parse_share_threshold,
+        OFF,
+        "SHARE",
+        "of a worker's blocks in use, above which it gets no new work",
+        borrowed="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+    ),
+    Setting(
+        "active_prefill_tokens_threshold",
+        parse_tokens_threshold,
+        OFF,
+        "TOKENS",
+        "being prefilled, above which a worker gets no new work",
+        borrowed="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+    ),
+    Setting(
+        "active_prefill_tokens_threshold_frac",
+        parse_threshold,
+        OFF,
+        "BATCHES",
+        "prefill tokens, in batches, above which a worker gets no new work",
+        borrowed="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
+    ),
     Setting(
         "router_kv_overlap_score_weight",
         parse_weight,
@@ -403,6 +454,14 @@ ROUTER_SETTINGS = (
         "BOOL",
         "whether prompt tokens to compute count in the cost",
         borrowed="DYN_ROUTER_TRACK_PREFILL_TOKENS",
+    ),
+    Setting(
+        "router_event_threads",
+        parse_positive,
+        4,
+        "N",
+        "without effect: one thread applies events and answers questions",
+        borrowed="DYN_ROUTER_EVENT_THREADS",
     ),
 )
 

@@ -1,5 +1,7 @@
 # distutils: language = c++
 """Data sheet of the plain requests of the selection service (plain_selection.pyx)."""
+from libcpp.string cimport string
+
 from kvd_core.draws cimport Draws
 from kvd_core.lane cimport Answerer, Text
 from kvd_core.ledger cimport Ledger, RequestId
@@ -13,7 +15,6 @@ cdef class PlainPrompt(Answerer):
     cdef object selections   # kvd.selection.service.Selections, or like it
     cdef object bookings, choices   # its parts
     cdef dict fleets         # its fleets by (model, tenant)
-    cdef Settings settings   # its default ones
     cdef bint reuses         # prompts given as tokens may share blocks in use
     cdef str model, tenant   # the default ones
 
@@ -31,7 +32,8 @@ cdef class PlainSelect(PlainPrompt):
 
     cdef bint plain(self)
     cdef bytes chosen(self, fleet, Pool pool, str reservation_id, bint drawn)
-    cdef bint book(self, fleet, Pool pool, size_t candidate, str reservation_id) except -1
+    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate,
+                   str reservation_id) except -1
     cdef bytes opening(self, str reservation_id)
 
 cdef class PlainLoads(PlainPrompt):
@@ -42,9 +44,12 @@ cdef class PlainStep(Answerer):
     cdef object bookings, choices   # its parts
     cdef dict live
     cdef dict leases         # of sessions, by reservation id: their end is told
+    cdef string prefill             # scratch: the id of a booking
 
     # The ledger of the fleet that a reservation is booked in, None if it is to be left.
     cdef Ledger ledger_of(self, str reservation_id)
+    # The number of a reservation in it, kNone without one and if its prefill is booked apart.
+    cdef RequestId request_of(self, Ledger ledger, Text captured)
 
 cdef class PlainPrefillComplete(PlainStep):
     pass

@@ -23,6 +23,7 @@ from kvd_core.ledger cimport CAdmission, kAdded, kMaxIdBytes, kNone
 from kvd_core.plain cimport natural, optional_text, text
 from kvd_core.scan cimport Kind, Value, Verdict
 from kvd_core.selector cimport kLoads, kMaxIslTokens
+from kvd_core.selector_settings cimport kDirect
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
@@ -69,6 +70,7 @@ SELECT_FIELDS = (
     "allowed_worker_ids",
     "routing_constraints",
     "explain",
+    "phase",
 )
 
 cdef uint64_t U32_MAX = 0xffffffff
@@ -76,6 +78,7 @@ cdef uint64_t U64_MAX = 0xffffffffffffffff
 cdef int N_SELECT_FIELDS = len(SELECT_FIELDS)
 
 cdef bytes OK = b'{"status":"ok"}'
+cdef char* PREFILL_SUFFIX = b":prefill"  # of the ids of bookings for the prefill phase alone
 
 
 cdef class PlainPrompt(Answerer):
@@ -96,7 +99,6 @@ cdef class PlainPrompt(Answerer):
         self.bookings = selections.bookings
         self.choices = selections.choices
         self.fleets = selections.fleets
-        self.settings = selections.options.settings
         self.reuses = selections.options.assumes_kv_reuse
         self.model = model
         self.tenant = tenant
@@ -211,21 +213,27 @@ cdef class PlainSelect(PlainPrompt):
         )
 
     cdef bytes chosen(self, fleet, Pool pool, str reservation_id, bint drawn):
-        cdef uint32_t turn = pool.c.turn()
+        cdef Settings settings = fleet.settings
         cdef int draws = 2 if drawn else 0
-        cdef int64_t candidate = pool.c.choose(self.settings.c, NULL, self.draws.peek(draws))
+        cdef int64_t candidate
+        if settings.c.mode == kDirect:  # nobody is named
+            return None
+        candidate = pool.c.choose(
+            settings.c, pool.mask_of(fleet.whole), self.draws.peek(draws)
+        )
         if candidate < 0:
             return None
-        if self.books and not self.book(fleet, pool, candidate, reservation_id):
-            pool.c.set_turn(turn)
+        if self.books and not self.book(fleet, settings, pool, candidate, reservation_id):
+            pool.c.take_back()
             return None
         self.draws.take(draws + 1)
         members = fleet.pieces[candidate]
         if members is None:
             members = fleet.piece(candidate)
-        return pool.render_answer(self.opening(reservation_id), members, candidate, self.settings)
+        return pool.render_answer(self.opening(reservation_id), members, candidate, settings)
 
-    cdef bint book(self, fleet, Pool pool, size_t candidate, str reservation_id) except -1:
+    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate,
+                   str reservation_id) except -1:
         cdef CAdmission admission
         cdef uint64_t expected = 0
         admission.id = utf8(reservation_id)
@@ -233,9 +241,9 @@ cdef class PlainSelect(PlainPrompt):
         admission.hashes = pool.c.prompt().sequence.data()
         admission.blocks = pool.c.prompt().sequence.size()
         admission.tokens = 0
-        if self.settings.c.track_prefill:
+        if settings.c.track_prefill:
             admission.tokens = (
-                pool.c.scale(self.settings.c).terms(pool.c.standing(candidate)).effective_tokens
+                pool.c.scale(settings.c).terms(pool.c.standing(candidate)).effective_tokens
             )
         admission.now = self.selections.clock()
         if natural(self.scanner.core.value(kOutputTokens), U32_MAX, &expected):
@@ -266,7 +274,7 @@ cdef class PlainLoads(PlainPrompt):
         cdef Pool pool = fleet.pool
         if not self.looked(pool):
             return None
-        return pool.rendered(kLoads, self.settings, 0, b"", b"")
+        return pool.rendered(kLoads, fleet.settings, 0, b"", b"")
 
 
 cdef class PlainStep(Answerer):
@@ -289,13 +297,22 @@ cdef class PlainStep(Answerer):
             return None
         return fleet.ledger
 
+    cdef RequestId request_of(self, Ledger ledger, Text captured):
+        if ledger is None:
+            return kNone
+        self.prefill.assign(captured.begin, captured.size)
+        self.prefill.append(PREFILL_SUFFIX)
+        if ledger.c.requests().find(string_view(self.prefill)) != kNone:
+            return kNone
+        return ledger.c.requests().find(string_view(captured.begin, captured.size))
+
 
 cdef class PlainPrefillComplete(PlainStep):
     """Ends the prefill of reservations."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured):
         cdef Ledger ledger = self.ledger_of(captured_id(captured))
-        cdef RequestId request = booked(ledger, captured)
+        cdef RequestId request = self.request_of(ledger, captured)
         if request == kNone:
             return None
         ledger.c.complete_prefill(request)
@@ -310,7 +327,7 @@ cdef class PlainFree(PlainStep):
         if self.leases and reservation_id in self.leases:
             return None
         cdef Ledger ledger = self.ledger_of(reservation_id)
-        cdef RequestId request = booked(ledger, captured)
+        cdef RequestId request = self.request_of(ledger, captured)
         if request == kNone:
             return None
         ledger.c.free(request)
@@ -350,12 +367,6 @@ cdef str id_of(const Value& value):
 cdef str captured_id(Text captured):
     """Returns the id in a path; one that is not UTF-8 is nobody's."""
     return PyUnicode_DecodeUTF8(captured.begin, captured.size, "surrogateescape")
-
-
-cdef RequestId booked(Ledger ledger, Text captured):
-    if ledger is None:
-        return kNone
-    return ledger.c.requests().find(string_view(captured.begin, captured.size))
 
 
 cdef string_view utf8(str name) except *:

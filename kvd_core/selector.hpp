@@ -11,7 +11,7 @@
 //   cost         18.0      11.5       .         .               choose
 //
 // The candidates are the ranks of one (model, tenant) that requests can be sent to, ascending by
-// (worker, dp rank). A pool does not change but for the counter of ROUND_ROBIN; who joins, leaves or
+// (worker, dp rank). A pool does not change but for the turns of ROUND_ROBIN; who joins, leaves or
 // changes its limits makes a new one. A rank of the index has another id after a clear, so ids are
 // looked up in the workers each time.
 //
@@ -22,7 +22,12 @@
 //     has its own cache and batch (Dynamo takes out workers, when all their ranks are over it);
 //   - temperature T: chances follow exp(-(cost - lowest) / (highest - lowest) / T); 0 takes the
 //     lowest; equal ones have equal chances;
-//   - the least loaded rank is that with the fewest requests (Dynamo: connections).
+//   - the least loaded rank is that with the fewest requests (Dynamo: connections);
+//   - modes that do not weigh the prompt leave busy ranks out, as long as there are others: who has
+//     waited would otherwise be sent to one that still is busy;
+//   - turns go by when a rank was last chosen, so those are fair whatever masks there are between
+//     them, and they outlive a pool (`take_turns`); who is new comes first;
+//   - factors multiply costs, by what the prompt's sender prefers.
 //
 // Invariants
 //   1. a standing is that of the last look, its loads are those of the last look or `refusal`;
@@ -62,6 +67,7 @@ class Pool {
     candidates_.push_back(candidate);
     candidates_[candidate.first].end = at + 1;
     standings_.emplace_back();
+    turns_.push_back(0);
   }
 
   size_t size() const { return candidates_.size(); }
@@ -82,9 +88,22 @@ class Pool {
   const Prompt& prompt() const { return prompt_; }
   Scale scale(const Settings& settings) const { return Scale(settings, prompt_, block_size_); }
 
-  // For those who take a choice back: the candidate that is next in ROUND_ROBIN.
-  uint32_t turn() const { return turn_; }
-  void set_turn(uint32_t turn) { turn_ = turn; }
+  // The last choice has not come to pass: whoever has lost their turn has it again.
+  void take_back() {
+    if (last_.at < turns_.size()) turns_[last_.at] = last_.before;
+  }
+
+  // Goes on with the turns of a pool that this one replaces.
+  void take_turns(const Pool& former) {
+    turn_ = former.turn_;
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const Candidate& c = candidates_[i];
+      const size_t at = former.position(c.worker_id, c.dp_rank);
+      if (at == former.size()) continue;
+      const Candidate& same = former.candidates_[at];
+      if (same.worker_id == c.worker_id && same.dp_rank == c.dp_rank) turns_[i] = former.turns_[at];
+    }
+  }
 
   // Finds out how all candidates stand to the prompt; `scratch` is free to be used by others
   // afterwards.
@@ -112,19 +131,26 @@ class Pool {
   }
 
   // The index of a candidate or a Refusal. `mask` has a byte for each candidate, 0 for those that
-  // must not be chosen; null for none. `random` is uniform.
-  int64_t choose(const Settings& settings, const uint8_t* mask, uint64_t random) {
+  // must not be chosen; null for none. `random` is uniform. `factors` has a number for each
+  // candidate that its cost is multiplied with; null for 1.
+  int64_t choose(const Settings& settings, const uint8_t* mask, uint64_t random,
+                 const double* factors = nullptr) {
     const Scale scale = this->scale(settings);
+    last_ = Turn();
     const int64_t refusal = find_open(scale, mask);
     if (refusal < 0) return refusal;
     switch (settings.mode) {
       case ROUND_ROBIN: return next_in_turn();
       case RANDOM: return open_[below(open_.size(), random)];
       case LEAST_LOADED: return lowest([&](uint32_t i) { return standings_[i].requests; }, random);
-      case KV: break;
+      case KV:
+      case DIRECT: break;
     }
     const auto cost = [&](uint32_t i) { return scale.terms(standings_[i]).cost; };
-    return settings.temperature == 0 ? lowest(cost, random) : drawn(cost, settings.temperature, random);
+    if (factors == nullptr && settings.temperature == 0) return lowest(cost, random);
+    weights_.clear();
+    for (const uint32_t i : open_) weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
+    return settings.temperature == 0 ? lowest_weight(random) : drawn(settings.temperature, random);
   }
 
  private:
@@ -197,29 +223,34 @@ class Pool {
   // Lists the candidates that may be chosen in `open_`; 0, or the Refusal when none may.
   int64_t find_open(const Scale& scale, const uint8_t* mask) {
     open_.clear();
+    idle_.clear();
+    const bool blind = scale.is_blind();
     bool all_busy = true, any = false;
     for (uint32_t i = 0; i < candidates_.size(); ++i) {
       if ((mask != nullptr && mask[i] == 0) || !standings_[i].present) continue;
       any = true;
       if (scale.is_overloaded(candidates_[i], standings_[i])) continue;
       open_.push_back(i);
-      all_busy = all_busy && scale.is_busy(candidates_[i], standings_[i]);
+      if (blind) {
+        if (!scale.is_busy(candidates_[i], standings_[i])) idle_.push_back(i);
+      } else {
+        all_busy = all_busy && scale.is_busy(candidates_[i], standings_[i]);
+      }
     }
     if (!any) return NONE;
     if (open_.empty()) return OVERLOADED;
-    if (all_busy) return BUSY;
+    if (blind ? idle_.empty() : all_busy) return BUSY;
+    if (blind) open_.swap(idle_);
     return 0;
   }
 
   int64_t next_in_turn() {
     uint32_t chosen = open_.front();
     for (const uint32_t i : open_) {
-      if (i >= turn_) {
-        chosen = i;
-        break;
-      }
+      if (turns_[i] < turns_[chosen]) chosen = i;
     }
-    turn_ = chosen + 1;
+    last_ = Turn{chosen, turns_[chosen]};
+    turns_[chosen] = ++turn_;
     return chosen;
   }
 
@@ -245,15 +276,19 @@ class Pool {
     return ties_[below(ties_.size(), random)];
   }
 
-  template <class Cost>
-  int64_t drawn(Cost&& cost, double temperature, uint64_t random) {
-    weights_.clear();
-    double lo = std::numeric_limits<double>::infinity(), hi = 0;
-    for (const uint32_t i : open_) {
-      weights_.push_back(cost(i));
-      lo = std::min(lo, weights_.back());
-      hi = std::max(hi, weights_.back());
+  // The same by `weights_`, which has one for each open candidate.
+  int64_t lowest_weight(uint64_t random) {
+    ties_.clear();
+    const double best = *std::min_element(weights_.begin(), weights_.end());
+    for (size_t i = 0; i < open_.size(); ++i) {
+      if (weights_[i] == best) ties_.push_back(open_[i]);
     }
+    return ties_[below(ties_.size(), random)];
+  }
+
+  int64_t drawn(double temperature, uint64_t random) {
+    const auto [least, most] = std::minmax_element(weights_.begin(), weights_.end());
+    const double lo = *least, hi = *most;
     if (lo == hi) return open_[below(open_.size(), random)];
     double sum = 0;
     for (double& weight : weights_) {
@@ -275,13 +310,21 @@ class Pool {
   const Index* index_;
   const ledger::Ledger& ledger_;
   uint32_t block_size_;
-  uint32_t turn_ = 0;  // the candidate that is next in ROUND_ROBIN
+  struct Turn {
+    size_t at = SIZE_MAX;  // a candidate; behind all of them: nobody
+    uint64_t before = 0;   // its turn until then
+  };
+
+  uint64_t turn_ = 0;  // choices in ROUND_ROBIN, here and in former pools
+  Turn last_;          // what `choose` has made of it
   Prompt prompt_;
   std::vector<Candidate> candidates_;
   std::vector<Standing> standings_;  // one a candidate
   std::vector<uint32_t> depths_;     // by rank of the ledger
   std::vector<uint64_t> chained_;    // scratch of `foresee`
+  std::vector<uint64_t> turns_;      // one a candidate: when it was last chosen, 0 is never
   std::vector<uint32_t> open_;       // scratch of `choose`
+  std::vector<uint32_t> idle_;
   std::vector<uint32_t> ties_;
   std::vector<double> weights_;
 };

@@ -82,10 +82,11 @@ cdef extern from "selector.hpp" namespace "kvd::selector" nogil:
         void look(CMatch&) except +
         # An index or a Refusal; a byte for each candidate, 0 for those to leave out, or NULL.
         int64_t choose(const CSettings&, const uint8_t*, uint64_t) except +
+        int64_t choose(const CSettings&, const uint8_t*, uint64_t, const double*) except +
         int64_t refusal(const CSettings&, const uint8_t*) except +    # 0 or a Refusal, of now
         uint64_t least_effective_tokens(const CSettings&, const uint8_t*)
-        uint32_t turn()                         # of ROUND_ROBIN, as `choose` left it
-        void set_turn(uint32_t)
+        void take_back()                        # the last choice of ROUND_ROBIN
+        void take_turns(const CPool&)           # of the pool that this one replaces
 
 cdef extern from "selector_rows.hpp" namespace "kvd::selector" nogil:
     cppclass CRows "kvd::selector::Rows":
@@ -124,4 +125,5 @@ cdef class Pool:
     # Notes the prompt as cached by a candidate, if its index keeps predictions.
     cdef int foretell(self, size_t candidate, double now) except -1
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
+    cdef const double* factors_of(self, bytes factors) except? NULL
     cdef size_t at(self, Py_ssize_t candidate) except? 0

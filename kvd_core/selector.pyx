@@ -41,7 +41,7 @@ Explained = namedtuple(
     "worker_id dp_rank device_blocks host_blocks disk_blocks live_blocks active_prefill_tokens"
     " active_decode_blocks active_requests cached_tokens effective_prefill_tokens"
     " potential_decode_blocks raw_prefill_blocks credit_blocks prefill_cost decode_cost cost"
-    " eligible overloaded busy",
+    " eligible overloaded busy preference",
 )
 
 
@@ -220,15 +220,26 @@ cdef class Pool:
 
     # ---- choosing
 
-    def choose(self, Settings settings not None, bytes eligible, uint64_t random):
+    def take_turns(self, Pool former not None):
+        """Goes on with the turns of ROUND_ROBIN of a pool that this one replaces.
+
+        O(candidates log candidates).
+        """
+        self.c.take_turns(deref(former.c))
+
+    def choose(self, Settings settings not None, bytes eligible, uint64_t random,
+               bytes factors=None):
         """Returns the position of a candidate in `candidates`, or why none is chosen.
 
         `eligible` has a byte for each candidate, 0 for those to leave out; None allows all.
         `random` is a uniform u64; it decides among equals, and everything in mode RANDOM or with a
-        temperature. NONE: no candidate is eligible; OVERLOADED: all eligible ones exceed a busy
+        temperature. `factors` are native doubles, one for each candidate, that costs are multiplied
+        with. NONE: no candidate is eligible; OVERLOADED: all eligible ones exceed a busy
         threshold; BUSY: all others are busy, so the request should wait. O(candidates).
         """
-        return self.c.choose(settings.c, self.mask_of(eligible), random)
+        return self.c.choose(
+            settings.c, self.mask_of(eligible), random, self.factors_of(factors)
+        )
 
     def refusal(self, Settings settings not None, bytes eligible):
         """Returns NONE, OVERLOADED or BUSY if `choose` would after another look, else 0.
@@ -272,10 +283,13 @@ cdef class Pool:
         return self.c.scale(settings.c).terms(standing[0]).effective_tokens
 
     def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None,
-             expected_output=None):
-        """Books the prompt on a candidate, as `Ledger.add` does, and returns what that returns."""
+             expected_output=None, *, bint blocks=True):
+        """Books the prompt on a candidate, as `Ledger.add` does, and returns what that returns.
+
+        Without `blocks` its tokens alone.
+        """
         cdef RankId rank = self.c.candidate(self.at(candidate)).booked
-        sequence = bytes_of(self.c.prompt().sequence)
+        sequence = bytes_of(self.c.prompt().sequence) if blocks else b""
         return self.ledger.add(request_id, rank, sequence, tokens, now, key, expected_output)
 
     def predict(self, Py_ssize_t candidate, double now):
@@ -293,13 +307,20 @@ cdef class Pool:
             )
         return 0
 
-    def explain(self, Settings settings not None, bytes eligible=None):
+    def explain(self, Settings settings not None, bytes eligible=None, bytes factors=None):
         """All terms of the cost of all candidates, as Explained; blocks unless named otherwise."""
         cdef const uint8_t* mask = self.mask_of(eligible)
-        return [self.explained(i, settings, mask == NULL or mask[i] != 0) for i in range(len(self))]
+        cdef const double* liked = self.factors_of(factors)
+        return [
+            self.explained(
+                i, settings, mask == NULL or mask[i] != 0, 1 if liked == NULL else liked[i]
+            )
+            for i in range(len(self))
+        ]
 
-    def explained(self, Py_ssize_t candidate, Settings settings not None, bint eligible=True):
-        """The same of one candidate."""
+    def explained(self, Py_ssize_t candidate, Settings settings not None, bint eligible=True,
+                  double factor=1):
+        """The same of one candidate, whose cost is multiplied with `factor`."""
         cdef size_t i = self.at(candidate)
         cdef const CCandidate* c = &self.c.candidate(i)
         cdef const CStanding* s = &self.c.standing(i)
@@ -321,10 +342,11 @@ cdef class Pool:
             t.credit,
             t.prefill,
             t.decode,
-            t.cost,
+            t.cost * factor,
             eligible and s.present,
             self.c.scale(settings.c).is_overloaded(c[0], s[0]),
             self.c.scale(settings.c).is_busy(c[0], s[0]),
+            factor,
         )
 
     # ---- rendering
@@ -380,6 +402,13 @@ cdef class Pool:
         if <size_t>PyBytes_GET_SIZE(eligible) != self.c.size():
             raise ValueError("one byte for each candidate")
         return <const uint8_t*>PyBytes_AS_STRING(eligible)
+
+    cdef const double* factors_of(self, bytes factors) except? NULL:
+        if factors is None:
+            return NULL
+        if <size_t>PyBytes_GET_SIZE(factors) != self.c.size() * sizeof(double):
+            raise ValueError("one double for each candidate")
+        return <const double*>PyBytes_AS_STRING(factors)
 
     cdef size_t at(self, Py_ssize_t candidate) except? 0:
         if not 0 <= candidate < <Py_ssize_t>self.c.size():

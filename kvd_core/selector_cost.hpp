@@ -49,7 +49,8 @@ class Scale {
         blocks_(prompt.sequence.size()),
         device_credit_(settings.overlap_weight == 0 ? 0 : settings.device_credit),
         rejects_(std::min({settings.decode_blocks_threshold, settings.prefill_tokens_threshold,
-                           settings.prefill_tokens_threshold_frac}) != Settings::kOff) {}
+                           settings.prefill_tokens_threshold_frac}) != Settings::kOff &&
+                 settings.mode != DIRECT) {}
 
   uint64_t cached_tokens(const Standing& c) const {
     if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;
@@ -90,9 +91,12 @@ class Scale {
     return t;
   }
 
+  // The mode does not look at the load of the prompt's candidates in tokens.
+  bool is_blind() const { return s_.mode != KV && s_.mode != DIRECT; }
+
   // New work waits while all candidates are.
   bool is_busy(const Candidate& c, const Standing& at) const {
-    return exceeds(at.prefill_tokens, s_.queue_threshold, c.max_batch_tokens);
+    return s_.mode != DIRECT && exceeds(at.prefill_tokens, s_.queue_threshold, c.max_batch_tokens);
   }
 
   // It gets no new work.
@@ -113,7 +117,7 @@ class Scale {
   uint64_t isl_;
   uint64_t blocks_;
   double device_credit_;
-  bool rejects_;  // there is a busy threshold
+  bool rejects_;  // there is a busy threshold, and it is heeded
 };
 
 }  // namespace kvd::selector

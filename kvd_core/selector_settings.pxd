@@ -10,9 +10,10 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
 
     enum CMode "kvd::selector::Mode":
         kKv "kvd::selector::KV"                      # lowest cost
-        kRoundRobin "kvd::selector::ROUND_ROBIN"     # the next in order
+        kRoundRobin "kvd::selector::ROUND_ROBIN"     # who has not been chosen for longest
         kRandom "kvd::selector::RANDOM"              # any
         kLeastLoaded "kvd::selector::LEAST_LOADED"   # fewest requests
+        kDirect "kvd::selector::DIRECT"              # whom the mask leaves, however busy
 
     cppclass CSettings "kvd::selector::Settings":
         double overlap_weight                 # of the prefill term

@@ -5,6 +5,7 @@ KV: Final[int]
 ROUND_ROBIN: Final[int]
 RANDOM: Final[int]
 LEAST_LOADED: Final[int]
+DIRECT: Final[int]
 MODES: Final[tuple[int, ...]]
 
 MAX_WEIGHT: Final[float]

@@ -7,7 +7,8 @@ KV = <int>kKv
 ROUND_ROBIN = <int>kRoundRobin
 RANDOM = <int>kRandom
 LEAST_LOADED = <int>kLeastLoaded
-MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED)
+DIRECT = <int>kDirect
+MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT)
 
 MAX_WEIGHT = kMaxWeight
 

@@ -23,7 +23,13 @@ constexpr double kMaxWeight = 1e18;
 // of 16. What a longer one took is given back with the next.
 constexpr size_t kKeptHashes = 1u << 16;
 
-enum Mode : int { KV, ROUND_ROBIN, RANDOM, LEAST_LOADED };
+enum Mode : int {
+  KV,            // the lowest cost
+  ROUND_ROBIN,   // who has not been chosen for longest
+  RANDOM,        // any
+  LEAST_LOADED,  // the fewest requests
+  DIRECT,        // whom the mask leaves, however busy: the caller has chosen
+};
 
 // Why no candidate was chosen. Indices of candidates are not negative.
 enum Refusal : int64_t {

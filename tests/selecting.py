@@ -101,7 +101,7 @@ class Service:
         )
 
     def expire(self) -> None:
-        for _ in self.selections.bookings.expire(self.now):
+        for _ in self.selections.tend(self.now):
             pass
 
     def check(self) -> None:

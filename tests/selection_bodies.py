@@ -37,6 +37,8 @@ POSTS: dict[str, tuple[dict[str, Any], int]] = {
     f"/reservations/{LIVE}/output_block": ({"decay_fraction": 0.5}, 200),
     "/potential_loads": (PROMPT, 200),
     "/overlap_scores": (PROMPT, 200),
+    "/busy_threshold": ({"model": MODEL, "active_decode_blocks_threshold": 1}, 200),
+    "/router_mode": ({"model": MODEL, "router_mode": "kv"}, 200),
     # This process has no port for replicas.
     "/replica_sync/register_peer": ({"endpoint": REPLICA}, 409),
 }
@@ -70,12 +72,16 @@ def within(member: str, values: tuple[str, ...], *rest: str) -> tuple[str, ...]:
     )
 
 
+PHASES = (*NO_TEXTS, '""', '"Prefill"', '"whole"')
+MODES = (*NO_TEXTS, '""', '"KV"', '"round_robin"')
+WEIGHTS = ("1", '"x"', "true", "[1]", *(f'{{"gpu": {v}}}' for v in (*NUMBER[:6], "null", "1e39")))
 PLACE = {"model_name": NAME, "tenant_id": NAME, "routing_group": NAME}
 OVERRIDE = (
     *OBJECT,
     *within("overlap_score_weight", (*NUMBER, "-1", "1e301")),
     *within("router_temperature", (*NUMBER, "-0.1")),
     *within("track_prefill_tokens", FLAG),
+    *within("router_mode", MODES),
 )
 PROMPTS = {
     **PLACE,
@@ -108,8 +114,13 @@ SELECTED = {
         '"1"',
         *(f"[{v}]" for v in U64_NUMBER if len(v) < 2000 and v != "-0"),
     ),
-    "routing_constraints": (*OBJECT, *within("required_taints", TEXTS)),
+    "routing_constraints": (
+        *OBJECT,
+        *within("required_taints", TEXTS),
+        *within("preferred_taints", WEIGHTS),
+    ),
     "explain": FLAG,
+    "phase": PHASES,
 }
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/workers": {
@@ -146,19 +157,30 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         "reservation_id": TEXT,
         "effective_prefill_tokens": TOKENS,
         "expected_output_tokens": U32_NUMBER,
+        "phase": (*PHASES, '"both"'),
     },
     f"/reservations/{LIVE}/output_block": {"decay_fraction": NUMBER},
     "/potential_loads": {**PROMPTS, "router_config_override": OVERRIDE},
     "/overlap_scores": PROMPTS,
+    "/busy_threshold": {
+        **PLACE,
+        "model": NAME,
+        "active_decode_blocks_threshold": NUMBER,
+        "active_prefill_tokens_threshold": TOKENS,
+        "active_prefill_tokens_threshold_frac": NUMBER,
+    },
+    "/router_mode": {**PLACE, "model": NAME, "router_mode": MODES},
     "/replica_sync/register_peer": {"endpoint": NAME},
 }
 REQUIRED: dict[str, tuple[str, ...]] = dict.fromkeys(POSTS, ())
+REQUIRED["/busy_threshold"] = REQUIRED["/router_mode"] = ("model",)
 REQUIRED["/workers"] = ("worker_id",)
 REQUIRED["/reservations"] = ("worker_id",)
 
 TWO_TENANTS = (b'"tenant_id": "a", "routing_group": "b"',)
 PLACED = ("/workers", "/select", "/select_and_reserve", "/reservations")
-PLACED += ("/potential_loads", "/overlap_scores")
+PLACED += ("/potential_loads", "/overlap_scores", "/busy_threshold", "/router_mode")
 LIMITS = dict.fromkeys(POSTS, 8 * MIB)
-LIMITS["/replica_sync/register_peer"] = 2 * MIB
+for small in ("/replica_sync/register_peer", "/busy_threshold", "/router_mode"):
+    LIMITS[small] = 2 * MIB
 SELECTION = Bodies(POSTS, REQUIRED, UNFIT, dict.fromkeys(PLACED, TWO_TENANTS), LIMITS)

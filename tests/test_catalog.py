@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from cancelling import every_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from kvd.catalog import MAX_DP_SIZE, WorkerRecord
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.model import RankKey
 from kvd.scheduling.options import RouterOptions
+from kvd.selection.workers import RECONSIDERED
 from kvd.wire.lifecycle import Step
 from kvd_core.selector_settings import Settings
 
@@ -517,3 +519,85 @@ async def test_a_client_that_goes_away_leaves_no_half_worker(steps: list[tuple[A
         service.check()
         assert not service.listeners.running and not service.selections.bookings.live
         service.now += EXPIRY_S
+
+
+# ---- workers that others keep out
+
+
+async def test_a_conflict_ends_with_the_other_registration() -> None:
+    service = Service()
+    service.registry.register(RankKey(M, 1, 0), "tcp://10.0.0.1:1", BLOCK_SIZE, None)
+    entry = await service.selections.workers.put(worker(1))
+    assert entry.lifecycle == "incomplete" and entry.blocked
+    service.registry.register(RankKey(N, 9, 0), "tcp://10.0.0.9:1", BLOCK_SIZE, None)
+    await service.registry.unregister(9, "n", "t", None)  # somebody else
+    assert service.selections.workers.entries[1].reasons
+    await service.registry.unregister(1, "m", "t", None)
+    assert service.selections.workers.entries[1].reasons == []
+    assert service.select([1])["worker_id"] == 1
+    service.check()
+
+
+@pytest.mark.parametrize("by", ["delete", "patch", "move", "put_all"])
+async def test_a_block_size_is_free_when_its_last_worker_leaves(by: str) -> None:
+    service = await ready(worker(1))
+    workers = service.selections.workers
+    for number in (2, 3):
+        assert (await workers.put(worker(number, block_size=8))).blocked
+    assert (await workers.put(worker(4, block_size=16))).blocked
+    if by == "delete":
+        await workers.delete(1)
+    elif by == "patch":
+        await workers.patch(1, lambda record: replace(record, endpoint=""))
+    elif by == "move":
+        await workers.put(worker(1, N))
+    else:
+        await workers.put_all(N, [worker(1, N)])
+    reasons = {number: workers.entries[number].reasons for number in (2, 3, 4)}
+    assert reasons == {2: [], 3: [], 4: ["block_size 16 differs from 8 of its model"]}
+    assert service.fleet().block_size == 8
+    service.check()
+
+
+async def test_who_is_blocked_by_nobody_is_left_alone() -> None:
+    service = await ready(worker(1))
+    entry = await service.selections.workers.put(worker(2, endpoint="", block_size=8))
+    assert entry.reasons and not entry.blocked
+    await service.selections.workers.delete(1)
+    assert service.selections.workers.entries[2] is entry
+
+
+async def test_those_that_wait_get_who_joins(nursery: trio.Nursery) -> None:
+    service = Service(RouterOptions(Settings(queue_threshold=1.0)))
+    workers = service.selections.workers
+    service.registry.register(RankKey(M, 1, 0), "tcp://10.0.0.1:1", BLOCK_SIZE, None)
+    await workers.put(worker(1))
+    await workers.put(worker(2, max_num_batched_tokens=1))
+    service.reserve("a", (2, 0), [901], 2)
+    held = service.select([1])
+    answers: list[bytes] = []
+
+    async def wait() -> None:
+        answers.append(await service.selections.choices.wait(held))
+
+    nursery.start_soon(wait)
+    await service.registry.unregister(1, "m", "t", None)
+    await trio.testing.wait_all_tasks_blocked()
+    assert b'"worker_id":1,' in answers[0]
+    service.check()
+
+
+async def test_many_are_judged_again_in_slices() -> None:
+    service = await ready(worker(1))
+    workers = service.selections.workers
+    count = 2 * RECONSIDERED + 1
+    for number in range(2, 2 + count):
+        address = {0: f"tcp://10.0.0.1:{number}"}
+        assert (
+            await workers.put(worker(number, block_size=8, kv_events_endpoints=address))
+        ).blocked
+    await workers.delete(1)
+    assert len(service.fleet().workers) == RECONSIDERED
+    assert sum(1 for _ in service.selections.tend(service.now)) == 1
+    assert len(service.fleet().workers) == count
+    service.check()

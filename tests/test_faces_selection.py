@@ -456,11 +456,16 @@ def test_ready_says_how_many_can_be_selected(client: httpx.Client) -> None:
     assert answer.json() == {
         "ready": True,
         "schedulable_workers": 1,
+        "not_ready_reasons": [],
+        "lifecycles": {"schedulable": 1, "incomplete": 0},
+        "min_initial_workers": 0,
+        "recovery": {"state": "off", "peers": 0, "blocks": 0},
         "workers": client.get("/workers").json(),
     }
     assert client.post("/workers", json={"worker_id": 2}).json()["lifecycle"] == "incomplete"
     ready = client.get("/ready").json()
     assert ready["schedulable_workers"] == 1 and len(ready["workers"]) == 2
+    assert ready["lifecycles"] == {"schedulable": 1, "incomplete": 1}
     assert client.delete("/workers/2").json()["lifecycle"] == "unschedulable"
 
 

@@ -18,7 +18,7 @@ import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvd.catalog import DEFAULT_MODEL, WorkerRecord
+from kvd.catalog import DEFAULT_MODEL, Role, WorkerRecord
 from kvd.errors import KvdError
 from kvd.faces.selection.prompts import ASK
 from kvd.faces.selection.routes import selection_routes
@@ -38,7 +38,7 @@ from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 from kvd_core.plain_selection import PlainLoads, PlainSelect
 from kvd_core.scan import BodyScanner
 from kvd_core.selector import Pool
-from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 Answer = tuple[int, bytes]
 
@@ -46,7 +46,7 @@ U64_MAX = 2**64 - 1
 BLOCK = 4  # tokens
 LONGEST_ID = "é" * (MAX_REQUEST_ID_BYTES // 2)
 NOW = 1000.0  # seconds
-MODELS = ("m", "busy", "over", "full", "gone", DEFAULT_MODEL)
+MODELS = ("m", "busy", "over", "full", "gone", DEFAULT_MODEL, "roles")
 M = PartitionKey("m", DEFAULT_TENANT)
 CACHED = [1, 2, 3]  # local hashes, on some ranks
 
@@ -163,6 +163,7 @@ def worker(worker_id: int, model: str, tenant: str) -> WorkerRecord:
         kv_events_endpoints={0: "tcp://127.0.0.1:1", 1: "tcp://127.0.0.1:2"},
         block_size=BLOCK,
         data_parallel_size=2,
+        role=Role.PREFILL if model == "roles" and worker_id < U64_MAX // 2 else None,
         max_num_batched_tokens=100 if model == "busy" else 100_000,
     )
 
@@ -207,6 +208,7 @@ MEMBERS = {
     "allowed_worker_ids": ["[0]", "[1,"],
     "routing_constraints": ['{"required_taints":["x"]}'],
     "explain": [],
+    "phase": ['"prefill"', '"decode"', '"both"'],
 }
 USUAL = {
     "model_name": '"m"',
@@ -243,12 +245,13 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 
 SEGMENTS = [quote_from_bytes(name.encode()).encode() for name in IDS if name]
-SEGMENTS += [b"\xff", "é".encode()]
+SEGMENTS += [b"\xff", "é".encode(), b"c:prefill"]
 QUESTIONS = st.tuples(st.sampled_from(NAMES), bodies())
 STEPS = st.tuples(st.sampled_from([COMPLETE, FREE]), st.sampled_from(SEGMENTS))
 LIVES = st.lists(st.one_of(QUESTIONS, STEPS), min_size=1, max_size=8)
-MODES = st.sampled_from([KV, ROUND_ROBIN, RANDOM, LEAST_LOADED])
+MODES = st.sampled_from([KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT])
 BOOKED = usual(reservation_id='"c"')
+BOTH = usual(model_name='"roles"', phase='"both"', reservation_id='"c"')
 
 
 @settings(deadline=None)
@@ -266,6 +269,10 @@ BOOKED = usual(reservation_id='"c"')
 @example([(RESERVE, usual(isl_tokens=str(MAX_TOKENS)))], KV)
 @example([(SELECT, usual(token_ids="[1,2,3,4,5,6,7,8,9]", cache_salt='"s"', lora_name='"l"'))], KV)
 @example([(SELECT, usual(tenant_id='"other"', routing_group='"other"'))], KV)
+@example([(SELECT, usual(model_name='"roles"'))] * 4, ROUND_ROBIN)
+@example([(RESERVE, BOTH), (COMPLETE, b"c"), (COMPLETE, b"c"), (FREE, b"c")], KV)
+@example([(RESERVE, BOTH), (FREE, b"c:prefill"), (COMPLETE, b"c"), (FREE, b"c")], RANDOM)
+@example([(RESERVE, BOTH), (FREE, b"c"), (FREE, b"c:prefill")], LEAST_LOADED)
 def test_what_is_answered_is_what_the_handler_does(
     requests: list[tuple[str, bytes]], mode: int
 ) -> None:
@@ -331,6 +338,7 @@ USUAL_REQUESTS = {
     "potential_loads": (PROJECT, usual()),
     "potential_loads, by tokens": (PROJECT, written(TOKENS)),
     "loads": (LOADS, b""),
+    "select, beside prefill workers": (SELECT, usual(model_name='"roles"')),
 }
 
 

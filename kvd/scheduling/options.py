@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvd.scheduling.queue import QueuePolicy
-from kvd_core.selector_settings import Settings
+from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 # Selections that may wait in all, each a task of 5 KB and its prompt. Fleets hold some hundred.
 MAX_HELD = 16_384
@@ -15,6 +16,42 @@ DEFAULT_QUEUE_THRESHOLD = 2.0  # batches of prefill tokens
 DEFAULT_TTL_S = 120.0
 DEFAULT_MAX_TREE_SIZE = 2**20
 DEFAULT_PRUNE_TARGET_RATIO = 0.8
+
+
+class RouterMode(StrEnum):
+    """Who is chosen among the workers that may serve a request."""
+
+    KV = "kv"  # the lowest cost
+    ROUND_ROBIN = "round-robin"  # each in turn
+    RANDOM = "random"
+    LEAST_LOADED = "least-loaded"  # the fewest requests
+    DIRECT = "direct"  # whom the request names
+
+    @property
+    def core(self) -> int:
+        """The mode of the core's settings."""
+        return _CORE[self]
+
+    @classmethod
+    def of(cls, settings: Settings) -> RouterMode:
+        """Returns the mode of some settings."""
+        return next(mode for mode, core in _CORE.items() if core == settings.members["mode"])
+
+
+_CORE = {
+    RouterMode.KV: KV,
+    RouterMode.ROUND_ROBIN: ROUND_ROBIN,
+    RouterMode.RANDOM: RANDOM,
+    RouterMode.LEAST_LOADED: LEAST_LOADED,
+    RouterMode.DIRECT: DIRECT,
+}
+
+# When a rank gets no new work, by the names that clients and the core's settings have for that.
+THRESHOLDS = (
+    "active_decode_blocks_threshold",  # of its total_kv_blocks
+    "active_prefill_tokens_threshold",  # tokens
+    "active_prefill_tokens_threshold_frac",  # of its max_num_batched_tokens
+)
 
 
 @dataclass(frozen=True, slots=True)

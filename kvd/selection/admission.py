@@ -25,6 +25,7 @@ class Entry:
 
     record: WorkerRecord
     reasons: list[str]  # why it cannot be scheduled
+    blocked: bool = False  # by others: nothing is wrong with it alone
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -52,13 +53,15 @@ class Admission:
         size = None
         if fleet is not None and fleet.workers.keys() - {record.worker_id}:
             size = fleet.block_size
-        reasons = record.reasons(size, uses_events=self._options.uses_kv_events)
-        if not reasons:
-            try:
-                self._check_join([record], {record.worker_id})
-            except KvdError as error:
-                reasons.append(str(error))
-        return Entry(record, reasons)
+        uses_events = self._options.uses_kv_events
+        reasons = record.reasons(size, uses_events=uses_events)
+        if reasons:
+            return Entry(record, reasons, not record.reasons(None, uses_events=uses_events))
+        try:
+            self._check_join([record], {record.worker_id})
+        except KvdError as error:
+            return Entry(record, [str(error)], blocked=True)
+        return Entry(record, [])
 
     def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> None:
         """Raises what `_join` would for workers of one fleet, once what these have has gone.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -11,6 +11,7 @@ from kvd.catalog import WorkerRecord
 from kvd.errors import KvdError
 from kvd.model import PartitionKey
 from kvd.scheduling.queue import Waiting
+from kvd.selection.phases import Phase
 from kvd_core.ledger import Ledger
 from kvd_core.selector import Pool, Prompt
 from kvd_core.selector_settings import Settings
@@ -20,7 +21,7 @@ Look = Callable[[Pool], None]  # puts a prompt before a pool
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Who may serve a request; also the lane it waits in."""
+    """Who may serve a request."""
 
     allowed: frozenset[int] | None = None
     pinned: tuple[int, int] | None = None  # worker, dp rank
@@ -39,10 +40,12 @@ class Ask:
     """One selection, beside its prompt."""
 
     key: PartitionKey
-    settings: Settings
+    settings: Settings  # of the whole request
+    phase: Phase | None = None
     selection_id: str | None = None
     reservation_id: str | None = None  # set: the selection is booked under it
     constraints: Constraints | None = None
+    preferred: Mapping[str, float] | None = None  # taints, by what each makes of the cost
     affinity: tuple[int, int | None] | None = None  # worker, dp rank, if they can be chosen
     strict_priority: int = 0
     priority_jump: float = 0.0
@@ -51,6 +54,26 @@ class Ask:
     explain: bool = False
     session_id: str | None = None
     retry: Retry | None = None  # set: the answer to the same request is given once more
+
+    def constraints_in(self, phase: Phase | None) -> Constraints | None:
+        """Returns who may serve one phase: of both, the pinned worker is the one who decodes."""
+        if phase is Phase.PREFILL and self.phase is Phase.BOTH and self.constraints is not None:
+            return replace(self.constraints, pinned=None)
+        return self.constraints
+
+    @property
+    def lane(self) -> Hashable:
+        """Names who may serve it: those of one lane wait for the same workers."""
+        return self.constraints if self.phase is None else (self.constraints, self.phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A candidate, and how it was weighed."""
+
+    at: int  # in the fleet's pool
+    settings: Settings
+    phase: Phase | None
 
 
 @dataclass(slots=True, eq=False)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from kvd.catalog import WorkerRecord
-from kvd.errors import Conflict, Invalid, NotFound, Unavailable
+from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.scheduling.decay import output_weight
 from kvd.selection.affinity import Affinity
-from kvd.selection.asks import Ask, Look, Receipt
+from kvd.selection.asks import Ask, Chosen, Look, Receipt
 from kvd.selection.fleet import Fleet, schedulable
+from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.retries import Retries
 from kvd.slots import apply_to
 from kvd.wire.lifecycle import Face, Outcome, Step
@@ -71,27 +72,66 @@ class Bookings:
         if reservation_id is not None and reservation_id in self.live:
             raise Conflict(f"reservation {reservation_id} already exists")
 
-    def book(self, fleet: Fleet, ask: Ask, chosen: int, reservation_id: str) -> Receipt:
+    def book(self, fleet: Fleet, ask: Ask, reservation_id: str, chosen: Chosen) -> Receipt:
         """Books the prompt that the pool has looked at; raises what `_admitted` does."""
-        pool = fleet.pool
-        tokens = 0
-        if ask.settings.members["track_prefill"]:
-            tokens = pool.effective_prefill_tokens(chosen, ask.settings)
-        now, expected = self._clock(), ask.expected_output_tokens
-        outcome = pool.book(reservation_id, chosen, tokens, now, expected_output=expected)
+        now = self._clock()
+        tokens = self._add(fleet, ask, reservation_id, chosen, now)
+        self._added(fleet, ask, reservation_id, chosen, tokens, now)
+        return Receipt(fleet.ledger, reservation_id, now)
+
+    def book_both(
+        self, fleet: Fleet, ask: Ask, reservation_id: str, decode: Chosen, prefill: Chosen
+    ) -> Receipt:
+        """Does the same for two phases, or neither: prefill has an id of its own."""
+        now, prefill_id = self._clock(), reservation_id + PREFILL_SUFFIX
+        tokens = self._add(fleet, ask, prefill_id, prefill, now)
+        try:
+            none = self._add(fleet, ask, reservation_id, decode, now)
+        except KvdError:
+            fleet.ledger.free(prefill_id)
+            raise
+        self._added(fleet, ask, reservation_id, decode, none, now)
+        self._added(fleet, ask, prefill_id, prefill, tokens, now)
+        return Receipt(fleet.ledger, reservation_id, now)
+
+    def _add(self, fleet: Fleet, ask: Ask, reservation_id: str, chosen: Chosen, now: float) -> int:
+        """Returns the tokens that the booking counts."""
+        pool, tokens = fleet.pool, 0
+        if chosen.settings.members["track_prefill"]:
+            tokens = pool.effective_prefill_tokens(chosen.at, chosen.settings)
+        outcome = pool.book(
+            reservation_id,
+            chosen.at,
+            tokens,
+            now,
+            expected_output=ask.expected_output_tokens,
+            blocks=chosen.phase is not Phase.PREFILL,
+        )
         _admitted(outcome, reservation_id)
+        return tokens
+
+    def _added(
+        self,
+        fleet: Fleet,
+        ask: Ask,
+        reservation_id: str,
+        chosen: Chosen,
+        tokens: int,
+        now: float,
+    ) -> None:
+        candidate = fleet.pool.candidates[chosen.at]
         self.live[reservation_id] = fleet
-        fleet.predict(chosen, now)
-        candidate = pool.candidates[chosen]
-        if self._affinity is not None:
+        fleet.predict(chosen.at, now)
+        blocks = chosen.phase is not Phase.PREFILL
+        if self._affinity is not None and blocks:
             place = candidate.worker_id, candidate.dp_rank
             self._affinity.booked(fleet, ask, reservation_id, place)
         if self.publish is not None:
             record = fleet.workers[candidate.worker_id]
-            hashes = pool.hold().sequence_hashes
+            hashes = fleet.pool.hold().sequence_hashes if blocks else b""
             where = fleet, record, reservation_id, candidate.dp_rank
-            self._tell(*where, Step.ADD, hashes, tokens, expected, ask.lora_name)
-        return Receipt(fleet.ledger, reservation_id, now)
+            extra = ask.expected_output_tokens, ask.lora_name
+            self._tell(*where, Step.ADD, hashes, tokens, *extra)
 
     def reserve(
         self,
@@ -103,6 +143,7 @@ class Bookings:
         *,
         predicts: bool,
         expected: int | None = None,
+        phase: Phase | None = None,
     ) -> tuple[WorkerRecord, Receipt]:
         """Books a prompt on a rank that was selected before; returns its worker.
 
@@ -120,14 +161,18 @@ class Bookings:
         self.check_new(reservation_id)
         look(fleet.pool)
         now = self._clock()
-        outcome = fleet.pool.book(reservation_id, candidate, tokens, now, expected_output=expected)
+        tokens = 0 if phase is Phase.DECODE else tokens
+        blocks = phase is not Phase.PREFILL
+        outcome = fleet.pool.book(
+            reservation_id, candidate, tokens, now, expected_output=expected, blocks=blocks
+        )
         _admitted(outcome, reservation_id)
         self.live[reservation_id] = fleet
         if predicts:
             fleet.predict(candidate, now)
         record = fleet.workers[worker_id]
         if self.publish is not None:
-            hashes = fleet.pool.hold().sequence_hashes
+            hashes = fleet.pool.hold().sequence_hashes if blocks else b""
             self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens, expected)
         return record, Receipt(fleet.ledger, reservation_id, now)
 
@@ -147,10 +192,12 @@ class Bookings:
 
     def prefill_complete(self, reservation_id: str) -> None:
         """Ends the prefill of a reservation, once or again; raises NotFound."""
-        fleet = self._fleet_of(reservation_id)
-        fleet.ledger.prefill_complete(reservation_id)
-        self._tell_step(fleet, reservation_id, Step.PREFILL_COMPLETE)
-        self._on_idle(fleet)
+        ended = self._end_prefill(reservation_id)
+        if reservation_id in self.live or not ended:
+            fleet = self._fleet_of(reservation_id)
+            fleet.ledger.prefill_complete(reservation_id)
+            self._tell_step(fleet, reservation_id, Step.PREFILL_COMPLETE)
+            self._on_idle(fleet)
 
     def output_block(self, reservation_id: str, fraction: float | None) -> None:
         """Adds an output block to a reservation; raises NotFound."""
@@ -161,13 +208,26 @@ class Bookings:
 
     def free(self, reservation_id: str) -> None:
         """Ends a reservation; raises NotFound."""
-        fleet = self._fleet_of(reservation_id)
+        ended = self._end_prefill(reservation_id)
+        if reservation_id in self.live or not ended:
+            self._end(self._fleet_of(reservation_id), reservation_id)
+
+    def _end_prefill(self, reservation_id: str) -> bool:
+        """Ends what is booked for a reservation's prefill phase alone, if there is such a thing."""
+        prefill_id = reservation_id + PREFILL_SUFFIX
+        fleet = self.live.get(prefill_id)
+        if fleet is None or self.live.get(reservation_id, fleet) is not fleet:
+            return False
+        self._end(fleet, prefill_id)
+        return True
+
+    def _end(self, fleet: Fleet, reservation_id: str) -> None:
         self._tell_step(fleet, reservation_id, Step.FREE)
         fleet.ledger.free(reservation_id)
-        self._end(reservation_id)
+        self._forget(reservation_id)
         self._on_idle(fleet)
 
-    def _end(self, reservation_id: str) -> None:
+    def _forget(self, reservation_id: str) -> None:
         """Forgets a reservation that the ledger has forgotten."""
         self.live.pop(reservation_id, None)
         if self._affinity is not None:
@@ -184,14 +244,14 @@ class Bookings:
                 yield
             while expired := fleet.ledger.expire(now - self._expiry_s, EXPIRY_SLICE):
                 for reservation_id in expired:
-                    self._end(reservation_id)
+                    self._forget(reservation_id)
                 self._on_idle(fleet)
                 yield
 
     def drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int, rank: int) -> None:
         """Ends what is booked on a rank of the ledger that leaves, and takes the rank out."""
         for reservation_id in fleet.ledger.remove_rank(rank):
-            self._end(reservation_id)
+            self._forget(reservation_id)
             self._tell(fleet, record, reservation_id, dp_rank, Step.FREE)
 
     def _fleet_of(self, reservation_id: str) -> Fleet:
@@ -223,7 +283,7 @@ class Bookings:
             self.live[event.request_id] = fleet
             return outcome
         if event.step is Step.FREE:
-            self._end(event.request_id)
+            self._forget(event.request_id)
         self._on_idle(fleet)
         return outcome
 

@@ -16,11 +16,25 @@ from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.queue import Urgency
 from kvd.selection.affinity import Affinity
-from kvd.selection.asks import Answered, Ask, Held, Look
+from kvd.selection.asks import Answered, Ask, Chosen, Held, Look
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet, members_json, schedulable
+from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
 from kvd_core import selector
 from kvd_core.draws import Draws
+from kvd_core.selector_settings import DIRECT, Settings
+
+# By phase: why nobody has been chosen.
+_NOBODY: dict[Phase | None, str] = {
+    None: "no endpoints available to route work",
+    Phase.PREFILL: "no prefill worker is available",
+    Phase.DECODE: "no decode worker is available",
+}
+_OVERLOADED: dict[Phase | None, str] = {
+    None: "all workers are overloaded",
+    Phase.PREFILL: "all prefill workers are overloaded",
+    Phase.DECODE: "all decode workers are overloaded",
+}
 
 
 class Choices:
@@ -49,20 +63,18 @@ class Choices:
         """Selects, and books if asked to; returns the answer, or the selection held.
 
         Raises Unavailable without anyone eligible or with all of them overloaded, BadRequest for
-        constraints that contradict each other, Conflict on a reservation id that lives.
+        constraints that contradict each other or do not say what the mode needs, Conflict on a
+        reservation id that lives.
         """
         if (again := self._bookings.retries.find(ask.retry)) is not None:
             return again.answer
         fleet = schedulable(self._fleets, ask.key)
-        constraints = ask.constraints
-        if constraints is not None and constraints.pinned is not None:
-            worker_id = constraints.pinned[0]
-            if constraints.allowed is not None and worker_id not in constraints.allowed:
-                raise BadRequest(f"pinned worker {worker_id} is not in allowed worker set")
-        self._bookings.check_new(ask.reservation_id)  # before it waits for that
+        _check_constraints(ask)
+        self._check_new(ask)  # before it waits for that
         look(fleet.pool)
-        if not fleet.queue.waits(constraints):
-            answered = self._choose(fleet, ask)
+        # Who names the worker waits for nobody.
+        if ask.settings.members["mode"] == DIRECT or not fleet.queue.waits(ask.lane):
+            answered = self._serve_one(fleet, ask)
             if answered is not None:
                 return answered.answer
         return self._hold(fleet, ask)
@@ -104,62 +116,121 @@ class Choices:
             self.refused_held += 1
             raise Unavailable(f"{self.held} selections wait already", retry_after_s=1)
         held = Held(ask, fleet.pool.hold())
-        least = min(
-            fleet.pool.effective_prefill_tokens(at, ask.settings) for at in range(len(fleet.pool))
-        )
+        least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
-        held.waiting = fleet.queue.push(ask.constraints, held, urgency, self._clock())
+        held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
         fleet.ledger.loads.eased = partial(self.turn, fleet)  # for what other faces end
         self.held += 1
         return held
 
-    def _choose(self, fleet: Fleet, ask: Ask) -> Answered | None:
-        """Chooses for the prompt that the pool has looked at; None if all are busy."""
+    def _serve_one(self, fleet: Fleet, ask: Ask) -> Answered | None:
+        """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
         if (again := self._bookings.retries.find(ask.retry)) is not None:
             return again  # both have waited
-        self._bookings.check_new(ask.reservation_id)
-        eligible = fleet.eligible(ask.constraints)
-        chosen = self._follow(fleet, ask, eligible)
-        if ask.affinity is not None and (wanted := fleet.targets(ask.affinity, eligible)):
-            chosen = fleet.pool.choose(ask.settings, wanted, self._draws.next())
+        self._check_new(ask)
+        if ask.phase is Phase.BOTH:
+            answered = self._serve_both(fleet, ask)
+        else:
+            answered = self._serve_phase(fleet, ask, ask.phase)
+        if answered is not None and answered.receipt is not None:
+            self._bookings.retries.note(ask.retry, answered)
+        return answered
+
+    def _serve_phase(
+        self, fleet: Fleet, ask: Ask, phase: Phase | None, more: bytes = b""
+    ) -> Answered | None:
+        chosen = self._choose(fleet, ask, phase)
+        if chosen is None:
+            return None
+        receipt = None
+        if ask.reservation_id is not None:
+            receipt = self._bookings.book(fleet, ask, ask.reservation_id, chosen)
+        return Answered(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
+
+    def _serve_both(self, fleet: Fleet, ask: Ask) -> Answered | None:
+        """Does the same for both phases: a decode worker's answer with a prefill worker's in it.
+
+        Without a prefill worker the one who decodes serves all of it, and the answer says why.
+        """
+        try:
+            prefill = self._choose(fleet, ask, Phase.PREFILL)
+        except Unavailable as error:
+            fallback = {"prefill": None, "fallback": f"decode only: {error}"}
+            return self._serve_phase(fleet, ask, None, members_json(fallback))
+        if prefill is None:
+            return None
+        decode = self._choose(fleet, ask, Phase.DECODE)
+        if decode is None:
+            return None
+        prefill_id = receipt = None
+        if ask.reservation_id is not None:
+            prefill_id = ask.reservation_id + PREFILL_SUFFIX
+            receipt = self._bookings.book_both(fleet, ask, ask.reservation_id, decode, prefill)
+        inner = b'"prefill":%b,' % self._answer(fleet, ask, prefill, prefill_id)
+        return Answered(self._answer(fleet, ask, decode, ask.reservation_id, inner), receipt)
+
+    def _choose(self, fleet: Fleet, ask: Ask, phase: Phase | None) -> Chosen | None:
+        """Chooses for the prompt that the pool has looked at; None if all are busy."""
+        settings = in_phase(ask.settings, phase)
+        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        factors = fleet.factors(ask.preferred)
+        chosen = selector.NONE
+        if phase is not Phase.PREFILL:  # a session is where its requests decode
+            chosen = self._follow(fleet, ask, settings, eligible)
+        affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
+        if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
+            chosen = fleet.pool.choose(settings, wanted, self._draws.next())
         if chosen < 0:  # who is liked best is not waited for
-            chosen = fleet.pool.choose(ask.settings, eligible, self._draws.next())
+            chosen = fleet.pool.choose(settings, eligible, self._draws.next(), factors)
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
-            raise Unavailable("no endpoints available to route work")
+            raise Unavailable(_NOBODY[phase])
         if chosen == selector.OVERLOADED:
-            raise Unavailable("all workers are overloaded", retry_after_s=1)
-        if ask.reservation_id is None:
-            return Answered(self._answer(fleet, ask, chosen))
-        receipt = self._bookings.book(fleet, ask, chosen, ask.reservation_id)
-        answered = Answered(self._answer(fleet, ask, chosen), receipt)
-        self._bookings.retries.note(ask.retry, answered)
-        return answered
+            raise Unavailable(_OVERLOADED[phase], retry_after_s=1)
+        return Chosen(chosen, settings, phase)
 
-    def _follow(self, fleet: Fleet, ask: Ask, eligible: bytes | None) -> int:
+    def _follow(self, fleet: Fleet, ask: Ask, settings: Settings, eligible: bytes | None) -> int:
         """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
 
         Once one is not busy the session's is taken, busy or not, as on the original.
         """
         bound = None if self._affinity is None else self._affinity.target(ask)
         wanted = None if bound is None else fleet.targets(bound, eligible)
-        if wanted is None or fleet.pool.refusal(ask.settings, eligible) != 0:
+        if wanted is None or fleet.pool.refusal(settings, eligible) != 0:
             return selector.NONE
-        settings = ask.settings.replace(queue_threshold=None)
-        return fleet.pool.choose(settings, wanted, self._draws.next())
+        return fleet.pool.choose(settings.replace(queue_threshold=None), wanted, self._draws.next())
 
-    def _answer(self, fleet: Fleet, ask: Ask, chosen: int) -> bytes:
+    def _check_new(self, ask: Ask) -> None:
+        self._bookings.check_new(ask.reservation_id)
+        if ask.phase is Phase.BOTH and ask.reservation_id is not None:
+            self._bookings.check_new(ask.reservation_id + PREFILL_SUFFIX)
+
+    def _answer(
+        self,
+        fleet: Fleet,
+        ask: Ask,
+        chosen: Chosen,
+        reservation_id: str | None,
+        more: bytes = b"",
+    ) -> bytes:
         named: dict[str, Any] = {}
         if ask.selection_id is not None:
             named["selection_id"] = ask.selection_id
-        if ask.reservation_id is not None:
-            named["reservation_id"] = ask.reservation_id
-        members = fleet.piece(chosen)
+        if reservation_id is not None:
+            named["reservation_id"] = reservation_id
+        if chosen.phase is not None:
+            named["phase"] = chosen.phase
+        members = fleet.piece(chosen.at) + more
         if ask.explain:
-            rows = fleet.pool.explain(ask.settings, fleet.eligible(ask.constraints))
+            rows = fleet.pool.explain(
+                chosen.settings,
+                fleet.eligible(ask.constraints_in(chosen.phase), chosen.phase),
+                fleet.factors(ask.preferred),
+            )
             members += members_json({"candidates": [row._asdict() for row in rows]})
-        return fleet.pool.render_answer(b"{" + members_json(named), members, chosen, ask.settings)
+        opening = b"{" + members_json(named)
+        return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
 
     def stop(self) -> None:
         """Answers those that wait, now and from now on, that nobody will serve them."""
@@ -187,7 +258,7 @@ class Choices:
             if not fleet.workers:
                 raise Unavailable("no schedulable workers are available")
             fleet.pool.look_again(held.prompt)
-            answered = self._choose(fleet, held.ask)
+            answered = self._serve_one(fleet, held.ask)
         except KvdError as error:
             held.settle(error)
             return True
@@ -195,3 +266,13 @@ class Choices:
             return False
         held.settle(answered)
         return True
+
+
+def _check_constraints(ask: Ask) -> None:
+    constraints = ask.constraints
+    pinned = None if constraints is None else constraints.pinned
+    if ask.settings.members["mode"] == DIRECT and (pinned is None or ask.phase is Phase.BOTH):
+        raise BadRequest("the router mode is direct: pinned_worker must name who serves one phase")
+    allowed = None if constraints is None else constraints.allowed
+    if pinned is not None and allowed is not None and pinned[0] not in allowed:
+        raise BadRequest(f"pinned worker {pinned[0]} is not in allowed worker set")

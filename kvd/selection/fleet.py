@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +15,12 @@ from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.predictions import Predictions
 from kvd.scheduling.queue import SelectionQueue
 from kvd.selection.asks import Constraints, Held
+from kvd.selection.phases import Phase, serves
 from kvd.state import State
 from kvd_core.hashing import sequence_hashes
 from kvd_core.ledger import Ledger
 from kvd_core.selector import Candidate, Pool
+from kvd_core.selector_settings import Settings
 
 FORGET_SLICE = 64  # predicted blocks forgotten between two rests
 PREDICTED_SLICE = 4096  # the same of those beside events, some 0.1 us each
@@ -26,15 +29,21 @@ PREDICTED_SLICE = 4096  # the same of those beside events, some 0.1 us each
 class Fleet:
     """The schedulable workers of one model and tenant."""
 
-    def __init__(self, key: PartitionKey, options: RouterOptions, state: State) -> None:
+    def __init__(
+        self, key: PartitionKey, options: RouterOptions, state: State, settings: Settings
+    ) -> None:
         self.key = key
         self._options = options
+        self.settings = settings  # of requests that override nothing
         self._state = state
         self.ledger = Ledger()
         self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
         self.workers: dict[int, WorkerRecord] = {}
         self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None
+        self._former: Pool | None = None  # whose turns the next one goes on with
+        self._masks: dict[Phase | None, bytes | None] = {}
+        self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
         self._silent: int | None = None
         # By candidate, once needed: the members of an answer that say who was chosen, as JSON.
         self.pieces: list[bytes | None] = []
@@ -55,7 +64,8 @@ class Fleet:
 
         The worker `silent` counts as caching nothing until the next change.
         """
-        self._pool = None
+        if self._pool is not None:
+            self._former, self._pool = self._pool, None
         self._silent = silent
 
     @property
@@ -63,7 +73,12 @@ class Fleet:
         """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
         if self._pool is None:
             self._pool = self._make_pool()
+            if self._former is not None:
+                self._pool.take_turns(self._former)
+                self._former = None
             self.pieces = [None] * len(self._pool)
+            self._masks = {None: self._mask(self._pool, None)}
+            self.whole = self._masks[None]
         return self._pool
 
     def _make_pool(self) -> Pool:
@@ -117,14 +132,38 @@ class Fleet:
             sum(waiting),
         )
 
-    def eligible(self, constraints: Constraints | None) -> bytes | None:
-        """Returns the pool's mask of the ranks that may serve a request; None: all of them."""
+    def eligible(self, constraints: Constraints | None, phase: Phase | None = None) -> bytes | None:
+        """Returns the pool's mask of the ranks that may serve a phase; None: all of them."""
+        pool = self.pool
         if constraints is None:
-            return None
+            if phase not in self._masks:
+                self._masks[phase] = self._mask(pool, phase)
+            return self._masks[phase]
+        records = [self.workers[each.worker_id] for each in pool.candidates]
         return bytes(
-            constraints.admits(self.workers[each.worker_id], each.dp_rank)
-            for each in self.pool.candidates
+            serves(record.role, phase) and constraints.admits(record, each.dp_rank)
+            for record, each in zip(records, pool.candidates, strict=True)
         )
+
+    def _mask(self, pool: Pool, phase: Phase | None) -> bytes | None:
+        mask = bytes(serves(self.workers[each.worker_id].role, phase) for each in pool.candidates)
+        return None if all(mask) else mask
+
+    def factors(self, preferred: Mapping[str, float] | None) -> bytes | None:
+        """Returns what the costs of the pool's ranks are multiplied with; None: 1.
+
+        The weights of a worker's taints add up to a factor between 1/e and e, below 1 for those
+        that are liked.
+        """
+        if not preferred:
+            return None
+        by_worker = {
+            record.worker_id: math.exp(
+                -math.tanh(sum(preferred.get(taint, 0.0) for taint in set(record.taints)))
+            )
+            for record in self.workers.values()
+        }
+        return array("d", (by_worker[each.worker_id] for each in self.pool.candidates)).tobytes()
 
     def targets(self, affinity: tuple[int, int | None], eligible: bytes | None) -> bytes | None:
         """Narrows a mask to what a request would like best; None if none of that may serve it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 from kvd.ledgers import Ledgers
@@ -13,9 +13,12 @@ from kvd.selection.affinity import Affinity
 from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
 from kvd.selection.fleet import Fleet
+from kvd.selection.readiness import Readiness
+from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
 from kvd.state import State
 from kvd_core.draws import Draws
+from kvd_core.selector_settings import Settings
 
 
 class Selections:
@@ -31,8 +34,10 @@ class Selections:
         clock: Callable[[], float],
         wall_ns: Callable[[], int],
         ledgers: Ledgers | None = None,
+        readiness: Readiness | None = None,
     ) -> None:
         """Requests of other faces that use the same `ledgers` weigh on choices."""
+        self.readiness = readiness or Readiness()
         self.options = options
         self.clock = clock
         self.draws = Draws(random)
@@ -55,9 +60,32 @@ class Selections:
         self.choices = Choices(
             self.fleets, options, self.bookings, self.draws, clock, self.affinity
         )
+        self.tuning = Tuning(self.fleets, options.settings, self.choices.turn_all)
         self.workers = Workers(
-            self.fleets, self.state, registry, options, self.bookings, self.choices.turn_all
+            self.fleets,
+            self.state,
+            registry,
+            options,
+            self.bookings,
+            self.tuning,
+            self._workers_changed,
         )
+
+    def _workers_changed(self) -> None:
+        if not self.readiness.enough:
+            self.readiness.note(sum(len(fleet.workers) for fleet in self.fleets.values()))
+        self.choices.turn_all()
+
+    def tend(self, now: float) -> Iterator[None]:
+        """Does what is due; rests at every yield."""
+        yield from self.bookings.expire(now)
+        while self.workers.reconsider():
+            yield
+
+    def settings(self, key: PartitionKey) -> Settings:
+        """Returns the settings of requests of a model and tenant that override nothing."""
+        fleet = self.fleets.get(key)
+        return self.options.settings if fleet is None else fleet.settings
 
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
         """Returns a JSON array of what every fleet works on, sorted; None is any."""

@@ -7,10 +7,14 @@
 
 Changes are made one after the other and may wait for listeners to end. Listeners of KV events are
 those of the registry, shared with the other faces.
+
+A worker that only others keep out of its fleet, by their block size or by having registered its
+rank elsewhere, is judged again when anything leaves, here or on another face.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import trio
@@ -23,7 +27,10 @@ from kvd.scheduling.options import RouterOptions
 from kvd.selection.admission import MAX_FLEETS, OWNER, Admission, Entry
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet
+from kvd.selection.tuning import Tuning
 from kvd.state import State
+
+RECONSIDERED = 64  # workers judged again between two rests, each against all ranks of its fleet
 
 
 class Workers:
@@ -36,6 +43,7 @@ class Workers:
         registry: Registry,
         options: RouterOptions,
         bookings: Bookings,
+        tuning: Tuning,
         on_change: Callable[[], None],
     ) -> None:
         """Calls `on_change` after every change, when selections that wait may have got somebody."""
@@ -45,9 +53,13 @@ class Workers:
         self._registry = registry
         self._options = options
         self._bookings = bookings
+        self._tuning = tuning
         self._on_change = on_change
         self._admission = Admission(self.entries, fleets, registry, options)
         self._changing = trio.Lock()
+        self._blocked: set[int] = set()  # incomplete through no fault of their own
+        self._due: deque[int] = deque()  # of these, who is to be judged again
+        registry.on_departure = self._obstacle_gone
 
     async def put(self, record: WorkerRecord) -> Entry:
         """Describes a worker anew. Raises Conflict if a schedulable one would not be any more."""
@@ -61,7 +73,7 @@ class Workers:
                 )
             self._admission.check_room([record])
             entry = await self._replace(known, entry)
-            self._on_change()
+            self._changed()
             return entry
 
     async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
@@ -69,7 +81,7 @@ class Workers:
         async with self._changing:
             known = self._entry(worker_id)
             entry = await self._replace(known, self._admission.judged(change(known.record)))
-            self._on_change()
+            self._changed()
             return entry
 
     async def delete(self, worker_id: int) -> Entry:
@@ -77,7 +89,7 @@ class Workers:
         async with self._changing:
             known = self._entry(worker_id)
             await self._replace(known, None)
-            self._on_change()
+            self._changed()
             return known
 
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
@@ -105,8 +117,52 @@ class Workers:
             for entry in old:
                 if entry.record.worker_id not in named and not replaced:
                     await self._replace(entry, None)
-            self._on_change()
+            self._changed()
             return entries
+
+    def _changed(self) -> None:
+        """Ends a change: whoever was in the way of others may have gone."""
+        self._due = deque(sorted(self._blocked))
+        self._reconsider()
+        self._on_change()
+
+    def _obstacle_gone(self) -> None:
+        """Takes note that another face has unregistered something."""
+        if self._blocked:
+            self._due = deque(sorted(self._blocked))
+            self.reconsider()
+
+    def reconsider(self) -> bool:
+        """Judges some of those again whose obstacle may have gone; True while there are more."""
+        if self._due and not self._changing.locked() and self._reconsider():
+            self._on_change()
+        return bool(self._due) and not self._changing.locked()
+
+    def _reconsider(self) -> bool:
+        """Does it, atomically; says whether anybody has joined."""
+        joined = False
+        for _ in range(min(RECONSIDERED, len(self._due))):
+            known = self.entries.get(self._due.popleft())
+            if known is None or not known.reasons:
+                continue
+            entry = self._admission.judged(known.record)
+            if not entry.reasons:
+                try:
+                    self._join(entry.record)
+                    joined = True
+                except KvdError as error:  # a bound of the state: nothing of it has been registered
+                    self._leave(entry.record, None)
+                    entry = Entry(entry.record, [str(error)], blocked=True)
+            self._enter(entry)
+        return joined
+
+    def _enter(self, entry: Entry) -> None:
+        worker_id = entry.record.worker_id
+        self.entries[worker_id] = entry
+        if entry.blocked:
+            self._blocked.add(worker_id)
+        else:
+            self._blocked.discard(worker_id)
 
     def listed(self, model_name: str | None, tenant_id: str | None) -> list[Entry]:
         """Returns the workers of a model and tenant, None for any, sorted."""
@@ -143,11 +199,12 @@ class Workers:
                 except KvdError as error:  # another face was faster
                     await self._fall_silent(after, None)
                     self._leave(after, None)
-                    new = Entry(after, [str(error)])
+                    new = Entry(after, [str(error)], blocked=True)
         if new is not None:
-            self.entries[new.record.worker_id] = new
+            self._enter(new)
         elif old is not None:
             del self.entries[old.record.worker_id]
+            self._blocked.discard(old.record.worker_id)
         return new or old  # type: ignore[return-value]
 
     async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
@@ -192,7 +249,8 @@ class Workers:
         if record.key not in self._fleets:
             if len(self._fleets) >= MAX_FLEETS:
                 raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
-            self._fleets[record.key] = Fleet(record.key, self._options, self._state)
+            settings = self._tuning.settings(*record.key)
+            self._fleets[record.key] = Fleet(record.key, self._options, self._state, settings)
         fleet = self._fleets[record.key]
         assert record.block_size is not None  # or it could not be scheduled
         self._bookings.open_ledger(fleet, record.block_size)

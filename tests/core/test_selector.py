@@ -19,7 +19,7 @@ from kvd_core.index import IngestCounters, PrefixIndex, Worker
 from kvd_core.ledger import ADDED, EXISTS, Ledger
 from kvd_core.scan import BodyScanner
 from kvd_core.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
-from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 from tests.models.selector_model import (
     ModelPool,
     ModelPrompt,
@@ -627,7 +627,7 @@ def test_wrong_pools_are_refused() -> None:
         {"active_decode_blocks_threshold": -0.1},
         {"active_prefill_tokens_threshold": -1},
         {"active_prefill_tokens_threshold_frac": -1},
-        {"mode": 4},
+        {"mode": 5},
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, float]) -> None:
@@ -666,7 +666,7 @@ WEIGHTS = UNIT | st.sampled_from([2.5, 1e18]) | st.floats(0, 100)
 THRESHOLDS = st.none() | WEIGHTS
 MODEL_SETTINGS = st.builds(
     ModelSettings,
-    mode=st.sampled_from([KV, KV, KV, ROUND_ROBIN, RANDOM, LEAST_LOADED]),
+    mode=st.sampled_from([KV, KV, KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT]),
     overlap_weight=WEIGHTS,
     device_credit=WEIGHTS,
     host_credit=UNIT,
@@ -706,6 +706,9 @@ def test_selector_equals_model(
     model = fleet.look(blocks, isl_tokens, novel)
     chosen_settings = Settings(**asdict(model_settings))
     mask = data.draw(st.none() | st.binary(min_size=len(plans), max_size=len(plans)))
+    factor = st.sampled_from([0.0, 1.0, 2.5]) | st.floats(0.36, 2.72)
+    likes = data.draw(st.none() | st.lists(factor, min_size=len(plans), max_size=len(plans)))
+    factors = None if likes is None else array("d", likes).tobytes()
     check_terms(fleet.pool, model, chosen_settings, model_settings)
     assert fleet.pool.least_prefill_tokens(chosen_settings, None) == min(
         effective_tokens(rank, model_settings, model.prompt) for rank in model.ranks
@@ -713,8 +716,8 @@ def test_selector_equals_model(
     assert json.loads(fleet.pool.render_overlaps()) == model.overlap_rows()
     assert json.loads(fleet.pool.render_loads(chosen_settings)) == model.load_rows(model_settings)
     for random_ in draws:
-        chosen = fleet.pool.choose(chosen_settings, mask, random_)
-        assert chosen == model.choose(model_settings, mask, random_)
+        chosen = fleet.pool.choose(chosen_settings, mask, random_, factors)
+        assert chosen == model.choose(model_settings, mask, random_, likes)
         assert fleet.pool.refusal(chosen_settings, mask) == min(chosen, 0)
         if chosen >= 0:
             members = fleet.pool.render_choice(chosen, chosen_settings)
@@ -737,4 +740,5 @@ def check_terms(pool: Pool, model: ModelPool, s: Settings, model_settings: Model
             True,
             is_overloaded(rank, model_settings),
             is_busy(rank, model_settings),
+            1.0,
         )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KV, ROUND_ROBIN, RANDOM, LEAST_LOADED = range(4)
+KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT = range(5)
 NONE, BUSY, OVERLOADED = -1, -2, -3
 
 
@@ -99,12 +99,14 @@ def above(value: int, threshold: float | None, capacity: int) -> bool:
 
 
 def is_busy(rank: ModelRank, s: ModelSettings) -> bool:
-    return above(rank.prefill_tokens, s.queue_threshold, rank.max_num_batched_tokens)
+    return s.mode != DIRECT and above(
+        rank.prefill_tokens, s.queue_threshold, rank.max_num_batched_tokens
+    )
 
 
 def is_overloaded(rank: ModelRank, s: ModelSettings) -> bool:
     tokens, batch = rank.prefill_tokens, rank.max_num_batched_tokens
-    return (
+    return s.mode != DIRECT and (
         above(tokens, s.active_prefill_tokens_threshold, 1)
         or above(tokens, s.active_prefill_tokens_threshold_frac, batch)
         or above(rank.decode_blocks, s.active_decode_blocks_threshold, rank.total_kv_blocks)
@@ -117,27 +119,37 @@ class ModelPool:
     def __init__(self, ranks: Sequence[ModelRank], prompt: ModelPrompt) -> None:
         self.ranks = ranks
         self.prompt = prompt
-        self.turn = 0
+        self.turns = [0] * len(ranks)  # when each was last chosen
 
-    def choose(self, s: ModelSettings, eligible: bytes | None, random: int) -> int:
+    def choose(
+        self,
+        s: ModelSettings,
+        eligible: bytes | None,
+        random: int,
+        factors: Sequence[float] | None = None,
+    ) -> int:
         allowed = [i for i in range(len(self.ranks)) if eligible is None or eligible[i]]
         open_ = [i for i in allowed if not is_overloaded(self.ranks[i], s)]
         if not allowed:
             return NONE
         if not open_:
             return OVERLOADED
-        if all(is_busy(self.ranks[i], s) for i in open_):
+        idle = [i for i in open_ if not is_busy(self.ranks[i], s)]
+        if not idle:
             return BUSY
+        if s.mode not in (KV, DIRECT):
+            open_ = idle
         if s.mode == ROUND_ROBIN:
-            chosen = next((i for i in open_ if i >= self.turn), open_[0])
-            self.turn = chosen + 1
+            chosen = min(open_, key=lambda i: self.turns[i])
+            self.turns[chosen] = max(self.turns) + 1
             return chosen
         if s.mode == RANDOM:
             return any_of(open_, random)
         if s.mode == LEAST_LOADED:
             values = [float(self.ranks[i].requests) for i in open_]
         else:
-            values = [terms(self.ranks[i], s, self.prompt)[4] for i in open_]
+            liked = factors or [1.0] * len(self.ranks)
+            values = [terms(self.ranks[i], s, self.prompt)[4] * liked[i] for i in open_]
             if s.temperature > 0:
                 return drawn(open_, values, s.temperature, random)
         return any_of([i for i, v in zip(open_, values, strict=True) if v == min(values)], random)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
+from struct import Struct
 from typing import Any
 
 from kvd.errors import BadRequest, Invalid
@@ -11,9 +13,11 @@ from kvd.faces import bodies
 from kvd.faces.selection.members import (
     bounded_id,
     flag,
+    mode_of,
     number,
     optional_number,
     optional_object,
+    phase_of,
     place,
     retry_of,
     texts,
@@ -24,10 +28,14 @@ from kvd.faces.selection.prompts import PROMPT, look_for
 from kvd.http.types import Request, Response
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
 from kvd.selection.asks import Ask, Constraints, Held, Look
+from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.service import Selections
+from kvd_core.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.plain_selection import PlainSelect
 from kvd_core.scan import BodyScanner
 from kvd_core.selector_settings import Settings
+
+FLOAT = Struct("f")
 
 SELECT = BodyScanner(PROMPT, PlainSelect.FIELDS)
 
@@ -53,7 +61,10 @@ async def select_and_reserve(request: Request, *, selections: Selections) -> Res
     members = bodies.scan(SELECT, request.body)
     ask = _ask(selections, members)
     given = bodies.optional_text(members, "reservation_id")
-    reservation_id = selections.draws.uuid() if given is None else bounded_id(given)
+    longest = MAX_REQUEST_ID_BYTES
+    if ask.phase is Phase.BOTH:  # books twice
+        longest -= len(PREFILL_SUFFIX)
+    reservation_id = selections.draws.uuid() if given is None else bounded_id(given, longest)
     look = look_for(selections, SELECT, members)
     ask = replace(ask, reservation_id=reservation_id, retry=retry_of(request, given))
     return await _selected(selections, ask, look)
@@ -68,15 +79,16 @@ async def _selected(selections: Selections, ask: Ask, look: Look) -> Response:
 
 
 def _ask(selections: Selections, members: bodies.Members) -> Ask:
-    constraints = Constraints(
-        _allowed(members), _rank(members, "pinned_worker"), _required_taints(members)
-    )
+    required, preferred = _taints(members)
+    constraints = Constraints(_allowed(members), _rank(members, "pinned_worker"), required)
     selection_id = bodies.optional_text(members, "selection_id")
     return Ask(
         place(members),
         settings_of(selections, members),
+        phase=phase_of(members, tuple(Phase)),
         selection_id=selection_id,
         constraints=None if constraints == Constraints() else constraints,
+        preferred=preferred,
         affinity=_affinity(members),
         strict_priority=bodies.optional_uint(members, "strict_priority", bodies.U32_MAX) or 0,
         priority_jump=optional_number(members, "priority_jump"),
@@ -121,19 +133,38 @@ def _affinity(members: bodies.Members) -> tuple[int, int | None] | None:
     return u64(value, "worker_id"), bodies.optional_uint(value, "dp_rank", bodies.U32_MAX)
 
 
-def _required_taints(members: bodies.Members) -> frozenset[str]:
-    value = optional_object(members, "routing_constraints")
-    if value is None or value.get("required_taints") is None:
-        return frozenset()
-    return frozenset(texts(value, "required_taints"))
+def _taints(members: bodies.Members) -> tuple[frozenset[str], dict[str, float] | None]:
+    """Returns the taints that a worker must have, and by how much others are liked."""
+    value = optional_object(members, "routing_constraints") or {}
+    required = frozenset[str]()
+    if value.get("required_taints") is not None:
+        required = frozenset(texts(value, "required_taints"))
+    preferred = value.get("preferred_taints")
+    if isinstance(preferred, list):
+        return required, dict.fromkeys(texts(value, "preferred_taints"), 1.0)
+    if preferred is not None and not isinstance(preferred, dict):
+        raise Invalid("preferred_taints: expected an object of weights, or an array of texts")
+    weights = {taint: _weight(preferred, taint) for taint in preferred} if preferred else None
+    return required, weights
+
+
+def _weight(weights: bodies.Members, taint: str) -> float:
+    """Returns a weight in single precision, as the original has them."""
+    try:
+        weight: float = FLOAT.unpack(FLOAT.pack(number(weights, taint)))[0]
+    except (Invalid, OverflowError):
+        weight = math.inf
+    if not math.isfinite(weight):
+        raise Invalid("preferred_taints: a weight is no number, or out of range")
+    return weight
 
 
 def settings_of(selections: Selections, members: bodies.Members) -> Settings:
-    """Returns the configured settings with what the request overrides."""
-    default = selections.options.settings
+    """Returns the settings of the request's model and tenant with what it overrides."""
+    settings = selections.settings(place(members))
     override = optional_object(members, "router_config_override")
     if override is None:
-        return default
+        return settings
     changes: dict[str, Any] = {
         OVERRIDES[name]: number(override, name)
         for name in OVERRIDES
@@ -141,7 +172,9 @@ def settings_of(selections: Selections, members: bodies.Members) -> Settings:
     }
     if override.get("track_prefill_tokens") is not None:
         changes["track_prefill"] = flag(override, "track_prefill_tokens")
+    if override.get("router_mode") is not None:
+        changes["mode"] = mode_of(override).core
     try:
-        return default.replace(**changes)
+        return settings.replace(**changes)
     except ValueError as error:
         raise Invalid(f"router_config_override: {error}") from None

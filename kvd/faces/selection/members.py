@@ -11,7 +11,9 @@ from kvd.errors import Invalid
 from kvd.faces import bodies
 from kvd.http.types import Request
 from kvd.model import PartitionKey
+from kvd.scheduling.options import RouterMode
 from kvd.selection.asks import Retry
+from kvd.selection.phases import Phase
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES
 
 OK = b'{"status":"ok"}'
@@ -76,7 +78,23 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
     return Retry((reservation_id, key), content.digest())
 
 
-def bounded_id(text: str) -> str:
-    if len(text.encode()) > MAX_REQUEST_ID_BYTES:
-        raise Invalid(f"reservation_id: longer than {MAX_REQUEST_ID_BYTES} bytes")
+def bounded_id(text: str, longest: int = MAX_REQUEST_ID_BYTES) -> str:
+    if len(text.encode()) > longest:
+        raise Invalid(f"reservation_id: longer than {longest} bytes")
     return text
+
+
+def phase_of(members: bodies.Members, allowed: tuple[Phase, ...]) -> Phase | None:
+    value = members.get("phase")
+    if value is None:
+        return None
+    if value not in allowed:
+        raise Invalid(f"phase: expected one of {', '.join(allowed)}")
+    return Phase(value)
+
+
+def mode_of(members: Mapping[str, Any]) -> RouterMode:
+    try:
+        return RouterMode(members["router_mode"])
+    except ValueError:
+        raise Invalid(f"router_mode: expected one of {', '.join(RouterMode)}") from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kvd.errors import BadRequest
 from kvd.faces import bodies
-from kvd.faces.selection.members import OK, bounded_id, number, place, retry_of, u64
+from kvd.faces.selection.members import OK, bounded_id, number, phase_of, place, retry_of, u64
 from kvd.faces.selection.prompts import PROMPT, look_reserved
 from kvd.http.types import Request, Response
 from kvd.selection.asks import Answered
+from kvd.selection.phases import Phase
 from kvd.selection.service import Selections
 from kvd_core.plain_selection import PlainPrompt
 from kvd_core.scan import BodyScanner
@@ -23,6 +24,7 @@ RESERVE = BodyScanner(
         "dp_rank",
         "effective_prefill_tokens",
         "expected_output_tokens",
+        "phase",
     ),
 )
 OUTPUT = BodyScanner({}, ("decay_fraction",))
@@ -47,10 +49,18 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     if tokens is not None and isl_tokens is not None and tokens > isl_tokens:
         raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
     key = place(members)
+    phase = phase_of(members, (Phase.PREFILL, Phase.DECODE))
     predicts = "token_ids" in members or "block_hashes" in members
     expected = bodies.optional_uint(members, "expected_output_tokens", bodies.U32_MAX)
     record, receipt = selections.bookings.reserve(
-        key, reservation_id, rank, look, tokens or 0, predicts=predicts, expected=expected
+        key,
+        reservation_id,
+        rank,
+        look,
+        tokens or 0,
+        predicts=predicts,
+        expected=expected,
+        phase=phase,
     )
     answer = {
         "reservation_id": reservation_id,

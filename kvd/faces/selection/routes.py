@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvd.catalog import DEFAULT_MODEL
-from kvd.faces.selection import choosing, inspection, reservations, workers
+from kvd.faces.selection import choosing, inspection, reservations, tuning, workers
 from kvd.faces.selection.prompts import ASK
 from kvd.http.types import Handler, Route
 from kvd.model import DEFAULT_TENANT
@@ -58,6 +58,12 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
         Route("GET", "/loads", bound(inspection.loads), True, PlainAllLoads(selections)),
         _hot("/potential_loads", bound(inspection.potential_loads), PlainLoads(ASK, *known)),
         _hot("/overlap_scores", bound(inspection.overlap_scores)),
+        Route("GET", "/busy_threshold", bound(tuning.list_thresholds)),
+        Route("POST", "/busy_threshold", bound(tuning.post_thresholds)),
+        Route("DELETE", "/busy_threshold", bound(tuning.delete_thresholds)),
+        Route("GET", "/router_mode", bound(tuning.list_modes)),
+        Route("POST", "/router_mode", bound(tuning.post_mode)),
+        Route("DELETE", "/router_mode", bound(tuning.delete_mode)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from kvd.catalog import Lifecycle
@@ -20,14 +21,21 @@ WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
 def ready(request: Request, *, selections: Selections) -> Response:
     """Answers 200 once a worker can be selected, with all workers either way."""
     entries = selections.workers.listed(None, None)
-    count = sum(not entry.reasons for entry in entries)
+    lifecycles = Counter(entry.lifecycle for entry in entries)
+    count = lifecycles[Lifecycle.SCHEDULABLE]
+    reasons = selections.readiness.reasons(count)
     answer = {
-        "ready": count > 0,
+        "ready": not reasons,
         "schedulable_workers": count,
+        "not_ready_reasons": reasons,
+        "lifecycles": {
+            each: lifecycles[each] for each in (Lifecycle.SCHEDULABLE, Lifecycle.INCOMPLETE)
+        },
+        **selections.readiness.shown(),
         "workers": [shown(entry) for entry in entries],
     }
     response = bodies.json_response(answer)
-    response.status = 200 if count else 503
+    response.status = 503 if reasons else 200
     return response
 
 

@@ -1,0 +1,51 @@
+"""The phases of a request in disaggregated serving: who serves each, and how that is weighed.
+
+    phase        served by roles                weighed by                         booked
+    none         all but prefill                everything                         blocks and tokens
+    prefill      prefill, both                  cached blocks, prefill tokens      tokens
+    decode       all but prefill                blocks in use                      blocks
+    both         one of each of the last two, in one step
+
+A worker that has not said its role serves whole requests: it can decode, but nobody has said that
+it can hand over what it has prefilled.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import lru_cache
+
+from kvd.catalog import Role
+from kvd_core.selector_settings import Settings
+
+
+class Phase(StrEnum):
+    """What of a request is to be served."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"  # by two workers, or one
+
+
+# Booked beside a reservation, under its id with this behind it: the prefill phase of BOTH. The core
+# knows it, too (plain_selection.pyx).
+PREFILL_SUFFIX = ":prefill"
+
+SETTINGS_KEPT = 256  # of those that requests have overridden
+
+
+def serves(role: Role | None, phase: Phase | None) -> bool:
+    """Says whether a worker of this role serves a phase; None is the whole request."""
+    if phase is Phase.PREFILL:
+        return role in (Role.PREFILL, Role.BOTH)
+    return role is not Role.PREFILL
+
+
+@lru_cache(SETTINGS_KEPT)
+def in_phase(settings: Settings, phase: Phase | None) -> Settings:
+    """Returns how candidates for one phase are weighed."""
+    if phase is Phase.PREFILL:
+        return settings.replace(track_active_blocks=False)
+    if phase is Phase.DECODE:  # which nothing that is being prefilled holds up
+        return settings.replace(overlap_weight=0.0, track_prefill=False, queue_threshold=None)
+    return settings

@@ -1,0 +1,98 @@
+"""What operators say of models at run time: how to route, and when a worker is too busy.
+
+(model, tenant)  ──> changes ─┐
+(model, None)    ──> changes ─┼──> Fleet.settings, of requests that override nothing
+RouterOptions    ──> settings ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvd.errors import NotFound
+from kvd.model import PartitionKey
+from kvd.selection.fleet import Fleet
+from kvd_core.selector_settings import Settings
+
+Place = tuple[str, str | None]  # model, tenant; None is all of its tenants
+
+
+class Tuning:
+    """The changes to the settings by model, and by model and tenant.
+
+    There are no more of them than models and tenants.
+    """
+
+    def __init__(
+        self,
+        fleets: Mapping[PartitionKey, Fleet],
+        settings: Settings,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Calls `on_change` when selections that wait may have got somebody."""
+        self._fleets = fleets
+        self._settings = settings
+        self._on_change = on_change
+        self._changes: dict[Place, dict[str, Any]] = {}
+
+    def settings(self, model_name: str, tenant_id: str | None) -> Settings:
+        """Returns what holds for a model and tenant, or for tenants that nothing is said of."""
+        changes = {
+            **self._changes.get((model_name, None), {}),
+            **self._changes.get((model_name, tenant_id), {}),
+        }
+        return self._settings.replace(**changes) if changes else self._settings
+
+    def change(self, place: Place, changes: Mapping[str, Any]) -> None:
+        """Changes settings by name, of a model and tenant or a model with all its tenants.
+
+        A tenant's own win over those of its model. Raises NotFound for what has had no workers,
+        ValueError as Settings does; nothing has changed then.
+        """
+        self._check(place)
+        self._settings.replace(**changes)
+        self._changes.setdefault(place, {}).update(changes)
+        self._apply(place[0])
+
+    def forget(self, place: Place, names: tuple[str, ...]) -> None:
+        """Takes changes back; raises NotFound as `change` does."""
+        self._check(place)
+        changes = self._changes.get(place, {})
+        for name in names:
+            changes.pop(name, None)
+        if not changes:
+            self._changes.pop(place, None)
+        self._apply(place[0])
+
+    def said(self, names: tuple[str, ...]) -> list[Place]:
+        """Returns where any of these has been changed, models before their tenants."""
+        places = [place for place, changes in self._changes.items() if changes.keys() & set(names)]
+        return sorted(places, key=_in_order)
+
+    def places(self, names: tuple[str, ...]) -> list[Place]:
+        """Returns where any of these is set: changed, or everywhere if it is so by default."""
+        places = set(self.said(names))
+        if any(self._settings.members[name] is not None for name in names):
+            places |= {(key.model_name, None) for key in self._fleets}
+        return sorted(places, key=_in_order)
+
+    def _check(self, place: Place) -> None:
+        model_name, tenant_id = place
+        if not any(
+            key.model_name == model_name and tenant_id in (None, key.tenant_id)
+            for key in self._fleets
+        ):
+            tenant = "" if tenant_id is None else f" tenant_id={tenant_id}"
+            raise NotFound(f"no workers have been registered for model={model_name}{tenant}")
+
+    def _apply(self, model_name: str) -> None:
+        for key, fleet in self._fleets.items():
+            if key.model_name == model_name:
+                fleet.settings = self.settings(*key)
+        self._on_change()
+
+
+def _in_order(place: Place) -> tuple[str, bool, str]:
+    model, tenant = place
+    return model, tenant is not None, tenant or ""
