@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,22 +57,20 @@ class Policies:
         self._arguments = arguments
         self._requests = requests
         self._prompts = Prompts()
-        self.notes: list[str] = []
+        self.cheapest: Counter[str] = Counter()  # choices of services that nothing was cheaper than
+        self.choices: Counter[str] = Counter()
 
     def replay(self, policy: str, seed: int) -> Figures:
         """Returns the figures of one round."""
-        name, *settings = policy.split(",")
-        values = {key: float(value) for key, value in (each.split("=") for each in settings)}
+        name, values = _parsed(policy)
         chosen = Settings(mode=MODES.get(name, KV), **values)  # type: ignore[arg-type]
         router = CoreRouter(self.fleet.engines, chosen, self._prompts, seed)
         if name in MODES:
             return measure(replay(self._requests, self.fleet, router))
         with self._service(name, values, router) as service:
             outcome = replay(self._requests, self.fleet, service)
-        self.notes.append(
-            f"{policy}: {service.cheapest:,} of {service.choices:,} choices are of the lowest cost "
-            f"by kvd's account"
-        )
+        self.cheapest[policy] += service.cheapest
+        self.choices[policy] += service.choices
         return measure(outcome)
 
     @contextmanager
@@ -98,6 +97,21 @@ class Policies:
         return (peer, "-m", "dynamo.select_service", "--threads", "1")
 
 
+def _parsed(policy: str) -> tuple[str, dict[str, float]]:
+    """Returns a policy's name and settings; raises BenchError."""
+    name, *settings = policy.split(",")
+    if name not in (*MODES, *SERVICES):
+        raise BenchError(f"unknown policy {name}")
+    try:
+        values = {key: float(value) for key, value in (each.split("=") for each in settings)}
+        Settings(**values)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise BenchError(f"{policy}: {error}") from None
+    if name in SERVICES and not values.keys() <= VARIABLES.keys():
+        raise BenchError(f"{policy}: a service takes {' and '.join(VARIABLES)}")
+    return name, values
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,26 +126,27 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="replays, each with its own seed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--build-dir", type=Path, default=HERE / "build", help="for servers' logs")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if not arguments.policies:
         arguments.policies = [*MODES, "kvd", *(["dynamo"] if arguments.peer_python else [])]
     for policy in arguments.policies:
-        name = policy.split(",")[0]
-        if name not in (*MODES, *SERVICES):
-            parser.error(f"unknown policy {name}")
-        if name == "dynamo" and not arguments.peer_python:
+        if _parsed(policy)[0] == "dynamo" and not arguments.peer_python:
             parser.error("--peer-python is needed")
     return arguments
 
 
 def _head(arguments: argparse.Namespace, requests: Sequence[Request], fleet: Fleet) -> str:
     tokens = sum(request.input_tokens for request in requests)
+    speed = fleet.speed
     facts = {
         "trace": f"{arguments.trace.stem}, {len(requests):,} requests in "
         f"{requests[-1].arrival_s:,.0f} s, {tokens / len(requests):,.0f} prompt tokens each; "
         f"one cache without bounds would have had {reusable_share(requests):.1%} of them",
         "engines": f"{fleet.engines} with {fleet.capacity:,} blocks of {BLOCK_SIZE} tokens each; "
-        f"{fleet.speed}",
+        f"prefill {speed.prefill_tokens_per_s:,.0f} tokens/s in chunks of {speed.chunk_tokens:,}; "
+        f"a step {speed.step_s * 1000:g} ms, {speed.step_s_per_request * 1000:g} ms a request, "
+        f"{speed.step_s_per_block * 1000:g} ms a block in use; "
+        f"{speed.max_batch} requests at once",
         "rounds": f"{arguments.rounds}, seeds from {arguments.seed} on; figures are their means",
     }
     return "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
@@ -146,8 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for policy in arguments.policies:
         seeds = range(arguments.seed, arguments.seed + arguments.rounds)
         print(row(policy, [policies.replay(policy, seed) for seed in seeds]), flush=True)
-    if policies.notes:
-        print("", *(f"- {note}" for note in policies.notes), sep="\n")
+    for policy, choices in policies.choices.items():
+        cheapest = f"{policies.cheapest[policy]:,} of {choices:,}"
+        print(f"\n{policy}: {cheapest} choices are of the lowest cost by kvd's account")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Se
 
 MODES = {"round-robin": ROUND_ROBIN, "random": RANDOM, "least-loaded": LEAST_LOADED, "kv": KV}
 PROMPTS = Prompts()
-# By default an engine takes 0.2048 s for a chunk and 0.0151 s for a step of one request.
-STEP_S = 0.0151
+CHUNK_S = 0.2048  # of a step that prefills
+STEP_S = 0.0151  # of one request, without its blocks
+BLOCK_S = 0.00001
 FLEET = Fleet(engines=3, capacity=60)
 
 
@@ -128,17 +129,19 @@ def test_a_prompt_alone() -> None:
     (job,) = run(requests((1.0, 10_000, 11, chain(19))), fleet=ONE).jobs
     assert job.prefill_starts_s == 1.0
     assert job.first_token_s == pytest.approx(2.0)
-    assert job.done_s == pytest.approx(2.0 + 10 * STEP_S)
+    assert job.done_s == pytest.approx(2.0 + 10 * (STEP_S + 20 * BLOCK_S))
 
 
 def test_a_second_prompt_waits_and_shares_the_steps() -> None:
     asked = requests((0.0, 10_000, 1000, chain(19)), (0.0, 10_000, 1, chain(19, 1)))
     first, second = run(asked, fleet=ONE).jobs
     assert second.prefill_starts_s == first.first_token_s == pytest.approx(1.0)
-    chunks = 10_000 / 2048
-    assert second.first_token_s == second.done_s == pytest.approx(2.0 + chunks * STEP_S)
-    # During that prefill a step took a chunk longer.
-    assert first.done_s == pytest.approx(2.0 + 999 * STEP_S)
+    # The first has 22 blocks, the second 20. Both go on in the same steps.
+    chunks = 1.0 / CHUNK_S
+    assert second.first_token_s == second.done_s
+    assert second.done_s == pytest.approx(2.0 + chunks * (STEP_S + 42 * BLOCK_S))
+    left = 999 - chunks
+    assert first.done_s == pytest.approx(second.done_s + left * (STEP_S + 22 * BLOCK_S))
 
 
 def test_what_is_cached_is_not_computed_again() -> None:

@@ -41,6 +41,11 @@ class Cache:
     idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
     anonymous: int = 0
 
+    @property
+    def in_use(self) -> int:
+        """Returns how many blocks running requests have."""
+        return len(self.pins) - len(self.idle) + self.anonymous
+
     def held(self, blocks: Sequence[int]) -> int:
         """Returns how many leading blocks are cached."""
         for depth, block in enumerate(blocks):

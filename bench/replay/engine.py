@@ -3,10 +3,11 @@
     arrivals ──> waiting ──> prefilling ──────────────> decoding (batch) ──> done
                   FIFO       chunks of a step's budget    one token a step
 
-A step takes  step_s + step_s_per_request * batch,  and  chunk / prefill_tokens_per_s  more while a
-prefill is under way, of which it does one chunk. Between two events the batch does not change, so
-progress is linear and nothing is computed step by step. Prompts and outputs of all lengths cost the
-same a token: attention that grows with the context is not in it.
+A step takes  step_s + step_s_per_request * batch + step_s_per_block * blocks in use,  as decoding
+reads all of these, and  chunk / prefill_tokens_per_s  more while a prefill is under way, of which
+it does one chunk. Between two events none of that changes, so progress is linear and nothing is
+computed step by step. A token to prefill costs the same at the end of a long prompt as at its
+start.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Speed:
     chunk_tokens: int = 2048  # prefilled in a step that decodes, too
     step_s: float = 0.015
     step_s_per_request: float = 0.0001
+    step_s_per_block: float = 0.00001  # 170 MB of a large model, at 16 TB/s
     max_batch: int = 256  # requests
 
 
@@ -93,10 +95,13 @@ class Engine:
 
     def _step_s(self) -> float:
         batch = len(self.decoding)
-        decode = self.speed.step_s + self.speed.step_s_per_request * batch if batch else 0.0
-        if self.prefilling is None:
-            return decode
-        return decode + self.speed.chunk_tokens / self.speed.prefill_tokens_per_s
+        speed, step_s = self.speed, 0.0
+        if batch:
+            step_s = speed.step_s + speed.step_s_per_request * batch
+            step_s += speed.step_s_per_block * self.cache.in_use
+        if self.prefilling is not None:
+            step_s += speed.chunk_tokens / speed.prefill_tokens_per_s
+        return step_s
 
     def _due(self) -> tuple[float, float]:
         """Returns the seconds until the prefill ends, and until the first request does."""
