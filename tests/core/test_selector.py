@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import msgpack
 import pytest
+from chances import assert_drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -273,6 +274,30 @@ def test_equal_costs_at_a_temperature_are_uniform() -> None:
     fleet.look(1)
     chances = {0: 1 / 3, 1: 1 / 3, 2: 1 / 3}
     check_chances(fleet.pool, DEFAULTS.replace(temperature=0.5), chances)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_fleet_is_drawn_from_by_the_formula(seed: int) -> None:
+    rng = random.Random(seed)
+    tiers, requests = (0, 0, 1, 4), (0, 3, 40)
+    plans = {
+        (worker, rank): RankPlan(
+            (rng.choice(tiers), rng.choice(tiers), rng.choice(tiers), 0),
+            [(rng.randrange(9), rng.choice(requests), rng.choice((0, 500)), rng.random() < 0.5)],
+        )
+        for worker in range(rng.randint(2, 5))
+        for rank in range(rng.randint(1, 3))
+    }
+    fleet = Fleet(plans)
+    fleet.look(rng.randrange(1, 20))
+    temperature = rng.choice((0.1, 0.4, 1.0, 3.0))
+    costs = [row.cost for row in fleet.pool.explain(DEFAULTS)]
+    assert min(costs) < max(costs)
+    spread = max(costs) - min(costs)
+    odds = [math.exp(-(cost - min(costs)) / spread / temperature) for cost in costs]
+    warm = DEFAULTS.replace(temperature=temperature)
+    drawn = Counter(fleet.pool.choose(warm, None, rng.getrandbits(64)) for _ in range(DRAWS))
+    assert_drawn(drawn, {i: each / sum(odds) for i, each in enumerate(odds)})
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9])

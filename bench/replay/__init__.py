@@ -1,0 +1,1 @@
+"""A trace of requests replayed in simulated time against engines with prefix caches."""

@@ -1,0 +1,125 @@
+"""A selection service in a process of its own, driven in lockstep with simulated time.
+
+Engines' events go out on real PUB sockets, requests over HTTP. Before each selection the service is
+asked for the prompt's overlaps until they are what the engines really hold: so it has applied all
+events that concern the choice, and has applied them right. kvd's core follows its choices, and
+counts those that cost no more than any other would have.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Sequence
+from struct import pack
+from typing import Any
+
+import zmq
+from errors import BenchError
+from servers import Server
+
+from .core_router import CoreRouter
+from .trace import BLOCK_SIZE, Prompts, Request
+
+TOPIC = b"kv-events"
+PATIENCE_S = 20.0  # until events have been applied, or an engine has a subscriber
+MODEL = {"model_name": "replayed"}
+
+Json = dict[str, Any]
+
+
+class ServiceRouter:
+    """A fleet registered with kvd's selection service, or with Dynamo's."""
+
+    def __init__(
+        self, engines: int, server: Server, prompts: Prompts, follower: CoreRouter
+    ) -> None:
+        self.choices = self.cheapest = 0
+        self._follower = follower
+        self._prompts = prompts
+        self._http = http.client.HTTPConnection(server.address, timeout=PATIENCE_S)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = [self._engine(number) for number in range(engines)]
+        self._sent = [0] * engines
+        for socket in self._sockets:
+            if not socket.poll(int(PATIENCE_S * 1000)):
+                raise BenchError(f"{server.name} does not subscribe to an engine")
+
+    def close(self) -> None:
+        self._http.close()
+        self._context.destroy(linger=0)
+
+    def hear(self, engine: int, batch: bytes) -> None:
+        self._sockets[engine].send_multipart([TOPIC, pack(">Q", self._sent[engine]), batch])
+        self._sent[engine] += 1
+        self._follower.hear(engine, batch)
+
+    def route(self, request: Request, held: Sequence[int], now: float) -> int:
+        local, rolling = self._prompts.both(request.blocks)
+        prompt = {
+            **MODEL,
+            "block_hashes": _signed(local),
+            "sequence_hashes": _signed(rolling),
+            "isl_tokens": request.input_tokens,
+        }
+        self._wait_applied(prompt, list(held))
+        # One of the names is Dynamo 1.6.1's.
+        names = {"reservation_id": request.name, "selection_id": request.name}
+        answer = self._ask("POST", "/select_and_reserve", {**prompt, **names})
+        chosen: int = answer["worker_id"]
+        self.choices += 1
+        self.cheapest += self._follower.follow(request, chosen, now)
+        return chosen
+
+    def prefill_complete(self, request: Request) -> None:
+        self._ask("POST", f"/reservations/{request.name}/prefill_complete")
+        self._follower.prefill_complete(request)
+
+    def finished(self, request: Request) -> None:
+        self._ask("DELETE", f"/reservations/{request.name}")
+        self._follower.finished(request)
+
+    def _engine(self, number: int) -> zmq.Socket[bytes]:
+        """Registers an engine; returns the socket that its events go out on."""
+        socket = self._context.socket(zmq.XPUB)  # a PUB that tells when it has a subscriber
+        socket.sndhwm = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        worker = {
+            **MODEL,
+            "worker_id": number,
+            "endpoint": f"http://engine-{number}:8000",
+            "block_size": BLOCK_SIZE,
+            "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{port}"},
+        }
+        record = self._ask("POST", "/workers", worker)
+        if record["lifecycle"] != "schedulable":
+            raise BenchError(f"engine {number} is not schedulable: {record}")
+        return socket
+
+    def _wait_applied(self, prompt: Json, held: list[int]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while (seen := self._overlaps(prompt, len(held))) != held:
+            if time.monotonic() > deadline:
+                raise BenchError(f"overlaps are {seen} and should be {held}")
+
+    def _overlaps(self, prompt: Json, engines: int) -> list[int]:
+        rows = self._ask("POST", "/overlap_scores", prompt)["workers"]
+        seen = {row["worker_id"]: row["device_blocks"] for row in rows}
+        return [seen.get(number, 0) for number in range(engines)]
+
+    def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        # Dynamo does not read bodies where it needs none, and may close the connection for it.
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        payload = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        self._http.request(method, path, payload, headers)
+        response = self._http.getresponse()
+        answer = response.read()
+        if response.status >= 300:
+            raise BenchError(f"{method} {path}: {response.status} {answer.decode()[:200]}")
+        members: Json = json.loads(answer)
+        return members
+
+
+def _signed(hashes: Sequence[int]) -> list[int]:
+    return [value - 2**64 if value >= 2**63 else value for value in hashes]
