@@ -116,10 +116,11 @@ class Link:
         self._give_up_at = math.inf
 
         endpoint = linked.endpoint
-        sub = ZSocket(context, zmq.SUB, socket_options(endpoint, options))
-        self.sub = stack.enter_context(closing(sub))
-        for topic in topics:
-            sub.socket.set(zmq.SUBSCRIBE, topic)
+        first, *more = topics
+        subscribed = {zmq.SUBSCRIBE: first, **socket_options(endpoint, options)}
+        self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
+        for topic in more:
+            self.sub.socket.set(zmq.SUBSCRIBE, topic)
         # A secret name: who registers it as an endpoint would take our place at the monitor.
         address = f"inproc://monitor-{secrets.token_hex(16)}"
         pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
