@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,8 +128,10 @@ async def test_bad_clients_leave_nothing_behind(certificate: Path, data: bytes) 
         await running.until_empty()
         before = open_descriptors()
         for _ in range(3):
-            async with running.client() as client:
-                await client.send(data)
+            # On a busy machine the deadline may pass before the handshake is done.
+            with suppress(trio.BrokenResourceError):
+                async with running.client() as client:
+                    await client.send(data)
         async with await trio.open_tcp_stream(*running.address) as plain:
             await plain.send_all(data or b"x")
             await running.until_empty()
