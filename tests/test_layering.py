@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.config", "kvd.demo"),
     ("kvd.settings",),
     ("kvd.http", "kvd.net", "kvd.faces"),
-    ("kvd.selection",),
+    ("kvd.selection", "kvd.publishers"),
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
     ("kvd.metrics",),
     ("kvd.state", "kvd.scheduling"),
