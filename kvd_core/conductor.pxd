@@ -58,6 +58,30 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
         size_t loose_count()
         size_t bytes()
 
+cdef extern from "engine_events.hpp" namespace "kvd" nogil:
+    size_t kReasons
+
+    cppclass CEngineCounters "kvd::EngineCounters":
+        uint64_t events
+        uint64_t parked
+        uint64_t lora_name
+        uint64_t block_size
+        uint64_t remote
+        uint64_t group
+        uint64_t pairs
+        uint64_t full
+        uint64_t media
+        uint64_t holders
+        uint64_t refused
+        uint64_t* bad           # by kvd::Reason
+
+    cppclass CEngineEvents "kvd::EngineEvents":
+        CEngineEvents(CConductor&, CSource*, string, string) except +
+        cbool apply(const uint8_t*, size_t) except +
+        size_t flaw()           # a kvd::Reason, kReasons if there is none
+        void forget()
+        CEngineCounters counters
+
 cdef extern from "holdings.hpp" namespace "kvd" nogil:
     cppclass CHoldings "kvd::Holdings":
         void by_token_ids(const CConductor&, const uint32_t*, size_t, uint64_t) except +
@@ -88,3 +112,8 @@ cdef class Source:
     cdef readonly object instance_id
 
     cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe
+
+
+cdef class EngineEvents:
+    cdef CEngineEvents* c
+    cdef Source source

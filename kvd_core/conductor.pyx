@@ -13,6 +13,7 @@ from functools import lru_cache
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cython.operator cimport dereference as deref
 
+from kvd_core.decoder import REASONS
 from kvd_core.index cimport kAllLayers, kNone, verify_if_debug
 
 DEFAULT_SEED = 1337
@@ -268,6 +269,20 @@ cdef class Source:
         self.conductor.c.clear(self.c, id, mask, 0 if space is None else space, space is None)
         verify_if_debug(deref(self.conductor.index.c))
 
+    def engine_events(self, str lora_name not None, str cache_salt not None):
+        """Returns what takes batches of an engine's own events.
+
+        It supplies the adapter and the salt where an event names none.
+        """
+        if self.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef EngineEvents events = EngineEvents.__new__(EngineEvents)
+        events.source = self
+        events.c = new CEngineEvents(
+            deref(self.conductor.c), self.c, lora_name.encode(), cache_salt.encode()
+        )
+        return events
+
     def holders(self):
         """Returns the (backend, rank) of all who hold something in it, or did."""
         if self.c == NULL:
@@ -279,3 +294,55 @@ cdef class Source:
         if self.c != NULL:
             self.conductor.c.remove_source(self.c)
             self.c = NULL
+
+
+cdef class EngineEvents:
+    """Takes engines' own events for a source. Made by `Source.engine_events`."""
+
+    def __init__(self):
+        raise TypeError("use Source.engine_events")
+
+    def __dealloc__(self):
+        del self.c
+
+    def apply(self, bytes payload not None):
+        """Applies one batch; False when it is refused whole, and then nothing is counted.
+
+        Bad input is counted and never raises. RuntimeError when the source was removed.
+        """
+        if self.source.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef bint begun = self.c.apply(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
+        )
+        verify_if_debug(deref(self.source.conductor.index.c))
+        return begun
+
+    def flaw(self):
+        """Why the last batch was not understood as a whole: the first of REASONS, "" if it was."""
+        cdef size_t reason = self.c.flaw()
+        return "" if reason == kReasons else REASONS[reason]
+
+    def forget(self):
+        """Forgets what events have taught: another engine process speaks from now on."""
+        self.c.forget()
+
+    def counts(self):
+        """Totals: events, those set aside, of others, without effect, and bad ones by reason."""
+        cdef const CEngineCounters* n = &self.c.counters
+        cdef size_t i
+        return {
+            "events": n.events,
+            "parked": n.parked,
+            "mismatches": {"lora_name": n.lora_name, "block_size": n.block_size},
+            "ignored": {
+                "remote": n.remote,
+                "group": n.group,
+                "pairs": n.pairs,
+                "full": n.full,
+                "media": n.media,
+                "holders": n.holders,
+                "refused": n.refused,
+            },
+            "bad": {REASONS[i]: n.bad[i] for i in range(kReasons)},
+        }

@@ -49,7 +49,7 @@ class Batch:
 
 def read_batch(payload: bytes) -> Batch:
     """Returns the events of a payload; raises ValueError, which says why, if it has none."""
-    value = _json(payload) if payload[:1] and payload[0] in _JSON_STARTS else _msgpack(payload)
+    value = _json(payload) if is_json(payload) else _msgpack(payload)
     if isinstance(value, dict):
         return _map_batch(value)
     if not isinstance(value, list):
@@ -61,14 +61,18 @@ def read_batch(payload: bytes) -> Batch:
     return Batch(value[1], _rank(value[2]) if len(value) > 2 else None)
 
 
+def is_json(payload: bytes) -> bool:
+    return bool(payload) and payload[0] in _JSON_STARTS
+
+
 def is_standard(event: object) -> bool:
     """Says whether an event is one of the standard, whatever `type` stands beside that."""
     return isinstance(event, dict) and "event_type" in event
 
 
-def engine_payload(event: object) -> bytes:
+def engine_payload(event: object, rank: int | None) -> bytes:
     """Returns the batch of one engine event, for the decoder of those."""
-    packed: bytes = msgpack.packb([0, [event]], unicode_errors="surrogateescape")
+    packed: bytes = msgpack.packb([0, [event], rank], unicode_errors="surrogateescape")
     return packed
 
 

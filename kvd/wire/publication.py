@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from kvd.wire import kv_events
 from kvd.wire.kv_events import U32_MAX, U64_MAX, Event
 from kvd_core.conductor import Source, namespace
-from kvd_core.decoder import decode
 from kvd_core.index import FLAWED
 
 GPU, CPU, DISK = "GPU", "CPU", "DISK"
@@ -52,6 +51,8 @@ MAX_STREAMS = 65_536
 MAX_BACKENDS = 4096  # of one publisher, by name; events of more are dropped and counted
 
 NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
+
+_MARK = b"event_type"  # a member that every standard event has, and no other
 
 _STORED, _REMOVED, _CLEARED = "stored", "removed", "cleared"
 _TYPES = (_STORED, _REMOVED, _CLEARED)
@@ -115,28 +116,56 @@ class Publication:
     def __init__(self, source: Source, terms: Terms) -> None:
         self._source = source
         self._terms = terms
-        self._home = namespace(terms.lora_name, terms.cache_salt)
         self._backends: dict[str, int] = {"": 0}
         self._streams: dict[_Stream, _Place] = {}
         self._highest = -1  # event_id of the publisher
-        self._groups: dict[tuple[int, int], str] = {}  # kind of an engine's cache group, by rank
-        self._main_groups: dict[int, int] = {}  # the group whose blocks are the prefix, by rank
+        self._engine = source.engine_events(terms.lora_name, terms.cache_salt)
         self._flaw = ""
 
-        self.events = 0
-        self.mismatches: Counter[str] = Counter()  # events of others, by dimension
-        self.bad: Counter[str] = Counter()  # events and payloads, by what is wrong
-        self.ignored: Counter[str] = Counter()  # events understood and without effect, by reason
+        self._events = 0  # standard ones
+        self._mismatches: Counter[str] = Counter()  # events of others, by dimension
+        self._bad: Counter[str] = Counter()  # events and payloads, by what is wrong
+        self._ignored: Counter[str] = Counter()  # events understood and without effect, by reason
         self.gaps = 0  # holes in event_id
         self.stale = 0  # events at or below their stream's last number
         self.beginnings = 0  # of the publisher behind a relay
-        self.orphans = 0  # events set aside because their parent is not known
+        self._orphans = 0  # events set aside because their parent is not known
         self.unlocated = 0  # events with tokens that do not say where they belong
         self.conflicts = 0  # base_block_idx that contradicts the parent
+
+    # ---- what has been heard, standard events and an engine's own
+
+    @property
+    def events(self) -> int:
+        return self._events + int(self._engine.counts()["events"])
+
+    @property
+    def orphans(self) -> int:
+        """Events set aside because their parent was not known."""
+        return self._orphans + int(self._engine.counts()["parked"])
+
+    @property
+    def mismatches(self) -> Counter[str]:
+        """Events of others, by the dimension that says so."""
+        return +(self._mismatches + Counter(self._engine.counts()["mismatches"]))
+
+    @property
+    def ignored(self) -> Counter[str]:
+        """Events that were understood and had no effect, by reason."""
+        return +(self._ignored + Counter(self._engine.counts()["ignored"]))
+
+    @property
+    def bad(self) -> Counter[str]:
+        """Events and payloads that could not be read, by what is wrong."""
+        return +(self._bad + Counter(self._engine.counts()["bad"]))
 
     # ---- a listener's stream
 
     def apply(self, payload: bytes) -> int:
+        # Without the word there is no standard event: the fast way, nothing is made of Python.
+        if _MARK not in payload and not kv_events.is_json(payload) and self._engine.apply(payload):
+            self._flaw = self._engine.flaw()
+            return FLAWED if self._flaw else 0
         self._flaw = ""
         try:
             batch = kv_events.read_batch(payload)
@@ -147,7 +176,7 @@ class Publication:
             try:
                 self._take(event, batch.rank)
             except _Foreign as error:
-                self.mismatches[str(error)] += 1
+                self._mismatches[str(error)] += 1
                 # A publisher that has one counter has used a number of it for that.
                 self._highest = max(self._highest, -1 if error.event_id is None else error.event_id)
             except UnicodeError:
@@ -166,8 +195,7 @@ class Publication:
         for backend, rank in self._source.holders():
             self._source.clear(backend, rank)
         self._forget_numbers()
-        self._groups.clear()
-        self._main_groups.clear()
+        self._engine.forget()
 
     def restored(self) -> bool:
         return False
@@ -289,12 +317,12 @@ class Publication:
         return known
 
     def _take(self, event: object, batch_rank: int | None) -> None:
-        self.events += 1
-        if isinstance(event, (ValueError, _Foreign)):
-            raise event
-        if not isinstance(event, _Standard):
+        if not isinstance(event, (_Standard, ValueError, _Foreign)):
             self._take_engine(event, batch_rank)
             return
+        self._events += 1
+        if not isinstance(event, _Standard):
+            raise event
         apply = self._understand(event)
         if self._is_next(event):
             apply()
@@ -328,7 +356,7 @@ class Publication:
         self, event: _Standard, hashes: list[int], tokens: list[int] | None, parent: int | None
     ) -> None:
         if not hashes:
-            self.ignored["object_key"] += 1
+            self._ignored["object_key"] += 1
             return
         medium = event.medium or (CPU if self._terms.store else GPU)
         depth = event.event.get("base_block_idx")
@@ -351,9 +379,9 @@ class Publication:
 
     def _note(self, outcome: str) -> None:
         if outcome == "parked":
-            self.orphans += 1
+            self._orphans += 1
         elif outcome != "placed":
-            self.ignored[outcome] += 1
+            self._ignored[outcome] += 1
 
     def _remove(self, event: _Standard, hashes: list[int]) -> None:
         medium = event.medium
@@ -371,84 +399,18 @@ class Publication:
     # ---- engines' own events
 
     def _take_engine(self, event: object, batch_rank: int | None) -> None:
+        """Takes one that stands beside standard events, or in a batch of an unusual form."""
         if not isinstance(event, (list, dict)):
             raise ValueError("event_shape")
         try:
-            decoded = decode(kv_events.engine_payload(event))
+            payload = kv_events.engine_payload(event, batch_rank)
         except (TypeError, OverflowError, ValueError):
             raise ValueError("event_shape") from None
-        if decoded.bad:
-            raise ValueError(decoded.bad[0])
-        rank = self._terms.dp_rank if batch_rank is None else batch_rank
-        for each in decoded.events:
-            self._engine_event(each, _engine_medium(event), rank)
-
-    def _engine_event(self, event: dict[str, Any], medium: str | None, rank: int) -> None:
-        if event["type"] == _CLEARED:
-            for backend, each in self._source.holders():
-                if each == rank:
-                    self._source.clear(backend, rank, folded(medium) if medium else None)
-            return
-        if event["remote"]:
-            self.ignored["remote"] += 1
-        elif not self._is_main(event, rank):
-            self.ignored["group"] += 1
-        elif event["type"] == _REMOVED:
-            self._source.remove(0, rank, folded(medium or ""), event["hashes"], self._home, True)
-        else:
-            self._engine_stored(event, folded(medium or ""), rank)
-
-    def _is_main(self, event: dict[str, Any], rank: int) -> bool:
-        """Whether an event is about the blocks that a prefix consists of."""
-        kind, group = event["kind"], event["group"]
-        if group is None:
-            return kind in (None, "full")
-        if kind is None:
-            kind = self._groups.get((rank, group), "full" if group == 0 else None)
-        elif len(self._groups) < MAX_STREAMS:
-            self._groups[rank, group] = kind
-        if kind != "full":
-            return False
-        if event["type"] == _STORED and event["tokens"]:
-            self._main_groups.setdefault(rank, group)
-        return group in (0, self._main_groups.get(rank, group))
-
-    def _engine_stored(self, event: dict[str, Any], medium: str, rank: int) -> None:
-        terms = self._terms
-        lora_name = event["lora_name"]
-        if not lora_name and (event["lora_id"] or 0) > 0:
-            lora_name = f"#{event['lora_id']}"
-        if terms.lora_name and lora_name not in ("", terms.lora_name):
-            raise _Foreign("lora_name")
-        tokens = event["tokens"]
-        if not tokens:
-            outcome = self._source.store_named(
-                0, rank, medium, event["hashes"], self._home, by_engine=True
-            )
-            self._note(outcome)
-            return
-        if event["block_size"] not in (0, terms.block_size):
-            raise _Foreign("block_size")
-        if event["pairs"]:
-            self.ignored["pairs"] += 1
-            return
-        salt = event["salt"]
-        outcome = self._source.store(
-            0,
-            rank,
-            medium,
-            event["hashes"],
-            tokens,
-            event["parent"],
-            namespace(lora_name or terms.lora_name, salt or terms.cache_salt),
-            inherits=not salt,
-            by_engine=True,
-            objects=event["mm"],
-        )
-        self._note(outcome)
+        self._engine.apply(payload)
+        self._flaw = self._flaw or self._engine.flaw()
 
     def _note_bad(self, why: str) -> None:
-        self.bad[why] += 1
+        self._bad[why] += 1
         self._flaw = self._flaw or why
 
 
@@ -463,13 +425,3 @@ def folded(medium: str) -> str:
 def _number(event: object) -> int:
     assert isinstance(event, _Standard) and event.event_id is not None
     return event.event_id
-
-
-def _engine_medium(event: list[Any] | dict[Any, Any]) -> str | None:
-    """Returns the medium of an engine event as it is written; the decoder folds it to a tier."""
-    if isinstance(event, dict):
-        medium = event.get("medium")
-    else:
-        at = {"BlockStored": 6, "BlockRemoved": 2}.get(event[0] if event else "")
-        medium = event[at] if at is not None and len(event) > at else None
-    return medium if isinstance(medium, str) else None
