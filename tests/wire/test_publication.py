@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from itertools import count
 from typing import Any
 
@@ -355,3 +357,27 @@ def test_texts_that_are_no_unicode_cost_their_event(fleet: Fleet) -> None:
     payload = msgpack.packb([0.5, [stored(STANDARD, lora_name="?")], None])
     assert one.apply(payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
     assert one.bad == {"text": 1}
+
+
+def test_any_bytes_are_fine(fleet: Fleet) -> None:
+    rng = random.Random(7)
+    publications = [fleet.add(), fleet.add(store=True), fleet.add("b", lora="x", salt="s")]
+    digest = "ab" * 24 + "00000000000001f5"
+    payloads = [
+        msgpack.packb(
+            [0.5, [stored(STANDARD, token_ids=TOKENS), removed([1, -1, b"12345678"])], 1]
+        ),
+        msgpack.packb([0.5, [stored([], object_key=f"m@tp_rank:0@{digest}"), event("cleared")]]),
+        msgpack.packb([0.5, [["BlockStored", [1, 2], None, TOKENS[:8], 4, None, "GPU"]], 0]),
+        msgpack.packb({"events": [{"type": "BlockRemoved", "block_hashes": [1]}], "dp_rank": 2}),
+        json.dumps([1, [stored(STANDARD), {"type": "AllBlocksCleared"}]]).encode(),
+    ]
+    for _ in range(3000):
+        payload = bytearray(rng.choice(payloads))
+        for _ in range(rng.randrange(4)):
+            payload[rng.randrange(len(payload))] = rng.randrange(256)
+        del payload[rng.choice((len(payload), rng.randrange(len(payload) + 1))) :]
+        assert rng.choice(publications).apply(bytes(payload)) in (0, FLAWED)
+    fleet.rows()
+    known = {reason for each in publications for reason in each.bad}
+    assert all(len(reason) < 32 for reason in known) and len(known) < 64
