@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_indexer(commands)
     add_slot_tracker(commands)
     add_select_service(commands)
+    add_conductor(commands)
     add_config(commands)
     return parser
 
@@ -60,8 +61,8 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
     serve = commands.add_parser(
         "serve",
         help="run every face",
-        description="Runs every face kvd has, the KV indexer, the slot tracker and the selection "
-        "service, in one process.",
+        description="Runs every face kvd has, the KV indexer, the slot tracker, the selection "
+        "service and the conductor, in one process.",
         epilog="Each flag but --demo can be given in the environment instead: --indexer-bind as "
         f"KVD_INDEXER_BIND, and so on, but {borrowed}; or in a file, as indexer_bind. The flag "
         "wins over the environment, that over the file.",
@@ -141,6 +142,21 @@ def add_select_service(commands: Any) -> None:
         help="how long a session is bound to its rank after its last request (default: not)",
     )
     service.set_defaults(given=select_service_settings, demo=False)
+
+
+def add_conductor(commands: Any) -> None:
+    conductor = commands.add_parser(
+        "conductor",
+        help="run the conductor alone, Mooncake's indexer API",
+        description="Runs the conductor alone: Mooncake's indexer API over KV events.",
+        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
+        allow_abbrev=False,
+    )
+    add_file(conductor)
+    add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
+    for setting in settings.CONDUCTOR_SETTINGS:
+        add_setting(conductor, setting)
+    conductor.set_defaults(given=conductor_settings, demo=False)
 
 
 def add_config(commands: Any) -> None:
@@ -231,17 +247,15 @@ def indexer_settings(
             parser.error("--tenant-id and --routing-group are one setting and differ")
         given["tenant_id"] = args.routing_group
     given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
-    given["slot_tracker_bind"] = given["selection_bind"] = settings.OFF
-    return given
+    return only(given, "indexer_bind")
 
 
 def slot_tracker_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
-    given["indexer_bind"] = given["selection_bind"] = settings.OFF
     given["slot_tracker_bind"] = address(args, settings.DEFAULT_SLOT_TRACKER_BIND)
-    return given
+    return only(given, "slot_tracker_bind")
 
 
 def select_service_settings(
@@ -251,9 +265,21 @@ def select_service_settings(
     given["peers"] = args.indexer_peers
     given["router_assume_kv_reuse"] = args.router_assume_kv_reuse
     given["session_affinity_ttl_secs"] = args.session_affinity_ttl_secs
-    given["indexer_bind"] = given["slot_tracker_bind"] = settings.OFF
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
-    return given
+    return only(given, "selection_bind")
+
+
+def conductor_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    given = {setting.name: getattr(args, setting.name) for setting in settings.CONDUCTOR_SETTINGS}
+    given["conductor_bind"] = address(args, settings.DEFAULT_CONDUCTOR_BIND)
+    return only(given, "conductor_bind")
+
+
+def only(given: dict[str, object], bind: str) -> dict[str, object]:
+    """Switches off every face but the one of `bind`."""
+    return given | {name: settings.OFF for name in config.FACE_BINDS if name != bind}
 
 
 def address(args: argparse.Namespace, default: settings.TcpBind) -> settings.TcpBind | None:

@@ -33,7 +33,7 @@ from kvd_core.selector_settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
-FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind")
+FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
 
 # The configuration file: what the command line calls it, and its variable.
@@ -89,6 +89,8 @@ class Config:
     indexer_tls: TlsListener | None
     slot_tracker_bind: Bind | None
     selection_bind: Bind | None
+    conductor_bind: Bind | None
+    hash_seed: int  # of sequence hashes
     router: RouterOptions
     request_expiry_s: int
     metrics_ranks: int  # shown one by one up to this number
@@ -162,6 +164,7 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
         raise StartError("every face is off")
     return Config(
         **binds,
+        hash_seed=values["hash_seed"],
         indexer_tls=_tls(values),
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],

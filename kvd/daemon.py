@@ -32,7 +32,7 @@ from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
-from kvd.faces import indexer, replica_sync, slot_tracker
+from kvd.faces import conductor, indexer, replica_sync, slot_tracker
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
@@ -49,6 +49,7 @@ from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.net.replication import REPLICA_LINK, Replication
 from kvd.net.zsocket import make_context
 from kvd.peers import Peers
+from kvd.publishers import Publishers
 from kvd.registry import Registry
 from kvd.replicas import Replicas, apply_once
 from kvd.selection.readiness import Readiness, Recovery
@@ -93,7 +94,7 @@ class _Daemon:
     def __init__(self, config: Config, max_ranks: int) -> None:
         self._config = config
         self._max_ranks = max_ranks
-        self._state = State()
+        self._state = State(config.hash_seed)
         self._peers = Peers(config.peers)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers()
@@ -103,6 +104,7 @@ class _Daemon:
         self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._selection = FaceServer("selection", "kvd_selection", config.http)
+        self._conductor = FaceServer("conductor", "kvd_conductor", config.http)
         self._signalled = trio.Event()
 
     async def run(self) -> int:
@@ -114,6 +116,8 @@ class _Daemon:
                 await self._slot_tracker.open(opened, config.slot_tracker_bind, None)
             if config.selection_bind is not None:
                 await self._selection.open(opened, config.selection_bind, None)
+            if config.conductor_bind is not None:
+                await self._conductor.open(opened, config.conductor_bind, None)
             return await self._run()
 
     async def _run(self) -> int:
@@ -134,7 +138,11 @@ class _Daemon:
                     if config.indexer_bind is not None:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                    if config.indexer_bind is not None or config.selection_bind is not None:
+                    publishers = Publishers(self._state, tasks, self._max_ranks)
+                    registry.beside = publishers.__len__
+                    publishers.beside = registry.__len__
+                    indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
+                    if any(bind is not None for bind in indexing):
                         listening.start_soon(self._start_up, registry, ready)
                     self._selections = Selections(
                         self._state,
@@ -148,7 +156,7 @@ class _Daemon:
                         Readiness(config.min_initial_workers, len(config.peers)),
                     )
                     replicas = self._replicate(listening, context, publisher)
-                    await self._serve(self._faces(registry, replicas))
+                    await self._serve(self._faces(registry, publishers, replicas))
                     listening.cancel_scope.cancel()
         finally:
             context.destroy(linger=0)
@@ -259,7 +267,7 @@ class _Daemon:
         return replicas
 
     def _faces(
-        self, registry: Registry, replicas: Replicas
+        self, registry: Registry, publishers: Publishers, replicas: Replicas
     ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
         """Yields the faces that are to be served, with their routes."""
         config = self._config
@@ -295,6 +303,10 @@ class _Daemon:
                     *replica_sync.routes(replicas),
                 ),
             )
+
+        if config.conductor_bind is not None:
+            self._conductor.sources.append(lambda: conductor.families(self._state, publishers))
+            yield self._conductor, conductor.routes(self._state, publishers)
 
     def _recovery_families(self) -> Iterator[Family]:
         stats = self._recovery
@@ -335,7 +347,7 @@ class _Daemon:
 
     def _totals(self) -> DemoStats:
         ingest = self._state.ingest.as_dict()
-        indexes = [partition.index for partition in self._state.partitions.values()]
+        indexes = [partition.index for partition in self._state.all_partitions()]
         stats = self._indexer.stats
         return DemoStats(
             events=ingest["stored"] + ingest["removed"] + ingest["cleared"],

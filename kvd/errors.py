@@ -6,6 +6,8 @@ Anything else that is raised while a request is served is a bug and is answered 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -13,6 +15,8 @@ class KvdError(Exception):
     """An expected failure whose text is fit for the client."""
 
     status: ClassVar[int] = 500
+    # Further members of the body, for clients of faces that promise some.
+    details: Mapping[str, object] = MappingProxyType({})
 
 
 class BadJson(KvdError):

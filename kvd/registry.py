@@ -9,7 +9,7 @@ again at the same endpoint goes on where it was, and what it missed shows as a g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,10 +34,10 @@ INDEXER = "indexer"  # the face that registers unless another one says so
 class Listeners(Protocol):
     """What runs listeners; `kvd.net` provides it."""
 
-    def start(self, key: RankKey, listener: Listener) -> None:
+    def start(self, key: Hashable, listener: Listener) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
 
-    async def stop(self, key: RankKey) -> bool:
+    async def stop(self, key: Hashable) -> bool:
         """Returns True when the listener's task has ended; False, and at once, without one."""
 
 
@@ -63,6 +63,7 @@ class Registry:
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
         self.on_departure: Callable[[], None] | None = None  # called when something has left
+        self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
         self._grown = trio.Event()  # set and replaced by every registration
 
     def __len__(self) -> int:
@@ -124,7 +125,7 @@ class Registry:
                 )
             known.owners.add(owner)
             return
-        if len(self._ranks) >= self._max_ranks:
+        if len(self._ranks) + self.beside() >= self._max_ranks:
             self.refused_ranks += 1
             raise Unavailable(
                 f"there are {self._max_ranks} ranks already, no more can be listened to"
@@ -156,7 +157,8 @@ class Registry:
             known = self._ranks[RankKey(key, *rank)]
             if known.owners and not (rank[0] in leaving and known.owners == {owner}):
                 self._check_beside(known, addresses.get(rank), block_size)
-        if len(self._ranks) + len(addresses.keys() - registered) > self._max_ranks:
+        others = len(self._ranks) + self.beside()
+        if others + len(addresses.keys() - registered) > self._max_ranks:
             self.refused_ranks += 1
             raise Unavailable(
                 f"there are {self._max_ranks} ranks already, no more can be listened to"

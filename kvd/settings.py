@@ -25,6 +25,7 @@ from kvd.scheduling.options import (
 )
 from kvd.scheduling.queue import QueuePolicy
 from kvd.wire.endpoints import check_replica_endpoint
+from kvd_core.conductor import DEFAULT_SEED
 from kvd_core.selector import MAX_ISL_TOKENS
 from kvd_core.selector_settings import MAX_WEIGHT
 
@@ -65,6 +66,7 @@ OFF = "off"  # the bind of a face that is not to be served
 DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
 DEFAULT_SLOT_TRACKER_BIND = TcpBind("127.0.0.1", 8091)
 DEFAULT_SELECTION_BIND = TcpBind("127.0.0.1", 8092)
+DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
 
 
 def parse_bind(text: str) -> Bind:
@@ -106,6 +108,10 @@ def parse_port(text: str) -> int:
 
 def parse_u32(text: str) -> int:
     return parse_uint(text, U32_MAX)
+
+
+def parse_u64(text: str) -> int:
+    return parse_uint(text, U64_MAX)
 
 
 def parse_positive(text: str) -> int:
@@ -465,6 +471,16 @@ ROUTER_SETTINGS = (
     ),
 )
 
+CONDUCTOR_SETTINGS = (
+    Setting(
+        "hash_seed",
+        parse_u64,
+        DEFAULT_SEED,
+        "SEED",
+        "of the rolling sequence hashes that publishers and clients of the conductor use",
+    ),
+)
+
 PEER_SETTINGS = (
     Setting("peers", parse_urls, None, "URL,...", "indexers to take the state from at the start"),
 )
@@ -506,6 +522,13 @@ DAEMON_SETTINGS = (
         DEFAULT_SELECTION_BIND,
         "HOST:PORT|unix:PATH|off",
         "where the selection service listens",
+    ),
+    Setting(
+        "conductor_bind",
+        parse_face_bind,
+        DEFAULT_CONDUCTOR_BIND,
+        "HOST:PORT|unix:PATH|off",
+        "where the conductor listens",
     ),
     Setting(
         "request_expiry_s",
@@ -564,4 +587,11 @@ DAEMON_SETTINGS = (
     Setting("log_level", parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}"),
 )
 
-SETTINGS = WORKER_SETTINGS + PEER_SETTINGS + REPLICA_SETTINGS + ROUTER_SETTINGS + DAEMON_SETTINGS
+SETTINGS = (
+    WORKER_SETTINGS
+    + PEER_SETTINGS
+    + REPLICA_SETTINGS
+    + ROUTER_SETTINGS
+    + CONDUCTOR_SETTINGS
+    + DAEMON_SETTINGS
+)

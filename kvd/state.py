@@ -1,11 +1,16 @@
 """The daemon's state: one prefix index per partition. Everything that changes it is here.
 
     State
-      └ partitions: (model, tenant) ──> Partition
-                                          ├ index     kvd_core: who holds which blocks
-                                          └ workers   instance id ──> kvd_core worker
+      ├ partitions: (model, tenant) ──> Partition
+      │                                   ├ index      kvd_core: who holds which blocks
+      │                                   ├ workers    instance id ──> kvd_core worker
+      │                                   └ conductor  kvd_core: publishers of KV events
+      └ sized: (model, tenant, block size) ──> the same Partitions, those with publishers
 
-A partition lives as long as it has a worker; its block size is fixed by the first registered one.
+A partition lives as long as it has a worker or a publisher. Faces with workers know one partition
+of a model and tenant: its block size is fixed by the first registered worker. Publishers of other
+block sizes have partitions of their own beside it. A publisher's instance whose id is a number is
+linked to the worker of that id in the partition that these faces know: what it holds counts there.
 Workers come by registration, or with a peer's dump: those hold blocks and count in answers, are
 listed nowhere, and stay until they are unregistered.
 All of it is touched by one thread only, and no method awaits: each call is one atomic change.
@@ -20,6 +25,7 @@ from typing import Literal
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
+from kvd_core.conductor import DEFAULT_SEED, Conductor, Source
 from kvd_core.index import Dump, IngestCounters, PrefixIndex, Stream, Worker
 
 # An empty partition costs about 31 KB; 16,384 of them 640 MB. Real fleets have some hundred.
@@ -40,6 +46,11 @@ TOTALS: tuple[Literal["parked_dropped", "parked_unsalted", "removed_unknown", "r
     "rebound",
 )
 
+U64_MAX = 2**64 - 1
+
+# Model, tenant, block size.
+SizedKey = tuple[str, str, int]
+
 # Model, tenant (None: all), instance, data-parallel rank (None: all).
 _Departure = tuple[str, str | None, InstanceId, int | None]
 
@@ -52,6 +63,9 @@ class Partition:
     index: PrefixIndex
     workers: dict[InstanceId, Worker] = field(default_factory=dict)
     ranks: set[tuple[InstanceId, int]] = field(default_factory=set)  # the registered ones
+    conductor: Conductor | None = None  # once it has had a publisher
+    sources: int = 0  # registered publishers
+    linked: set[InstanceId] = field(default_factory=set)  # workers that publishers count for, too
 
     @property
     def block_size(self) -> int:
@@ -66,8 +80,10 @@ class Partition:
 class State:
     """All partitions, and the totals over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, hash_seed: int = DEFAULT_SEED) -> None:
         self.partitions: dict[PartitionKey, Partition] = {}
+        self.sized: dict[SizedKey, Partition] = {}
+        self._hash_seed = hash_seed  # of sequence hashes
         self.ingest = IngestCounters()
         self.refused_partitions = 0
         self.instance_id = secrets.token_hex(16)  # tells this process from its peers
@@ -75,7 +91,7 @@ class State:
         self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
         self.unsettled: set[tuple[PartitionKey, InstanceId]] = set()  # see settle()
         self._departed: set[_Departure] | None = None
-        self._to_sweep: list[PartitionKey] = []
+        self._to_sweep: list[Partition] = []
         self.unnoted_departures = 0  # beyond MAX_DEPARTED
 
     def partition(self, model_name: str, tenant_id: str) -> Partition:
@@ -103,10 +119,100 @@ class State:
         partition.ranks.discard((key.instance_id, key.dp_rank))
         if partition.is_registered(key.instance_id):
             partition.workers[key.instance_id].unregister(key.dp_rank)
+            if key.instance_id in partition.linked:
+                self._link(partition, key.instance_id)
         else:
             # Ranks that only batches named have no registration of their own to outlive this.
             self.note_departure(*key.partition, key.instance_id, None)
             self._remove_worker(partition, key.instance_id)
+
+    # ---- publishers
+
+    def add_source(
+        self,
+        key: PartitionKey,
+        block_size: int,
+        instance_id: str,
+        lora_name: str,
+        cache_salt: str,
+        dp_rank: int,
+        *,
+        store: bool,
+    ) -> Source:
+        """Registers a publisher and returns what its events are to be given to.
+
+        Raises Unavailable when there are too many partitions.
+        """
+        partition = self._sized(key, block_size)
+        if partition.conductor is None:
+            partition.conductor = Conductor(partition.index, self._hash_seed)
+        source = partition.conductor.add_source(instance_id, lora_name, cache_salt, dp_rank, store)
+        partition.sources += 1
+        number = number_of(instance_id)
+        if number is not None and self.partitions.setdefault(key, partition) is partition:
+            self._link(partition, number)
+        return source
+
+    def remove_source(self, key: PartitionKey, block_size: int, source: Source) -> None:
+        """Removes a publisher with all that it holds."""
+        partition = self.sized[(*key, block_size)]
+        assert partition.conductor is not None
+        source.remove_all()
+        partition.sources -= 1
+        number = number_of(source.instance_id)
+        if number in partition.linked and not partition.conductor.has(source.instance_id):
+            partition.linked.discard(number)
+            if not partition.is_registered(number):
+                self._remove_worker(partition, number)
+        if not partition.sources:
+            del self.sized[(*key, block_size)]
+            if self.partitions.get(key) is not partition:
+                self._add_totals(partition)
+        self.drop_if_empty(partition)
+
+    def all_partitions(self) -> list[Partition]:
+        """Returns the partitions of all block sizes."""
+        hidden = [one for one in self.sized.values() if self.partitions.get(one.key) is not one]
+        return [*self.partitions.values(), *hidden]
+
+    def _sized(self, key: PartitionKey, block_size: int) -> Partition:
+        partition = self.sized.get((*key, block_size))
+        if partition is None:
+            partition = self.partitions.get(key)
+            if partition is None or partition.block_size != block_size:
+                self._check_room()
+                partition = Partition(key, PrefixIndex(block_size, self.ingest))
+            self.sized[(*key, block_size)] = partition
+        return partition
+
+    def _link(self, partition: Partition, number: InstanceId) -> None:
+        """Lets what publishers of a worker's instance hold count as the worker's."""
+        assert partition.conductor is not None
+        partition.conductor.link(str(number), _worker(partition, number))
+        partition.linked.add(number)
+
+    def _unlink(self, partition: Partition, number: InstanceId) -> None:
+        if partition.conductor is not None:
+            partition.conductor.link(str(number), None)
+        partition.linked.discard(number)
+
+    def _hide(self, partition: Partition) -> None:
+        """Takes a partition from the faces with workers; publishers go on with it."""
+        del self.partitions[partition.key]
+        for number in list(partition.linked):
+            self._unlink(partition, number)
+        for worker in partition.workers.values():
+            worker.remove()
+        partition.workers.clear()
+
+    def _show(self, partition: Partition) -> None:
+        """Makes a partition of publishers the one that faces with workers know."""
+        self.partitions[partition.key] = partition
+        assert partition.conductor is not None
+        for name in partition.conductor.instances():
+            number = number_of(name)
+            if number is not None:
+                self._link(partition, number)
 
     # ---- what came with a dump
 
@@ -176,7 +282,9 @@ class State:
         return [
             partition
             for partition in self.partitions_of(model_name, tenant_id)
-            if instance_id in partition.workers and not partition.is_registered(instance_id)
+            if instance_id in partition.workers
+            and instance_id not in partition.linked
+            and not partition.is_registered(instance_id)
         ]
 
     def remove_stray(
@@ -193,18 +301,29 @@ class State:
         return True
 
     def drop_if_empty(self, partition: Partition) -> None:
-        """Ends a partition without workers."""
+        """Ends a partition without workers; to publishers it goes on."""
         if not partition.workers and self.partitions.get(partition.key) is partition:
             self._end(partition)
 
     def _end(self, partition: Partition) -> None:
+        if partition.sources:
+            self._hide(partition)
+            return
         del self.partitions[partition.key]
+        self._add_totals(partition)
+
+    def _add_totals(self, partition: Partition) -> None:
         for name in TOTALS:
             self.ended_totals[name] += partition.index.stats()[name]
 
     def _remove_worker(self, partition: Partition, instance_id: InstanceId) -> None:
+        linked = instance_id in partition.linked
+        if linked:
+            self._unlink(partition, instance_id)
         partition.workers.pop(instance_id).remove()
         self.unsettled.discard((partition.key, instance_id))
+        if linked:
+            self._link(partition, instance_id)
         self.drop_if_empty(partition)
 
     # ---- walks
@@ -221,12 +340,13 @@ class State:
 
         False also after SWEPT_PARTITIONS without anything to free; the next call goes on there.
         """
-        for _ in range(min(SWEPT_PARTITIONS, len(self.partitions))):
+        for _ in range(min(SWEPT_PARTITIONS, len(self.partitions) + len(self.sized))):
             if not self._to_sweep:
-                self._to_sweep = list(self.partitions)
-            partition = self.partitions.get(self._to_sweep[-1])
-            if partition is not None and partition.index.sweep(max_steps):
+                self._to_sweep = self.all_partitions()
+            if self._to_sweep and self._to_sweep[-1].index.sweep(max_steps):
                 return True
+            if not self._to_sweep:
+                break
             self._to_sweep.pop()
         return False
 
@@ -249,17 +369,31 @@ class State:
                     f"block_size mismatch for model={key.model_name} tenant_id={key.tenant_id}: "
                     f"existing={partition.block_size}, requested={block_size}"
                 )
-            self.replaced_partitions += 1
+            self.replaced_partitions += not partition.sources
             self.unsettled.difference_update((key, id_) for id_ in partition.workers)
             self._end(partition)
             partition = None
+        if partition is None and (*key, block_size) in self.sized:
+            partition = self.sized[(*key, block_size)]
+            self._show(partition)
         if partition is None:
-            if len(self.partitions) >= MAX_PARTITIONS:
-                self.refused_partitions += 1
-                raise Unavailable(f"there are {MAX_PARTITIONS} models and tenants already")
+            self._check_room()
             index = PrefixIndex(block_size, self.ingest)
             partition = self.partitions[key] = Partition(key, index)
         return partition
+
+    def _check_room(self) -> None:
+        if max(len(self.partitions), len(self.sized)) >= MAX_PARTITIONS:
+            self.refused_partitions += 1
+            raise Unavailable(f"there are {MAX_PARTITIONS} models and tenants already")
+
+
+def number_of(instance_id: str) -> int | None:
+    """Returns the number that a text is the plain decimal text of, up to 64 bits; else None."""
+    if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
+        return None
+    number = int(instance_id)
+    return number if number <= U64_MAX and str(number) == instance_id else None
 
 
 def _worker(partition: Partition, instance_id: InstanceId) -> Worker:

@@ -391,6 +391,7 @@ class EventReader {
     std::string_view text;
     if (!in_.text(&text)) return false;
     has_medium_ = !text.empty();
+    event_->medium = text;
     event_->tier = spelled(kMedia, text, Tier::UNKNOWN);
     return true;
   }
@@ -468,7 +469,7 @@ class EventReader {
         return keep_removed();
       case Type::CLEARED:
         wait(scratch_.cleared.size());
-        scratch_.cleared.push_back({event_->tier, has_medium_});
+        scratch_.cleared.push_back({event_->tier, has_medium_, event_->medium});
         return true;
       case Type::IGNORED:
         ++ignored;
@@ -492,7 +493,7 @@ class EventReader {
     if ((wrong_ & kRemovedFields) != 0) return refuse(Reason::FIELD_TYPE);
     wait(scratch_.removed.size());
     scratch_.removed.push_back({{nullptr, event_->n_hashes, event_->tier, event_->kind,
-                                 event_->remote, event_->group},
+                                 event_->remote, event_->group, event_->medium},
                                 pending_->hashes_at});
     return true;
   }

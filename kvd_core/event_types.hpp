@@ -39,6 +39,7 @@ struct StoredEvent {
   std::string_view salt;       // empty = none
   const uint32_t* mm_begin;    // n_hashes + 1 offsets into mm; nullptr when no block has objects
   const uint64_t* mm;          // block i: mm[mm_begin[i] .. mm_begin[i + 1]) ascending
+  std::string_view medium;     // as it is spelled; empty = none
 };
 
 struct RemovedEvent {
@@ -48,11 +49,13 @@ struct RemovedEvent {
   Kind kind;
   bool remote;
   int32_t group;  // -1 absent
+  std::string_view medium;
 };
 
 struct ClearedEvent {
   Tier tier;
   bool has_tier;
+  std::string_view medium;
 };
 
 enum class Reason : uint8_t {

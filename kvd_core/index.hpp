@@ -58,6 +58,7 @@
 #include "names.hpp"
 #include "predicted.hpp"
 #include "ranksets.hpp"
+#include "sequence.hpp"
 #include "tree.hpp"
 
 namespace kvd {
@@ -67,6 +68,8 @@ constexpr LayerId kGhostLayer = 4;
 constexpr LayerId kFirstGroupLayer = 5;
 constexpr LayerId kMaxLayers = 32;  // bits of a LayerMask; 27 (tier, group) pairs per partition
 constexpr LayerMask kAllLayers = 0xffffffffu;
+// Media that are none of the tiers take layers like cache groups, as tiers from here on.
+constexpr uint32_t kFirstMedium = 16;
 
 // Parked blocks of one partition. 64 Ki blocks are ~8 MB: minutes of a broken stream, not hours.
 constexpr size_t kMaxParked = 65536;
@@ -113,6 +116,12 @@ struct Parked {
   uint64_t term;
   LayerMask layers;
   uint64_t stamp;
+  // What the conductor keeps of its own (conductor.hpp); 0 elsewhere.
+  uint64_t hash = 0;        // as the publisher announced it
+  uint64_t space = 0;       // namespace
+  uint64_t plain = 0;       // local hash by the seed of sequence hashes
+  uint64_t sequence = 0;    // sequence hash, 0 unknown
+  bool by_engine = false;   // an engine's own event has told of it
 };
 
 // What few ranks have, or have little of.
@@ -149,11 +158,14 @@ struct RankTraits {
   bool offloads = false;  // its stream names lower-tier blocks by hash alone
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
   bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
+  // A conductor's rank counts for workers as the worker's rank it stands for, or not at all.
+  RankId seen_as = kNone;
+  bool hidden = false;
 };
 
 struct Rank : RankTraits {
-  // The tiers of the main group, the ghosts, and for each tier all its other groups.
-  static constexpr size_t kCounters = kFirstGroupLayer + kTierLayers;
+  // The tiers of the main group, the ghosts, for each tier all its other groups, other media.
+  static constexpr size_t kCounters = kFirstGroupLayer + kTierLayers + 1;
 
   Names names;
   std::unique_ptr<Rarities> rare;
@@ -183,6 +195,17 @@ struct Store {
   uint64_t parent;
   LayerId layer;
   uint64_t term;  // what the local hashes' seed has inherited from the prompt's first block, or 0
+  // For sequence hashes: local hashes by their own seed, nullptr if `locals` are, and namespace.
+  const uint64_t* plain = nullptr;
+  uint64_t space = 0;
+};
+
+// Told of blocks as they are placed, while sequence hashes are kept.
+class Placements {
+ public:
+  virtual ~Placements() = default;
+  virtual void placed(const Store& s, const BlockId* blocks) = 0;
+  virtual void settle() = 0;  // the operation that has placed them is over
 };
 
 class Index {
@@ -227,6 +250,7 @@ class Index {
   // The rank stops counting at once; `sweep` takes it apart later, in slices.
   void retire_rank(RankId id) {
     Rank& rank = ranks_[id];
+    if (linked_) pass_on(id, kNone);
     for (LayerId tier = 0; tier < kTierLayers; ++tier) held_[tier] -= rank.held[tier];
     parked_ -= rank.parked();
     rank.live = false;
@@ -238,8 +262,16 @@ class Index {
   RankId renew_rank(RankId id) {
     const RankId fresh = add_rank(ranks_[id].dp_rank);
     static_cast<RankTraits&>(ranks_[fresh]) = ranks_[id];
+    if (linked_) pass_on(id, fresh);
     retire_rank(id);
     return fresh;
+  }
+
+  // Lets a conductor's rank count as a worker's, or with kNone not at all. O(1).
+  void show_as(RankId id, RankId rank) {
+    ranks_[id].seen_as = rank;
+    ranks_[id].hidden = rank == kNone;
+    linked_ = linked_ || rank != kNone;
   }
 
   // Frees what retired ranks held, and memory that an emptied index has kept, in about `budget`
@@ -276,6 +308,10 @@ class Index {
     return layer == kGhostLayer ? kNone : group_layers_[layer - kFirstGroupLayer].first;
   }
 
+  bool has_layer(LayerId layer) const {
+    return layer < kFirstGroupLayer + group_layers_.size();
+  }
+
   // The group of a layer beside the main group's, kNone for the others.
   uint32_t group_of(LayerId layer) const {
     return layer < kFirstGroupLayer ? kNone : group_layers_[layer - kFirstGroupLayer].second;
@@ -298,6 +334,23 @@ class Index {
       }
     }
     ranks_[id].windows.push_back({layer, blocks});
+  }
+
+  // ---- sequence hashes (sequence.hpp)
+
+  const Sequences* sequences() const { return sequences_.get(); }
+
+  // Keeps the sequence hash of every block from now on. O(blocks), once. A block that another seed
+  // than `seed` has gone into (adapter, salt) is known by one when it is stored again.
+  void keep_sequences(uint64_t seed, Placements* placements) {
+    placements_ = placements;
+    if (sequences_ != nullptr) return;
+    sequences_ = std::make_unique<Sequences>(seed);
+    if (seed != kBaseSeed) return;
+    for (NodeId id = tree_.successor(Tree::kRoot); id != kNone; id = tree_.successor(id)) {
+      const Chain& chain = tree_.node(id).chain;
+      sequences_->chain(tree_.parent_of(chain.block()[0]), chain.block(), chain.local(), chain.len(), 0, false);
+    }
   }
 
   // ---- blocks
@@ -325,6 +378,7 @@ class Index {
       for (uint32_t i = 0; i < s.n; ++i) work_.push_back(s.names[i]);
       settle(id);
     }
+    if (placements_ != nullptr) placements_->settle();
     return true;
   }
 
@@ -425,11 +479,13 @@ class Index {
       if (r.rare != nullptr) total += kRaritiesBytes + r.rare->exceptions() * kExceptionBytes;
     }
     if (predicted_ != nullptr) total += predicted_->bytes();
+    if (sequences_ != nullptr) total += sequences_->bytes();
     return total + terms_.size() * kExceptionBytes;
   }
 
  private:
   friend class Verifier;
+  friend class Conductor;
 
   struct QueueEntry {  // of a parked block
     uint64_t name;
@@ -448,7 +504,7 @@ class Index {
     int64_t left_;
   };
 
-  static constexpr size_t kParkedBytes = 160;    // two hash nodes and a queue entry
+  static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry
   static constexpr size_t kExceptionBytes = 48;  // one hash node
   static constexpr size_t kRaritiesBytes = sizeof(Rarities) + 576;  // an empty deque's memory
 
@@ -462,7 +518,17 @@ class Index {
 
   // Which counter of a rank counts a layer.
   size_t counter(LayerId layer) const {
-    return layer < kFirstGroupLayer ? layer : kFirstGroupLayer + tier_of(layer);
+    if (layer < kFirstGroupLayer) return layer;
+    return kFirstGroupLayer + std::min<uint32_t>(tier_of(layer), kTierLayers);
+  }
+
+  // Ranks that are seen as `from` are seen as `to` from now on.
+  void pass_on(RankId from, RankId to) {
+    for (Rank& rank : ranks_) {
+      if (rank.seen_as != from) continue;
+      rank.seen_as = to;
+      rank.hidden = to == kNone;
+    }
   }
 
   bool has_room(RankId id, uint32_t n) const {
@@ -478,19 +544,29 @@ class Index {
     return std::adjacent_find(sorted_.begin(), sorted_.end()) != sorted_.end();
   }
 
-  // Stores a run whose place is known.
-  void place(RankId id, const Store& s, Position at) {
+  // Stores a run whose place is known: behind `at`, which for a conductor's is behind `below`.
+  void place(RankId id, const Store& s, Position at, BlockId below = kNone) {
     ids_.resize(s.n);
     Position tip = at;
     size_t met = tree_.walk(tip, s.locals, s.n, ids_.data());
     if (forget_other_content(id, s, met)) {
       // Forgetting may have freed blocks of the path below `at`; the parent is held, so `at`
       // names a block that lives, but its chain may have moved.
-      tip = s.has_parent ? tree_.after(block_of(id, s.parent)) : Tree::root();
+      if (below == kNone && s.has_parent) below = block_of(id, s.parent);
+      tip = below != kNone ? tree_.after(below) : Tree::root();
       met = tree_.walk(tip, s.locals, s.n, ids_.data());
     }
     tree_.grow(tip, s.locals + met, s.names + met, s.n - met, ids_.data() + met);
     name_blocks(id, s);
+    if (sequences_ != nullptr) sequence_blocks(s);
+  }
+
+  void sequence_blocks(const Store& s) {
+    const bool told = s.plain != nullptr;
+    if (told || sequences_->seed() == kBaseSeed) {
+      sequences_->chain(tree_.parent_of(ids_[0]), ids_.data(), told ? s.plain : s.locals, s.n, s.space, told);
+    }
+    if (placements_ != nullptr) placements_->placed(s, ids_.data());
   }
 
   BlockId block_of(RankId id, uint64_t name) const {
@@ -642,6 +718,7 @@ class Index {
   void trim(NodeId node) {
     tree_.trim(node, [&](BlockId block) {
       if (!terms_.empty()) terms_.erase(block);
+      if (sequences_ != nullptr) sequences_->erase(block);
     });
   }
 
@@ -672,10 +749,12 @@ class Index {
     for (uint32_t i = 0; i < s.n; ++i) {
       one.names = s.names + i;
       one.locals = s.locals + i;
+      if (s.plain != nullptr) one.plain = s.plain + i;
       one.parent = i == 0 ? s.parent : s.names[i - 1];
       if (ranks_[id].names.find(s.names[i], keys()) != Names::kAbsent) {
         store_named(id, s.names + i, 1, s.layer, false);
-        store(id, {s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i], s.layer, s.term});
+        store(id, {s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i], s.layer, s.term,
+                   s.plain == nullptr ? nullptr : s.plain + i + 1, s.space});
         return;
       }
       park(id, s.names[i], s.layer, &one);
@@ -699,13 +778,15 @@ class Index {
       p.parent = content->parent;
       p.local = content->locals[0];
       p.term = content->term;
+      p.plain = content->plain == nullptr ? 0 : content->plain[0];
+      p.space = content->space;
       rare.waiting.emplace(content->parent, name);
     }
     bound_parked();
   }
 
   void bound_parked() {
-    while (parked_ > kMaxParked) {
+    while (parked_ > max_parked_) {
       const QueueEntry oldest = order_.front();
       order_.pop_front();
       if (!is_parked(oldest)) continue;
@@ -804,7 +885,7 @@ class Index {
     if (term != p.term) ++tally_.parked_unsalted;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((p.layers >> layer & 1) == 0) continue;
-      const Store s{&name, &p.local, 1, true, parent, layer, term};
+      const Store s{&name, &p.local, 1, true, parent, layer, term, p.plain == 0 ? nullptr : &p.plain, p.space};
       place(id, s, tree_.after(block_of(id, parent)));
     }
     work_.push_back(name);
@@ -820,7 +901,7 @@ class Index {
       if ((mask >> tier & 1) != 0) continue;
       if (rank.held[tier] != 0 || rank.held[kFirstGroupLayer + tier] != 0) return false;
     }
-    return true;
+    return rank.held[Rank::kCounters - 1] == 0 || mask == kAllLayers;
   }
 
   // Takes the layers of `mask` from every name, and the rank off them, chain by chain.
@@ -928,6 +1009,10 @@ class Index {
   std::vector<RankId> retired_;
   std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
   std::unordered_map<BlockId, uint64_t> terms_;
+  std::unique_ptr<Sequences> sequences_;  // null while nobody asks for them
+  Placements* placements_ = nullptr;
+  bool linked_ = false;  // some rank is seen as another
+  size_t max_parked_ = kMaxParked;
   std::deque<QueueEntry> order_;  // parked blocks, oldest first
   size_t parked_ = 0;             // of live ranks
   uint64_t stamp_ = 0;

@@ -110,8 +110,10 @@ class Match {
   }
 
   static bool counts(const Rank& rank, Only only) {
-    return rank.live && (only == Only::kAll || rank.salted == (only == Only::kSalted));
+    return rank.live && !rank.hidden && (only == Only::kAll || rank.salted == (only == Only::kSalted));
   }
+
+  static RankId seen(const Rank& rank, RankId id) { return rank.seen_as == kNone ? id : rank.seen_as; }
 
   Entry& touch(RankId id) {
     Entry& entry = depth_[id];
@@ -126,9 +128,11 @@ class Match {
     each_run(index, kDeviceLayer, [&](SetId set, uint32_t from, uint32_t to) {
       uint32_t holders = 0;
       bool moved = false;
-      for (const RankId id : index.tree().sets().members(set)) {
-        if (!counts(index.rank(id), only)) continue;
-        ++holders;
+      for (const RankId member : index.tree().sets().members(set)) {
+        const Rank& rank = index.rank(member);
+        if (!counts(rank, only)) continue;
+        const RankId id = seen(rank, member);
+        holders += id == member || is_first(index, set, member, id);
         if (from != 0 && depth_[id].depth.device != from) continue;
         touch(id).depth.device = to;
         moved = true;
@@ -139,6 +143,17 @@ class Match {
       for (uint32_t i = from; i < to; ++i) frequencies_[i] += holders;
       return true;
     });
+  }
+
+  // Whether `member` is the first of a set that is seen as `id`.
+  static bool is_first(const Index& index, SetId set, RankId member, RankId id) {
+    if (index.tree().sets().contains(set, id)) return false;
+    for (const RankId other : index.tree().sets().members(set)) {
+      if (other == member) return true;
+      const Rank& rank = index.rank(other);
+      if (rank.live && !rank.hidden && rank.seen_as == id) return false;
+    }
+    return true;
   }
 
   void match_below(const Index& index, Only only) {
@@ -160,8 +175,10 @@ class Match {
   void extend(const Index& index, LayerId layer, Only only, uint32_t Depth::*field) {
     if (index.held(layer) == 0) return;
     each_run(index, layer, [&](SetId set, uint32_t from, uint32_t to) {
-      for (const RankId id : index.tree().sets().members(set)) {
-        if (!counts(index.rank(id), only)) continue;
+      for (const RankId member : index.tree().sets().members(set)) {
+        const Rank& rank = index.rank(member);
+        if (!counts(rank, only)) continue;
+        const RankId id = seen(rank, member);
         const uint32_t at = depth_[id].depth.*field;
         if (from <= at && at < to) touch(id).depth.*field = to;
       }

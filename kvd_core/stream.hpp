@@ -367,9 +367,20 @@ class Stream {
       local_hashes(e.tokens, n, size, seed, locals_.data());
     }
     if (e.mm_begin != nullptr) hash_images(e, n, seed);
-    const Store run{e.hashes, locals_.data(), static_cast<uint32_t>(n), e.has_parent, e.parent,
-                    layer, inherited};
+    Store run{e.hashes, locals_.data(), static_cast<uint32_t>(n), e.has_parent, e.parent,
+              layer, inherited};
+    if (index_.sequences() != nullptr) add_plain(e, n, seed, run);
     if (!index_.store(rank_, run)) ignore(Ignored::FULL);
+  }
+
+  // Sequence hashes have a seed of their own, and are about text.
+  void add_plain(const StoredEvent& e, size_t n, uint64_t seed, Store& run) {
+    const uint64_t own = index_.sequences()->seed();
+    if (e.pairs || e.mm_begin != nullptr || (seed == kBaseSeed && own == kBaseSeed)) return;
+    plain_.resize(n);
+    local_hashes(e.tokens, n, index_.block_size(), own, plain_.data());
+    run.plain = plain_.data();
+    run.space = seed - kBaseSeed;
   }
 
   // Blocks that images reach into carry the images' identity beside their tokens.
@@ -404,6 +415,7 @@ class Stream {
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
   Scratch scratch_;
   std::vector<uint64_t> locals_;
+  std::vector<uint64_t> plain_;  // local hashes by the seed of sequence hashes, where it differs
   RankId rank_ = kNone;
   uint32_t outcome_ = 0;
   size_t flaw_ = kReasons;

@@ -26,6 +26,13 @@ class Verifier {
     check_names();
     check_parked();
     if (index_.predicted() != nullptr) check_predicted(*index_.predicted());
+    if (index_.sequences() != nullptr) check_sequences(*index_.sequences());
+  }
+
+  // What is built on the index and has a `verify` of its own.
+  template <class Part>
+  void run(const Part& part) {
+    part.verify([](bool holds, const char* what) { require(holds, what); });
   }
 
  private:
@@ -51,6 +58,27 @@ class Verifier {
     }
     require(nodes == tree_.node_count(), "tree: every node is reachable");
     require(blocks == tree_.block_count(), "tree 1: every block is in a chain");
+  }
+
+  void check_sequences(const Sequences& sequences) {
+    uint32_t known = 0;
+    for (NodeId id = tree_.successor(Tree::kRoot); id != kNone; id = tree_.successor(id)) {
+      const Chain& chain = tree_.node(id).chain;
+      for (uint32_t i = 0; i < chain.len(); ++i) {
+        const BlockId block = chain.block()[i];
+        const uint64_t own = sequences.sequence_of(block);
+        if (sequences.key_of(block) == 0) continue;
+        ++known;
+        require(sequences.find(sequences.key_of(block)) == block, "sequences 1: a key leads to its block");
+        if (sequences.space_of(block) != 0 || sequences.seed() != kBaseSeed) continue;
+        const BlockId above = tree_.parent_of(block);
+        const uint64_t local = chain.local()[i];
+        const uint64_t last = above == kNone ? 0 : sequences.sequence_of(above);
+        require(own == (above == kNone ? local : sequences.next(last, local)),
+                "sequences: those of the base model follow from local hashes");
+      }
+    }
+    require(known == sequences.size(), "sequences 1: no keys of blocks that are no more");
   }
 
   void check_shape(const Node& n) {
@@ -226,7 +254,7 @@ class Verifier {
       check_parked_of(rank);
     }
     require(parked == index_.parked_count(), "index 4: parked blocks are counted");
-    require(parked <= kMaxParked, "index 4: parked blocks are bounded");
+    require(parked <= index_.max_parked_, "index 4: parked blocks are bounded");
     const auto queued = std::count_if(index_.order_.begin(), index_.order_.end(),
                                       [&](const auto& entry) { return index_.is_parked(entry); });
     require(static_cast<size_t>(queued) == parked, "index 4: parked blocks are in the queue");
@@ -238,7 +266,9 @@ class Verifier {
       waiting += p.has_content;
       require(rank.names.find(name, index_.keys()) == Names::kAbsent,
               "index 4: a parked name is unknown");
-      require(!p.has_content || rank.names.find(p.parent, index_.keys()) == Names::kAbsent,
+      // A conductor's blocks wait for a parent in their namespace, by the hash that was announced.
+      require(!p.has_content || p.hash != 0 ||
+                  rank.names.find(p.parent, index_.keys()) == Names::kAbsent,
               "index 4: a parked block's parent is unknown");
     }
     require(waiting == rank.rare->waiting.size(), "index 4: parked children are indexed");

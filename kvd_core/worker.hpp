@@ -19,6 +19,7 @@ struct Worker {
   std::string key;     // the worker's id as a JSON member name, quotes included
   std::string number;  // the worker's id as a JSON value
   std::vector<std::pair<uint32_t, RankId>> ranks;  // ascending by dp rank
+  bool shared = false;  // a conductor's instance has the same id, and shows it
 
   RankId find(uint32_t dp_rank) const {
     const auto it = at(dp_rank);

@@ -26,7 +26,8 @@ def running_both(folder: Path, *flags: str) -> Iterator[tuple[Server, str]]:
     ports = find_free_port(), find_free_port()
     faces = ("--indexer-bind", "--slot-tracker-bind")
     binds = [f"{face}=127.0.0.1:{port}" for face, port in zip(faces, ports, strict=True)]
-    binds.append("--selection-bind=off")  # its port may be another test run's
+    # Their ports may be another test run's.
+    binds += ["--selection-bind=off", "--conductor-bind=off"]
     with running(folder, ports[0], "serve", *binds, *flags) as server:
         yield server, f"http://127.0.0.1:{ports[1]}"
 

@@ -18,6 +18,7 @@ from running import running, running_both
 from kvd._version import VERSION
 from kvd.cli import (
     build_parser,
+    conductor_settings,
     indexer_settings,
     main,
     select_service_settings,
@@ -27,7 +28,11 @@ from kvd.cli import (
 from kvd.settings import OFF, SETTINGS, TcpBind
 
 ENDPOINT = "tcp://127.0.0.1:5557"
-OTHERS_OFF = ("--slot-tracker-bind", "off", "--selection-bind", "off")
+OTHERS_OFF = (
+    *("--slot-tracker-bind", "off"),
+    *("--selection-bind", "off"),
+    *("--conductor-bind", "off"),
+)
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -130,7 +135,8 @@ def test_a_start_error_is_one_line_and_ends_with_1(
     ("arguments", "complaint"),
     [
         (
-            "serve --indexer-bind off --slot-tracker-bind off --selection-bind off",
+            "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
+            "--conductor-bind off",
             "every face is off",
         ),
         ("slot-tracker --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
@@ -155,7 +161,7 @@ def check_start_error(
 
 
 def test_the_documented_flags_mean_what_they_say() -> None:
-    alone = {"slot_tracker_bind": OFF, "selection_bind": OFF}
+    alone = {"slot_tracker_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
     assert given("indexer") == alone
     assert given("indexer", "--port", "8091", "--threads", "4") == alone | {
         "indexer_bind": TcpBind("127.0.0.1", 8091)
@@ -167,7 +173,7 @@ def test_the_documented_flags_mean_what_they_say() -> None:
 
 
 def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
-    alone = {"indexer_bind": OFF, "selection_bind": OFF}
+    alone = {"indexer_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
     assert given("slot-tracker") == alone
     assert given("slot-tracker", "--port", "1", "--replica-sync-port", "5600") == alone | {
         "slot_tracker_bind": TcpBind("127.0.0.1", 1),
@@ -182,7 +188,7 @@ def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
 
 
 def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
-    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF}
+    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "conductor_bind": OFF}
     assert given("select-service") == alone
     assert given("select-service", "--port", "1", "--threads", "4") == alone | {
         "selection_bind": TcpBind("127.0.0.1", 1)
@@ -191,6 +197,15 @@ def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
     assert peers == alone | {"peers": ("http://a:1", "http://b:2")}
     reuse = given("select-service", "--no-router-assume-kv-reuse")
     assert reuse == alone | {"router_assume_kv_reuse": False}
+
+
+def test_the_flags_of_the_conductor_mean_what_they_say() -> None:
+    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "selection_bind": OFF}
+    assert given("conductor") == alone
+    assert given("conductor", "--port", "1", "--hash-seed", "42") == alone | {
+        "conductor_bind": TcpBind("127.0.0.1", 1),
+        "hash_seed": 42,
+    }
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:
@@ -202,6 +217,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         ("indexer", indexer_settings),
         ("slot-tracker", slot_tracker_settings),
         ("select-service", select_service_settings),
+        ("conductor", conductor_settings),
     ):
         assert alone(parser, parser.parse_args([command])).keys() <= settings.keys()
 
@@ -210,8 +226,12 @@ def test_every_setting_is_a_flag_of_serve() -> None:
     "arguments",
     [
         "indexer --port {}",
-        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{} --selection-bind off",
-        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off --selection-bind 127.0.0.1:{}",
+        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{} --selection-bind off "
+        "--conductor-bind off",
+        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off --selection-bind 127.0.0.1:{} "
+        "--conductor-bind off",
+        "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
+        "--conductor-bind 127.0.0.1:{}",
         "slot-tracker --port 0 --replica-sync-port {}",
     ],
 )
@@ -295,7 +315,7 @@ def test_both_faces_are_one_process(tmp_path: Path) -> None:
 
 def test_a_face_can_be_off(tmp_path: Path) -> None:
     port = find_free_port()
-    binds = ("--indexer-bind", "off", "--selection-bind", "off")
+    binds = ("--indexer-bind=off", "--selection-bind=off", "--conductor-bind=off")
     binds = (*binds, "--slot-tracker-bind", f"127.0.0.1:{port}")
     with running(tmp_path, port, "serve", *binds, "--request-expiry-s", "5") as server:
         assert server.stderr.count("event=serving") == 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config import ReplicaSync, StartError, StaticWorker, TlsListener, load
+from kvd.config import FACE_BINDS, ReplicaSync, StartError, StaticWorker, TlsListener, load
 from kvd.model import PartitionKey, RankKey
 from kvd.peers import MAX_PEERS
 from kvd.settings import (
@@ -39,6 +39,8 @@ def test_defaults_are_local_and_quiet() -> None:
     assert config.indexer_tls is None
     assert config.slot_tracker_bind == TcpBind("127.0.0.1", 8091)
     assert config.selection_bind == TcpBind("127.0.0.1", 8092)
+    assert config.conductor_bind == TcpBind("127.0.0.1", 13333)
+    assert config.hash_seed == 1337
     assert config.request_expiry_s == 300
     assert config.replica_sync is None
     assert config.workers == ()
@@ -182,7 +184,7 @@ def test_either_face_can_be_off() -> None:
     config = load({"indexer_bind": OFF}, {})
     assert (config.indexer_bind, config.slot_tracker_bind) == (None, TcpBind("127.0.0.1", 8091))
     with pytest.raises(StartError, match="every face is off"):
-        load({"indexer_bind": OFF, "slot_tracker_bind": OFF, "selection_bind": OFF}, {})
+        load(dict.fromkeys(FACE_BINDS, OFF), {})
     tls = {"indexer_tls_bind": TcpBind("h", 1), "tls_certfile": Path("c"), "tls_keyfile": Path("k")}
     with pytest.raises(StartError, match="needs the indexer"):
         load({"indexer_bind": OFF, **tls}, {})

@@ -187,7 +187,8 @@ def test_the_introduction_is_to_be_pasted() -> None:
 def demo(tmp_path: Path) -> Iterator[Server]:
     port = find_free_port()
     command = [sys.executable, "-m", "kvd", "serve", "--demo"]
-    others = {"KVD_SLOT_TRACKER_BIND": "off", "KVD_SELECTION_BIND": "off"}
+    names = ("SLOT_TRACKER", "SELECTION", "CONDUCTOR")
+    others = {f"KVD_{name}_BIND": "off" for name in names}
     binds = {"KVD_INDEXER_BIND": f"127.0.0.1:{port}", **others}
     environ = clean_environment(**binds)
     server = Server(command, tmp_path, port, environ)

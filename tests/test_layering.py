@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.configfile",),
     ("kvd.settings",),
     ("kvd.http", "kvd.net", "kvd.faces"),
-    ("kvd.selection",),
+    ("kvd.selection", "kvd.publishers"),
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
     ("kvd.metrics",),
     ("kvd.state", "kvd.scheduling", "kvd.ledgers"),

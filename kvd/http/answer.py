@@ -20,7 +20,8 @@ _METHODS_WITH_JSON = frozenset(("POST", "PUT", "PATCH"))
 def answer_now(route: Route, request: Request) -> Response:
     """Returns the response of a plain handler, whatever it raises."""
     try:
-        require_json(request)
+        if not route.any_type:
+            require_json(request)
         return cast(PlainHandler, route.handler)(request)
     except Exception as error:
         return _response_to(error, request)
@@ -29,7 +30,8 @@ def answer_now(route: Route, request: Request) -> Response:
 async def answer(route: Route, request: Request) -> Response:
     """Returns the response of any handler, whatever it raises."""
     try:
-        require_json(request)
+        if not route.any_type:
+            require_json(request)
         result = route.handler(request)
         return result if isinstance(result, Response) else await result
     except Exception as error:

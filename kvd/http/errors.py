@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from kvd.errors import KvdError, Unavailable
 from kvd.http.types import Response
@@ -18,14 +19,14 @@ class Refusal(Exception):
         self.status = status
 
 
-def error_body(text: str) -> bytes:
-    """Returns the body every failure of every face has."""
-    return json.dumps({"error": text}).encode()
+def error_body(text: str, details: Mapping[str, object] | None = None) -> bytes:
+    """Returns the body every failure of every face has, and what a face says besides."""
+    return json.dumps({"error": text, **(details or {})}).encode()
 
 
-def error_response(status: int, text: str) -> Response:
+def error_response(status: int, text: str, details: Mapping[str, object] | None = None) -> Response:
     """Returns a response with that body."""
-    return Response(status, error_body(text))
+    return Response(status, error_body(text, details))
 
 
 def too_large(limit: int) -> Response:
@@ -35,7 +36,7 @@ def too_large(limit: int) -> Response:
 
 def failure_response(failure: KvdError) -> Response:
     """Returns the response to an expected failure of a handler."""
-    response = error_response(failure.status, str(failure))
+    response = error_response(failure.status, str(failure), failure.details)
     if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
         response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))
     return response

@@ -73,7 +73,8 @@ class Route:
     `hot` routes answer with bytes, and bypass the Quart application on the plain port. Their
     `answerer` may answer in the handler's place, the same as that would. `body_limit` is in bytes;
     a longer body is answered 413 before anyone sees it.
-    `admission` bounds how many requests of a route that is not hot are under way.
+    `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
+    a body is read as JSON whatever type it is announced as.
     """
 
     method: str
@@ -83,6 +84,7 @@ class Route:
     answerer: Answerer | None = None
     body_limit: int = DEFAULT_BODY_LIMIT
     admission: Admission | None = None
+    any_type: bool = False
     waits: bool = field(init=False)  # the handler is asynchronous
 
     def __post_init__(self) -> None:

@@ -15,7 +15,8 @@ from kvd.net.turns import Turns
 from kvd.wire.listener import StreamHealth
 
 if TYPE_CHECKING:
-    from kvd.model import RankKey
+    from collections.abc import Hashable
+
     from kvd.net.link import LinkOptions
     from kvd.net.zsocket import Context
     from kvd.wire.listener import Listener
@@ -41,7 +42,7 @@ class ListenerTasks:
         replays: ReplayOptions | None = None,
         health_every_s: float = HEALTH_EVERY_S,
     ) -> None:
-        self._tasks: Supervisor[RankKey] = Supervisor(nursery)
+        self._tasks: Supervisor[Hashable] = Supervisor(nursery)
         self._context = context
         self._ready = ready
         self._options = options
@@ -50,11 +51,11 @@ class ListenerTasks:
         self._health: dict[Listener, StreamHealth] = {}  # as last said
         nursery.start_soon(self._watch_health, health_every_s)
 
-    def start(self, key: RankKey, listener: Listener) -> None:
+    def start(self, key: Hashable, listener: Listener) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
         self._tasks.start(key, partial(self._run, listener))
 
-    async def stop(self, key: RankKey) -> bool:
+    async def stop(self, key: Hashable) -> bool:
         """Returns True when the listener's task has ended; False, and at once, without one."""
         return await self._tasks.stop(key)
 

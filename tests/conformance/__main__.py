@@ -20,7 +20,7 @@ from .runner import Scenario, load_all, play
 from .steps import Target
 
 FOLDER = Path(__file__).parent
-FACES = ("indexer", "slot_tracker", "selection")
+FACES = ("indexer", "slot_tracker", "selection", "conductor")
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ COMMANDS = {
     "indexer": "indexer",
     "slot_tracker": "slot-tracker",
     "selection": "select-service",
+    "conductor": "conductor",
 }
 # No scenario looks at the pause before recovery; all that have peers would wait for it.
 SPAWN_ENVIRONMENT = ["env", "KVD_RECOVERY_DELAY_S=0"]

@@ -134,6 +134,13 @@ class Engine:
 
         wait_until(check, within_s)
 
+    def wait_unsubscribed(self, within_s: float) -> None:
+        def check() -> str | None:
+            found = len(self.subscriptions())
+            return f"engine {self.name}: {found} subscriptions" if found else None
+
+        wait_until(check, within_s)
+
     def publish(self, message: dict[str, Any]) -> None:
         """Sends and keeps one message (`publish` in FORMAT.md)."""
         if "raw_frames_hex" in message:

@@ -120,6 +120,8 @@ class Stage:
             engine.reserve()
         if "bind" in step:
             engine.bind(**step["bind"])
+        if "wait_unsubscribed" in step:
+            engine.wait_unsubscribed(within_s)
         if "wait_subscribed" in step:
             engine.wait_subscribed(step["wait_subscribed"], within_s)
         if "publish" in step:

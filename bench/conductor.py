@@ -1,0 +1,151 @@
+"""What the conductor's part of an index costs beside the indexer's, in one process.
+
+    python bench/conductor.py
+
+Prints CPU us of a query on both faces at equal sizes, CPU ns and bytes of an index's block with
+and without sequence hashes, and of a publisher's event. Lowest of several rounds, taken in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgpack
+
+from kvd.faces import conductor, indexer
+from kvd.model import PartitionKey, RankKey
+from kvd.peers import Peers
+from kvd.publishers import Publishers
+from kvd.registry import Registry
+from kvd.state import State
+from kvd.wire.publication import Publication, Terms
+from kvd_core.conductor import Conductor
+from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd_core.index import IngestCounters, PrefixIndex
+
+BLOCK_SIZE = 16
+KEY = PartitionKey("m", "default")
+SIZES = ((8, 32, True), (8, 512, True), (64, 128, True), (64, 128, False), (512, 128, True))
+ROUNDS = 11
+
+
+def compact(members: dict[str, Any]) -> bytes:
+    return json.dumps(members, separators=(",", ":")).encode()
+
+
+def lowest(calls: int, *timed: Callable[[], object]) -> list[float]:
+    """Returns the CPU seconds of a call of each."""
+    best = [float("inf")] * len(timed)
+    for _ in range(ROUNDS):
+        for at, call in enumerate(timed):
+            start = time.process_time()
+            for _ in range(calls):
+                call()
+            best[at] = min(best[at], (time.process_time() - start) / calls)
+    return best
+
+
+def queries(workers: int, blocks: int, shared: bool) -> None:
+    tokens = [random.randrange(100_000) for _ in range(blocks * BLOCK_SIZE)]
+    ours, theirs = State(), State()
+    for worker in range(workers):
+        n = blocks if shared else worker * blocks // workers + 1
+        hashes, said = list(range(1, n + 1)), tokens[: n * BLOCK_SIZE]
+        event = ["BlockStored", hashes, None, said, BLOCK_SIZE, None, "GPU"]
+        theirs.add_rank(RankKey(KEY, worker, 0), BLOCK_SIZE).apply(msgpack.packb([0, [event]]))
+        source = ours.add_source(KEY, BLOCK_SIZE, f"i-{worker}", "", "", 0, store=False)
+        source.store(0, 0, "GPU", hashes, said, None, 0)
+    routes = indexer.routes(theirs, cast(Registry, None), Peers(), indexer.dumps_bound())
+    one: dict[str, Any] = {each.path: each.answerer for each in routes}
+    routes = conductor.routes(ours, cast(Publishers, None))
+    other: dict[str, Any] = {each.path: each.answerer for each in routes}
+    locals_ = local_hashes(tokens, BLOCK_SIZE)
+    model, size = {"model_name": "m"}, {"model": "m", "block_size": BLOCK_SIZE}
+    bodies = {
+        "/query": (compact(model | {"token_ids": tokens}), compact(size | {"token_ids": tokens})),
+        "/query_by_hash": (
+            compact(model | {"block_hashes": locals_}),
+            compact(size | {"seq_hashes": sequence_hashes(locals_)}),
+        ),
+    }
+    for path, (first, second) in bodies.items():
+        calls = max(20, 400_000 // (blocks * BLOCK_SIZE + workers * 20))
+        took = lowest(calls, partial(one[path], first), partial(other[path], second))
+        held = "all" if shared else "growing"
+        us = [f"{seconds * 1e6:8.1f}" for seconds in took]
+        ratio = f"{took[1] / took[0]:.2f}"
+        print(f"| {path} | {workers} | {blocks} | {held} | {us[0]} | {us[1]} | {ratio} |")
+
+
+def ingest() -> None:
+    events = [
+        [
+            "BlockStored",
+            list(range(1 + at * 64, 65 + at * 64)),
+            None if at % 4 == 0 else at * 64,
+            [random.randrange(50_000) for _ in range(64 * BLOCK_SIZE)],
+            BLOCK_SIZE,
+            None,
+            "GPU",
+        ]
+        for at in range(400)
+    ]
+    payloads = [msgpack.packb([0, [event]]) for event in events]
+    blocks = 400 * 64
+    sizes: dict[str, int] = {}
+
+    def fill(name: str, kept: bool) -> None:
+        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        part = Conductor(index) if kept else None
+        stream = index.add_worker(1).stream(0)
+        for payload in payloads:
+            stream.apply(payload)
+        sizes[name] = index.stats()["bytes"] + (part.stats()["bytes"] if part else 0)
+
+    def publish() -> None:
+        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        source = Conductor(index).add_source("a", "", "", 0, False)
+        publication = Publication(source, Terms("m", "default", BLOCK_SIZE, "", "", 0, False))
+        for payload in payloads:
+            publication.apply(payload)
+        sizes["publisher"] = index.stats()["bytes"]
+
+    def waiting() -> None:
+        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        part = Conductor(index)
+        source = part.add_source("a", "", "", 0, True)
+        for event in events:
+            source.store_named(0, None, "CPU", event[1], 0)
+        sizes["waiting"] = index.stats()["bytes"] + part.stats()["bytes"]
+
+    timed = {
+        "worker": lambda: fill("worker", False),
+        "worker, sequence hashes kept": lambda: fill("worker, sequence hashes kept", True),
+        "publisher": publish,
+        "waiting": waiting,
+    }
+    for name, took in zip(timed, lowest(1, *timed.values()), strict=True):
+        print(f"| {name} | {took / blocks * 1e9:.0f} | {sizes[name] / blocks:.1f} |")
+
+
+def main() -> None:
+    random.seed(1)
+    print("| route | instances | blocks | held by | indexer, us | conductor, us | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for workers, blocks, shared in SIZES:
+        queries(workers, blocks, shared)
+    print("\n| blocks told by | ns a block | bytes a block |\n|---|---|---|")
+    ingest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Who is registered on the conductor face, and the listener of every registered publisher.
+
+    register ──> State.add_source ──> Publication ──> Listener ──> Listeners.start
+    unregister ──> Listeners.stop, awaited ──> State.remove_source
+
+A publisher is an engine's rank or a store, as a router names it: `instance|tenant|rank` may have
+several, of other types, models, adapters, block sizes and salts, and several stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import trio
+
+from kvd.descriptors import MAX_LISTENERS
+from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.model import PartitionKey
+from kvd.registry import Listeners
+from kvd.state import State
+from kvd.wire.counts import StreamCounts
+from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
+from kvd.wire.listener import Listener
+from kvd.wire.publication import Publication, Terms
+from kvd_core.conductor import Source
+
+STORES = ("mooncake",)  # types, in lower case; any other is an engine
+
+
+class PublisherKey(NamedTuple):
+    """What tells a publisher from all others; a conflict is the same one at another address."""
+
+    tenant_id: str
+    instance_id: str
+    dp_rank: int
+    type: str  # lower case
+    model_name: str
+    lora_name: str
+    block_size: int
+    salt: str
+    endpoint: str  # of a store, "" for an engine
+
+    @property
+    def partition(self) -> PartitionKey:
+        return PartitionKey(self.model_name, self.tenant_id)
+
+    @property
+    def triple(self) -> str:
+        """What routers call it."""
+        return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
+
+    def __str__(self) -> str:
+        return f"{self.partition}/{self.triple}:{self.type}"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A publisher as a client describes it."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    type: str
+    model_name: str
+    lora_name: str
+    tenant_id: str
+    instance_id: str
+    block_size: int
+    dp_rank: int
+    salt: str
+    echoed: tuple[tuple[str, object], ...] = ()  # members that are shown again and mean nothing
+
+    @property
+    def is_store(self) -> bool:
+        return self.type.lower() in STORES
+
+    @property
+    def key(self) -> PublisherKey:
+        return PublisherKey(
+            self.tenant_id,
+            self.instance_id,
+            self.dp_rank,
+            self.type.lower(),
+            self.model_name,
+            self.lora_name,
+            self.block_size,
+            self.salt,
+            self.endpoint if self.is_store else "",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """Which publishers of an instance are meant; None is any."""
+
+    tenant_id: str
+    instance_id: str
+    dp_rank: int | None = None
+    type: str | None = None
+    model_name: str | None = None
+    lora_name: str | None = None
+    block_size: int | None = None
+    salt: str | None = None
+    endpoint: str | None = None
+
+    def means(self, described: Described) -> bool:
+        if (described.tenant_id, described.instance_id) != (self.tenant_id, self.instance_id):
+            return False
+        wanted = (
+            (self.dp_rank, described.dp_rank),
+            (None if self.type is None else self.type.lower(), described.type.lower()),
+            (self.model_name, described.model_name),
+            (self.lora_name, described.lora_name),
+            (self.block_size, described.block_size),
+            (self.salt, described.salt),
+            (self.endpoint, described.endpoint),
+        )
+        return all(said is None or said == known for said, known in wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """One registration, its listener, and what its events have said."""
+
+    described: Described
+    listener: Listener
+    publication: Publication
+    source: Source
+
+
+class Publishers:
+    """The registrations of the conductor face."""
+
+    def __init__(
+        self, state: State, listeners: Listeners, max_listeners: int = MAX_LISTENERS
+    ) -> None:
+        self._state = state
+        self._listeners = listeners
+        self._max_listeners = max_listeners
+        self._publishers: dict[PublisherKey, Publisher] = {}
+        self._leaving: set[PublisherKey] = set()
+        self.left_counts = StreamCounts()  # of listeners that are no more
+        self.refused = 0  # beyond the bound
+        self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
+
+    def __len__(self) -> int:
+        return len(self._publishers)
+
+    def __iter__(self) -> Iterator[Publisher]:
+        return iter(self._publishers.values())
+
+    def register(self, described: Described) -> None:
+        """Registers a publisher and starts to listen to it, whether it is up or not.
+
+        The same again changes nothing. Raises BadRequest on a faulty endpoint, Conflict on a
+        known publisher at another address, Unavailable at a bound.
+        """
+        check_endpoint(described.endpoint)
+        if described.replay_endpoint is not None:
+            check_replay_endpoint(described.replay_endpoint)
+        key = described.key
+        known = self._publishers.get(key)
+        if known is not None:
+            addresses = known.described.endpoint, known.described.replay_endpoint
+            if addresses != (described.endpoint, described.replay_endpoint):
+                raise Conflict(f"{key.triple} is registered already, at {addresses[0]}")
+            if key in self._leaving:
+                raise Conflict(f"{key.triple} is being unregistered")
+            return
+        if len(self._publishers) + self.beside() >= self._max_listeners:
+            self.refused += 1
+            raise Unavailable(
+                f"there are {self._max_listeners} listeners already, no more can be made"
+            )
+        source = self._state.add_source(
+            key.partition,
+            key.block_size,
+            key.instance_id,
+            key.lora_name,
+            key.salt,
+            key.dp_rank,
+            store=described.is_store,
+        )
+        terms = Terms(
+            key.model_name,
+            key.tenant_id,
+            key.block_size,
+            key.lora_name,
+            key.salt,
+            key.dp_rank,
+            described.is_store,
+        )
+        publication = Publication(source, terms)
+        listener = Listener(str(key), described.endpoint, publication, described.replay_endpoint)
+        self._publishers[key] = Publisher(described, listener, publication, source)
+        self._listeners.start(key, listener)
+
+    async def unregister(self, wanted: Narrowing) -> list[str]:
+        """Removes publishers with all that they hold; returns what routers call them, sorted.
+
+        Raises NotFound when there are none. Returns when their listeners have ended.
+        """
+        leaving = [
+            (key, each) for key, each in self._publishers.items() if wanted.means(each.described)
+        ]
+        if not leaving:
+            raise NotFound(f"{wanted.instance_id}|{wanted.tenant_id} has no such publisher")
+        # Shielded: a client that goes away must not leave one registered without its listener.
+        with trio.CancelScope(shield=True):
+            self._leaving.update(key for key, _ in leaving)
+            for key, publisher in leaving:
+                await self._listeners.stop(key)
+                if self._publishers.get(key) is publisher:
+                    self._remove(key, publisher)
+        return sorted({key.triple for key, _ in leaving})
+
+    def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
+        del self._publishers[key]
+        self._leaving.discard(key)
+        self._state.remove_source(key.partition, key.block_size, publisher.source)
+        self.left_counts.add(publisher.listener)

@@ -1,0 +1,211 @@
+"""Reads what publishers of KV events send: payloads into events, members into values.
+
+A payload is a batch, and comes in every form that publishers have been seen to use:
+
+    [ts, [event, ...], rank?]      mooncake_master, vLLM, SGLang
+    {"events": [...], "dp_rank"?}  newer engines
+    [event, ...]  or  event        bare
+    the same as JSON text
+
+Whether an event is a standard one or an engine's own is seen from the event (`is_standard`), and a
+batch may hold both. What is of a wrong type or range is ValueError; nothing here has state.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+U32_MAX = 2**32 - 1
+U64_MAX = 2**64 - 1
+I64_MIN = -(2**63)
+
+MAX_RANK = 2**31 - 1  # of a batch, as for engines everywhere
+
+# No msgpack batch begins with one of these: as msgpack they are the numbers 9 to 123.
+_JSON_STARTS = b"{[ \t\r\n"
+_RANKS = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
+
+Event = dict[str, Any]
+
+# SGLang's HEX_rank_k, and the hash that vLLM's connectors have in `prefix@model@...@HEX`.
+_SGLANG_KEY = re.compile(r"([0-9a-fA-F]{16})[0-9a-fA-F]*_\w+")
+_CONNECTOR_HASH = re.compile(r"[0-9a-fA-F]{16,128}")
+_DECIMAL = re.compile(r"-?[0-9]{1,20}")
+_HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The events of a payload, as they are, and the rank that it says they are of."""
+
+    events: list[object]
+    rank: int | None
+
+
+def read_batch(payload: bytes) -> Batch:
+    """Returns the events of a payload; raises ValueError, which says why, if it has none."""
+    value = _json(payload) if is_json(payload) else _msgpack(payload)
+    if isinstance(value, dict):
+        return _map_batch(value)
+    if not isinstance(value, list):
+        raise ValueError("batch_shape")
+    if value and all(isinstance(each, dict) for each in value):
+        return Batch(value, None)
+    if len(value) < 2 or not _is_number(value[0]) or not isinstance(value[1], list):
+        raise ValueError("batch_shape")
+    return Batch(value[1], _rank(value[2]) if len(value) > 2 else None)
+
+
+def is_json(payload: bytes) -> bool:
+    return bool(payload) and payload[0] in _JSON_STARTS
+
+
+def is_standard(event: object) -> bool:
+    """Says whether an event is one of the standard, whatever `type` stands beside that."""
+    return isinstance(event, dict) and "event_type" in event
+
+
+def engine_payload(event: object, rank: int | None) -> bytes:
+    """Returns the batch of one engine event, for the decoder of those."""
+    packed: bytes = msgpack.packb([0, [event], rank], unicode_errors="surrogateescape")
+    return packed
+
+
+# ---- members of standard events
+
+
+def text(event: Event, name: str) -> str | None:
+    value = event.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(name)
+    return value
+
+
+def number(event: Event, name: str, maximum: int) -> int | None:
+    value = event.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= maximum):
+        raise ValueError(name)
+    return value
+
+
+def hash_of(value: object) -> int:
+    """Returns a hash as 64 bits: negative ones as two's complement, bytes by their last eight."""
+    if type(value) is int:
+        if I64_MIN <= value <= U64_MAX:
+            return value & U64_MAX
+    elif isinstance(value, bytes):
+        if value:
+            return int.from_bytes(value[-8:], "big")
+    elif isinstance(value, str) and (found := _number_in(value)) is not None:
+        return found
+    raise ValueError("hash")
+
+
+def hashes(event: Event) -> list[int]:
+    """Returns the hashes of an event's blocks.
+
+    They are in `seq_hashes`, else in `block_hashes`; an event of a store that has empty ones may
+    name its object instead. Without any of the lists it is no event (ValueError).
+    """
+    lists = [event[name] for name in ("seq_hashes", "block_hashes") if event.get(name) is not None]
+    if not lists or not all(isinstance(each, list) for each in lists):
+        raise ValueError("seq_hashes")
+    for each in lists:
+        if each:
+            return [hash_of(value) for value in each]
+    for name in ("connector_block_hash", "object_key"):
+        found = object_hash(event.get(name))
+        if found is not None:
+            return [found]
+    return []
+
+
+def tokens(event: Event) -> list[int] | None:
+    """Returns the token ids, None without any."""
+    value = event.get("token_ids")
+    if not value and (value is None or isinstance(value, list)):
+        return None
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        raise ValueError("token_ids")
+    if min(value) < 0 or max(value) > U32_MAX:
+        raise ValueError("token_ids")
+    return value
+
+
+def object_hash(key: object) -> int | None:
+    """Returns the hash of the block that an object of a store is, or is a part of.
+
+    A number is the hash. Connectors of engines name an object by their own block hash among other
+    things: vLLM's (`model@tp_rank:0@...@HEX`, Ascend's with a layer behind) publish its last 64
+    bits, SGLang (`HEX_rank_k`) the first. None for other keys.
+    """
+    if key is None:
+        return None
+    if not isinstance(key, str):
+        try:
+            return hash_of(key)
+        except ValueError:
+            return None
+    if (found := _number_in(key)) is not None:
+        return found
+    if "@" in key:
+        for part in reversed(key.split("@")):
+            if _CONNECTOR_HASH.fullmatch(part):
+                return int(part[-16:], 16)
+        return None
+    if match := _SGLANG_KEY.fullmatch(key):
+        return int(match[1], 16)
+    if len(key) > 16 and _CONNECTOR_HASH.fullmatch(key):  # a connector's hash alone
+        return int(key[-16:], 16)
+    return None
+
+
+def _number_in(value: str) -> int | None:
+    if _DECIMAL.fullmatch(value):
+        found = int(value)
+        return found & U64_MAX if I64_MIN <= found <= U64_MAX else None
+    return int(value, 16) if _HEX.fullmatch(value) else None
+
+
+# ---- payloads
+
+
+def _json(payload: bytes) -> object:
+    try:
+        return json.loads(payload)
+    except (ValueError, RecursionError):
+        raise ValueError("json") from None
+
+
+def _msgpack(payload: bytes) -> object:
+    try:
+        return msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogateescape")
+    except Exception:  # its errors have no common base; RecursionError is among them
+        raise ValueError("msgpack") from None
+
+
+def _map_batch(value: dict[Any, Any]) -> Batch:
+    if "event_type" in value or "type" in value:
+        return Batch([value], None)
+    events = value.get("events")
+    if not isinstance(events, list):
+        raise ValueError("batch_shape")
+    rank = next((value[name] for name in _RANKS if value.get(name) is not None), None)
+    return Batch(events, _rank(rank))
+
+
+def _rank(value: object) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value <= MAX_RANK:
+        raise ValueError("rank")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

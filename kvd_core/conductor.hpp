@@ -1,0 +1,834 @@
+// Publishers of the KV Events standard, and what they hold, in the index that the workers share.
+//
+//   instance "a" ─┬─ source vLLM, rank 0 ──── holder ("", rank 0) ─── rank 5 of the index
+//                 └─ source Mooncake ─────┬── holder ("pool-a", no rank) ─── rank 6
+//                                         └── holder ("pool-b", no rank) ─── rank 9
+//
+// A source is one registration. A holder is who holds blocks in it: a backend, and a data-parallel
+// rank or none; it is a rank of the index, with a names table and layers of its own. Media beyond
+// the tiers are further layers.
+//
+// A namespace (adapter and salt) is what its names add to the seed of local hashes, so it is part of
+// the path in the tree. An announced hash means a block in its namespace only: a holder's names table
+// has it as it is in the namespace of the registration, and mixed with the namespace in others.
+//
+//   announced hash ── own names ── others of the source ── of the instance ── of all, if they agree
+//                  └─ else: the sequence hash itself, if the tree has a block of it
+//                  └─ else: parked under its name, and `loose_` knows it by what it waits for
+//
+//   loose_   key of hash 501   CREDIT  rank 6, name 501     told without tokens: counts as the block
+//                                                           of sequence hash 501 until 501 is known
+//            key of hash 77    CHILD   rank 5, name 78      78 is the block behind 77
+//            key of hash 78    ALIAS   rank 5, name 78      what 78 is called
+//
+// When a block is placed, by whomever, the keys of its sequence hash and of its announced hash are
+// looked up here, and what waited for them goes into the tree. So the order of events does not
+// matter, but for two: a hash that becomes ambiguous later keeps what it meant, and a block whose
+// parent tells of its salt later was hashed without it (counted: parked_unsalted).
+//
+// Invariants
+//   1. a parked block of a holder has an entry for each thing it waits for; entries of blocks that
+//      are parked no longer are recognised by their stamp, and dropped with time;
+//   2. no holder has copies: storing a hash again changes nothing.
+//
+// Costs: those of the index, a look-up a block while anything is loose, and for a hash that nobody of
+// the instance has announced one look-up a rank of the index. A loose block takes about 300 bytes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "hash.hpp"
+#include "index.hpp"
+#include "worker.hpp"
+
+namespace kvd {
+
+// Blocks of a partition told without tokens or parent, once it has publishers of the standard: a
+// store alone, without its engines, tells of nothing else. Some 300 MB.
+constexpr size_t kMaxLoose = size_t{1} << 20;
+// Backends and ranks of one source. The bound keeps a mad publisher from making one a number.
+constexpr size_t kMaxHolders = 4096;
+
+struct Holder {
+  uint32_t backend;
+  bool ranked;
+  uint32_t dp_rank;  // 0 without one
+  RankId id;
+  uint64_t space = 0;    // the namespace of its blocks
+  bool used = false;     // it has had any
+  bool several = false;  // in more than one namespace
+
+  std::pair<uint64_t, uint32_t> order() const { return {uint64_t{backend} << 1 | ranked, dp_rank}; }
+
+  void note(uint64_t in) {
+    several = several || (used && space != in);
+    space = in;
+    used = true;
+  }
+};
+
+struct Medium {
+  std::string name;  // upper case
+  std::string key;   // as a JSON member name, quotes included
+};
+
+struct Instance;
+
+struct Source {
+  Instance* instance;
+  uint64_t home;     // namespace of the registration
+  uint32_t dp_rank;  // registered
+  bool store;
+  std::vector<Holder> holders;  // by `order`
+};
+
+struct Instance {
+  // A data-parallel rank, and who holds blocks for it.
+  struct Row {
+    uint32_t dp_rank;
+    std::vector<RankId> ids;
+  };
+
+  std::string key;  // its id as a JSON member name, quotes included
+  std::vector<Source*> sources;
+  Worker* worker = nullptr;    // of the same id, if there can be one
+  std::vector<Row> rows;       // ascending by rank
+  std::vector<RankId> shared;  // who holds blocks for all of them
+};
+
+// A stored event, understood.
+struct Told {
+  const uint64_t* hashes;
+  uint32_t n;
+  bool has_parent;
+  uint64_t parent;
+  const uint32_t* tokens;
+  LayerId layer;
+  uint64_t space;
+  bool inherits;   // the parent's namespace goes before `space`
+  bool by_engine;  // no standard event: hashes mean what they mean to the engine, in any namespace
+  const uint32_t* mm_begin;  // n + 1 offsets into mm; nullptr without objects
+  const uint64_t* mm;
+};
+
+class Conductor final : public Placements {
+ public:
+  enum class Outcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
+
+  Conductor(Index& index, uint64_t seed) : index_(index) {
+    index_.keep_sequences(seed, this);
+    index_.max_parked_ = kMaxLoose;
+    guard_ = index_.add_rank(0);
+    index_.show_as(guard_, kNone);
+  }
+  Conductor(const Conductor&) = delete;
+  Conductor& operator=(const Conductor&) = delete;
+  ~Conductor() override { index_.placements_ = nullptr; }
+
+  const Index& index() const { return index_; }
+  const std::vector<std::unique_ptr<Instance>>& instances() const { return instances_; }
+  const std::vector<Medium>& media() const { return media_; }
+  bool anything_loose() const { return !loose_.empty(); }
+  size_t loose_count() const { return loose_.size(); }
+  size_t bytes() const { return loose_.size() * kLooseBytes; }
+
+  // ---- who is registered
+
+  Source* add_source(const std::string& key, uint64_t home, uint32_t dp_rank, bool store) {
+    Instance* instance = find(key);
+    if (instance == nullptr) {
+      instances_.push_back(std::make_unique<Instance>());
+      instance = instances_.back().get();
+      instance->key = key;
+      by_key_[key] = instance;
+    }
+    sources_.push_back(std::make_unique<Source>(Source{instance, home, dp_rank, store, {}}));
+    instance->sources.push_back(sources_.back().get());
+    list_rows(*instance);
+    return sources_.back().get();
+  }
+
+  // Its blocks no longer count; `Index::sweep` frees them.
+  void remove_source(Source* source) {
+    for (const Holder& holder : source->holders) {
+      owners_[holder.id] = nullptr;
+      index_.retire_rank(holder.id);
+    }
+    Instance* instance = source->instance;
+    drop(instance->sources, source);
+    if (instance->sources.empty()) {
+      link(instance, nullptr);
+      by_key_.erase(instance->key);
+      drop_owned(instances_, instance);
+    } else {
+      list_rows(*instance);
+    }
+    drop_owned(sources_, source);
+  }
+
+  Instance* find(const std::string& key) const {
+    const auto it = by_key_.find(key);
+    return it == by_key_.end() ? nullptr : it->second;
+  }
+
+  std::vector<std::string> keys_of_instances() const {
+    std::vector<std::string> found;
+    for (const auto& instance : instances_) found.push_back(instance->key);
+    return found;
+  }
+
+  // The instance's ranks count as those of a worker of the index, or of none.
+  void link(Instance* instance, Worker* worker) {
+    if (instance->worker != nullptr) instance->worker->shared = false;
+    instance->worker = worker;
+    if (worker != nullptr) worker->shared = true;
+    for (const Source* source : instance->sources) {
+      for (const Holder& holder : source->holders) show(*instance, holder);
+    }
+  }
+
+  // The holder's rank, made when it is new; kNone when the source has too many.
+  RankId holder(Source* source, uint32_t backend, bool ranked, uint32_t dp_rank) {
+    const Holder wanted{backend, ranked, ranked ? dp_rank : 0, kNone};
+    std::vector<Holder>& holders = source->holders;
+    const auto at = std::lower_bound(holders.begin(), holders.end(), wanted, before);
+    if (at != holders.end() && at->order() == wanted.order()) return at->id;
+    if (holders.size() == kMaxHolders) return kNone;
+    const RankId id = index_.add_rank(wanted.dp_rank);
+    Rank& rank = index_.ranks_[id];
+    rank.settling = rank.offloads = rank.salted = rank.hidden = true;
+    const auto made = holders.insert(at, wanted);
+    made->id = id;
+    own(id, source);
+    show(*source->instance, *made);
+    list_rows(*source->instance);
+    return id;
+  }
+
+  // The layer of a medium by its upper-case name, and as a JSON member name; kNone when there are
+  // too many.
+  LayerId medium(const std::string& name, const std::string& key) {
+    static const char* const kTiers[] = {"GPU", "CPU", "DISK", "EXTERNAL"};
+    for (LayerId tier = 0; tier < kTierLayers; ++tier) {
+      if (name == kTiers[tier]) return tier;
+    }
+    const auto at = std::find_if(media_.begin(), media_.end(), [&](const Medium& each) { return each.name == name; });
+    const uint32_t number = kFirstMedium + static_cast<uint32_t>(at - media_.begin());
+    const LayerId layer = index_.group_layer(number, 0);
+    if (layer != kNone && at == media_.end()) media_.push_back({name, key});
+    return layer;
+  }
+
+  // ---- events
+
+  Outcome store(Source* source, RankId id, const Told& e) {
+    if (!index_.has_room(id, e.n)) return Outcome::FULL;
+    BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
+    uint64_t space = e.space;
+    if (below != kNone && e.inherits) space = sequences().space_of(below);
+    note(*source, id, space);
+    hash_tokens(e, space);
+    names_.resize(e.n);
+    for (uint32_t i = 0; i < e.n; ++i) names_[i] = name_of(*source, e.hashes[i], space, e.by_engine);
+    Store s{names_.data(), locals_.data(), e.n, e.has_parent,
+            name_of(*source, e.parent, space, e.by_engine), e.layer, 0, plain_.data(), space};
+    if (e.n == 0) return Outcome::PLACED;
+    if (index_.refers_to_itself(s)) {
+      ++index_.tally_.self_references;
+      return Outcome::REFUSED;
+    }
+    uint64_t above = 0;  // sequence hash of a parent that is not in the tree
+    if (e.has_parent && below == kNone) {
+      above = standard_parent(*source, id, e, space);
+      if (above != 0) below = sequences().find(Sequences::key(space, above));
+    }
+    const bool placed = !e.has_parent || below != kNone;
+    if (placed) {
+      put(id, s, below);
+      for (uint32_t i = 0; i < e.n; ++i) {
+        settle_own(id, names_[i]);
+        announce(*source, space, e.hashes[i], e.by_engine);
+      }
+    } else {
+      park_run(*source, id, e, s, above);
+    }
+    settle();
+    return placed ? Outcome::PLACED : Outcome::PARKED;
+  }
+
+  // Blocks told by hash alone. False when they are refused because the index is full.
+  bool store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t n, LayerId layer,
+                   uint64_t space, bool by_engine) {
+    if (!index_.has_room(id, n)) return false;
+    note(*source, id, space);
+    for (uint32_t i = 0; i < n; ++i) {
+      credit(*source, id, hashes[i], layer, space, by_engine);
+    }
+    settle();
+    return true;
+  }
+
+  // Takes the layers of `mask` from what the holder calls `hash`.
+  void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space, bool by_engine) {
+    const Rank& rank = index_.ranks_[id];
+    uint64_t name = name_of(*source, hash, space, by_engine);
+    if (!knows(rank, name)) {
+      const uint32_t slot = slot_of(*source, id, hash, space, by_engine);
+      if (slot == Names::kAbsent) {
+        ++index_.tally_.removed_unknown;
+        return;
+      }
+      name = keys().name(rank.names.value(slot));
+    }
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((mask >> layer & 1) == 0 || layer == kGhostLayer) continue;
+      if (mask != 1u << layer && !has(index_.ranks_[id], name, layer)) continue;
+      index_.remove(id, name, layer);
+    }
+  }
+
+  // Drops what the holder has on the layers of `mask` in one namespace, or with `all` in all.
+  void clear(Source* source, RankId id, LayerMask mask, uint64_t space, bool all) {
+    Holder& holder = holder_of(*source, id);
+    if (!holder.used || (!all && !holder.several && holder.space != space)) return;
+    if (!all && holder.several) return clear_space(id, mask, space);
+    const RankId now = index_.clear(id, mask);
+    if (mask == kAllLayers) holder.used = holder.several = false;
+    if (now == id) return;
+    holder.id = now;
+    owners_[id] = nullptr;
+    own(now, source);
+    list_rows(*source->instance);
+  }
+
+  // ---- questions
+
+  // Calls visit(rank, layers) for what counts as the block of a key though the tree has none.
+  template <class Visit>
+  void each_credit(uint64_t key, Visit&& visit) const {
+    const auto range = loose_.equal_range(key);
+    for (auto it = range.first; it != range.second; ++it) {
+      if (it->second.kind != Kind::CREDIT) continue;
+      if (const Parked* parked = parked_of(it->second)) visit(it->second.rank, parked->layers);
+    }
+  }
+
+  // ---- told by the index
+
+  void placed(const Store& s, const BlockId* blocks) override {
+    if (loose_.empty()) return;
+    for (uint32_t i = 0; i < s.n; ++i) {
+      if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
+      await(Sequences::key(s.space, s.names[i]));  // a worker's; a holder's names are announced
+    }
+  }
+
+  void settle() override {
+    if (settling_) return;
+    settling_ = true;
+    while (!work_.empty()) {
+      const uint64_t key = work_.back();
+      work_.pop_back();
+      look_again(key);
+    }
+    settling_ = false;
+    if (loose_.size() > 4 * index_.parked_ + 256) prune();
+  }
+
+  const Sequences& sequences() const { return *index_.sequences_; }
+
+  // Throws where an invariant does not hold.
+  template <class Require>
+  void verify(Require&& require) const {
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      const Rank& rank = index_.rank(id);
+      if (!rank.live || id >= owners_.size() || owners_[id] == nullptr) continue;
+      require(!rank.has_copies(), "conductor 2: no holder has copies");
+      if (rank.rare == nullptr) continue;
+      for (const auto& [name, p] : rank.rare->parked) {
+        require(has_entry(id, name, Sequences::key(p.space, p.has_content ? p.parent : p.hash)),
+                "conductor 1: what is parked waits for something");
+      }
+    }
+  }
+
+ private:
+  enum class Kind : uint8_t { CREDIT, ALIAS, CHILD };
+  struct Loose {  // a parked block, by one thing that it waits for
+    RankId rank;
+    uint64_t name;
+    uint64_t stamp;
+    Kind kind;
+  };
+
+  static constexpr size_t kLooseBytes = 56;  // a hash node
+
+  static bool before(const Holder& a, const Holder& b) { return a.order() < b.order(); }
+
+  template <class T>
+  static void drop(std::vector<T*>& list, const T* item) {
+    list.erase(std::find(list.begin(), list.end(), item));
+  }
+
+  template <class T>
+  static void drop_owned(std::vector<std::unique_ptr<T>>& list, const T* item) {
+    list.erase(std::find_if(list.begin(), list.end(), [&](const auto& each) { return each.get() == item; }));
+  }
+
+  NameKeys keys() const { return index_.keys(); }
+
+  void own(RankId id, Source* source) {
+    if (owners_.size() <= id) owners_.resize(id + 1, nullptr);
+    owners_[id] = source;
+  }
+
+  const Source* owner(RankId id) const { return id < owners_.size() ? owners_[id] : nullptr; }
+
+  Holder& holder_of(Source& source, RankId id) {
+    return *std::find_if(source.holders.begin(), source.holders.end(),
+                         [&](const Holder& each) { return each.id == id; });
+  }
+
+  void note(Source& source, RankId id, uint64_t space) { holder_of(source, id).note(space); }
+
+  void show(Instance& instance, const Holder& holder) {
+    RankId as = kNone;
+    if (holder.ranked && instance.worker != nullptr) as = instance.worker->rank(index_, holder.dp_rank);
+    index_.show_as(holder.id, as);
+    // What nothing but a conductor tells of is salted where its events say so.
+    if (as != kNone && !index_.rank(as).listed) index_.rank(as).salted = true;
+  }
+
+  static Instance::Row& row(Instance& instance, uint32_t dp_rank) {
+    auto& rows = instance.rows;
+    const auto at = std::lower_bound(rows.begin(), rows.end(), dp_rank,
+                                     [](const Instance::Row& a, uint32_t b) { return a.dp_rank < b; });
+    if (at != rows.end() && at->dp_rank == dp_rank) return *at;
+    return *rows.insert(at, {dp_rank, {}});
+  }
+
+  static void list_rows(Instance& instance) {
+    instance.rows.clear();
+    instance.shared.clear();
+    for (const Source* source : instance.sources) {
+      row(instance, source->dp_rank);
+      for (const Holder& holder : source->holders) {
+        if (holder.ranked) {
+          row(instance, holder.dp_rank).ids.push_back(holder.id);
+        } else {
+          instance.shared.push_back(holder.id);
+        }
+      }
+    }
+  }
+
+  // ---- what a hash means
+
+  static uint64_t name_of(const Source& source, uint64_t hash, uint64_t space, bool by_engine) {
+    return by_engine || space == source.home ? hash : hash ^ mix64(space ^ source.home);
+  }
+
+  bool knows(const Rank& rank, uint64_t name) const {
+    return rank.names.find(name, keys()) != Names::kAbsent ||
+           (rank.parked() != 0 && rank.rare->parked.count(name) != 0);
+  }
+
+  bool has(const Rank& rank, uint64_t name, LayerId layer) const {
+    const uint32_t slot = rank.names.find(name, keys());
+    if (slot != Names::kAbsent) return (keys().layers(rank.names.value(slot)) >> layer & 1) != 0;
+    if (rank.parked() == 0) return false;
+    const auto it = rank.rare->parked.find(name);
+    return it != rank.rare->parked.end() && (it->second.layers >> layer & 1) != 0;
+  }
+
+  // Slot of what a rank calls `hash`. An engine's own names mean what they mean in any namespace.
+  uint32_t slot_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const {
+    const Names& names = index_.ranks_[id].names;
+    const auto fits = [&](uint32_t slot) {
+      return slot != Names::kAbsent &&
+             (any_space || sequences().space_of(keys().block(names.value(slot))) == space);
+    };
+    const uint32_t as_told = names.find(hash, keys());
+    if (fits(as_told)) return as_told;
+    if (space == home) return Names::kAbsent;
+    const uint32_t mixed = names.find(hash ^ mix64(space ^ home), keys());
+    return fits(mixed) ? mixed : Names::kAbsent;
+  }
+
+  uint32_t slot_of(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const {
+    return slot_in(source.home, id, hash, space, any_space);
+  }
+
+  BlockId block_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const {
+    const uint32_t slot = slot_in(home, id, hash, space, any_space);
+    return slot == Names::kAbsent ? kNone : keys().block(index_.ranks_[id].names.value(slot));
+  }
+
+  // The block that `hash` means to a holder: by its own names, its source's, its instance's, or by
+  // those of all others where they agree.
+  BlockId meaning(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const {
+    BlockId found = block_in(source.home, id, hash, space, any_space);
+    if (found != kNone) return found;
+    found = among(source, id, hash, space, any_space);
+    for (const Source* other : source.instance->sources) {
+      if (found != kNone) return found;
+      if (other != &source) found = among(*other, id, hash, space, any_space);
+    }
+    return found != kNone ? found : elsewhere(*source.instance, hash, space);
+  }
+
+  BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space, bool any_space) const {
+    for (const Holder& holder : source.holders) {
+      if (holder.id == asks) continue;
+      const BlockId found = block_in(source.home, holder.id, hash, space, any_space);
+      if (found != kNone) return found;
+    }
+    return kNone;
+  }
+
+  BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space) const {
+    BlockId found = kNone;
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      if (!index_.ranks_[id].live || index_.ranks_[id].names.size() == 0) continue;
+      const Source* source = owner(id);
+      if (source != nullptr && source->instance == &instance) continue;
+      const BlockId here = block_in(source == nullptr ? 0 : source->home, id, hash, space, false);
+      if (here == kNone || here == found) continue;
+      if (found != kNone) return kNone;
+      found = here;
+    }
+    return found;
+  }
+
+  // The sequence hash of a parent that no name leads to, 0 unknown: the hash itself where the event
+  // follows the standard, or where somebody holds a block of that hash; else a parked block's.
+  uint64_t standard_parent(const Source& source, RankId id, const Told& e, uint64_t space) const {
+    if (sequences().next(e.parent, plain_[0]) == e.hashes[0]) return e.parent;
+    return parked_sequence(source, id, e.parent, space);
+  }
+
+  // The sequence hash of parked blocks that are called `hash`: one's own, else what all others say.
+  uint64_t parked_sequence(const Source& source, RankId id, uint64_t hash, uint64_t space) const {
+    uint64_t found = 0;
+    bool clear = true;
+    const auto range = loose_.equal_range(Sequences::key(space, hash));
+    for (auto it = range.first; it != range.second; ++it) {
+      const Loose& loose = it->second;
+      const Parked* parked = parked_of(loose);
+      if (parked == nullptr || loose.kind == Kind::CHILD || parked->hash != hash || parked->sequence == 0) continue;
+      if (loose.rank == id) return parked->sequence;
+      const bool nearer = owner(loose.rank) != nullptr && owner(loose.rank)->instance == source.instance;
+      if (nearer) return parked->sequence;
+      clear = clear && (found == 0 || found == parked->sequence);
+      found = parked->sequence;
+    }
+    return clear ? found : 0;
+  }
+
+  // ---- placing
+
+  void hash_tokens(const Told& e, uint64_t space) {
+    const size_t size = index_.block_size();
+    const uint64_t seed = kBaseSeed + space, own = sequences().seed();
+    locals_.resize(e.n);
+    plain_.resize(e.n);
+    local_hashes(e.tokens, e.n, size, seed, locals_.data());
+    if (own == seed) {
+      plain_ = locals_;
+    } else {
+      local_hashes(e.tokens, e.n, size, own, plain_.data());
+    }
+    for (uint32_t i = 0; e.mm_begin != nullptr && i < e.n; ++i) {
+      const uint32_t from = e.mm_begin[i], to = e.mm_begin[i + 1];
+      if (from == to) continue;
+      locals_[i] = local_hash_mm(e.tokens + i * size, size, e.mm + from, to - from, seed);
+      plain_[i] = local_hash_mm(e.tokens + i * size, size, e.mm + from, to - from, own);
+    }
+  }
+
+  // Stores a run behind `below`, at the root with kNone.
+  void put(RankId id, const Store& s, BlockId below) {
+    Store run = s;
+    if (below == kNone) {
+      run.has_parent = false;
+      index_.place(id, run, Tree::root());
+      return;
+    }
+    // What the names meant before may have been all that kept the parent.
+    const Names& names = index_.ranks_[id].names;
+    const bool rebinds = std::any_of(run.names, run.names + run.n, [&](uint64_t name) {
+      return names.find(name, keys()) != Names::kAbsent;
+    });
+    Tree& tree = index_.tree_;
+    if (rebinds) {
+      const Block b = tree.block(below);
+      tree.hold(b.node, kGhostLayer, b.offset, b.offset + 1, guard_, [](uint32_t) {});
+    }
+    index_.place(id, run, tree.after(below), below);
+    if (rebinds) {
+      const Block b = tree.block(below);
+      tree.release(b.node, kGhostLayer, b.offset, b.offset + 1, guard_);
+      index_.trim(b.node);
+    }
+  }
+
+  // Gives the holder a block under a name that it does not have yet.
+  void adopt(RankId id, uint64_t name, BlockId block, LayerMask layers) {
+    index_.ranks_[id].names.insert(name, block, layers, keys(), index_.records_);
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((layers >> layer & 1) == 0) continue;
+      const Block b = index_.tree_.block(block);
+      index_.hold(id, b.node, layer, b.offset, b.offset + 1);
+    }
+  }
+
+  void credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine) {
+    const uint32_t slot = slot_of(source, id, hash, space, by_engine);
+    if (slot != Names::kAbsent) {
+      const uint32_t value = index_.ranks_[id].names.value(slot);
+      if ((keys().layers(value) >> layer & 1) != 0) {
+        ++index_.tally_.refreshed;
+      } else {
+        index_.gain_name(id, slot, layer);
+      }
+      return;
+    }
+    const uint64_t name = name_of(source, hash, space, by_engine);
+    BlockId block = meaning(source, id, hash, space, by_engine);
+    if (block == kNone) block = sequences().find(Sequences::key(space, hash));
+    if (block != kNone && !knows(index_.ranks_[id], name)) {
+      adopt(id, name, block, 1u << layer);
+      announce(source, space, hash, by_engine);
+      return;
+    }
+    const bool known = knows(index_.ranks_[id], name);
+    index_.park(id, name, layer, nullptr);
+    if (known) return;
+    Parked* parked = parked_at(id, name);
+    if (parked == nullptr) return;
+    parked->hash = parked->sequence = hash;
+    parked->space = space;
+    parked->by_engine = by_engine;
+    enter(Sequences::key(space, hash), {id, name, parked->stamp, Kind::CREDIT});
+    announce(source, space, hash, by_engine);
+  }
+
+  // Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
+  void park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above) {
+    for (uint32_t i = 0; i < s.n; ++i) {
+      const uint32_t slot = index_.ranks_[id].names.find(s.names[i], keys());
+      if (slot != Names::kAbsent) {
+        // An unknown parent does not contradict what is known, and what follows has a parent now.
+        const uint32_t value = index_.ranks_[id].names.value(slot);
+        const BlockId below = keys().block(value);
+        if ((keys().layers(value) >> s.layer & 1) == 0) index_.gain_name(id, slot, s.layer);
+        if (i + 1 == s.n) return;
+        const Store rest{s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i],
+                         s.layer, 0, s.plain + i + 1, s.space};
+        put(id, rest, below);
+        for (uint32_t j = i + 1; j < s.n; ++j) {
+          settle_own(id, s.names[j]);
+          announce(source, s.space, e.hashes[j], e.by_engine);
+        }
+        return;
+      }
+      if (above != 0) above = sequences().next(above, s.plain[i]);
+      Store one{s.names + i, s.locals + i, 1, true, i == 0 ? e.parent : e.hashes[i - 1],
+                s.layer, 0, s.plain + i, s.space};
+      set_aside(source, id, e.hashes[i], one, above, e.by_engine);
+      // Another publisher may have told of the block before, under the same hash.
+      if (i != 0) await(Sequences::key(s.space, one.parent));
+    }
+  }
+
+  void set_aside(Source& source, RankId id, uint64_t hash, const Store& one, uint64_t sequence, bool by_engine) {
+    const uint64_t name = one.names[0];
+    Parked* before = parked_at(id, name);
+    const bool had_content = before != nullptr && before->has_content;
+    index_.park(id, name, one.layer, &one);
+    Parked* parked = parked_at(id, name);
+    if (parked == nullptr || had_content) return;
+    parked->stamp = ++index_.stamp_;  // what it was known by without content is over
+    index_.order_.push_back({name, parked->stamp, id});
+    parked->hash = hash;
+    parked->by_engine = by_engine;
+    parked->sequence = sequence;
+    const uint64_t stamp = parked->stamp, space = one.space;
+    enter(Sequences::key(space, one.parent), {id, name, stamp, Kind::CHILD});
+    enter(Sequences::key(space, hash), {id, name, stamp, Kind::ALIAS});
+    if (sequence != 0) {
+      enter(Sequences::key(space, sequence), {id, name, stamp, Kind::CREDIT});
+      announce(source, space, hash, by_engine);
+    }
+  }
+
+  // A name that has been placed takes over what was parked under it.
+  void settle_own(RankId id, uint64_t name) {
+    if (index_.ranks_[id].parked() == 0) return;
+    const auto it = index_.ranks_[id].rare->parked.find(name);
+    if (it == index_.ranks_[id].rare->parked.end()) return;
+    const LayerMask layers = it->second.layers;
+    index_.forget_parked(id, it);
+    ++index_.tally_.unparked;
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((layers >> layer & 1) == 0 || has(index_.ranks_[id], name, layer)) continue;
+      index_.gain_name(id, index_.ranks_[id].names.find(name, keys()), layer);
+    }
+  }
+
+  // ---- what waits
+
+  void enter(uint64_t key, const Loose& loose) { loose_.emplace(key, loose); }
+
+  void await(uint64_t key) {
+    if (loose_.count(key) != 0) work_.push_back(key);
+  }
+
+  // A hash means something now.
+  void announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine) {
+    if (loose_.empty()) return;
+    await(Sequences::key(space, hash));
+    if (by_engine && space != source.home) await(Sequences::key(source.home, hash));
+  }
+
+  Parked* parked_at(RankId id, uint64_t name) const {
+    const Rank& rank = index_.ranks_[id];
+    if (!rank.live || rank.parked() == 0) return nullptr;
+    const auto it = rank.rare->parked.find(name);
+    return it == rank.rare->parked.end() ? nullptr : &it->second;
+  }
+
+  const Parked* parked_of(const Loose& loose) const {
+    const Parked* parked = parked_at(loose.rank, loose.name);
+    return parked != nullptr && parked->stamp == loose.stamp ? parked : nullptr;
+  }
+
+  bool has_entry(RankId id, uint64_t name, uint64_t key) const {
+    const auto range = loose_.equal_range(key);
+    return std::any_of(range.first, range.second, [&](const auto& entry) {
+      return entry.second.rank == id && entry.second.name == name && parked_of(entry.second) != nullptr;
+    });
+  }
+
+  // What waits for a key may have its place now.
+  void look_again(uint64_t key) {
+    std::vector<Loose> waiting;
+    auto range = loose_.equal_range(key);
+    for (auto it = range.first; it != range.second;) {
+      if (parked_of(it->second) == nullptr) {
+        it = loose_.erase(it);
+      } else {
+        waiting.push_back((it++)->second);
+      }
+    }
+    for (const Loose& loose : waiting) {
+      const Parked* parked = parked_of(loose);
+      Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
+      if (parked == nullptr || source == nullptr) continue;
+      if (loose.kind == Kind::CHILD) {
+        try_behind_parent(*source, loose, *parked);
+      } else if (loose.kind == Kind::CREDIT) {
+        try_credit(*source, loose, *parked);
+      }
+    }
+  }
+
+  void try_credit(Source& source, const Loose& loose, const Parked& parked) {
+    BlockId block = kNone;
+    if (!parked.has_content) block = meaning(source, loose.rank, parked.hash, parked.space, parked.by_engine);
+    if (block == kNone) block = sequences().find(Sequences::key(parked.space, parked.sequence));
+    if (block == kNone) return;
+    const Parked was = parked;
+    take_out(loose);
+    if (index_.ranks_[loose.rank].names.find(loose.name, keys()) == Names::kAbsent) {
+      adopt(loose.rank, loose.name, block, was.layers);
+    }
+    announce(source, was.space, was.hash, was.by_engine);
+  }
+
+  void try_behind_parent(Source& source, const Loose& loose, const Parked& parked) {
+    BlockId below = meaning(source, loose.rank, parked.parent, parked.space, parked.by_engine);
+    uint64_t above = 0;
+    if (below == kNone) {
+      above = sequences().next(parked.parent, parked.plain) == parked.hash
+                  ? parked.parent
+                  : parked_sequence(source, loose.rank, parked.parent, parked.space);
+      if (above != 0) below = sequences().find(Sequences::key(parked.space, above));
+    }
+    if (below != kNone) {
+      const Parked was = parked;
+      take_out(loose);
+      if (sequences().space_of(below) != was.space) ++index_.tally_.parked_unsalted;
+      for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+        if ((was.layers >> layer & 1) == 0) continue;
+        put(loose.rank, {&loose.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space}, below);
+      }
+      announce(source, was.space, was.hash, was.by_engine);
+    } else if (above != 0 && parked.sequence == 0) {
+      Parked* known = parked_at(loose.rank, loose.name);
+      known->sequence = sequences().next(above, known->plain);
+      const uint64_t space = known->space, own = known->hash;
+      const bool by_engine = known->by_engine;
+      enter(Sequences::key(space, known->sequence), {loose.rank, loose.name, loose.stamp, Kind::CREDIT});
+      await(Sequences::key(space, known->sequence));
+      announce(source, space, own, by_engine);
+    }
+  }
+
+  void take_out(const Loose& loose) {
+    index_.forget_parked(loose.rank, index_.ranks_[loose.rank].rare->parked.find(loose.name));
+    ++index_.tally_.unparked;
+  }
+
+  void prune() {
+    for (auto it = loose_.begin(); it != loose_.end();) {
+      it = parked_of(it->second) == nullptr ? loose_.erase(it) : std::next(it);
+    }
+    if (loose_.empty()) decltype(loose_)().swap(loose_);
+  }
+
+  void clear_space(RankId id, LayerMask mask, uint64_t space) {
+    const Rank& rank = index_.ranks_[id];
+    std::vector<uint64_t> names;
+    for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
+      const uint32_t value = rank.names.value(slot);
+      if (value == Names::kAbsent || sequences().space_of(keys().block(value)) != space) continue;
+      names.push_back(keys().name(value));
+    }
+    if (rank.parked() != 0) {
+      for (const auto& [name, parked] : rank.rare->parked) {
+        if (parked.space == space) names.push_back(name);
+      }
+    }
+    for (const uint64_t name : names) {
+      for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+        if ((mask >> layer & 1) == 0 || layer == kGhostLayer) continue;
+        if (has(index_.ranks_[id], name, layer)) index_.remove(id, name, layer);
+      }
+    }
+  }
+
+  Index& index_;
+  RankId guard_;  // holds what must not be trimmed for the length of an operation
+  std::vector<std::unique_ptr<Source>> sources_;
+  std::vector<std::unique_ptr<Instance>> instances_;
+  std::unordered_map<std::string, Instance*> by_key_;
+  std::vector<Source*> owners_;  // by rank; null for a worker's
+  std::vector<Medium> media_;  // beyond the tiers, in the order of their layers
+  std::unordered_multimap<uint64_t, Loose> loose_;
+  std::vector<uint64_t> work_;  // keys whose meaning has changed
+  bool settling_ = false;
+
+  // Scratch of the operation in progress, kept for its capacity.
+  std::vector<uint64_t> names_;
+  std::vector<uint64_t> locals_;
+  std::vector<uint64_t> plain_;
+};
+
+}  // namespace kvd

@@ -1,0 +1,119 @@
+# distutils: language = c++
+"""Data sheet of the conductor's part of an index (conductor.pyx)."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.string cimport string
+from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
+
+from kvd_core.index cimport CIndex, CWorker, LayerId, PrefixIndex, RankId, Worker
+from kvd_core.scan cimport BodyScanner
+
+
+cdef extern from "conductor.hpp" namespace "kvd" nogil:
+    cppclass CHolder "kvd::Holder":
+        uint32_t backend
+        cbool ranked
+        uint32_t dp_rank            # 0 without one
+        RankId id
+
+    cppclass CInstance "kvd::Instance":
+        string key                  # as a JSON member name
+
+    cppclass CSource "kvd::Source":
+        CInstance* instance
+        vector[CHolder] holders
+
+    cppclass CTold "kvd::Told":
+        const uint64_t* hashes
+        uint32_t n
+        cbool has_parent
+        uint64_t parent
+        const uint32_t* tokens      # n blocks of them
+        LayerId layer
+        uint64_t space              # the namespace
+        cbool inherits              # the parent's namespace goes first
+        cbool by_engine
+        const uint32_t* mm_begin    # n + 1 offsets, or NULL
+        const uint64_t* mm
+
+    enum COutcome "kvd::Conductor::Outcome":
+        pass
+
+    cppclass CConductor "kvd::Conductor":
+        CConductor(CIndex&, uint64_t) except +
+        CSource* add_source(const string&, uint64_t, uint32_t, cbool) except +
+        void remove_source(CSource*) except +
+        CInstance* find(const string&)
+        vector[string] keys_of_instances() except +
+        void link(CInstance*, CWorker*) except +
+        RankId holder(CSource*, uint32_t, cbool, uint32_t) except +
+        LayerId medium(const string&, const string&) except +
+        COutcome store(CSource*, RankId, const CTold&) except +
+        cbool store_named(CSource*, RankId, const uint64_t*, uint32_t, LayerId, uint64_t, cbool) except +
+        void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
+        void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
+        size_t loose_count()
+        size_t bytes()
+
+cdef extern from "engine_events.hpp" namespace "kvd" nogil:
+    size_t kReasons
+
+    cppclass CEngineCounters "kvd::EngineCounters":
+        uint64_t events
+        uint64_t parked
+        uint64_t lora_name
+        uint64_t block_size
+        uint64_t remote
+        uint64_t group
+        uint64_t pairs
+        uint64_t full
+        uint64_t media
+        uint64_t holders
+        uint64_t refused
+        uint64_t* bad           # by kvd::Reason
+
+    cppclass CEngineEvents "kvd::EngineEvents":
+        CEngineEvents(CConductor&, CSource*, string, string) except +
+        cbool apply(const uint8_t*, size_t) except +
+        size_t flaw()           # a kvd::Reason, kReasons if there is none
+        void forget()
+        CEngineCounters counters
+
+cdef extern from "holdings.hpp" namespace "kvd" nogil:
+    cppclass CHoldings "kvd::Holdings":
+        void by_token_ids(const CConductor&, const uint32_t*, size_t, uint64_t) except +
+        void by_sequences(const CConductor&, const uint64_t*, size_t, uint64_t) except +
+        void render(const CConductor&, const vector[const CWorker*]&, string_view, string_view, string&) except +
+
+
+cdef class Conductor:
+    cdef CConductor* c
+    cdef readonly PrefixIndex index
+    cdef CHoldings holdings
+    cdef string text
+    cdef dict layers    # by medium, as it is spelled
+
+    cpdef bytes query_tokens(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    )
+    cpdef bytes query_hashes(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    )
+    cdef bytes render(self, str tenant, str instance)
+    cdef LayerId layer(self, str medium) except? 0xfffffffe
+
+
+cdef class Source:
+    cdef CSource* c     # NULL once it is removed
+    cdef Conductor conductor
+    cdef readonly object instance_id
+
+    cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe
+
+
+cdef class EngineEvents:
+    cdef CEngineEvents* c
+    cdef Source source

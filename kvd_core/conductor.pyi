@@ -1,0 +1,92 @@
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvd_core.index import PrefixIndex, Worker
+from kvd_core.scan import BodyScanner
+
+DEFAULT_SEED: int
+OUTCOMES: tuple[str, ...]
+
+def namespace(lora_name: str, cache_salt: str) -> int: ...
+
+class Conductor:
+    index: PrefixIndex
+    def __init__(self, index: PrefixIndex, seed: int = ...) -> None: ...
+    def add_source(
+        self, instance_id: str, lora_name: str, cache_salt: str, dp_rank: int, store: bool
+    ) -> Source: ...
+    def has(self, instance_id: str) -> bool: ...
+    def instances(self) -> list[str]: ...
+    def link(self, instance_id: str, worker: Worker | None) -> None: ...
+    def query_tokens(
+        self,
+        scanner: BodyScanner,
+        array: int,
+        lora_name: str,
+        cache_salt: str,
+        tenant: str,
+        instance: str,
+    ) -> bytes: ...
+    def query_hashes(
+        self,
+        scanner: BodyScanner,
+        array: int,
+        lora_name: str,
+        cache_salt: str,
+        tenant: str,
+        instance: str,
+    ) -> bytes: ...
+    def match_tokens(
+        self, tokens: Iterable[int], lora_name: str = "", cache_salt: str = "", instance: str = ""
+    ) -> dict[str, dict[str, Any]]: ...
+    def match_hashes(
+        self, hashes: Iterable[int], lora_name: str = "", cache_salt: str = "", instance: str = ""
+    ) -> dict[str, dict[str, Any]]: ...
+    def stats(self) -> dict[str, int]: ...
+    def verify(self) -> None: ...
+
+class Source:
+    instance_id: str
+    def store(
+        self,
+        backend: int,
+        rank: int | None,
+        medium: str,
+        hashes: Sequence[int],
+        tokens: Sequence[int],
+        parent: int | None,
+        space: int,
+        inherits: bool = False,
+        by_engine: bool = False,
+        objects: Sequence[Sequence[int]] | None = None,
+    ) -> str: ...
+    def store_named(
+        self,
+        backend: int,
+        rank: int | None,
+        medium: str,
+        hashes: Sequence[int],
+        space: int,
+        by_engine: bool = False,
+    ) -> str: ...
+    def remove(
+        self,
+        backend: int,
+        rank: int | None,
+        medium: str | None,
+        hashes: Sequence[int],
+        space: int,
+        by_engine: bool = False,
+    ) -> None: ...
+    def clear(
+        self, backend: int, rank: int | None, medium: str | None = None, space: int | None = None
+    ) -> None: ...
+    def engine_events(self, lora_name: str, cache_salt: str) -> EngineEvents: ...
+    def holders(self) -> list[tuple[int, int | None]]: ...
+    def remove_all(self) -> None: ...
+
+class EngineEvents:
+    def apply(self, payload: bytes) -> bool: ...
+    def flaw(self) -> str: ...
+    def forget(self) -> None: ...
+    def counts(self) -> dict[str, Any]: ...

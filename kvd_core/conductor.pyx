@@ -1,0 +1,348 @@
+# distutils: language = c++
+"""The conductor's part of an index: publishers of the KV Events standard, and what they hold.
+
+`conductor.hpp` has the picture, the invariants and the costs, `holdings.hpp` the counting of a
+question. All is in the index that it is made for; that goes on without it knowing.
+
+One thread owns both. Nothing here does I/O, reads a clock or logs.
+"""
+
+import json
+from functools import lru_cache
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cython.operator cimport dereference as deref
+
+from kvd_core.decoder import REASONS
+from kvd_core.index cimport kAllLayers, kNone, verify_if_debug
+
+DEFAULT_SEED = 1337
+OUTCOMES = ("placed", "parked", "full", "refused")
+
+
+cdef extern from "hash.hpp" namespace "kvd" nogil:
+    uint64_t lora_term(string_view)
+    uint64_t salt_term(string_view)
+
+cdef extern from "verify.hpp" namespace "kvd" nogil:
+    cppclass CConductorVerifier "kvd::Verifier":
+        CConductorVerifier(const CIndex&)
+        void run() except +
+        void run(const CConductor&) except +
+
+
+@lru_cache(maxsize=4096)
+def namespace(str lora_name, str cache_salt):
+    """Returns the number of the namespace that an adapter and a salt make; 0 without either."""
+    cdef bytes lora = lora_name.encode()
+    cdef bytes salt = cache_salt.encode()
+    return lora_term(string_view(PyBytes_AS_STRING(lora), PyBytes_GET_SIZE(lora))) + salt_term(
+        string_view(PyBytes_AS_STRING(salt), PyBytes_GET_SIZE(salt))
+    )
+
+
+@lru_cache(maxsize=65536)
+def _json(str text):
+    return json.dumps(text).encode()
+
+
+cdef class Conductor:
+    """What one index has of the conductor; sequence hashes are kept in it from now on."""
+
+    def __cinit__(self, PrefixIndex index not None, uint64_t seed=DEFAULT_SEED):
+        self.index = index
+        self.c = new CConductor(deref(index.c), seed)
+        self.layers = {}
+
+    def __dealloc__(self):
+        del self.c
+
+    def add_source(self, str instance_id not None, str lora_name, str cache_salt, uint32_t dp_rank, bint store):
+        """Adds a registration and returns what its events are to be given to."""
+        cdef Source source = Source.__new__(Source)
+        source.conductor = self
+        source.instance_id = instance_id
+        source.c = self.c.add_source(_json(instance_id), namespace(lora_name, cache_salt), dp_rank, store)
+        return source
+
+    def has(self, str instance_id not None):
+        """Says whether any registration names the instance."""
+        return self.c.find(_json(instance_id)) != NULL
+
+    def instances(self):
+        """Returns the ids of all instances."""
+        return [json.loads(each) for each in self.c.keys_of_instances()]
+
+    def link(self, str instance_id not None, Worker worker):
+        """Lets what the instance's ranks hold count as the worker's, too; None ends that."""
+        cdef CInstance* instance = self.c.find(_json(instance_id))
+        cdef CWorker* linked = NULL
+        if worker is not None:
+            linked = &worker.c
+        if instance != NULL:
+            self.c.link(instance, linked)
+
+    cpdef bytes query_tokens(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    ):
+        """Answers what every instance, or one, holds of a prompt, as JSON bytes.
+
+        `array` is the position of the u32 token array in the scanner.
+        """
+        cdef size_t n = 0
+        cdef const uint32_t* tokens = scanner.u32(array, &n)
+        self.holdings.by_token_ids(deref(self.c), tokens, n, namespace(lora_name, cache_salt))
+        return self.render(tenant, instance)
+
+    cpdef bytes query_hashes(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    ):
+        """The same for a list of sequence hashes from the root."""
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = scanner.u64(array, &n)
+        self.holdings.by_sequences(deref(self.c), hashes, n, namespace(lora_name, cache_salt))
+        return self.render(tenant, instance)
+
+    def match_tokens(self, tokens, str lora_name="", str cache_salt="", str instance=""):
+        """Returns the rows for a list of tokens, for tests and tools."""
+        cdef vector[uint32_t] given = tokens
+        self.holdings.by_token_ids(deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt))
+        return json.loads(self.render("", instance))[""]
+
+    def match_hashes(self, hashes, str lora_name="", str cache_salt="", str instance=""):
+        """Returns the rows for a list of sequence hashes, for tests and tools."""
+        cdef vector[uint64_t] given = hashes
+        self.holdings.by_sequences(deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt))
+        return json.loads(self.render("", instance))[""]
+
+    cdef bytes render(self, str tenant, str instance):
+        cdef bytes of = _json(tenant)
+        cdef bytes only = _json(instance) if instance else b""
+        self.holdings.render(
+            deref(self.c),
+            self.index.order,
+            string_view(PyBytes_AS_STRING(of), PyBytes_GET_SIZE(of)),
+            string_view(PyBytes_AS_STRING(only), PyBytes_GET_SIZE(only)),
+            self.text,
+        )
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
+    cdef LayerId layer(self, str medium) except? 0xfffffffe:
+        found = self.layers.get(medium)
+        if found is None:
+            found = self.c.medium(medium.encode(), json.dumps(medium).encode())
+            if found != kNone:
+                self.layers[medium] = found
+        return found
+
+    def stats(self):
+        """What waits for its place, and the bytes of that (beside those of parked blocks)."""
+        return {"loose": self.c.loose_count(), "bytes": self.c.bytes()}
+
+    def verify(self):
+        """Checks every invariant of the index and of this; RuntimeError names the first broken one."""
+        cdef CConductorVerifier* verifier = new CConductorVerifier(deref(self.index.c))
+        try:
+            verifier.run()
+            verifier.run(deref(self.c))
+        finally:
+            del verifier
+
+
+cdef class Source:
+    """One registration. Made by `Conductor.add_source`.
+
+    A holder is named by a number for its backend and a data-parallel rank, or None. Hashes are
+    unsigned 64-bit integers, media upper-case names, namespaces what `namespace` returns.
+    """
+
+    def __init__(self):
+        raise TypeError("use Conductor.add_source")
+
+    cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe:
+        if self.c == NULL:
+            raise RuntimeError("the source was removed")
+        return self.conductor.c.holder(self.c, backend, rank is not None, 0 if rank is None else rank)
+
+    def store(
+        self,
+        uint32_t backend,
+        rank,
+        str medium not None,
+        hashes,
+        tokens,
+        parent,
+        uint64_t space,
+        bint inherits=False,
+        bint by_engine=False,
+        objects=None,
+    ):
+        """Stores consecutive blocks of which the tokens are known, below `parent` or at the root.
+
+        Only whole blocks count. With `inherits` a known parent's namespace goes before `space`;
+        `objects` are lists of ascending hashes of images, one a block. Returns an OUTCOME, or why
+        there is none: "media", "holders". OverflowError or TypeError for numbers out of range.
+        """
+        cdef vector[uint64_t] named = hashes
+        cdef vector[uint32_t] said = tokens
+        cdef vector[uint32_t] begin
+        cdef vector[uint64_t] mm
+        cdef CTold told
+        cdef uint32_t size = self.conductor.index.c.block_size()
+        cdef LayerId layer = self.conductor.layer(medium)
+        cdef RankId id = self.holder(backend, rank)
+        if layer == kNone:
+            return "media"
+        if id == kNone:
+            return "holders"
+        told.n = <uint32_t>min(named.size(), said.size() // size if size else 0)
+        told.hashes = named.data()
+        told.tokens = said.data()
+        told.has_parent = parent is not None
+        told.parent = parent if parent is not None else 0
+        told.layer = layer
+        told.space = space
+        told.inherits = inherits
+        told.by_engine = by_engine
+        told.mm_begin = NULL
+        told.mm = NULL
+        if objects is not None:
+            for i in range(told.n):
+                begin.push_back(<uint32_t>mm.size())
+                for item in objects[i]:
+                    mm.push_back(item)
+            begin.push_back(<uint32_t>mm.size())
+            told.mm_begin = begin.data()
+            told.mm = mm.data()
+        cdef int outcome = <int>self.conductor.c.store(self.c, id, told)
+        verify_if_debug(deref(self.conductor.index.c))
+        return OUTCOMES[outcome]
+
+    def store_named(
+        self, uint32_t backend, rank, str medium not None, hashes, uint64_t space, bint by_engine=False
+    ):
+        """Stores blocks known by hash alone; returns as `store` does."""
+        cdef vector[uint64_t] named = hashes
+        cdef LayerId layer = self.conductor.layer(medium)
+        cdef RankId id = self.holder(backend, rank)
+        if layer == kNone:
+            return "media"
+        if id == kNone:
+            return "holders"
+        if not self.conductor.c.store_named(
+            self.c, id, named.data(), <uint32_t>named.size(), layer, space, by_engine
+        ):
+            return "full"
+        verify_if_debug(deref(self.conductor.index.c))
+        return "placed"
+
+    def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
+        """Takes blocks off one medium, or off all with None; unknown hashes are counted."""
+        cdef vector[uint64_t] named = hashes
+        cdef LayerId layer = 0
+        cdef uint32_t mask = kAllLayers
+        cdef RankId id = self.holder(backend, rank)
+        cdef size_t i
+        if medium is not None:
+            layer = self.conductor.layer(medium)
+            if layer == kNone:
+                return
+            mask = <uint32_t>1 << layer
+        if id == kNone:
+            return
+        for i in range(named.size()):
+            self.conductor.c.remove(self.c, id, named[i], mask, space, by_engine)
+        verify_if_debug(deref(self.conductor.index.c))
+
+    def clear(self, uint32_t backend, rank, medium=None, space=None):
+        """Drops what a holder has on one medium or all, in one namespace or all."""
+        cdef LayerId layer = 0
+        cdef uint32_t mask = kAllLayers
+        cdef RankId id = self.holder(backend, rank)
+        if medium is not None:
+            layer = self.conductor.layer(medium)
+            if layer == kNone:
+                return
+            mask = <uint32_t>1 << layer
+        if id == kNone:
+            return
+        self.conductor.c.clear(self.c, id, mask, 0 if space is None else space, space is None)
+        verify_if_debug(deref(self.conductor.index.c))
+
+    def engine_events(self, str lora_name not None, str cache_salt not None):
+        """Returns what takes batches of an engine's own events.
+
+        It supplies the adapter and the salt where an event names none.
+        """
+        if self.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef EngineEvents events = EngineEvents.__new__(EngineEvents)
+        events.source = self
+        events.c = new CEngineEvents(
+            deref(self.conductor.c), self.c, lora_name.encode(), cache_salt.encode()
+        )
+        return events
+
+    def holders(self):
+        """Returns the (backend, rank) of all who hold something in it, or did."""
+        if self.c == NULL:
+            return []
+        return [(each.backend, each.dp_rank if each.ranked else None) for each in self.c.holders]
+
+    def remove_all(self):
+        """Ends the registration: what it holds counts no longer, `PrefixIndex.sweep` frees it."""
+        if self.c != NULL:
+            self.conductor.c.remove_source(self.c)
+            self.c = NULL
+
+
+cdef class EngineEvents:
+    """Takes engines' own events for a source. Made by `Source.engine_events`."""
+
+    def __init__(self):
+        raise TypeError("use Source.engine_events")
+
+    def __dealloc__(self):
+        del self.c
+
+    def apply(self, bytes payload not None):
+        """Applies one batch; False when it is refused whole, and then nothing is counted.
+
+        Bad input is counted and never raises. RuntimeError when the source was removed.
+        """
+        if self.source.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef bint begun = self.c.apply(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
+        )
+        verify_if_debug(deref(self.source.conductor.index.c))
+        return begun
+
+    def flaw(self):
+        """Why the last batch was not understood as a whole: the first of REASONS, "" if it was."""
+        cdef size_t reason = self.c.flaw()
+        return "" if reason == kReasons else REASONS[reason]
+
+    def forget(self):
+        """Forgets what events have taught: another engine process speaks from now on."""
+        self.c.forget()
+
+    def counts(self):
+        """Totals: events, those set aside, of others, without effect, and bad ones by reason."""
+        cdef const CEngineCounters* n = &self.c.counters
+        cdef size_t i
+        return {
+            "events": n.events,
+            "parked": n.parked,
+            "mismatches": {"lora_name": n.lora_name, "block_size": n.block_size},
+            "ignored": {
+                "remote": n.remote,
+                "group": n.group,
+                "pairs": n.pairs,
+                "full": n.full,
+                "media": n.media,
+                "holders": n.holders,
+                "refused": n.refused,
+            },
+            "bad": {REASONS[i]: n.bad[i] for i in range(kReasons)},
+        }

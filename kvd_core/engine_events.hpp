@@ -1,0 +1,241 @@
+// Engines' own events for a source of the conductor: the decoder's sink there, as Stream is a
+// worker's.
+//
+//   batch [ts, events, rank] ── decode ──> stored / removed / cleared
+//                                              │  medium -> layer, adapter and salt -> namespace
+//                                              v
+//                                          Conductor
+//
+// The hashes are the engine's: they mean what they mean in whatever namespace. An event about
+// anything but the blocks that a prefix consists of (a window group, a remote copy) has no effect.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "conductor.hpp"
+#include "events.hpp"
+
+namespace kvd {
+
+// Media that are other media; any further name is a medium of its own.
+constexpr std::pair<std::string_view, std::string_view> kFoldedMedia[] = {
+    {"", "GPU"},          {"DEVICE", "GPU"}, {"CPU_PINNED", "CPU"}, {"CPU_TIER1", "CPU"},
+    {"HOST", "CPU"},      {"HOST_PINNED", "CPU"}, {"DRAM", "CPU"},  {"CPU_TIER2", "DISK"},
+    {"NVME", "DISK"},     {"SSD", "DISK"},   {"STORAGE", "DISK"},   {"FS", "DISK"},
+};
+constexpr size_t kMaxMediumBytes = 64;  // of a name that becomes a member of every answer
+
+// What became of events beside being applied.
+struct EngineCounters {
+  uint64_t events = 0;
+  uint64_t parked = 0;      // stored ones whose parent is not known
+  uint64_t lora_name = 0;   // of another adapter than the registered one
+  uint64_t block_size = 0;  // of another block size
+  uint64_t remote = 0;
+  uint64_t group = 0;       // of cache groups that are no prefix
+  uint64_t pairs = 0;       // EAGLE's
+  uint64_t full = 0;
+  uint64_t media = 0;
+  uint64_t holders = 0;
+  uint64_t refused = 0;     // by themselves: a hash repeated
+  uint64_t bad[kReasons] = {};
+};
+
+class EngineEvents {
+ public:
+  EngineEvents(Conductor& conductor, Source* source, std::string lora_name, std::string salt)
+      : conductor_(conductor), source_(source), lora_name_(std::move(lora_name)), salt_(std::move(salt)) {}
+
+  // False when the batch is refused whole; nothing is counted then.
+  bool apply(const uint8_t* payload, size_t size) {
+    begun_ = false;
+    flaw_ = kReasons;
+    std::fill(std::begin(bad_), std::end(bad_), 0);
+    decode_batch(payload, size, scratch_, *this);
+    if (!begun_) return false;
+    for (size_t reason = 0; reason < kReasons; ++reason) counters.bad[reason] += bad_[reason];
+    return true;
+  }
+
+  // The first Reason that the last batch has met, kReasons without one.
+  size_t flaw() const { return flaw_; }
+
+  // Another engine process speaks from now on.
+  void forget() {
+    kinds_.clear();
+    main_groups_.clear();
+  }
+
+  EngineCounters counters;
+
+  // ---- the decoder's sink
+
+  void begin(bool has_rank, uint32_t dp_rank) {
+    begun_ = true;
+    rank_ = has_rank ? dp_rank : source_->dp_rank;
+  }
+
+  void stored(const StoredEvent& e) {
+    ++counters.events;
+    if (!concerns(e, e.n_tokens != 0)) return;
+    std::string_view adapter = e.lora_name;
+    std::string number;
+    if (adapter.empty() && e.has_lora_id && e.lora_id > 0) adapter = number = "#" + std::to_string(e.lora_id);
+    if (!lora_name_.empty() && !adapter.empty() && adapter != lora_name_) {
+      ++counters.lora_name;
+      return;
+    }
+    const LayerId layer = layer_of(e.medium);
+    const RankId id = holder(layer);
+    if (id == kNone) return;
+    if (e.n_tokens == 0) {
+      if (!conductor_.store_named(source_, id, e.hashes, e.n_hashes, layer, source_->home, true)) ++counters.full;
+      return;
+    }
+    const uint32_t size = conductor_.index().block_size();
+    if (e.block_size != 0 && e.block_size != size) {
+      ++counters.block_size;
+    } else if (e.pairs) {
+      ++counters.pairs;
+    } else {
+      store(e, id, layer, adapter, size);
+    }
+  }
+
+  void removed(const RemovedEvent& e) {
+    ++counters.events;
+    if (!concerns(e, false)) return;
+    const LayerId layer = layer_of(e.medium);
+    const RankId id = holder(layer);
+    if (id == kNone) return;
+    for (uint32_t i = 0; i < e.n_hashes; ++i) {
+      conductor_.remove(source_, id, e.hashes[i], 1u << layer, source_->home, true);
+    }
+  }
+
+  // Everything of the rank, whoever has told of it, on all media unless one is named.
+  void cleared(const ClearedEvent& e) {
+    ++counters.events;
+    const LayerId layer = e.has_tier ? layer_of(e.medium) : 0;
+    if (layer == kNone) return;
+    const LayerMask mask = e.has_tier ? 1u << layer : kAllLayers;
+    for (size_t i = 0; i < source_->holders.size(); ++i) {
+      const Holder& each = source_->holders[i];
+      if (each.ranked && each.dp_rank == rank_) conductor_.clear(source_, each.id, mask, 0, true);
+    }
+  }
+
+  void bad(Reason reason) {
+    ++bad_[static_cast<size_t>(reason)];
+    if (flaw_ == kReasons && reason != Reason::TRAILING && reason != Reason::UNKNOWN_TYPE) {
+      flaw_ = static_cast<size_t>(reason);
+    }
+  }
+
+ private:
+  void store(const StoredEvent& e, RankId id, LayerId layer, std::string_view adapter, uint32_t size) {
+    Told told{};
+    told.hashes = e.hashes;
+    told.n = size == 0 ? 0 : std::min(e.n_hashes, e.n_tokens / size);
+    told.has_parent = e.has_parent;
+    told.parent = e.parent;
+    told.tokens = e.tokens;
+    told.layer = layer;
+    told.space = lora_term(adapter.empty() ? std::string_view(lora_name_) : adapter) +
+                 salt_term(e.salt.empty() ? std::string_view(salt_) : e.salt);
+    told.inherits = e.salt.empty();
+    told.by_engine = true;
+    told.mm_begin = e.mm_begin;
+    told.mm = e.mm;
+    switch (conductor_.store(source_, id, told)) {
+      case Conductor::Outcome::PLACED: break;
+      case Conductor::Outcome::PARKED: ++counters.parked; break;
+      case Conductor::Outcome::FULL: ++counters.full; break;
+      case Conductor::Outcome::REFUSED: ++counters.refused; break;
+    }
+  }
+
+  // Whether an event is about blocks that a prefix consists of, here.
+  template <class Event>
+  bool concerns(const Event& e, bool has_tokens) {
+    if (e.remote) {
+      ++counters.remote;
+      return false;
+    }
+    if (is_main(e.kind, e.group, has_tokens)) return true;
+    ++counters.group;
+    return false;
+  }
+
+  bool is_main(Kind kind, int32_t group, bool has_tokens) {
+    if (group < 0) return kind == Kind::NONE || kind == Kind::FULL;
+    const std::pair<uint32_t, int32_t> key{rank_, group};
+    const auto known = kinds_.find(key);
+    if (kind != Kind::NONE) {
+      if (known != kinds_.end() || kinds_.size() < kMaxKnown) kinds_[key] = kind;
+    } else if (known != kinds_.end()) {
+      kind = known->second;
+    } else {
+      kind = group == 0 ? Kind::FULL : Kind::NONE;
+    }
+    if (kind != Kind::FULL) return false;
+    const auto main = main_groups_.find(rank_);
+    if (main != main_groups_.end()) return group == 0 || group == main->second;
+    if (has_tokens && main_groups_.size() < kMaxKnown) main_groups_[rank_] = group;
+    return true;
+  }
+
+  // The holder of the batch's rank, if there is a layer; counts why there is none.
+  RankId holder(LayerId layer) {
+    if (layer == kNone) {
+      ++counters.media;
+      return kNone;
+    }
+    const RankId id = conductor_.holder(source_, 0, true, rank_);
+    if (id == kNone) ++counters.holders;
+    return id;
+  }
+
+  LayerId layer_of(std::string_view medium) {
+    const auto known = layers_.find(medium);
+    if (known != layers_.end()) return known->second;
+    if (medium.size() > kMaxMediumBytes) return kNone;
+    std::string name(medium);
+    for (char& c : name) {
+      if (c >= 'a' && c <= 'z') c = static_cast<char>(c - 'a' + 'A');
+    }
+    for (const auto& [from, to] : kFoldedMedia) {
+      if (name == from) name = to;
+    }
+    const auto plain = [](char c) { return c >= ' ' && c <= '~' && c != '"' && c != '\\'; };
+    if (!std::all_of(name.begin(), name.end(), plain)) return kNone;
+    const std::string key = '"' + name + '"';
+    const LayerId layer = conductor_.medium(name, key);
+    if (layer != kNone && layers_.size() < kMaxKnown) layers_.emplace(medium, layer);
+    return layer;
+  }
+
+  // Cache groups, ranks and spellings remembered; a publisher has a handful.
+  static constexpr size_t kMaxKnown = 4096;
+
+  Conductor& conductor_;
+  Source* source_;
+  std::string lora_name_;
+  std::string salt_;
+  std::map<std::pair<uint32_t, int32_t>, Kind> kinds_;  // of cache groups, by rank
+  std::map<uint32_t, int32_t> main_groups_;             // the group that is the prefix, by rank
+  std::map<std::string, LayerId, std::less<>> layers_;  // by medium as it is spelled
+  Scratch scratch_;
+  uint32_t bad_[kReasons] = {};
+  size_t flaw_ = kReasons;
+  uint32_t rank_ = 0;
+  bool begun_ = false;
+};
+
+}  // namespace kvd

@@ -1,0 +1,239 @@
+"""The conductor's core against the slow model, through random lives of a small fleet."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvd_core.conductor import Conductor, Source, namespace
+from kvd_core.hashing import local_hashes
+from kvd_core.index import IngestCounters, PrefixIndex
+from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
+
+LIVES = int(os.environ.get("KVD_LIVES", "60"))
+BLOCK_SIZE = 2
+DEPTH = 5
+MEDIA = ("GPU", "CPU", "DISK", "CXL", "EXTERNAL")
+SCOPES = (("", ""), ("adapter", ""), ("", "salt"))
+SPACES = [namespace(*scope) for scope in SCOPES]
+WORKER = "9"  # an instance that is a worker of the index
+
+Path = tuple[int, ...]  # one digit a block: there are few, so prompts share prefixes
+
+
+@dataclass
+class Publisher:
+    instance: str
+    source: Source
+    scope: int
+    store: bool
+    holders: dict[tuple[int, int | None], Holder] = field(default_factory=dict)
+
+
+def tokens(path: Path) -> list[int]:
+    return [token for digit in path for token in (digit, digit + 10)]
+
+
+class Life:
+    """One index and its model, and what is done to both."""
+
+    def __init__(self, seed: int, hash_seed: int) -> None:
+        self.random = random.Random(seed)
+        self.hash_seed = hash_seed
+        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.worker = self.index.add_worker(int(WORKER))
+        self.worker.register(0)
+        self.conductor = Conductor(self.index, hash_seed)
+        self.model = ConductorModel(BLOCK_SIZE, hash_seed)
+        self.publishers: list[Publisher] = []
+        self.plain_worker = Holder(WORKER, None, 0, 0)
+        self.model.holders.append(self.plain_worker)
+        self.names: dict[tuple[str, int, Path], int] = {}
+        for _ in range(3):
+            self.register()
+
+    def path(self) -> Path:
+        return tuple(self.random.randrange(2) for _ in range(self.random.randint(1, DEPTH)))
+
+    def sequence(self, path: Path) -> int:
+        return sequence_hashes(tokens(path), BLOCK_SIZE, self.hash_seed)[-1]
+
+    def called(self, who: str, space: int, path: Path) -> int:
+        """What an instance's engine calls a block."""
+        key = who, space, path
+        return self.names.setdefault(key, 1000 + len(self.names))
+
+    def name(self, publisher: Publisher, space: int, path: Path, like: str) -> int:
+        if like == "standard":
+            return self.sequence(path)
+        return self.called(like or publisher.instance, space, path)
+
+    # ---- what may happen
+
+    def register(self) -> None:
+        instance = self.random.choice("ab")
+        scope = self.random.choice((0, 0, 1))
+        store = self.random.random() < 0.4
+        source = self.conductor.add_source(instance, *SCOPES[scope], 0, store)
+        self.publishers.append(Publisher(instance, source, scope, store))
+
+    def unregister(self) -> None:
+        if len(self.publishers) < 2:
+            return
+        publisher = self.publishers.pop(self.random.randrange(len(self.publishers)))
+        publisher.source.remove_all()
+        for holder in publisher.holders.values():
+            self.model.holders.remove(holder)
+
+    def pick(self) -> tuple[Publisher, Holder, int, int | None]:
+        publisher = self.random.choice(self.publishers)
+        backend = self.random.choice((0, 0, 1))
+        rank = (
+            None if publisher.store and self.random.random() < 0.8 else self.random.choice((0, 1))
+        )
+        holder = publisher.holders.get((backend, rank))
+        if holder is None:
+            holder = Holder(publisher.instance, publisher, SPACES[publisher.scope], rank)
+            publisher.holders[backend, rank] = holder
+            self.model.holders.append(holder)
+        return publisher, holder, backend, rank
+
+    def space(self, publisher: Publisher) -> int:
+        return SPACES[publisher.scope or self.random.choice((0, 0, 0, 1, 2))]
+
+    def store(self) -> None:
+        publisher, holder, backend, rank = self.pick()
+        space, path = self.space(publisher), self.path()
+        start = self.random.randrange(len(path))
+        like = self.random.choice(("", "", "standard"))
+        by_engine = like == "" and self.random.random() < 0.5
+        hashes = [self.name(publisher, space, path[: i + 1], like) for i in range(start, len(path))]
+        # An engine's hash means the same in all namespaces, a standard one does not.
+        others = ("a", "b") if by_engine else ("standard", "a", "b")
+        parent_like = self.random.choice((like, like, like, *others))
+        parent = self.name(publisher, space, path[:start], parent_like) if start else None
+        medium = self.random.choice(MEDIA)
+        said = tokens(path[start:])
+        publisher.source.store(
+            backend, rank, medium, hashes, said, parent, space, by_engine, by_engine
+        )
+        self.model.store(holder, medium, hashes, said, parent, space, by_engine)
+
+    def store_named(self) -> None:
+        publisher, holder, backend, rank = self.pick()
+        space, path = self.space(publisher), self.path()
+        like = self.random.choice(("", "standard", "standard", "a", "b"))
+        by_engine = like == "" and self.random.random() < 0.5
+        hashes = [
+            self.name(publisher, space, path[: i + 1], like)
+            for i in range(len(path))
+            if self.random.random() < 0.7
+        ]
+        medium = self.random.choice(MEDIA)
+        publisher.source.store_named(backend, rank, medium, hashes, space, by_engine)
+        self.model.store_named(holder, medium, hashes, space, by_engine)
+
+    def remove(self) -> None:
+        publisher, holder, backend, rank = self.pick()
+        known = [*holder.names, *holder.aside]
+        if not known:
+            return
+        space, hash = self.random.choice(known)
+        in_space = self.space(publisher) if space is None else space
+        by_engine = space is None and self.random.random() < 0.5
+        medium = self.random.choice((None, *MEDIA))
+        publisher.source.remove(backend, rank, medium, [hash], in_space, by_engine)
+        self.model.remove(holder, medium, hash, in_space, by_engine)
+
+    def clear(self) -> None:
+        publisher, holder, backend, rank = self.pick()
+        medium = self.random.choice((None, *MEDIA))
+        space = self.random.choice((None, self.space(publisher)))
+        publisher.source.clear(backend, rank, medium, space)
+        self.model.clear(holder, medium, space)
+
+    def store_at_worker(self) -> None:
+        if self.hash_seed != 1337:  # `Worker.store` takes hashes of that seed only
+            return
+        path = self.path()
+        said = tokens(path)
+        locals_ = local_hashes(said, BLOCK_SIZE)
+        parent = None
+        for i, local in enumerate(locals_):
+            name = self.called(WORKER, 0, path[: i + 1])
+            if (None, name) not in self.plain_worker.names:
+                self.worker.store(0, [name], [local], parent)
+                one = said[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+                self.model.store(self.plain_worker, "GPU", [name], one, parent, 0, False)
+            parent = name
+
+    def drop_at_worker(self) -> None:
+        known = [hash for _, hash in self.plain_worker.names]
+        # Only the last of a path: behind a hole the worker would park what comes next.
+        ends = {self.called(WORKER, 0, path) for who, _, path in list(self.names) if who == WORKER}
+        whole = {path for who, _, path in self.names if who == WORKER}
+        inner = {
+            self.called(WORKER, 0, path[:-1])
+            for path in whole
+            if len(path) > 1 and (None, self.called(WORKER, 0, path)) in self.plain_worker.names
+        }
+        ends -= inner
+        choice = [hash for hash in known if hash in ends]
+        if choice:
+            hash = self.random.choice(choice)
+            self.worker.drop(0, [hash])
+            self.model.remove(self.plain_worker, "GPU", hash, 0, False)
+
+    def sweep(self) -> None:
+        self.index.sweep(self.random.choice((1, 10, 1000)))
+
+    STEPS = (
+        (store, 30),
+        (store_named, 20),
+        (remove, 18),
+        (clear, 4),
+        (register, 2),
+        (unregister, 2),
+        (store_at_worker, 6),
+        (drop_at_worker, 4),
+        (sweep, 3),
+    )
+
+    def step(self) -> None:
+        steps, weights = zip(*self.STEPS, strict=True)
+        self.random.choices(steps, weights)[0](self)
+        self.conductor.verify()
+
+    # ---- what must be the same
+
+    def compare(self) -> None:
+        registered: dict[str, set[int]] = {each.instance: {0} for each in self.publishers}
+        registered[WORKER] = {0}
+        for _ in range(3):
+            path = tuple(self.random.randrange(2) for _ in range(DEPTH))
+            scope = self.random.randrange(len(SCOPES))
+            prompt = sequence_hashes(tokens(path), BLOCK_SIZE, self.hash_seed)
+            wanted = self.model.rows(prompt, SPACES[scope], registered)
+            by_tokens = self.conductor.match_tokens(tokens(path), *SCOPES[scope])
+            assert self.shown(by_tokens) == self.shown(wanted)
+            by_hashes = self.conductor.match_hashes(prompt, *SCOPES[scope])
+            assert self.shown(by_hashes) == self.shown(wanted)
+
+    @staticmethod
+    def shown(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {
+            name: {**row, "DP": {rank: n for rank, n in row["DP"].items() if n}}
+            for name, row in rows.items()
+        }
+
+
+@pytest.mark.parametrize("seed", range(LIVES))
+def test_random_lives(seed: int) -> None:
+    life = Life(seed, hash_seed=1337 if seed % 4 else 42)
+    for _ in range(120):
+        life.step()
+        life.compare()

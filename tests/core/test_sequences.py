@@ -1,0 +1,126 @@
+"""Sequence hashes of the tree's blocks: the standard's vectors, and when they are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd_core.conductor import DEFAULT_SEED, Conductor, namespace
+from kvd_core.hashing import local_hashes
+from kvd_core.index import IngestCounters, PrefixIndex
+from tests.models.conductor_model import sequence_hashes
+
+TOP = 2**32 - 1
+VECTORS = [
+    (range(1, 4), 1, 1337, [14426539925402682893, 12095906288214270103, 7197499903451023458]),
+    (
+        [101, 15, 100, 55, 89, 63],
+        2,
+        1337,
+        [11345600125438922323, 2624253222771150309, 16544039871701005792],
+    ),
+    (
+        range(1, 17),
+        4,
+        1337,
+        [14643705804678351452, 4945711292740353085, 12583592247330656132, 1921452330601040443],
+    ),
+    (range(1, 33), 16, 1337, [16863443419780771464, 12466389667045779788]),
+    ([0] * 32, 16, 1337, [5523182284766269584, 3102875163438626881]),
+    ([TOP] * 8, 4, 1337, [12410542959481710713, 12910963785220126862]),
+    (
+        [128000, 9906, 1917, 0, 128001, 0, 1, 2],
+        4,
+        1337,
+        [2861335496493652048, 1419557709666655783],
+    ),
+    (
+        range(1, 257),
+        64,
+        1337,
+        [17732852320395450624, 1050256074108617503, 15102350600477259534, 16467128916255533240],
+    ),
+    (
+        range(1, 385),
+        128,
+        1337,
+        [9108660569462882936, 3567918185176555655, 6341327244602509308],
+    ),
+    (range(1, 513), 256, 1337, [6483570558441252529, 4746021824150214572]),
+    (range(1, 9), 4, 0, [8052976908588476977, 4185132130981121146]),
+    (range(1, 9), 4, 42, [14608671080364358214, 2039199032896062926]),
+    (range(1, 9), 4, 2**64 - 1, [2498564416888662579, 7915251108642614200]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "size", "seed", "hashes"), VECTORS)
+@pytest.mark.parametrize("scope", [("", ""), ("adapter", ""), ("", "salt"), ("a", "s")])
+def test_the_standard_s_vectors(
+    tokens: list[int], size: int, seed: int, hashes: list[int], scope: tuple[str, str]
+) -> None:
+    assert sequence_hashes(list(tokens), size, seed) == hashes
+    conductor = Conductor(PrefixIndex(size, IngestCounters()), seed)
+    source = conductor.add_source("a", *scope, 0, False)
+    names = list(range(1000, 1000 + len(hashes)))
+    source.store(0, 0, "GPU", names, tokens, None, namespace(*scope))
+    conductor.verify()
+    for asked, depth in ((hashes, len(hashes)), (hashes[1:], 0), (names, 0)):
+        row = conductor.match_hashes(asked, *scope)["a"]
+        assert row["longest_matched"] == depth * size
+    assert conductor.match_hashes(hashes, "other")["a"]["longest_matched"] == 0
+
+
+def test_blocks_that_are_there_get_theirs_when_they_are_asked_for() -> None:
+    index = PrefixIndex(4, IngestCounters())
+    worker = index.add_worker(7)
+    worker.register(0)
+    tokens = list(range(2000 * 4))
+    names = list(range(2000))
+    worker.store(0, names, local_hashes(tokens, 4))
+    worker.store(0, [5000], [17], 999)  # a branch: the chain is parted
+    before = index.stats()["bytes"]
+    conductor = Conductor(index)
+    conductor.verify()
+    hashes = sequence_hashes(tokens, 4, DEFAULT_SEED)
+    assert conductor.match_hashes(hashes)["7"]["GPU"] == 8000
+    assert 13 <= (index.stats()["bytes"] - before) / 2000 <= 19
+    for name in reversed(names):
+        worker.drop(0, [name])
+        if name % 200 == 0:
+            conductor.verify()
+    worker.drop(0, [5000])
+    conductor.verify()
+    assert index.stats()["blocks"] == 0
+    worker.store(0, names, local_hashes(tokens, 4))
+    assert conductor.match_hashes(hashes)["7"]["GPU"] == 8000
+
+
+def test_a_worker_s_salted_blocks_are_known_once_they_are_stored_again() -> None:
+    import msgpack
+
+    index = PrefixIndex(4, IngestCounters())
+    stream = index.add_worker(7).stream(0)
+    event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", None, [["s"], None]]
+    payload = msgpack.packb([0.0, [event]])
+    stream.apply(payload)
+    conductor = Conductor(index)
+    hashes = sequence_hashes(list(range(8)), 4, DEFAULT_SEED)
+    assert "7" not in conductor.match_hashes(hashes, "", "s")
+    assert conductor.match_tokens(range(8), "", "s")["7"]["GPU"] == 8
+    stream.apply(payload)
+    assert conductor.match_hashes(hashes, "", "s")["7"]["GPU"] == 8
+    assert "7" not in conductor.match_hashes(hashes)
+    conductor.verify()
+
+
+def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    source = conductor.add_source("a", "", "", 0, True)
+    source.store_named(0, None, "CPU", range(1, 100_001), 0)
+    assert conductor.stats()["loose"] == 100_000
+    assert conductor.match_hashes([5])["a"]["CPU"] == 4
+    source.remove_all()
+    other = conductor.add_source("a", "", "", 0, True)
+    assert conductor.match_hashes([5])["a"]["CPU"] == 0
+    other.store_named(0, None, "CPU", [5], 0)
+    assert conductor.match_hashes([5])["a"]["CPU"] == 4
+    conductor.verify()

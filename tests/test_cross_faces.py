@@ -1,0 +1,209 @@
+"""One index behind all faces: what one hears, the others answer, each in its own shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvd.errors import Conflict, NotFound
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import INDEXER, Registry
+from kvd.state import MAX_PARTITIONS, State, number_of
+from kvd.wire.publication import Publication, Terms
+from kvd_core.conductor import Source
+from kvd_core.hashing import local_hashes
+from tests.models.conductor_model import sequence_hashes
+
+BLOCK_SIZE = 4
+TOKENS = list(range(16))
+LOCALS = local_hashes(TOKENS, BLOCK_SIZE)
+KEY = PartitionKey("m", "default")
+STORED = ["BlockStored", [1, 2, 3], None, TOKENS[:12], BLOCK_SIZE, None, "GPU"]
+
+
+def batch(*events: object, rank: int | None = None) -> bytes:
+    payload: bytes = msgpack.packb([0.5, list(events), rank])
+    return payload
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self.state = State()
+
+    def publisher(
+        self, instance: str = "7", *, store: bool = False, rank: int = 0, size: int = BLOCK_SIZE
+    ) -> tuple[Source, Publication]:
+        source = self.state.add_source(KEY, size, instance, "", "", rank, store=store)
+        return source, Publication(source, Terms("m", "default", size, "", "", rank, store))
+
+    def leave(self, source: Source, size: int = BLOCK_SIZE) -> None:
+        self.state.remove_source(KEY, size, source)
+
+    def workers(self) -> dict[int, tuple[int, int, int]]:
+        """Depths in blocks of every worker's rank 0, as the indexer and selection count them."""
+        partition = self.state.partition(*KEY)
+        partition.index.verify()
+        found, _ = partition.index.match(LOCALS)
+        return {worker: depths for (worker, rank), depths in found.items() if rank == 0}
+
+    def frequencies(self) -> list[int]:
+        return self.state.partition(*KEY).index.match(LOCALS)[1]
+
+    def rows(self, size: int = BLOCK_SIZE) -> dict[str, Any]:
+        conductor = self.state.sized[(*KEY, size)].conductor
+        assert conductor is not None
+        conductor.verify()
+        rows = conductor.match_tokens(TOKENS)
+        assert rows == conductor.match_hashes(sequence_hashes(TOKENS, size, 1337))
+        return rows
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def test_a_publisher_with_a_number_is_a_worker_elsewhere(fleet: Fleet) -> None:
+    source, publication = fleet.publisher("7")
+    publication.apply(batch(STORED))
+    assert fleet.rows()["7"]["GPU"] == 12
+    assert fleet.workers() == {7: (3, 3, 3)}
+    assert fleet.frequencies() == [1, 1, 1]
+    publication.apply(batch(["BlockStored", [4], 3, TOKENS[12:], BLOCK_SIZE, None, "CPU"]))
+    assert fleet.workers() == {7: (3, 4, 4)}
+    fleet.leave(source)
+    with pytest.raises(NotFound):
+        fleet.state.partition(*KEY)
+
+
+def test_a_publisher_without_one_is_not(fleet: Fleet) -> None:
+    fleet.publisher("7")[1].apply(batch(STORED))
+    fleet.publisher("seven")[1].apply(batch(STORED))
+    assert fleet.rows().keys() == {"7", "seven"}
+    assert fleet.workers() == {7: (3, 3, 3)}
+    assert fleet.frequencies() == [1, 1, 1]
+
+
+def test_a_worker_is_an_instance_of_the_conductor(fleet: Fleet) -> None:
+    stream = fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
+    stream.apply(batch(STORED))
+    fleet.publisher("a")
+    stream.apply(batch(["BlockStored", [4], 3, TOKENS[12:], BLOCK_SIZE, None, "CPU"]))
+    assert fleet.rows()["8"] == {
+        "longest_matched": 16, "GPU": 12, "CPU": 4, "DISK": 0, "DP": {"0": 16},
+    }  # fmt: skip
+    fleet.state.remove_rank(RankKey(KEY, 8, 0))
+    assert fleet.rows().keys() == {"a"}
+
+
+def test_both_registrations_of_one_id_add_up(fleet: Fleet) -> None:
+    rank = RankKey(KEY, 7, 0)
+    stream = fleet.state.add_rank(rank, BLOCK_SIZE)
+    source, publication = fleet.publisher("7")
+    stream.apply(batch(["BlockStored", [1, 2], None, TOKENS[:8], BLOCK_SIZE, None, "GPU"]))
+    publication.apply(batch(STORED))
+    publication.apply(batch(["BlockRemoved", [1], "GPU"]))
+    assert fleet.workers() == {7: (3, 3, 3)}
+    assert fleet.frequencies() == [1, 1, 1]
+    assert fleet.rows()["7"]["GPU"] == 12
+    fleet.leave(source)
+    assert fleet.workers() == {7: (2, 2, 2)}
+    source, publication = fleet.publisher("7")
+    publication.apply(batch(STORED))
+    fleet.state.remove_rank(rank)
+    assert fleet.workers() == {7: (3, 3, 3)}
+    assert fleet.rows()["7"]["GPU"] == 12
+    fleet.state.add_rank(rank, BLOCK_SIZE).clear()
+    assert fleet.workers() == {7: (3, 3, 3)}
+    fleet.leave(source)
+    assert fleet.workers() == {}
+
+
+def test_the_indexer_s_answer_shows_publishers(fleet: Fleet) -> None:
+    from kvd.faces.indexer import QUERY
+
+    fleet.publisher("7", rank=2)[1].apply(batch(STORED))
+    QUERY.scan(json.dumps({"token_ids": TOKENS}).encode())
+    answer = json.loads(fleet.state.partition(*KEY).index.query_tokens(QUERY, 0))
+    assert answer == {
+        "scores": {"7": {"2": 12}},
+        "frequencies": [1, 1, 1],
+        "instances": {
+            "7": {"longest_matched": 12, "gpu": 12, "dp": {"2": 12}, "cpu": 12, "disk": 12}
+        },
+    }
+
+
+def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet: Fleet) -> None:
+    _, publication = fleet.publisher("a", store=True)
+    hashes = sequence_hashes(TOKENS, BLOCK_SIZE, 1337)
+    told = {"event_type": "stored", "seq_hashes": hashes, "medium": "cpu"}
+    publication.apply(batch(told))
+    conductor = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
+    assert conductor is not None
+    assert (fleet.rows()["a"]["CPU"], conductor.stats()["loose"]) == (16, 4)
+    fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
+    assert (fleet.rows()["a"]["CPU"], conductor.stats()["loose"] <= 4) == (16, True)
+    publication.apply(batch({"event_type": "removed", "seq_hashes": hashes[:1]}))
+    assert fleet.rows()["a"]["longest_matched"] == 0
+
+
+def test_salted_blocks_stay_apart_on_every_face(fleet: Fleet) -> None:
+    fleet.publisher("7")[1].apply(batch([*STORED, None, [["secret"], None, None]]))
+    assert fleet.workers() == {}
+    salted, _ = fleet.state.partition(*KEY).index.match(
+        local_hashes(TOKENS, BLOCK_SIZE, None, "secret")
+    )
+    assert salted == {(7, 0): (3, 3, 3)}
+
+
+def test_other_block_sizes_lie_beside(fleet: Fleet) -> None:
+    four, publication = fleet.publisher("7")
+    publication.apply(batch(STORED))
+    eight, other = fleet.publisher("7", size=8)
+    other.apply(batch(["BlockStored", [1], None, TOKENS[:8], 8, None, "GPU"]))
+    assert fleet.rows(8)["7"]["GPU"] == 8
+    assert fleet.workers() == {7: (3, 3, 3)}
+    # The faces with workers know the size that their first worker has.
+    fleet.state.add_rank(RankKey(KEY, 9, 0), 8)
+    assert fleet.state.partition(*KEY).block_size == 8
+    assert fleet.rows()["7"]["GPU"] == 12
+    found, _ = fleet.state.partition(*KEY).index.match(local_hashes(TOKENS, 8))
+    assert found == {(7, 0): (1, 1, 1)}
+    with pytest.raises(Conflict):
+        fleet.state.add_rank(RankKey(KEY, 9, 0), BLOCK_SIZE)
+    fleet.state.remove_rank(RankKey(KEY, 9, 0))
+    fleet.leave(four)
+    fleet.leave(eight, 8)
+    assert not fleet.state.partitions and not fleet.state.sized
+
+
+def test_each_face_removes_only_its_own(fleet: Fleet) -> None:
+    fleet.publisher("7")[1].apply(batch(STORED))
+    assert fleet.state.strays(7, "m", None) == []
+    registry = Registry(fleet.state, None)  # type: ignore[arg-type]
+    assert list(registry.of(INDEXER)) == []
+    assert fleet.workers() == {7: (3, 3, 3)}
+
+
+def test_partitions_are_bounded_together(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_PARTITIONS == 16_384
+    monkeypatch.setattr("kvd.state.MAX_PARTITIONS", 2)
+    fleet.publisher("a")
+    fleet.publisher("a", size=8)
+    from kvd.errors import Unavailable
+
+    with pytest.raises(Unavailable):
+        fleet.publisher("a", size=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("7", 7), (str(2**64 - 1), 2**64 - 1), (str(2**64), None), ("07", None),
+     ("-1", None), ("", None), ("a", None), ("٣", None), ("1" * 30, None)],
+)  # fmt: skip
+def test_numbers_are_plain_decimal_texts(text: str, number: int | None) -> None:
+    assert number_of(text) == number

@@ -1,0 +1,181 @@
+"""The conductor's queries answered by the lane's own code: the same as by the handlers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvd.errors import KvdError
+from kvd.faces import conductor
+from kvd.http.types import Request, Response, Route
+from kvd.model import PartitionKey
+from kvd.publishers import Publishers
+from kvd.state import State
+from kvd_core.conductor import namespace
+from kvd_core.plain_conductor import PlainHoldings
+from kvd_core.scan import BodyScanner
+from tests.models.conductor_model import sequence_hashes
+
+BLOCK_SIZE = 4
+TOKENS = list(range(4 * BLOCK_SIZE))
+HASHES = sequence_hashes(TOKENS, BLOCK_SIZE, 1337)
+
+
+def filled_state() -> State:
+    state = State()
+    for tenant in ("default", "other"):
+        for instance in ("a", 'b"'):
+            key = PartitionKey("m", tenant)
+            source = state.add_source(key, BLOCK_SIZE, instance, "", "", 0, store=False)
+            for scope in (("", ""), ("adapter", ""), ("#7", ""), ("", "salt")):
+                space = namespace(*scope)
+                source.store(0, 0, "GPU", [1, 2, 3], TOKENS[:12], None, space)
+                source.store(0, 1, 'X"', [1], TOKENS[:4], None, space)
+    return state
+
+
+STATE = filled_state()
+ROUTES = {route.path: route for route in conductor.routes(STATE, cast(Publishers, None))}
+QUERIES = [ROUTES["/query"], ROUTES["/query_by_hash"]]
+
+VALUES = st.sampled_from(
+    ['"m"', '"other"', '"adapter"', '"salt"', '"a"', '""', "null", "4", "7", "0", "-1", "true",
+     "[]", r'"\u006d"', '"é"', "4.0", "4294967296"]
+)  # fmt: skip
+NUMBERS = st.sampled_from(
+    [json.dumps(TOKENS), json.dumps(HASHES), "[]", "[1]", "null", "[-1]", '["1"]', "[1.0]", "{}"]
+)
+MEMBERS = st.one_of(
+    st.tuples(st.sampled_from(["token_ids", *conductor.HASHES]), NUMBERS),
+    st.tuples(st.sampled_from([*conductor.FIELDS, "unknown"]), VALUES),
+)
+USUAL = [
+    ("token_ids", json.dumps(TOKENS)),
+    ("seq_hashes", json.dumps(HASHES)),
+    ("model", '"m"'),
+    ("block_size", "4"),
+]
+BODIES = st.lists(MEMBERS, max_size=4).map(lambda more: body([*USUAL, *more]))
+
+
+def body(members: list[tuple[str, str]]) -> bytes:
+    """A body in which a later member takes the place of an earlier one of that name."""
+    return (
+        "{" + ",".join(f'"{name}":{value}' for name, value in dict(members).items()) + "}"
+    ).encode()
+
+
+def handled(route: Route, given: bytes) -> bytes | None:
+    """What the handler answers, None for a failure."""
+    request = Request("POST", route.path, b"", [], given)
+    try:
+        response = route.handler(request)
+    except KvdError as error:
+        assert error.details["reason"] in (
+            "missing", "invalid_type", "invalid_value", "invalid_json",
+        )  # fmt: skip
+        return None
+    assert isinstance(response, Response) and isinstance(response.body, bytes)
+    return response.body
+
+
+@given(BODIES)
+@example(body(USUAL))
+@example(body([*USUAL, ("cache_salt", '"salt"')]))
+@example(body([*USUAL, ("instance_id", '"a"')]))
+@example(b"{")
+def test_plain_answers_are_those_of_the_handlers(given: bytes) -> None:
+    for route in QUERIES:
+        assert route.answerer is not None
+        plain = route.answerer(given)
+        if plain is not None:
+            assert plain == handled(route, given)
+
+
+@pytest.mark.parametrize("route", QUERIES, ids=lambda route: route.path)
+def test_usual_queries_are_plain(route: Route) -> None:
+    assert route.answerer is not None
+    answer = route.answerer(body(USUAL))
+    assert answer is not None
+    row = json.loads(answer)["default"]['b"']
+    assert row == {
+        "longest_matched": 12, "GPU": 12, "CPU": 0, "DISK": 0, 'X"': 4, "DP": {"0": 12, "1": 4},
+    }  # fmt: skip
+
+
+def rows(path: str, **members: Any) -> dict[str, Any]:
+    usual = {"model": "m", "block_size": 4}
+    data = {"token_ids": TOKENS} if path == "/query" else {"seq_hashes": HASHES}
+    answer = handled(ROUTES[path], json.dumps(usual | data | members).encode())
+    assert answer is not None
+    answered: dict[str, Any] = json.loads(answer)
+    return answered
+
+
+@pytest.mark.parametrize("path", ["/query", "/query_by_hash"])
+def test_members_have_several_names(path: str) -> None:
+    salted = rows(path, cache_salt="salt")
+    assert salted["default"]["a"]["GPU"] == 12
+    for name in ("additional_salt", "additionalsalt"):
+        assert (
+            rows(path, **{name: "salt"})
+            == rows(path, **{name: "salt"}, cache_salt="salt")
+            == salted
+        )
+    assert rows(path, model=None, modelname="m") == rows(path, model_name="m") == rows(path)
+    assert rows(path, lora_id=7)["default"]["a"]["GPU"] == 12
+    assert rows(path, lora_id=0) == rows(path, lora_id=-1) == rows(path, lora_name="")
+    assert rows(path, tenant_id="") == rows(path, tenant_id=None)
+    assert rows(path, tenant_id="other").keys() == {"other"}
+    assert rows(path, instance_id="a")["default"].keys() == {"a"}
+    assert rows(path, instance_id="")["default"].keys() == {"a", 'b"'}
+
+
+def test_hashes_may_be_texts() -> None:
+    asked = rows("/query_by_hash")
+    assert rows("/query_by_hash", seq_hashes=[str(each) for each in HASHES]) == asked
+    assert rows("/query_by_hash", seq_hashes=[hex(each) for each in HASHES]) == asked
+    assert rows("/query_by_hash", seq_hashes=None, block_hashes=HASHES) == asked
+    signed = [each - 2**64 if each >> 63 else each for each in HASHES]
+    assert rows("/query_by_hash", block_hash=signed) == asked
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason", "field"),
+    [
+        ({"model": None}, "missing", "model"),
+        ({"model": ""}, "invalid_value", "model"),
+        ({"model": 1}, "invalid_type", "model"),
+        ({"model_name": "n"}, "invalid_value", "model"),
+        ({"block_size": None}, "missing", "block_size"),
+        ({"block_size": 0}, "invalid_value", "block_size"),
+        ({"block_size": "4"}, "invalid_type", "block_size"),
+        ({"block_size": True}, "invalid_type", "block_size"),
+        ({"instance_id": 7}, "invalid_type", "instance_id"),
+        ({"lora_id": 3, "lora_name": "x"}, "invalid_value", "lora_id"),
+        ({"lora_id": "3"}, "invalid_type", "lora_id"),
+    ],
+)
+def test_failures_say_what_is_wrong(wrong: dict[str, Any], reason: str, field: str) -> None:
+    given = {"model": "m", "block_size": 4, "token_ids": TOKENS} | wrong
+    with pytest.raises(KvdError) as raised:
+        conductor.query(STATE, Request("POST", "/query", b"", [], json.dumps(given).encode()))
+    assert raised.value.status == 400
+    assert raised.value.details == {"reason": reason, "field": field}
+
+
+@pytest.mark.parametrize("kind", ["application/msgpack", "application/x-msgpack; v=1"])
+def test_msgpack_is_refused(kind: str) -> None:
+    request = Request("POST", "/query", b"", [(b"content-type", kind.encode())], b"\x80")
+    with pytest.raises(KvdError) as raised:
+        conductor.query(STATE, request)
+    assert raised.value.status == 415
+
+
+def test_answerers_want_their_fields() -> None:
+    with pytest.raises(ValueError, match="not the fields"):
+        PlainHoldings(BodyScanner({"token_ids": "u32"}, ("model",)), {}, "default")

@@ -1,0 +1,135 @@
+"""Payloads of KV events in every form, and the members of standard events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvd.wire import kv_events
+
+EVENT = {"event_type": "stored", "event_id": 1, "seq_hashes": [1]}
+ENGINE = ["BlockRemoved", [1]]
+
+
+@pytest.mark.parametrize("write", [msgpack.packb, lambda value: json.dumps(value).encode()])
+@pytest.mark.parametrize(
+    ("value", "events", "rank"),
+    [
+        ([1.5, [EVENT, ENGINE], 3], [EVENT, ENGINE], 3),
+        ([1, [EVENT]], [EVENT], None),
+        ([1, [EVENT], None], [EVENT], None),
+        ([1, []], [], None),
+        ({"ts": 1, "events": [EVENT]}, [EVENT], None),
+        ({"events": [EVENT], "data_parallel_rank": 1}, [EVENT], 1),
+        ({"events": [EVENT], "dp_rank": 2}, [EVENT], 2),
+        ({"events": [EVENT], "dp_rank": None, "attn_dp_rank": 4}, [EVENT], 4),
+        ([EVENT, EVENT], [EVENT, EVENT], None),
+        (EVENT, [EVENT], None),
+        ({"type": "AllBlocksCleared"}, [{"type": "AllBlocksCleared"}], None),
+    ],
+)
+def test_a_batch_comes_in_many_forms(
+    write: Any, value: object, events: list[object], rank: int | None
+) -> None:
+    batch = kv_events.read_batch(write(value))
+    assert (batch.events, batch.rank) == (events, rank)
+
+
+def test_blanks_may_precede_json() -> None:
+    assert kv_events.read_batch(b' \n[1, [{"event_type": "cleared"}]]').rank is None
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (b"", "msgpack"),
+        (b"\xc1", "msgpack"),
+        (b"\x93\x01", "msgpack"),
+        (b"\x01", "batch_shape"),
+        (msgpack.packb("text"), "batch_shape"),
+        (msgpack.packb([1, 2, 3]), "batch_shape"),
+        (msgpack.packb({"a": 1}), "batch_shape"),
+        (msgpack.packb([1, [], -1]), "rank"),
+        (msgpack.packb([1, [], 1.0]), "rank"),
+        (msgpack.packb([1, [], 2**31]), "rank"),
+        (b'{"event_type":', "json"),
+        (b"[1,2", "json"),
+        (b"[" * 100_000, "json"),
+    ],
+)
+def test_other_payloads_are_refused(payload: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        kv_events.read_batch(payload)
+
+
+@pytest.mark.parametrize(
+    ("value", "hash"),
+    [
+        (0, 0),
+        (2**64 - 1, 2**64 - 1),
+        (-1, 2**64 - 1),
+        (-(2**63), 2**63),
+        (b"\x01", 1),
+        (bytes(24) + b"\x00\x00\x00\x00\x00\x00\x01\x02", 0x102),
+        ("17", 17),
+        ("-1", 2**64 - 1),
+        ("0xff", 255),
+    ],
+)
+def test_hashes_are_64_bits(value: object, hash: int) -> None:
+    assert kv_events.hash_of(value) == hash
+
+
+@pytest.mark.parametrize(
+    "value", [2**64, -(2**63) - 1, b"", 1.0, True, None, "", "x", "0x", "1" * 21, "0x" + "1" * 17]
+)
+def test_other_values_are_no_hashes(value: object) -> None:
+    with pytest.raises(ValueError, match="hash"):
+        kv_events.hash_of(value)
+
+
+HEX = "00112233445566778899aabbccddeeff00112233445566778899aabb12345678"
+
+
+@pytest.mark.parametrize(
+    ("key", "hash"),
+    [
+        ("14643705804678351452", 14643705804678351452),
+        ("0xcb38e4d7fb2dca5c", 0xCB38E4D7FB2DCA5C),
+        (f"prefix@llama@tp_rank:0@pcp0@dcp0@pp_rank:0@{HEX}", 0x8899AABB12345678),
+        (f"llama@tp_rank:1@pcp0@dcp0@pp_rank:0@group:2@{HEX}", 0x8899AABB12345678),
+        (f"llama@pcp0@dcp0@head_or_tp_rank:0@pp_rank:0@{HEX}@12", 0x8899AABB12345678),
+        (f"{HEX}_0_k", 0x0011223344556677),
+        (f"{HEX}_3_v", 0x0011223344556677),
+        (HEX, 0x8899AABB12345678),
+        (17, 17),
+        ("", None),
+        ("llama@tp_rank:0", None),
+        ("session-17", None),
+        (1.5, None),
+    ],
+)
+def test_object_keys_name_blocks(key: object, hash: int | None) -> None:
+    assert kv_events.object_hash(key) == hash
+
+
+def test_an_event_without_hashes_may_name_its_object() -> None:
+    assert kv_events.hashes({"seq_hashes": [1], "block_hashes": [2], "object_key": "3"}) == [1]
+    assert kv_events.hashes({"seq_hashes": [], "block_hashes": [2], "object_key": "3"}) == [2]
+    assert kv_events.hashes({"seq_hashes": [], "block_hashes": [], "object_key": "3"}) == [3]
+    assert kv_events.hashes({"seq_hashes": [], "object_key": "unread"}) == []
+    for event in ({}, {"seq_hashes": None, "object_key": "3"}, {"seq_hashes": "x"}):
+        with pytest.raises(ValueError, match="seq_hashes"):
+            kv_events.hashes(event)
+
+
+def test_tokens_are_u32() -> None:
+    assert kv_events.tokens({"token_ids": [0, 2**32 - 1]}) == [0, 2**32 - 1]
+    for nothing in ({}, {"token_ids": None}, {"token_ids": []}):
+        assert kv_events.tokens(nothing) is None
+    for wrong in ("", "abcd", [1.0], [True], [-1], [2**32], ["1"], [[1, 2]], {}, 0):
+        with pytest.raises(ValueError, match="token_ids"):
+            kv_events.tokens({"token_ids": wrong})

@@ -1,0 +1,383 @@
+"""What events of a publisher do to the index, event by event."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import count
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvd.model import PartitionKey
+from kvd.state import State
+from kvd.wire.publication import MAX_STREAMS, Publication, Terms
+from kvd_core.conductor import Source
+from kvd_core.index import FLAWED
+from tests.models.conductor_model import sequence_hashes
+
+TOKENS = list(range(1, 17))
+STANDARD = sequence_hashes(TOKENS, 4, 1337)
+KEY = PartitionKey("m", "default")
+
+
+class Fleet:
+    """Publishers of one model, and what is answered of them."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.sources: dict[Publication, Source] = {}
+
+    def add(
+        self,
+        instance: str = "a",
+        *,
+        store: bool = False,
+        rank: int = 0,
+        lora: str = "",
+        salt: str = "",
+        key: PartitionKey = KEY,
+    ) -> Publication:
+        source = self.state.add_source(key, 4, instance, lora, salt, rank, store=store)
+        terms = Terms(key.model_name, key.tenant_id, 4, lora, salt, rank, store)
+        made = Publication(source, terms)
+        self.sources[made] = source
+        return made
+
+    def rows(
+        self, lora: str = "", salt: str = "", tokens: list[int] = TOKENS
+    ) -> dict[str, dict[str, Any]]:
+        conductor = self.state.sized[("m", "default", 4)].conductor
+        assert conductor is not None
+        conductor.verify()
+        by_tokens = conductor.match_tokens(tokens, lora, salt)
+        hashes = sequence_hashes(tokens, 4, 1337)
+        assert conductor.match_hashes(hashes, lora, salt) == by_tokens
+        return by_tokens
+
+    def row(self, instance: str = "a", **scope: Any) -> dict[str, Any]:
+        return self.rows(**scope)[instance]
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+numbers = count(1)
+
+
+def event(kind: str, **members: Any) -> dict[str, Any]:
+    return {
+        "event_type": kind,
+        "event_id": next(numbers),
+        "tenant_id": "default",
+        "backend_id": "w",
+        "medium": "gpu",
+        "dp_rank": 0,
+        **members,
+    }
+
+
+def stored(hashes: list[Any], **members: Any) -> dict[str, Any]:
+    where = {"base_block_idx": 0, "parent_hash": None, "token_ids": None}
+    return event("stored", seq_hashes=hashes, **(where | members))
+
+
+def removed(hashes: list[Any], **members: Any) -> dict[str, Any]:
+    return event("removed", seq_hashes=hashes, **members)
+
+
+def tell(publication: Publication, *events: Any, rank: int | None = None) -> int:
+    return publication.apply(msgpack.packb([0.5, list(events), rank]))
+
+
+@pytest.mark.parametrize(
+    ("medium", "member"),
+    [
+        ("gpu", "GPU"), ("Device", "GPU"), ("", "GPU"), (None, "GPU"),
+        ("cpu", "CPU"), ("CPU_PINNED", "CPU"), ("cpu_tier1", "CPU"), ("host", "CPU"),
+        ("HOST_PINNED", "CPU"), ("dram", "CPU"),
+        ("disk", "DISK"), ("CPU_TIER2", "DISK"), ("nvme", "DISK"), ("SSD", "DISK"),
+        ("storage", "DISK"), ("fs", "DISK"),
+        ("npu", "NPU"), ("3fs", "3FS"), ("external", "EXTERNAL"), ("HBM", "HBM"),
+    ],
+)  # fmt: skip
+def test_a_medium_is_folded_or_its_own_member(
+    fleet: Fleet, medium: str | None, member: str
+) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD[:2], medium=medium))
+    row = fleet.row()
+    assert row["longest_matched"] == row[member] == row["DP"]["0"] == 8
+    assert sum(row[name] for name in row.keys() - {"longest_matched", "DP"}) == 8
+    tell(one, removed(STANDARD[:1], medium=medium))
+    assert fleet.row()["longest_matched"] == 0
+
+
+def test_media_are_counted_each_by_itself(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD[:2]), stored(STANDARD[2:], medium="cpu"))
+    assert fleet.row() == {
+        "longest_matched": 16, "GPU": 8, "CPU": 8, "DISK": 0, "DP": {"0": 16},
+    }  # fmt: skip
+
+
+def test_ranks_are_not_joined_and_show_their_best(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD[:1]), stored(STANDARD[1:], dp_rank=1))
+    assert fleet.row()["longest_matched"] == 4
+    tell(one, stored(STANDARD[:1], dp_rank=1, medium="cpu"))
+    assert fleet.row() == {
+        "longest_matched": 16, "GPU": 12, "CPU": 4, "DISK": 0, "DP": {"0": 4, "1": 16},
+    }  # fmt: skip
+
+
+def test_a_store_serves_every_rank(fleet: Fleet) -> None:
+    engine, pool = fleet.add(), fleet.add(store=True)
+    tell(engine, stored(STANDARD[:1]), stored(STANDARD[:2], dp_rank=1))
+    tell(pool, stored(STANDARD[1:3], dp_rank=None, medium=None))
+    assert fleet.row() == {
+        "longest_matched": 12, "GPU": 8, "CPU": 8, "DISK": 0, "DP": {"0": 4, "1": 8},
+    }  # fmt: skip
+
+
+def test_an_orphan_waits_for_its_parent_and_is_never_a_root(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored([902], parent_hash=901, base_block_idx=1, token_ids=TOKENS[4:8]))
+    assert one.orphans == 1
+    assert fleet.row(tokens=TOKENS[4:8])["longest_matched"] == 0
+    tell(one, stored([901], token_ids=TOKENS[:4]))
+    assert fleet.row()["longest_matched"] == 8
+
+
+def test_events_with_tokens_must_say_where_they_belong(fleet: Fleet) -> None:
+    one = fleet.add()
+    nowhere = stored([901], token_ids=TOKENS[:4])
+    del nowhere["base_block_idx"], nowhere["parent_hash"]
+    deep = stored([901], token_ids=TOKENS[:4], base_block_idx=3)
+    tell(one, nowhere, deep)
+    assert (one.unlocated, fleet.row()["longest_matched"]) == (2, 0)
+    tell(one, stored([901], token_ids=TOKENS[:4], base_block_idx=None))
+    assert fleet.row()["longest_matched"] == 4
+
+
+def test_a_block_under_two_names_goes_with_the_last(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored([1], token_ids=TOKENS[:4]), stored([2], token_ids=TOKENS[:4]))
+    tell(one, stored([2], token_ids=TOKENS[:4]))
+    tell(one, removed([1]))
+    assert fleet.row()["GPU"] == 4
+    tell(one, removed([2]))
+    assert fleet.row()["GPU"] == 0
+
+
+def test_a_name_that_comes_back_with_other_content_is_that(fleet: Fleet) -> None:
+    one = fleet.add()
+    other = [50, 51, 52, 53]
+    tell(one, stored([1, 2], token_ids=TOKENS[:8]))
+    tell(one, stored([2], token_ids=other, base_block_idx=None))
+    assert fleet.row()["longest_matched"] == 4
+    assert fleet.row(tokens=other)["longest_matched"] == 4
+    # What the name meant may be all that has kept its new parent in the index.
+    tell(one, removed([1]), stored([3], token_ids=TOKENS[:4]), removed([3]))
+    tell(one, stored([1, 2], token_ids=TOKENS[:8]))
+    tell(one, removed([1]), stored([2], parent_hash=1, token_ids=other, base_block_idx=1))
+    assert fleet.row()["longest_matched"] == 0
+
+
+def test_namespaces_share_hashes_and_nothing_else(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(
+        one,
+        stored(STANDARD[:1], token_ids=TOKENS[:4]),
+        stored(STANDARD[:2], token_ids=TOKENS[:8], lora_name="x"),
+        stored(STANDARD[:3], token_ids=TOKENS[:12], additional_salt="s"),
+        stored(STANDARD, lora_name="x", additional_salt="s"),
+    )
+    depths = {("", ""): 4, ("x", ""): 8, ("", "s"): 12, ("x", "s"): 16}
+    for (lora, salt), depth in depths.items():
+        assert fleet.row(lora=lora, salt=salt)["GPU"] == depth
+    tell(one, removed(STANDARD[:1], lora_name="x"))
+    for (lora, salt), depth in (depths | {("x", ""): 0}).items():
+        assert fleet.row(lora=lora, salt=salt)["GPU"] == depth
+
+
+def test_a_registration_supplies_what_events_leave_out(fleet: Fleet) -> None:
+    one = fleet.add(lora="x", salt="s", rank=3)
+    tell(one, stored(STANDARD[:2], lora_name=None, dp_rank=None))
+    assert fleet.row(lora="x", salt="s")["DP"] == {"3": 8}
+    tell(one, stored(STANDARD[:1], dp_rank=None), rank=5)
+    assert fleet.row(lora="x", salt="s")["DP"] == {"3": 8, "5": 4}
+    assert fleet.row()["longest_matched"] == 0
+
+
+def test_events_of_others_are_counted_and_ignored(fleet: Fleet) -> None:
+    one = fleet.add(lora="x", salt="s")
+    tell(
+        one,
+        stored(STANDARD, model_name="other"),
+        stored(STANDARD, tenant_id="other"),
+        stored(STANDARD, block_size=8),
+        stored(STANDARD, lora_name="y"),
+        stored(STANDARD, additional_salt="t"),
+    )
+    assert one.mismatches == dict.fromkeys(
+        ("model_name", "tenant_id", "block_size", "lora_name", "additional_salt"), 1
+    )
+    assert fleet.row(lora="x", salt="s")["longest_matched"] == 0
+
+
+def test_a_batch_is_applied_in_order_of_its_numbers(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, removed(STANDARD[1:], event_id=5), stored(STANDARD, event_id=4))
+    assert (fleet.row()["GPU"], one.gaps, one.stale) == (4, 0, 0)
+    tell(one, stored(STANDARD, event_id=4))
+    tell(one, stored(STANDARD, event_id=5))
+    assert (fleet.row()["GPU"], one.stale) == (4, 2)
+
+
+def test_holes_are_counted_unless_the_publisher_has_one_counter(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD[:1], event_id=1), stored(STANDARD[:1], event_id=2, medium="cpu"))
+    tell(one, stored([7], event_id=3, tenant_id="other"))
+    tell(one, stored(STANDARD[1:2], event_id=4))
+    assert one.gaps == 0
+    tell(one, stored(STANDARD[2:3], event_id=9))
+    assert (one.gaps, fleet.row()["GPU"]) == (1, 12)
+
+
+def test_bad_events_do_not_advance_their_stream(fleet: Fleet) -> None:
+    one = fleet.add()
+    assert tell(one, stored(["x"], event_id=9)) == FLAWED
+    assert tell(one, stored(STANDARD[:1], event_id=3)) == 0
+    assert (one.bad, fleet.row()["GPU"]) == ({"hash": 1}, 4)
+
+
+def test_three_stale_events_in_a_row_are_a_new_beginning(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD, event_id=100))
+    for number in (0, 1):
+        tell(one, stored(STANDARD[number : number + 1], event_id=number))
+    assert (fleet.row()["GPU"], one.beginnings) == (16, 0)
+    tell(one, stored([5], event_id=2))
+    assert (fleet.row()["GPU"], one.beginnings, one.stale) == (8, 1, 0)
+
+
+def test_a_restart_forgets_blocks_and_numbers(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD, event_id=100))
+    one.clear()
+    assert fleet.row()["GPU"] == 0
+    tell(one, stored(STANDARD[:1], event_id=0))
+    assert (fleet.row()["GPU"], one.gaps, one.stale) == (4, 0, 0)
+
+
+def test_streams_are_bounded(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_STREAMS == 65_536
+    monkeypatch.setattr("kvd.wire.publication.MAX_STREAMS", 2)
+    one = fleet.add()
+    for medium in ("gpu", "cpu", "disk"):
+        tell(one, stored([1], medium=medium, event_id=9))
+    tell(one, stored([1], medium="gpu", event_id=1))
+    assert one.stale == 0  # the one heard longest ago is forgotten
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
+def test_the_order_of_engine_store_and_child_does_not_matter(
+    fleet: Fleet, order: tuple[int, ...]
+) -> None:
+    engine, pool, other = fleet.add(), fleet.add(store=True), fleet.add("b")
+    happens = (
+        lambda: tell(engine, ["BlockStored", [501, 502], None, TOKENS[:8], 4, None, "GPU"]),
+        lambda: tell(pool, stored([501, 502], dp_rank=None, medium="cpu")),
+        lambda: tell(
+            other, stored([77], parent_hash=502, base_block_idx=2, token_ids=TOKENS[8:12])
+        ),
+    )
+    for each in order:
+        happens[each]()
+    rows = fleet.rows()
+    assert (rows["a"]["GPU"], rows["a"]["CPU"], rows["a"]["longest_matched"]) == (8, 8, 8)
+    tell(other, stored(STANDARD[:2], medium="cpu"))
+    assert fleet.row("b") == {
+        "longest_matched": 12, "GPU": 4, "CPU": 8, "DISK": 0, "DP": {"0": 12},
+    }  # fmt: skip
+
+
+def test_object_keys_of_a_connector_find_the_engine_s_blocks(fleet: Fleet) -> None:
+    engine, pool = fleet.add(), fleet.add(store=True)
+    digest = "ab" * 24 + "00000000000001f5"
+    vllm = f"m@tp_rank:0@pcp0@dcp0@pp_rank:0@{digest}"
+    sglang = "00000000000001f6" + "ab" * 24 + "_0_k"
+    pair = {"dp_rank": None, "medium": "cpu", "block_hashes": []}
+    tell(pool, stored([], object_key=vllm, **pair), stored([], object_key=sglang, **pair))
+    tell(engine, ["BlockStored", [0x1F5, 0x1F6], None, TOKENS[:8], 4, None, "GPU"])
+    assert fleet.row()["CPU"] == 8
+    tell(pool, removed([], object_key=vllm, **pair))
+    assert fleet.row()["longest_matched"] == 8
+    assert fleet.row()["CPU"] == 4
+    tell(pool, stored([], object_key="session-17", **pair))
+    assert pool.ignored == {"object_key": 1}
+
+
+def test_an_engine_s_reset_is_of_its_rank_on_all_media(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD, medium="cpu"), stored(STANDARD, dp_rank=1, backend_id="v"))
+    tell(one, {"type": "AllBlocksCleared"}, rank=0)
+    assert fleet.row()["DP"] == {"0": 0, "1": 16}
+    tell(one, ["AllBlocksCleared"], rank=1)
+    assert fleet.row()["longest_matched"] == 0
+
+
+def test_engine_events_are_read_by_their_own_decoder(fleet: Fleet) -> None:
+    one = fleet.add()
+    assert tell(one, ["BlockStored", "x", None, [], 4], 7, None, []) == FLAWED
+    assert one.bad.total() == 4
+    tell(one, ["BlockStored", [1], None, TOKENS[:4], 8, None, "GPU"])
+    assert one.mismatches == {"block_size": 1}
+    tell(one, ["BlockStored", [1, 2], None, TOKENS[:8], 4, None, "cxl"])
+    tell(one, ["BlockStored", [1], None, [], 0, None, "CPU"])
+    row = fleet.row()
+    assert (row["CXL"], row["CPU"]) == (8, 4)
+    tell(one, ["BlockRemoved", [1, 2], "cxl"])
+    assert fleet.row()["longest_matched"] == 4
+
+
+def test_images_are_kept_out(fleet: Fleet) -> None:
+    one = fleet.add()
+    keys = [["ab" * 32], None]
+    tell(one, ["BlockStored", [1, 2], None, TOKENS[:8], 4, None, "GPU", None, keys])
+    assert fleet.row()["longest_matched"] == 0
+
+
+def test_texts_that_are_no_unicode_cost_their_event(fleet: Fleet) -> None:
+    one = fleet.add()
+    payload = msgpack.packb([0.5, [stored(STANDARD, lora_name="?")], None])
+    assert one.apply(payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
+    assert one.bad == {"text": 1}
+
+
+def test_any_bytes_are_fine(fleet: Fleet) -> None:
+    rng = random.Random(7)
+    publications = [fleet.add(), fleet.add(store=True), fleet.add("b", lora="x", salt="s")]
+    digest = "ab" * 24 + "00000000000001f5"
+    payloads = [
+        msgpack.packb(
+            [0.5, [stored(STANDARD, token_ids=TOKENS), removed([1, -1, b"12345678"])], 1]
+        ),
+        msgpack.packb([0.5, [stored([], object_key=f"m@tp_rank:0@{digest}"), event("cleared")]]),
+        msgpack.packb([0.5, [["BlockStored", [1, 2], None, TOKENS[:8], 4, None, "GPU"]], 0]),
+        msgpack.packb({"events": [{"type": "BlockRemoved", "block_hashes": [1]}], "dp_rank": 2}),
+        json.dumps([1, [stored(STANDARD), {"type": "AllBlocksCleared"}]]).encode(),
+    ]
+    for _ in range(3000):
+        payload = bytearray(rng.choice(payloads))
+        for _ in range(rng.randrange(4)):
+            payload[rng.randrange(len(payload))] = rng.randrange(256)
+        del payload[rng.choice((len(payload), rng.randrange(len(payload) + 1))) :]
+        assert rng.choice(publications).apply(bytes(payload)) in (0, FLAWED)
+    fleet.rows()
+    known = {reason for each in publications for reason in each.bad}
+    assert all(len(reason) < 32 for reason in known) and len(known) < 64
