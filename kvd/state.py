@@ -111,6 +111,8 @@ class State:
         worker = _worker(partition, key.instance_id)
         worker.register(key.dp_rank)
         partition.ranks.add((key.instance_id, key.dp_rank))
+        if key.instance_id in partition.linked:
+            self._link(partition, key.instance_id)
         return worker.stream(key.dp_rank)
 
     def remove_rank(self, key: RankKey) -> None:

@@ -187,10 +187,11 @@ class Conductor final : public Placements {
   void link(Instance* instance, Worker* worker) {
     if (instance->worker != nullptr) instance->worker->shared = false;
     instance->worker = worker;
-    if (worker != nullptr) worker->shared = true;
-    for (const Source* source : instance->sources) {
-      for (const Holder& holder : source->holders) show(*instance, holder);
+    if (worker != nullptr) {
+      worker->shared = true;
+      for (const Source* source : instance->sources) worker->rank(index_, source->dp_rank);
     }
+    show(*instance);
   }
 
   // The holder's rank, made when it is new; kNone when the source has too many.
@@ -206,7 +207,7 @@ class Conductor final : public Placements {
     const auto made = holders.insert(at, wanted);
     made->id = id;
     own(id, source);
-    show(*source->instance, *made);
+    show(*source->instance);
     list_rows(*source->instance);
     return id;
   }
@@ -397,12 +398,33 @@ class Conductor final : public Placements {
 
   void note(Source& source, RankId id, uint64_t space) { holder_of(source, id).note(space); }
 
-  void show(Instance& instance, const Holder& holder) {
-    RankId as = kNone;
-    if (holder.ranked && instance.worker != nullptr) as = instance.worker->rank(index_, holder.dp_rank);
-    index_.show_as(holder.id, as);
+  // Lets the instance's holders count as ranks of its worker, those without a rank as each of them.
+  void show(const Instance& instance) {
+    std::vector<std::pair<uint32_t, RankId>> ranks;
+    for (const bool ranked : {true, false}) {
+      if (!ranked && instance.worker != nullptr) ranks = instance.worker->ranks;
+      for (const Source* source : instance.sources) {
+        for (const Holder& holder : source->holders) {
+          if (holder.ranked == ranked) show(instance, holder, ranks);
+        }
+      }
+    }
     // What nothing but a conductor tells of is salted where its events say so.
-    if (as != kNone && !index_.rank(as).listed) index_.rank(as).salted = true;
+    for (const auto& rank : ranks) {
+      if (!index_.rank(rank.second).listed) index_.rank(rank.second).salted = true;
+    }
+  }
+
+  void show(const Instance& instance, const Holder& holder, const std::vector<std::pair<uint32_t, RankId>>& ranks) {
+    if (instance.worker == nullptr) {
+      index_.show_as(holder.id, kNone);
+    } else if (holder.ranked) {
+      index_.show_as(holder.id, instance.worker->rank(index_, holder.dp_rank));
+    } else {
+      std::vector<RankId> ids;
+      for (const auto& rank : ranks) ids.push_back(rank.second);
+      index_.show_among(holder.id, std::move(ids));
+    }
   }
 
   static Instance::Row& row(Instance& instance, uint32_t dp_rank) {
@@ -473,6 +495,18 @@ class Conductor final : public Placements {
   // The block that `hash` means to a holder: by its own names, its source's, its instance's, or by
   // those of all others where they agree.
   BlockId meaning(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const {
+    const BlockId found = nearer(source, id, hash, space, any_space);
+    return found != kNone ? found : elsewhere(*source.instance, hash, space);
+  }
+
+  // The same, or the block of that sequence hash, which is found sooner than the names of all others.
+  BlockId meaning_or_standard(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const {
+    BlockId found = nearer(source, id, hash, space, any_space);
+    if (found == kNone) found = sequences().find(Sequences::key(space, hash));
+    return found != kNone ? found : elsewhere(*source.instance, hash, space);
+  }
+
+  BlockId nearer(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const {
     BlockId found = block_in(source.home, id, hash, space, any_space);
     if (found != kNone) return found;
     found = among(source, id, hash, space, any_space);
@@ -480,7 +514,7 @@ class Conductor final : public Placements {
       if (found != kNone) return found;
       if (other != &source) found = among(*other, id, hash, space, any_space);
     }
-    return found != kNone ? found : elsewhere(*source.instance, hash, space);
+    return found;
   }
 
   BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space, bool any_space) const {
@@ -589,7 +623,10 @@ class Conductor final : public Placements {
   }
 
   void credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine) {
-    const uint32_t slot = slot_of(source, id, hash, space, by_engine);
+    const uint64_t name = name_of(source, hash, space, by_engine);
+    uint32_t slot = slot_of(source, id, hash, space, by_engine);
+    // A holder's own name stands, even where it has told of it in another namespace.
+    if (slot == Names::kAbsent) slot = index_.ranks_[id].names.find(name, keys());
     if (slot != Names::kAbsent) {
       const uint32_t value = index_.ranks_[id].names.value(slot);
       if ((keys().layers(value) >> layer & 1) != 0) {
@@ -599,9 +636,7 @@ class Conductor final : public Placements {
       }
       return;
     }
-    const uint64_t name = name_of(source, hash, space, by_engine);
-    BlockId block = meaning(source, id, hash, space, by_engine);
-    if (block == kNone) block = sequences().find(Sequences::key(space, hash));
+    const BlockId block = meaning_or_standard(source, id, hash, space, by_engine);
     if (block != kNone && !knows(index_.ranks_[id], name)) {
       adopt(id, name, block, 1u << layer);
       announce(source, space, hash, by_engine);

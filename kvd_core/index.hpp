@@ -70,6 +70,8 @@ constexpr LayerId kMaxLayers = 32;  // bits of a LayerMask; 27 (tier, group) pai
 constexpr LayerMask kAllLayers = 0xffffffffu;
 // Media that are none of the tiers take layers like cache groups, as tiers from here on.
 constexpr uint32_t kFirstMedium = 16;
+// Of `RankTraits::seen_as`: as each of `Index::shared_with`.
+constexpr RankId kMany = 0xfffffffeu;
 
 // Parked blocks of one partition. 64 Ki blocks are ~8 MB: minutes of a broken stream, not hours.
 constexpr size_t kMaxParked = 65536;
@@ -158,7 +160,7 @@ struct RankTraits {
   bool offloads = false;  // its stream names lower-tier blocks by hash alone
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
   bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
-  // A conductor's rank counts for workers as the worker's rank it stands for, or not at all.
+  // A conductor's rank counts for workers as the rank that it stands for, kMany, or not at all.
   RankId seen_as = kNone;
   bool hidden = false;
 };
@@ -251,6 +253,7 @@ class Index {
   void retire_rank(RankId id) {
     Rank& rank = ranks_[id];
     if (linked_) pass_on(id, kNone);
+    if (rank.seen_as == kMany) shared_with_.erase(id);
     for (LayerId tier = 0; tier < kTierLayers; ++tier) held_[tier] -= rank.held[tier];
     parked_ -= rank.parked();
     rank.live = false;
@@ -263,6 +266,7 @@ class Index {
     const RankId fresh = add_rank(ranks_[id].dp_rank);
     static_cast<RankTraits&>(ranks_[fresh]) = ranks_[id];
     if (linked_) pass_on(id, fresh);
+    if (ranks_[id].seen_as == kMany) shared_with_[fresh] = shared_with_[id];
     retire_rank(id);
     return fresh;
   }
@@ -272,7 +276,17 @@ class Index {
     ranks_[id].seen_as = rank;
     ranks_[id].hidden = rank == kNone;
     linked_ = linked_ || rank != kNone;
+    if (!shared_with_.empty()) shared_with_.erase(id);
   }
+
+  // Lets it count as each of a worker's ranks.
+  void show_among(RankId id, std::vector<RankId> ranks) {
+    show_as(id, ranks.empty() ? kNone : kMany);
+    if (!ranks.empty()) shared_with_[id] = std::move(ranks);
+  }
+
+  // The ranks that one of kMany is seen as.
+  const std::vector<RankId>& shared_with(RankId id) const { return shared_with_.at(id); }
 
   // Frees what retired ranks held, and memory that an emptied index has kept, in about `budget`
   // steps of at most 0.1 us; false when there is nothing left to free.
@@ -528,6 +542,16 @@ class Index {
       if (rank.seen_as != from) continue;
       rank.seen_as = to;
       rank.hidden = to == kNone;
+    }
+    for (auto& entry : shared_with_) {
+      std::vector<RankId>& ranks = entry.second;
+      const auto at = std::find(ranks.begin(), ranks.end(), from);
+      if (at == ranks.end()) continue;
+      if (to == kNone) {
+        ranks.erase(at);
+      } else {
+        *at = to;
+      }
     }
   }
 
@@ -1012,6 +1036,7 @@ class Index {
   std::unique_ptr<Sequences> sequences_;  // null while nobody asks for them
   Placements* placements_ = nullptr;
   bool linked_ = false;  // some rank is seen as another
+  std::unordered_map<RankId, std::vector<RankId>> shared_with_;  // of those seen as kMany
   size_t max_parked_ = kMaxParked;
   std::deque<QueueEntry> order_;  // parked blocks, oldest first
   size_t parked_ = 0;             // of live ranks

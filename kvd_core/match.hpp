@@ -113,7 +113,17 @@ class Match {
     return rank.live && !rank.hidden && (only == Only::kAll || rank.salted == (only == Only::kSalted));
   }
 
-  static RankId seen(const Rank& rank, RankId id) { return rank.seen_as == kNone ? id : rank.seen_as; }
+  // Calls each(rank) for the ranks that a member of a set is seen as: as a rule itself.
+  template <class Each>
+  static void each_seen(const Index& index, RankId member, const Rank& rank, Each&& each) {
+    if (rank.seen_as == kNone) {
+      each(member);
+    } else if (rank.seen_as != kMany) {
+      each(rank.seen_as);
+    } else {
+      for (const RankId id : index.shared_with(member)) each(id);
+    }
+  }
 
   Entry& touch(RankId id) {
     Entry& entry = depth_[id];
@@ -131,11 +141,12 @@ class Match {
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
         if (!counts(rank, only)) continue;
-        const RankId id = seen(rank, member);
-        holders += id == member || is_first(index, set, member, id);
-        if (from != 0 && depth_[id].depth.device != from) continue;
-        touch(id).depth.device = to;
-        moved = true;
+        each_seen(index, member, rank, [&](RankId id) {
+          holders += id == member || is_first(index, set, member, id);
+          if (from != 0 && depth_[id].depth.device != from) return;
+          touch(id).depth.device = to;
+          moved = true;
+        });
       }
       // Nobody stands at `from`, so nobody can go on behind it either.
       if (!moved) return false;
@@ -151,7 +162,10 @@ class Match {
     for (const RankId other : index.tree().sets().members(set)) {
       if (other == member) return true;
       const Rank& rank = index.rank(other);
-      if (rank.live && !rank.hidden && rank.seen_as == id) return false;
+      if (!rank.live || rank.hidden || rank.seen_as == kNone) continue;
+      bool same = false;
+      each_seen(index, other, rank, [&](RankId as) { same = same || as == id; });
+      if (same) return false;
     }
     return true;
   }
@@ -178,9 +192,10 @@ class Match {
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
         if (!counts(rank, only)) continue;
-        const RankId id = seen(rank, member);
-        const uint32_t at = depth_[id].depth.*field;
-        if (from <= at && at < to) touch(id).depth.*field = to;
+        each_seen(index, member, rank, [&](RankId id) {
+          const uint32_t at = depth_[id].depth.*field;
+          if (from <= at && at < to) touch(id).depth.*field = to;
+        });
       }
       return true;
     });

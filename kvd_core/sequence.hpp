@@ -9,7 +9,8 @@
 //
 // Invariants
 //   1. keys[b] != 0 exactly when b is in the slots, under that key;
-//   2. `spaces_` has the namespace of every block in the slots that has one.
+//   2. `spaces_` has the namespace of every block in the slots that has one;
+//   3. what lies before a block in the slots is in the slots, in the same namespace.
 //
 // Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace.
 #pragma once
@@ -64,11 +65,13 @@ class Sequences {
   // hashes. Those of other seeds may be told (`told` false): they do not overrule what is known.
   void chain(BlockId above, const BlockId* blocks, const uint64_t* plain, uint32_t n, uint64_t space, bool told) {
     uint64_t last = above == kNone ? 0 : sequence_of(above);
-    if (above != kNone && last == 0) return;
+    // A block of one namespace below one of another has a place that no prompt leads to.
+    if (above != kNone && (last == 0 || space_of(above) != space)) return;
     for (uint32_t i = 0; i < n; ++i) {
       const bool first = above == kNone && i == 0;
       const uint64_t known = key_of(blocks[i]);
       if (known != 0 && !told) {
+        if (space_of(blocks[i]) != space) return;
         last = sequence_of(blocks[i]);
         continue;
       }

@@ -70,8 +70,11 @@ class Verifier {
         if (sequences.key_of(block) == 0) continue;
         ++known;
         require(sequences.find(sequences.key_of(block)) == block, "sequences 1: a key leads to its block");
-        if (sequences.space_of(block) != 0 || sequences.seed() != kBaseSeed) continue;
         const BlockId above = tree_.parent_of(block);
+        require(above == kNone || (sequences.key_of(above) != 0 &&
+                                   sequences.space_of(above) == sequences.space_of(block)),
+                "sequences 3: what lies before a known block is known");
+        if (sequences.space_of(block) != 0 || sequences.seed() != kBaseSeed) continue;
         const uint64_t local = chain.local()[i];
         const uint64_t last = above == kNone ? 0 : sequences.sequence_of(above);
         require(own == (above == kNone ? local : sequences.next(last, local)),

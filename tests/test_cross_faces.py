@@ -137,6 +137,36 @@ def test_the_indexer_s_answer_shows_publishers(fleet: Fleet) -> None:
     }
 
 
+def test_a_store_serves_every_rank_of_its_worker(fleet: Fleet) -> None:
+    hashes = sequence_hashes(TOKENS, BLOCK_SIZE, 1337)
+    pool, publication = fleet.publisher("7", store=True)
+    publication.apply(batch({"event_type": "stored", "seq_hashes": hashes, "medium": "cpu"}))
+    stream = fleet.state.add_rank(RankKey(KEY, 7, 1), BLOCK_SIZE)
+    stream.apply(batch(["BlockStored", [1, 2], None, TOKENS[:8], BLOCK_SIZE, None, "GPU"]))
+    partition = fleet.state.partition(*KEY)
+    assert partition.index.match(LOCALS)[0] == {(7, 0): (0, 2, 2), (7, 1): (2, 2, 2)}
+    source, other = fleet.publisher("7", rank=2)
+    other.apply(batch(["BlockStored", [1, 2, 3, 4], None, TOKENS, BLOCK_SIZE, None, "GPU"]))
+    other.apply(batch(["BlockRemoved", [2, 3, 4], "GPU"]))
+    depths = {(7, 0): (0, 4, 4), (7, 1): (2, 4, 4), (7, 2): (1, 4, 4)}
+    assert partition.index.match(LOCALS)[0] == depths
+    assert partition.index.match(LOCALS)[1] == [2, 1]
+    row = fleet.rows()["7"]
+    assert (row["longest_matched"], row["CPU"]) == (16, 16)
+    assert row["DP"] == {"0": 0, "1": 8, "2": 4}
+    publication.clear()
+    assert partition.index.match(LOCALS)[0] == {(7, 1): (2, 2, 2), (7, 2): (1, 1, 1)}
+    publication.apply(batch({"event_type": "stored", "seq_hashes": hashes, "medium": "gpu"}))
+    depths = {(7, 0): (4, 4, 4), (7, 1): (4, 4, 4), (7, 2): (4, 4, 4)}
+    assert partition.index.match(LOCALS)[0] == depths
+    assert partition.index.match(LOCALS)[1] == [3, 3, 3, 3]
+    fleet.state.remove_rank(RankKey(KEY, 7, 1))
+    assert partition.index.match(LOCALS)[0].keys() == {(7, 0), (7, 2)}
+    fleet.leave(source)
+    fleet.leave(pool)
+    assert not fleet.state.partitions
+
+
 def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet: Fleet) -> None:
     _, publication = fleet.publisher("a", store=True)
     hashes = sequence_hashes(TOKENS, BLOCK_SIZE, 1337)

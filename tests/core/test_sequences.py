@@ -124,3 +124,28 @@ def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
     other.store_named(0, None, "CPU", [5], 0)
     assert conductor.match_hashes([5])["a"]["CPU"] == 4
     conductor.verify()
+
+
+def test_a_block_below_one_of_another_namespace_has_none() -> None:
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    source = conductor.add_source("a", "", "", 0, False)
+    tokens = list(range(8))
+    hashes = sequence_hashes(tokens, 4, DEFAULT_SEED)
+    salted = namespace("", "s")
+    # An engine's child comes before its salted parent, and says no salt itself.
+    source.store(0, 0, "GPU", [2], tokens[4:], 1, 0, inherits=True, by_engine=True)
+    source.store(0, 0, "GPU", [1], tokens[:4], None, salted, by_engine=True)
+    assert conductor.match_hashes(hashes, "", "s")["a"]["GPU"] == 4
+    source.store(0, 1, "CPU", [11, 12], tokens, None, 0)
+    assert conductor.match_hashes(hashes)["a"]["CPU"] == 8
+    conductor.verify()
+
+
+def test_a_name_stands_in_whatever_namespace_it_was_told() -> None:
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    source = conductor.add_source("a", "", "", 0, False)
+    source.store(0, 0, "GPU", [1], range(4), None, namespace("", "s"), by_engine=True)
+    source.store_named(0, 0, "CPU", [1], 0)
+    row = conductor.match_tokens(range(4), "", "s")["a"]
+    assert (row["GPU"], row["CPU"]) == (4, 4)
+    conductor.verify()

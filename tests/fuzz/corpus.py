@@ -39,9 +39,9 @@ def lives() -> Iterator[bytes]:
         yield life
 
 
-def ledgers() -> Iterator[bytes]:
+def noise(length: int = 400) -> Iterator[bytes]:
     for seed in range(20):
-        yield random.Random(seed).randbytes(400)
+        yield random.Random(seed).randbytes(length)
 
 
 def step(kind: int, payload: bytes) -> bytes:
@@ -59,4 +59,5 @@ if __name__ == "__main__":
     write(root / "decoder", payloads())
     write(root / "scan", iter(BODIES))
     write(root / "index", lives())
-    write(root / "ledger", ledgers())
+    write(root / "ledger", noise())
+    write(root / "conductor", noise(2000))

@@ -1,0 +1,224 @@
+// Any sequence of events of publishers, registrations, links to a worker, sweeps and questions: all
+// invariants hold after every one of them, and once all are gone and swept nothing is left.
+//
+//   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+//       -Ikvd_core tests/fuzz/fuzz_conductor.cpp -o fuzz_conductor
+//   ./fuzz_conductor -max_len=4096 -max_total_time=120 CORPUS_FOLDER
+//
+// The input: steps of one byte and what that kind of step takes. Hashes and tokens come from a few
+// values, so that names meet, and from the standard, so that sequence hashes do.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "answer.hpp"
+#include "conductor.hpp"
+#include "engine_events.hpp"
+#include "hash.hpp"
+#include "holdings.hpp"
+#include "match.hpp"
+#include "verify.hpp"
+
+namespace {
+
+constexpr uint32_t kBlockSize = 2;
+constexpr size_t kSources = 4, kMaxBlocks = 6;
+constexpr kvd::LayerId kLayers[] = {0, 1, 2, 5};
+
+void require(bool holds) {
+  if (!holds) std::abort();
+}
+
+class Bytes {
+ public:
+  Bytes(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
+  bool left() const { return at_ != end_; }
+  uint8_t next() { return left() ? *at_++ : 0; }
+  uint8_t below(uint8_t bound) { return static_cast<uint8_t>(next() % bound); }
+  const uint8_t* rest(size_t* size) {
+    *size = std::min<size_t>(*size, static_cast<size_t>(end_ - at_));
+    const uint8_t* from = at_;
+    at_ += *size;
+    return from;
+  }
+
+ private:
+  const uint8_t* at_;
+  const uint8_t* end_;
+};
+
+class Life {
+ public:
+  explicit Life(uint64_t seed) : index_(kBlockSize), conductor_(index_, seed) {
+    worker_.key = "\"7\"";
+    worker_.number = "7";
+    for (size_t i = 0; i < kSources; ++i) enter(i, static_cast<uint8_t>(i));
+    require(conductor_.medium("CXL", "\"CXL\"") == 5);
+  }
+
+  void step(Bytes& in) {
+    const size_t i = in.below(kSources);
+    switch (in.below(10)) {
+      case 0: case 1: case 2: store(in, i); break;
+      case 3: case 4: named(in, i); break;
+      case 5: remove(in, i); break;
+      case 6: clear(in, i); break;
+      case 7: again(in, i); break;
+      case 8: batch(in, i); break;
+      default: index_.sweep(in.next()); break;
+    }
+    ask(in);
+    kvd::Verifier verifier(index_);
+    verifier.run();
+    verifier.run(conductor_);
+  }
+
+  void end() {
+    for (size_t i = 0; i < kSources; ++i) leave(i);
+    worker_.retire_all(index_);
+    while (index_.sweep(100)) {
+    }
+    kvd::Verifier(index_).run();
+    require(index_.tree().block_count() == 0 && index_.parked_count() == 0);
+    require(index_.sequences()->size() == 0 && conductor_.instances().empty());
+  }
+
+ private:
+  struct Prompt {
+    std::vector<uint32_t> tokens;
+    std::vector<uint64_t> plain, sequences;
+  };
+
+  // A prompt of few tokens, with its hashes by the seed of sequence hashes.
+  Prompt prompt(Bytes& in) {
+    Prompt made;
+    const size_t n = 1 + in.below(kMaxBlocks);
+    for (size_t i = 0; i < n * kBlockSize; ++i) made.tokens.push_back(in.below(2));
+    made.plain.resize(n);
+    const uint64_t seed = conductor_.sequences().seed();
+    kvd::local_hashes(made.tokens.data(), n, kBlockSize, seed, made.plain.data());
+    for (size_t i = 0; i < n; ++i) {
+      made.sequences.push_back(i == 0 ? made.plain[0] : conductor_.sequences().next(made.sequences[i - 1], made.plain[i]));
+    }
+    return made;
+  }
+
+  uint64_t hash(Bytes& in, const Prompt& of, size_t i) {
+    const uint8_t how = in.next();
+    return how % 3 == 0 ? of.sequences[i] : how % 3 == 1 ? 100 + how % 40 : 1000 + of.sequences[i] % 1000;
+  }
+
+  uint64_t space(Bytes& in) {
+    static constexpr uint64_t kSpaces[] = {0, 0, 0, 77};
+    return kSpaces[in.below(4)];
+  }
+
+  kvd::RankId holder(Bytes& in, size_t i) {
+    const uint8_t who = in.next();
+    return conductor_.holder(sources_[i], who & 1, (who & 2) != 0, who >> 2 & 1);
+  }
+
+  void store(Bytes& in, size_t i) {
+    const Prompt of = prompt(in);
+    const size_t from = in.below(static_cast<uint8_t>(of.plain.size()));
+    std::vector<uint64_t> hashes;
+    for (size_t k = from; k < of.plain.size(); ++k) hashes.push_back(hash(in, of, k));
+    kvd::Told told{};
+    told.hashes = hashes.data();
+    told.n = static_cast<uint32_t>(hashes.size());
+    told.has_parent = from != 0;
+    if (from != 0) told.parent = hash(in, of, from - 1);
+    told.tokens = of.tokens.data() + from * kBlockSize;
+    told.layer = kLayers[in.below(4)];
+    told.space = space(in);
+    told.inherits = in.below(2) != 0;
+    told.by_engine = in.below(2) != 0;
+    conductor_.store(sources_[i], holder(in, i), told);
+  }
+
+  void named(Bytes& in, size_t i) {
+    const Prompt of = prompt(in);
+    std::vector<uint64_t> hashes;
+    for (size_t k = 0; k < of.plain.size(); ++k) hashes.push_back(hash(in, of, k));
+    const kvd::LayerId layer = kLayers[in.below(4)];
+    const kvd::RankId id = holder(in, i);
+    conductor_.store_named(sources_[i], id, hashes.data(), static_cast<uint32_t>(hashes.size()), layer,
+                           space(in), in.below(2) != 0);
+  }
+
+  void remove(Bytes& in, size_t i) {
+    const Prompt of = prompt(in);
+    const kvd::LayerMask mask = in.below(2) != 0 ? kvd::kAllLayers : 1u << kLayers[in.below(4)];
+    const kvd::RankId id = holder(in, i);
+    for (size_t k = 0; k < of.plain.size(); ++k) {
+      conductor_.remove(sources_[i], id, hash(in, of, k), mask, space(in), in.below(2) != 0);
+    }
+  }
+
+  void clear(Bytes& in, size_t i) {
+    const kvd::LayerMask mask = in.below(2) != 0 ? kvd::kAllLayers : 1u << kLayers[in.below(4)];
+    const kvd::RankId id = holder(in, i);
+    conductor_.clear(sources_[i], id, mask, space(in), in.below(2) != 0);
+  }
+
+  // A registration ends and another takes its place, the worker is linked or not.
+  void again(Bytes& in, size_t i) {
+    leave(i);
+    if (in.below(4) == 0) worker_.retire_all(index_);
+    enter(i, in.next());
+  }
+
+  void enter(size_t i, uint8_t how) {
+    const std::string key = (how & 1) != 0 ? "\"7\"" : "\"a\"";
+    sources_[i] = conductor_.add_source(key, (how & 2) != 0 ? 77 : 0, how >> 2 & 1, (how & 8) != 0);
+    kvd::Instance* instance = conductor_.find("\"7\"");
+    if (instance != nullptr) conductor_.link(instance, (how & 16) != 0 ? nullptr : &worker_);
+    engines_[i] = std::make_unique<kvd::EngineEvents>(conductor_, sources_[i], "", "");
+  }
+
+  void leave(size_t i) {
+    conductor_.remove_source(sources_[i]);
+    if (kvd::Instance* instance = conductor_.find("\"7\"")) conductor_.link(instance, instance->worker);
+  }
+
+  void batch(Bytes& in, size_t i) {
+    size_t size = in.next();
+    const uint8_t* data = in.rest(&size);
+    engines_[i]->apply(data, size);
+  }
+
+  void ask(Bytes& in) {
+    const Prompt of = prompt(in);
+    const uint64_t where = space(in);
+    const std::vector<const kvd::Worker*> workers{&worker_};
+    holdings_.by_token_ids(conductor_, of.tokens.data(), of.tokens.size(), where);
+    holdings_.render(conductor_, workers, "\"\"", "", by_tokens_);
+    holdings_.by_sequences(conductor_, of.sequences.data(), of.sequences.size(), where);
+    holdings_.render(conductor_, workers, "\"\"", "", by_hashes_);
+    match_.reset(index_);
+    match_.add(index_, of.plain.data(), of.plain.size(), kvd::Match::Only::kAll);
+    kvd::Answer(index_, match_, answer_).render(workers);
+  }
+
+  kvd::Index index_;
+  kvd::Conductor conductor_;
+  kvd::Worker worker_;
+  kvd::Source* sources_[kSources];
+  std::unique_ptr<kvd::EngineEvents> engines_[kSources];
+  kvd::Holdings holdings_;
+  kvd::Match match_;
+  std::string by_tokens_, by_hashes_, answer_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Bytes in(data, size);
+  Life life(in.below(2) == 0 ? kvd::kBaseSeed : 42);
+  while (in.left()) life.step(in);
+  life.end();
+  return 0;
+}
