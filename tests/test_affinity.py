@@ -212,13 +212,14 @@ async def test_its_rank_is_taken_though_busy_while_another_is_not() -> None:
     assert isinstance(answered, bytes) and f'"worker_id":{place[0]},'.encode() in answered
 
 
-async def test_an_overloaded_rank_is_left_for_good() -> None:
+@pytest.mark.parametrize("constraints", [None, Constraints(allowed=frozenset([1, 2, 3]))])
+async def test_an_overloaded_rank_is_left_for_good(constraints: Constraints | None) -> None:
     settings = Settings(active_prefill_tokens_threshold=BATCH)
     service = await ready(RouterOptions(settings, session_affinity_ttl_s=TTL_S))
     place = service.book()
     service.reserve("load", place, [1], BATCH + 1)
     assert service.follow() != place
-    fresh = service.book()
+    fresh = service.book(constraints=constraints)
     assert fresh != place
     service.free("load")
     assert service.follow() == fresh

@@ -159,6 +159,22 @@ async def test_a_decode_worker_that_leaves_takes_the_prefill_booking_not_along(b
         getattr(bookings, by)("r")
 
 
+async def test_what_is_left_of_both_is_given_back(nursery: trio.Nursery) -> None:
+    service = await disaggregated()
+    service.reserve("a", (1, 0), [901], BATCH + 1)
+    service.reserve("b", (2, 0), [902], BATCH + 1)
+    caller = calls(nursery, service, PROMPT, phase=Phase.BOTH, reservation_id="r")
+    await settled()
+    service.selections.bookings.free("b")
+    await settled()
+    await service.selections.workers.delete(caller.answer["worker_id"])
+    assert set(service.selections.bookings.live) == {"a", "r:prefill"}
+    service.selections.choices.take_back(caller.held)  # nobody has heard of it
+    assert set(service.selections.bookings.live) == {"a"}
+    assert service.selections.bookings.given_back == 1
+    service.check()
+
+
 async def test_either_id_that_lives_is_a_conflict() -> None:
     service = await disaggregated()
     service.reserve("r:prefill", (1, 0), [901])

@@ -7,6 +7,7 @@ first, and the handler for what that leaves.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Awaitable
 from random import Random
 from typing import Any, cast
@@ -23,12 +24,14 @@ from kvd.errors import KvdError
 from kvd.faces.selection.prompts import ASK
 from kvd.faces.selection.routes import selection_routes
 from kvd.http.types import Request, Response, Route
+from kvd.ledgers import Ledgers
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.selection.asks import Ask, Held
 from kvd.selection.fleet import schedulable
 from kvd.selection.service import Selections
+from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.lifecycle import Lifecycle
 from kvd.wire.listener import Listener
@@ -54,6 +57,10 @@ SELECT, RESERVE = "POST /select", "POST /select_and_reserve"
 COMPLETE = "POST /reservations/{reservation_id}/prefill_complete"
 FREE = "DELETE /reservations/{reservation_id}"
 PROJECT, LOADS = "POST /potential_loads", "GET /loads"
+OUTPUT = "POST /reservations/{reservation_id}/output_block"
+SHOW = "GET /reservations/{reservation_id}"
+PLAIN = {SELECT, RESERVE, COMPLETE, FREE, PROJECT}
+TENANTS = st.sampled_from([DEFAULT_TENANT, "other"])
 
 
 class Deaf:
@@ -69,13 +76,22 @@ class Deaf:
 class Face:
     """A selection service with some live reservations, and its routes."""
 
-    def __init__(self, mode: int = KV, *, max_held: int = 0, **more: Any) -> None:
-        weighing = Settings(mode=mode, queue_threshold=2.0, active_prefill_tokens_threshold=10_000)
+    def __init__(
+        self, mode: int = KV, *, max_held: int = 0, temperature: float = 0.0, **more: Any
+    ) -> None:
+        weighing = Settings(
+            mode=mode,
+            temperature=temperature,
+            queue_threshold=2.0,
+            active_prefill_tokens_threshold=10_000,
+        )
         options = RouterOptions(weighing, max_held=max_held, **more)
         state = State()
         registry = Registry(state, Deaf())
         clocks = (lambda: NOW), (lambda: int(NOW * 1e9))
-        self.selections = Selections(state, registry, options, 300, Random(7), *clocks)
+        ledgers = Ledgers()
+        self.slots = SlotTrackers(300, ledgers)
+        self.selections = Selections(state, registry, options, 300, Random(7), *clocks, ledgers)
         self.told: list[Lifecycle] = []
         trio.run(self._fill)
         routes = selection_routes(self.selections)
@@ -126,10 +142,28 @@ class Face:
     def sessions(self) -> Any:
         """What sessions are bound to, and what is predicted."""
         affinity, state = self.selections.affinity, self.selections.state
-        assert affinity is not None
-        held = [affinity.sessions.find((M, session), NOW) for session in IDS]
+        held = [affinity and affinity.sessions.find((M, session), NOW) for session in IDS]
         bound = [each and (each.worker_id, each.dp_rank, each.leases) for each in held]
         return bound, [each.index.predicted() for each in state.partitions.values()]
+
+    def change(self, kind: str, what: Any) -> None:
+        """What operators, engines and the slot tracker do between two requests."""
+        selections = self.selections
+        try:
+            if kind == "tune":
+                selections.tuning.change(("m", None), what)
+            elif kind == "put":
+                trio.run(selections.workers.put, worker(*what))
+            elif kind == "delete":
+                trio.run(selections.workers.delete, what)
+            elif kind == "track":
+                self.slots.register(M, what, BLOCK, 0, 2)
+            else:
+                tracker = self.slots.tracker(*M)
+                rank = tracker.rank(what, 1)
+                tracker.ledger.add("t", rank, array("Q", [5, 6]).tobytes(), 9, NOW)
+        except KvdError:
+            pass
 
     def handled(self, name: str, given: bytes) -> Answer | str:
         """Returns what the handler answers, or what it raises."""
@@ -300,6 +334,56 @@ def test_with_sessions_and_predictions_it_is_what_the_handler_does(
         assert short.state() == long.state()
         assert short.sessions() == long.sessions()
     assert short.selections.draws.next() == long.selections.draws.next()
+
+
+CHANGES = st.one_of(
+    st.tuples(
+        st.just("tune"),
+        st.one_of(
+            MODES.map(lambda mode: {"mode": mode}),
+            st.sampled_from([0, 7, None]).map(lambda tokens: {THRESHOLDS[1]: tokens}),
+        ),
+    ),
+    st.tuples(st.just("put"), st.tuples(st.sampled_from([0, 50]), st.just("m"), TENANTS)),
+    st.tuples(st.just("delete"), st.sampled_from([0, U64_MAX, 50])),
+    st.tuples(st.just("track"), st.sampled_from([0, 50])),
+    st.tuples(st.just("add"), st.sampled_from([0, 50])),
+)
+OPTIONS = st.fixed_dictionaries(
+    {"mode": MODES, "temperature": st.sampled_from([0.0, 0.5])},
+    optional={
+        "session_affinity_ttl_s": st.just(10),
+        "predicted_ttl_s": st.just(10.0),
+        "assumes_kv_reuse": st.just(False),
+        "tracks_output_blocks": st.just(True),
+    },
+)
+MORE_STEPS = st.tuples(st.sampled_from([OUTPUT, SHOW]), st.sampled_from(SEGMENTS))
+MORE = st.lists(st.one_of(QUESTIONS, STEPS, MORE_STEPS, CHANGES), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(MORE, OPTIONS)
+@example([("put", (50, "m", DEFAULT_TENANT)), (RESERVE, BOOKED), (FREE, b"c")], {"mode": KV})
+@example([("track", 0), ("add", 0), (SELECT, usual()), (PROJECT, usual())], {"mode": KV})
+def test_with_all_options_and_changes_it_is_what_the_handler_does(
+    steps: list[tuple[str, Any]], options: dict[str, Any]
+) -> None:
+    short, long = Face(**options), Face(**options)
+    for name, what in steps:
+        if name not in long.routes:
+            short.change(name, what)
+            long.change(name, what)
+        else:
+            expected = long.handled(name, what)
+            plain = name in PLAIN and short.answered(name, what)
+            assert (plain or short.handled(name, what)) == expected
+        assert short.state() == long.state()
+        assert short.sessions() == long.sessions()
+        assert short.answered(LOADS, b"") == long.handled(LOADS, b"")
+    assert short.selections.draws.next() == long.selections.draws.next()
+    for fleet in short.selections.fleets.values():
+        fleet.ledger.verify()
 
 
 @settings(deadline=None)

@@ -59,7 +59,7 @@ class Caller:
     def __init__(self, service: Service, held: Held) -> None:
         assert isinstance(held, Held)
         self._service = service
-        self._held = held
+        self.held = held
         self.answer: Any = None
         self.error: KvdError | None = None
         self.scope = trio.CancelScope()
@@ -67,7 +67,7 @@ class Caller:
     async def run(self) -> None:
         with self.scope:
             try:
-                self.answer = json.loads(await self._service.selections.choices.wait(self._held))
+                self.answer = json.loads(await self._service.selections.choices.wait(self.held))
             except KvdError as error:
                 self.error = error
 
@@ -202,7 +202,7 @@ class Life:
                 del self.callers[label]
             if caller.answer is not None:
                 key = PartitionKey(caller.answer["model_name"], "t")
-                blocks = list(array("Q", caller._held.prompt.local_hashes))
+                blocks = list(array("Q", caller.held.prompt.local_hashes))
                 name = caller.answer.get("reservation_id")
                 self.booked(name, caller.answer, blocks, key)
                 self.served += 1

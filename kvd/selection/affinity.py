@@ -54,8 +54,8 @@ class Affinity:
         binding = self.sessions.find(key, self._clock())
         if binding is not None and binding.means(*rank):
             self.sessions.lease(key, binding)
-        elif binding is not None and ask.constraints is not None and _is_there(fleet, binding):
-            return  # it could not go there, others of the session can
+        elif binding is not None and _is_ruled_out(fleet, ask, binding):
+            return  # others of the session can go there
         else:
             binding = self.sessions.bind(key, *rank, self.writer_id, self._wall_ns())
         self.leases[reservation_id] = key, binding
@@ -95,6 +95,10 @@ def _key(ask: Ask) -> Key | None:
     return ask.key, ask.session_id
 
 
-def _is_there(fleet: Fleet, binding: Binding) -> bool:
+def _is_ruled_out(fleet: Fleet, ask: Ask, binding: Binding) -> bool:
+    """Says whether a request's constraints keep it from a rank that is there."""
     record = fleet.workers.get(binding.worker_id)
-    return record is not None and (binding.dp_rank is None or binding.dp_rank in record.ranks)
+    if record is None or ask.constraints is None:
+        return False
+    dp_rank = record.ranks[0] if binding.dp_rank is None else binding.dp_rank
+    return dp_rank in record.ranks and not ask.constraints.admits(record, dp_rank)

@@ -110,10 +110,20 @@ class Receipt:
     ledger: Ledger
     reservation_id: str
     booked_at: float
+    beside: str | None = None  # the id of what was booked with it, and may outlive it
     clients: int = 1  # those that were given its answer
 
     def lives(self) -> bool:
-        live = self.ledger.request(self.reservation_id)
+        return self._is_live(self.reservation_id)
+
+    def left(self) -> str | None:
+        """Returns an id whose end is that of all that is left of the booking; None: nothing is."""
+        if self.lives():
+            return self.reservation_id
+        return self.beside if self.beside is not None and self._is_live(self.beside) else None
+
+    def _is_live(self, reservation_id: str) -> bool:
+        live = self.ledger.request(reservation_id)
         return live is not None and live.admitted_at == self.booked_at
 
 

@@ -92,7 +92,7 @@ class Bookings:
             raise
         self._added(fleet, ask, reservation_id, decode, none, now)
         self._added(fleet, ask, prefill_id, prefill, tokens, now)
-        return Receipt(fleet.ledger, reservation_id, now)
+        return Receipt(fleet.ledger, reservation_id, now, prefill_id)
 
     def _add(self, fleet: Fleet, ask: Ask, reservation_id: str, chosen: Chosen, now: float) -> int:
         """Returns the tokens that the booking counts."""
@@ -179,9 +179,10 @@ class Bookings:
     def take_back(self, receipt: Receipt) -> None:
         """Ends a booking of which its client will never hear, unless another one has."""
         receipt.clients -= 1
-        if receipt.clients == 0 and receipt.lives():
+        left = receipt.left()
+        if receipt.clients == 0 and left is not None:
             self.given_back += 1
-            self.free(receipt.reservation_id)
+            self.free(left)
 
     def find(self, reservation_id: str) -> tuple[PartitionKey, LiveRequest]:
         """Returns where a reservation is booked, and what; raises NotFound."""
