@@ -13,7 +13,8 @@ cdef class PlainPrompt(Answerer):
     cdef object selections   # kvd.selection.service.Selections, or like it
     cdef object bookings, choices   # its parts
     cdef dict fleets         # its fleets by (model, tenant)
-    cdef Settings settings   # its default ones
+    cdef object options      # its RouterOptions
+    cdef Settings settings   # the default ones, as of the body that was scanned last
     cdef bint reuses         # prompts given as tokens may share blocks in use
     cdef str model, tenant   # the default ones
 

@@ -94,13 +94,14 @@ cdef class PlainPrompt(Answerer):
         self.bookings = selections.bookings
         self.choices = selections.choices
         self.fleets = selections.fleets
-        self.settings = selections.options.settings
+        self.options = selections.options
         self.reuses = selections.options.assumes_kv_reuse
         self.model = model
         self.tenant = tenant
 
     cdef object scanned(self, const char* body, size_t size):
         cdef BodyScanner scanner = self.scanner
+        self.settings = self.options.settings  # a reload changes them
         if scanner.core.scan(<const uint8_t*>body, size) != Verdict.ok:
             return None
         if scanner.core.value(kTenantAlias).kind != Kind.absent:

@@ -36,7 +36,7 @@ class Bookings:
         self.live: dict[str, Fleet] = {}
         self.publish: Callable[[Event], None] | None = None  # told of every step, if set
         self._fleets = fleets
-        self._expiry_s = expiry_s
+        self.expiry_s = expiry_s
         self._clock = clock
         self._on_idle = on_idle
         self._ledgers = ledgers
@@ -133,7 +133,7 @@ class Bookings:
         for fleet in list(self._fleets.values()):
             while fleet.forget_predictions(now):
                 yield
-            while expired := fleet.ledger.expire(now - self._expiry_s, EXPIRY_SLICE):
+            while expired := fleet.ledger.expire(now - self.expiry_s, EXPIRY_SLICE):
                 for reservation_id in expired:
                     self.live.pop(reservation_id, None)
                 self._on_idle(fleet)

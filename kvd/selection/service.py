@@ -49,6 +49,17 @@ class Selections:
             self.fleets, self.state, registry, options, self.bookings, self.choices.turn_all
         )
 
+    def reload(self, options: RouterOptions, expiry_s: float) -> None:
+        """Goes on with other weights, thresholds, policy and expiry; the rest stays as it is.
+
+        Selections that wait have the weights and thresholds they came with.
+        """
+        self.options.settings = options.settings
+        self.options.queue_policy = options.queue_policy
+        self.bookings.expiry_s = expiry_s
+        for fleet in self.fleets.values():
+            fleet.queue.reorder(options.queue_policy)
+
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
         """Returns a JSON array of what every fleet works on, sorted; None is any."""
         rows = (
