@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lists the Python packages in a folder: name, version, licence, and where their licence texts are.
 
-usage: packaging/bundled FOLDER
+usage: packaging/bundled.py FOLDER
 """
 
 from __future__ import annotations
