@@ -121,7 +121,7 @@ class Load:
     def more(self) -> None:
         """Waits for requests that began after now."""
         before = self.served
-        until(lambda: self.served > before + 2 * LOADERS, "served")
+        until(lambda: self.served > before + 50 * LOADERS, "served")
 
 
 @contextmanager
