@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = config.load(given, os.environ, demo=args.demo)
         logs.setup(loaded.log_level)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
+        from kvd.reloading import Reader
 
-        return run(loaded)
+        return run(loaded, Reader(given, os.environ, args.demo))
     except config.StartError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return EXIT_START_ERROR

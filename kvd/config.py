@@ -83,7 +83,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything the daemon is told at start; nothing in it changes afterwards."""
+    """Everything the daemon is told; a reload makes another one."""
 
     indexer_bind: Bind | None  # None: not served
     indexer_tls: TlsListener | None
@@ -104,6 +104,7 @@ class Config:
     log_level: str
     demo: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
+    values: Mapping[str, Any]  # of all settings, by name: what this was made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,11 @@ def _resolve(
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
     """Returns the daemon's configuration; takes and raises what `resolve` does."""
     values = {name: said.value for name, said in resolve(given, environ).items()}
+    return build(values, environ, demo=demo)
+
+
+def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool = False) -> Config:
+    """Returns the configuration of these values, one for every setting; raises `StartError`."""
     if demo and not isinstance(values["indexer_bind"], TcpBind):
         raise StartError("--demo needs an --indexer-bind of HOST:PORT")
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
@@ -183,6 +189,7 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
         log_level=values["log_level"],
         demo=demo,
         test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
+        values=values,
     )
 
 

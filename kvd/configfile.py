@@ -65,14 +65,15 @@ def render(values: Mapping[str, tuple[object, str]]) -> str:
     """Returns settings as a file, each with the remark that comes along; None is commented out."""
     lines = []
     for name, (value, remark) in values.items():
-        line = f"# {name} =" if value is None else f"{name} = {_rendered(value)}"
+        line = f"# {name} =" if value is None else f"{name} = {rendered(value)}"
         lines.append(f"{line}  # {remark}\n")
     return "".join(lines)
 
 
-def _rendered(value: object) -> str:
+def rendered(value: object) -> str:
+    """Returns a value as TOML."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_rendered, value))}]"
+        return f"[{', '.join(map(rendered, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

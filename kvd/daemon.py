@@ -10,24 +10,27 @@ messages once the gate opens: after a peer's state is in, and as many instances 
 were asked for.
 
 SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
-second signal ends the process at once. An exception that reaches a nursery here is a bug: the
+second signal ends the process at once. SIGHUP reads the configuration file again; without one it
+is not caught. An exception that reaches a nursery here is a bug: the
 daemon dies with its traceback, and whoever supervises it starts it again.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 import trio
 
+from kvd import logs
 from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
@@ -41,7 +44,7 @@ from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
 from kvd.metrics import Family, by_label, counter, gauge
-from kvd.net import sdnotify
+from kvd.net import activation, sdnotify
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.publisher import Publisher, open_publisher
@@ -51,6 +54,7 @@ from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.publishers import Publishers
 from kvd.registry import Registry
+from kvd.reloading import Reader
 from kvd.replicas import Replicas, apply_once
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
@@ -79,20 +83,28 @@ GC_THRESHOLDS = (5_000, 50, 100)
 log = get_logger(__name__)
 
 
-def run(config: Config) -> int:
+def run(config: Config, reader: Reader) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError."""
+    faulthandler.enable()  # the watchdog kills with SIGABRT: the journal says where the loop was
     keep_freed_memory()
     max_ranks = listeners_within(raise_limit())
     if len(config.workers) > max_ranks:
         raise StartError(f"there are descriptors for {max_ranks} workers only (ulimit -n)")
-    return trio.run(_Daemon(config, max_ranks).run)
+    try:
+        passed = activation.receive(os.environ)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    with closing(passed):
+        return trio.run(_Daemon(config, max_ranks, reader).run, passed)
 
 
 class _Daemon:
     """One process's daemon."""
 
-    def __init__(self, config: Config, max_ranks: int) -> None:
+    def __init__(self, config: Config, max_ranks: int, reader: Reader) -> None:
         self._config = config
+        self._reader = reader
+        self._reloads = {"applied": 0, "refused": 0}
         self._max_ranks = max_ranks
         self._state = State(config.hash_seed)
         self._peers = Peers(config.peers)
@@ -105,19 +117,25 @@ class _Daemon:
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._selection = FaceServer("selection", "kvd_selection", config.http)
         self._conductor = FaceServer("conductor", "kvd_conductor", config.http)
+        self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._signalled = trio.Event()
 
-    async def run(self) -> int:
+    async def run(self, passed: activation.Passed) -> int:
         config = self._config
         with ExitStack() as opened:
             if config.indexer_bind is not None:
-                await self._indexer.open(opened, config.indexer_bind, config.indexer_tls)
+                await self._indexer.open(opened, config.indexer_bind, config.indexer_tls, passed)
             if config.slot_tracker_bind is not None:
-                await self._slot_tracker.open(opened, config.slot_tracker_bind, None)
+                await self._slot_tracker.open(opened, config.slot_tracker_bind, None, passed)
             if config.selection_bind is not None:
-                await self._selection.open(opened, config.selection_bind, None)
+                await self._selection.open(opened, config.selection_bind, None, passed)
             if config.conductor_bind is not None:
-                await self._conductor.open(opened, config.conductor_bind, None)
+                await self._conductor.open(opened, config.conductor_bind, None, passed)
+            if passed.left():  # their clients would wait for ever
+                raise StartError(
+                    "the service manager passes sockets that belong to no face: "
+                    f"{', '.join(passed.left())}; give each the address or the name of a face"
+                )
             return await self._run()
 
     async def _run(self) -> int:
@@ -125,7 +143,8 @@ class _Daemon:
         context = make_context()
         try:
             publisher = await self._open_publisher(context)
-            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            reload = (signal.SIGHUP,) if self._reader.has_file else ()
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:
                     ready = trio.Event()
                     options = LinkOptions(
@@ -144,6 +163,8 @@ class _Daemon:
                     indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
                     if any(bind is not None for bind in indexing):
                         listening.start_soon(self._start_up, registry, ready)
+                    else:
+                        self._recovered.set()
                     self._selections = Selections(
                         self._state,
                         registry,
@@ -170,17 +191,47 @@ class _Daemon:
             root.start_soon(self._watch_signals, signals)
             root.start_soon(self._sweep)
             root.start_soon(self._expire)
-            root.start_soon(_feed_watchdog)
+            root.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
             yield
             root.cancel_scope.cancel()
 
     async def _watch_signals(self, signals: AsyncIterator[int]) -> None:
         async for number in signals:
+            if number == signal.SIGHUP:
+                self._reload()
+                continue
             if self._signalled.is_set():
                 os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
             log.info("stopping", signal=signal.Signals(number).name)
-            _notify(sdnotify.STOPPING)
+            sdnotify.tell(sdnotify.STOPPING)
             self._signalled.set()
+
+    def _reload(self) -> None:
+        """Takes over what the configuration file says now, or says what is wrong with it."""
+        sdnotify.tell_reloading()
+        try:
+            reloaded = self._reader.again(self._config)
+        except StartError as error:
+            self._reloads["refused"] += 1
+            log.error("reload_refused", reason=error)
+        else:
+            self._follow(reloaded.config)
+            self._reloads["applied"] += 1
+            log.info("reloaded", changed=" ".join(reloaded.changed))
+            if reloaded.waiting:
+                log.warning("restart_needed", settings=" ".join(reloaded.waiting))
+        if self._recovered.is_set():
+            sdnotify.tell(sdnotify.READY)
+
+    def _follow(self, config: Config) -> None:
+        """Has the daemon go on with other values of settings that are live."""
+        self._config = config
+        logs.set_level(config.log_level)
+        for face in (self._indexer, self._slot_tracker, self._selection, self._conductor):
+            face.limit(config.http)
+        self._slots.expiry_s = config.request_expiry_s
+        if self._selections is not None:
+            self._selections.reload(config.router, config.request_expiry_s)
 
     async def _sweep(self) -> None:
         while True:
@@ -212,6 +263,7 @@ class _Daemon:
                 log.warning("no peer to recover from", peers=len(config.peers))
             self._note_recovery(recovered)
             gc.freeze()  # it stays: 65,536 workers were 16 ms of every full collection
+        self._recovered.set()
         if registry.instances() < config.min_initial_workers:
             log.info("waiting for workers", minimum=config.min_initial_workers)
         await registry.wait_for_instances(config.min_initial_workers)
@@ -286,8 +338,9 @@ class _Daemon:
                 ),
             )
         if config.slot_tracker_bind is not None:
-            most = config.metrics_ranks
-            self._slot_tracker.sources.append(lambda: slot_families(self._slots, most))
+            self._slot_tracker.sources.append(
+                lambda: slot_families(self._slots, self._config.metrics_ranks)
+            )
             self._slot_tracker.sources.append(replicas.families)
             requests = slot_tracker.routes(self._slots, trio.current_time)
             yield self._slot_tracker, requests + replica_sync.routes(replicas)
@@ -318,15 +371,20 @@ class _Daemon:
         help = "Peers refused at the bound"
         yield counter("kvd_peers_refused_total", help, self._peers.refused)
 
+    def _reload_families(self) -> Iterator[Family]:
+        name, help = "kvd_config_reloads_total", "Times that the configuration was read again"
+        yield by_label(name, "counter", help, "outcome", self._reloads)
+
     async def _serve(self, faces: Iterator[tuple[FaceServer, tuple[Route, ...]]]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             for face, routes in faces:
+                face.sources.append(self._reload_families)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
-            _notify(sdnotify.READY)
+            serving.start_soon(self._announce)
             # What exists now stays: the garbage collector need not look at it ever again.
             gc.collect()
             gc.freeze()
@@ -336,7 +394,14 @@ class _Daemon:
             await self._signalled.wait()
             if self._selections is not None:
                 self._selections.choices.stop()
+            self._recovered.set()  # nobody waits for it any more
             stop.set()
+
+    async def _announce(self) -> None:
+        """Tells systemd that the faces serve, with what a peer knew if there is one."""
+        await self._recovered.wait()
+        if not self._signalled.is_set():
+            sdnotify.tell(sdnotify.READY)
 
     async def _run_demo(self, base_url: str) -> None:
         """Runs the demo until a signal."""
@@ -354,19 +419,3 @@ class _Daemon:
             blocks=sum(index.stats()["blocks"] for index in indexes),
             queries=stats.requests - stats.requests_app,
         )
-
-
-def _notify(message: bytes) -> None:
-    address = os.environ.get("NOTIFY_SOCKET")
-    if address:
-        sdnotify.notify(message, address)
-
-
-async def _feed_watchdog() -> None:
-    """Tells systemd that this loop turns, twice as often as it wants to know."""
-    limit_us = os.environ.get("WATCHDOG_USEC")
-    if limit_us is None:
-        return
-    while True:
-        _notify(sdnotify.WATCHDOG)
-        await trio.sleep(int(limit_us) / 2_000_000)

@@ -60,7 +60,12 @@ def setup(level: str, stream: TextIO | None = None) -> None:
     handler.setFormatter(LogfmtFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Writes lines of this level and above from now on."""
+    logging.getLogger().setLevel(level.upper())
 
 
 class LogfmtFormatter(logging.Formatter):

@@ -18,6 +18,7 @@ from kvd.http.listeners import open_listeners
 from kvd.http.tls import TlsServer
 from kvd.http.types import Route
 from kvd.metrics import Family, RequestMetrics, Source, memory_families, stats_families
+from kvd.net.activation import Passed, address
 from kvd.settings import Bind
 
 
@@ -31,20 +32,34 @@ class FaceServer:
         self.sources: list[Source] = [self._requests.families, memory_families]
         self._limits = limits
         self._tls: TlsListener | None = None
+        self._servers: list[Front | TlsServer] = []
         self._sockets: list[socket.socket] = []
         self._tls_sockets: list[socket.socket] = []
 
-    async def open(self, opened: ExitStack, bind: Bind, tls: TlsListener | None) -> None:
-        """Listens, so that an address in use is one line at the start; raises StartError."""
-        self._sockets = await _open(opened, bind)
+    async def open(
+        self, opened: ExitStack, bind: Bind, tls: TlsListener | None, passed: Passed
+    ) -> None:
+        """Listens, so that an address in use is one line at the start; raises StartError.
+
+        Sockets of the service manager go before `bind`: those named after the face, or with `-tls`
+        behind that, and those on the same address.
+        """
+        self._sockets = await _open(opened, bind, passed.take(self.name, str(bind)))
         if tls is not None:
             _check_certificate(tls)
-            self._tls_sockets = await _open(opened, tls.bind)
+            given = passed.take(f"{self.name}-tls", str(tls.bind))
+            self._tls_sockets = await _open(opened, tls.bind, given)
             self._tls = tls
 
     def addresses(self) -> list[str]:
         """Returns where the plain port listens, in the form of a bind address."""
-        return [_address(sock) for sock in self._sockets]
+        return [address(sock) for sock in self._sockets]
+
+    def limit(self, limits: HttpLimits) -> None:
+        """Has other limits hold from now on, for waits that begin and connections that come."""
+        self._limits = limits
+        for server in self._servers:
+            server.limit(limits)
 
     async def serve(
         self,
@@ -57,21 +72,23 @@ class FaceServer:
         routes = (*routes, metrics_route(self.sources))
         app = build_app(routes, self._limits, self._requests.observe)
         front = Front(routes, app, self._limits, self._requests.observe)
+        self._servers.append(front)
         self.stats = front.stats
         self.sources.append(lambda: _families("kvd_http", "HTTP server, plain port", front.stats))
         async with trio.open_nursery() as nursery:
             await nursery.start(front.serve, self._sockets, stop)
             if self._tls is not None:
                 server = TlsServer(app, self._tls.certfile, self._tls.keyfile, self._limits)
+                self._servers.append(server)
                 help = "HTTP server, TLS port"
                 self.sources.append(lambda: _families("kvd_https", help, server.stats))
                 await nursery.start(server.serve, self._tls_sockets, stop)
             task_status.started()
 
 
-async def _open(opened: ExitStack, bind: Bind) -> list[socket.socket]:
+async def _open(opened: ExitStack, bind: Bind, given: list[socket.socket]) -> list[socket.socket]:
     try:
-        sockets = await open_listeners(str(bind))
+        sockets = given or await open_listeners(str(bind))
     except (OSError, ValueError) as error:
         raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
     for sock in sockets:
@@ -88,11 +105,3 @@ def _check_certificate(tls: TlsListener) -> None:
 
 def _families(prefix: str, help: str, stats: HttpStats) -> Iterator[Family]:
     yield from stats_families(prefix, stats, help, frozenset({"connections_open"}))
-
-
-def _address(sock: socket.socket) -> str:
-    name = sock.getsockname()
-    if isinstance(name, str):
-        return f"unix:{name}"
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

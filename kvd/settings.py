@@ -237,7 +237,8 @@ class Setting:
     """One row of the table: how a text becomes a value, and what holds when nobody says.
 
     `borrowed` is the variable of a setting that other programs of the fleet read as well;
-    `empty_is_wrong` if those refuse an empty one, which otherwise counts as unset.
+    `empty_is_wrong` if those refuse an empty one, which otherwise counts as unset. `live` if a
+    reload changes it in a running daemon.
     """
 
     name: str
@@ -247,6 +248,7 @@ class Setting:
     help: str
     borrowed: str | None = None
     empty_is_wrong: bool = False
+    live: bool = False
 
     @property
     def flag(self) -> str:
@@ -341,6 +343,7 @@ ROUTER_SETTINGS = (
         "WEIGHT",
         "what a prompt block to compute costs, beside 1 for a block in use",
         borrowed="DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
+        live=True,
     ),
     Setting(
         "router_host_cache_hit_weight",
@@ -349,6 +352,7 @@ ROUTER_SETTINGS = (
         "SHARE",
         "of a block that is saved when it is cached in host memory",
         borrowed="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
+        live=True,
     ),
     Setting(
         "router_disk_cache_hit_weight",
@@ -357,6 +361,7 @@ ROUTER_SETTINGS = (
         "SHARE",
         "of a block that is saved when it is cached on disk or beyond",
         borrowed="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
+        live=True,
     ),
     Setting(
         "router_temperature",
@@ -365,6 +370,7 @@ ROUTER_SETTINGS = (
         "T",
         "0 takes the cheapest worker, more samples",
         borrowed="DYN_ROUTER_TEMPERATURE",
+        live=True,
     ),
     Setting(
         "router_queue_threshold",
@@ -373,6 +379,7 @@ ROUTER_SETTINGS = (
         "BATCHES",
         "prefill tokens, in batches, above which a worker is busy; off: none ever is",
         borrowed="DYN_ROUTER_QUEUE_THRESHOLD",
+        live=True,
     ),
     Setting(
         "router_queue_policy",
@@ -381,6 +388,7 @@ ROUTER_SETTINGS = (
         "|".join(QueuePolicy),
         "who goes first when all workers were busy",
         borrowed="DYN_ROUTER_QUEUE_POLICY",
+        live=True,
     ),
     Setting(
         "router_use_kv_events",
@@ -437,6 +445,7 @@ ROUTER_SETTINGS = (
         "BOOL",
         "whether blocks in use count in the cost",
         borrowed="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
+        live=True,
     ),
     Setting(
         "router_track_output_blocks",
@@ -460,6 +469,7 @@ ROUTER_SETTINGS = (
         "BOOL",
         "whether prompt tokens to compute count in the cost",
         borrowed="DYN_ROUTER_TRACK_PREFILL_TOKENS",
+        live=True,
     ),
     Setting(
         "router_event_threads",
@@ -537,6 +547,7 @@ DAEMON_SETTINGS = (
         "SECONDS",
         "a request is forgotten when it is older than",
         borrowed="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+        live=True,
     ),
     Setting(
         "metrics_ranks",
@@ -544,6 +555,7 @@ DAEMON_SETTINGS = (
         1000,
         "N",
         "/metrics shows loads rank by rank while no more ranks are registered than",
+        live=True,
     ),
     Setting("indexer_tls_bind", parse_tcp_bind, None, "HOST:PORT", "where it listens with TLS"),
     Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain for TLS"),
@@ -554,6 +566,7 @@ DAEMON_SETTINGS = (
         HTTP_DEFAULTS.connections,
         "N",
         "HTTP connections per listener",
+        live=True,
     ),
     Setting(
         "http_idle_s",
@@ -561,6 +574,7 @@ DAEMON_SETTINGS = (
         HTTP_DEFAULTS.idle_seconds,
         "SECONDS",
         "idle HTTP connections close after",
+        live=True,
     ),
     Setting(
         "http_graceful_s",
@@ -568,6 +582,7 @@ DAEMON_SETTINGS = (
         HTTP_DEFAULTS.graceful_seconds,
         "SECONDS",
         "time that open requests get at shutdown",
+        live=True,
     ),
     Setting("engine_heartbeat_s", parse_seconds, 5.0, "SECONDS", "ping each engine every"),
     Setting(
@@ -584,7 +599,7 @@ DAEMON_SETTINGS = (
         "N",
         "batches queued per engine before ZMQ drops; 0 is unbounded",
     ),
-    Setting("log_level", parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}"),
+    Setting("log_level", parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}", live=True),
 )
 
 SETTINGS = (

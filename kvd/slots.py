@@ -72,7 +72,7 @@ class SlotTrackers:
 
     def __init__(self, expiry_s: float, ledgers: Ledgers | None = None) -> None:
         """Requests older than `expiry_s` seconds are dropped; no other face is None."""
-        self._expiry_s = expiry_s
+        self.expiry_s = expiry_s
         self._ledgers = ledgers or Ledgers()
         self.publish: Callable[[Lifecycle], None] | None = None  # told of every step, if set
         self.trackers: dict[PartitionKey, Tracker] = {}
@@ -216,7 +216,7 @@ class SlotTrackers:
 
         Replicas do the same with their own clocks and are not told.
         """
-        before = now - self._expiry_s
+        before = now - self.expiry_s
         for number, key in enumerate(list(self.trackers), 1):
             tracker = self.trackers.get(key)
             while tracker is not None and tracker.ledger.expire(before, EXPIRY_SLICE):

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY
 
-SOURCES = ("kvd", "kvd_core", "packaging", "Makefile", "MANIFEST.in", "LICENSE", "README.md")
+SOURCES = (
+    "kvd",
+    "kvd_core",
+    "packaging",
+    "systemd",
+    "Makefile",
+    "MANIFEST.in",
+    "LICENSE",
+    "README.md",
+)
 BUILT = ("build/flavour", "build/lib.*/kvd_core/*.so")  # and kvd_core/*.cpp
 MODULES = sorted(path.stem for path in (REPOSITORY / "kvd_core").glob("*.pyx"))
 

@@ -54,6 +54,10 @@ class Front(Server[Connection]):
         self._service = Service(RouteTable(routes), app, observe)
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
+    def limit(self, limits: HttpLimits) -> None:
+        super().limit(limits)
+        self._shared.limits, self._shared.tick = limits, limits.tick_seconds()
+
     def _connect(self, sock: socket.socket) -> Connection:
         return Connection(sock, self._shared, self._service)
 

@@ -39,6 +39,10 @@ class Server(ABC, Generic[C]):
         self.limits = limits
         self._running: set[C] = set()
 
+    def limit(self, limits: HttpLimits) -> None:
+        """Has other limits hold from now on; deadlines that are set already stay."""
+        self.limits = limits
+
     async def serve(
         self,
         listeners: Sequence[socket.socket],

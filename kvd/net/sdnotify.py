@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import time
+from collections.abc import Callable
+
+import trio
 
 READY = b"READY=1"
 STOPPING = b"STOPPING=1"
 WATCHDOG = b"WATCHDOG=1"
+
+# While a start goes on, systemd grants it so much more each time the watchdog is fed.
+START_EXTENSION_US = 60_000_000
 
 
 def notify(message: bytes, address: str) -> None:
@@ -19,3 +27,29 @@ def notify(message: bytes, address: str) -> None:
     path = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
         sock.sendto(message, socket.MSG_DONTWAIT, path)
+
+
+def tell(message: bytes) -> None:
+    """Sends one message to the service manager, if there is one."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        notify(message, address)
+
+
+def tell_reloading() -> None:
+    """Says that a reload begins; READY says that it is over."""
+    tell(b"RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic_ns() // 1000))
+
+
+async def feed_watchdog(starting: Callable[[], bool]) -> None:
+    """Says that this loop turns, twice as often as systemd wants to know.
+
+    While the daemon is `starting` it also asks for more time to do so.
+    """
+    limit_us = os.environ.get("WATCHDOG_USEC")
+    if limit_us is None:
+        return
+    extension = b"\nEXTEND_TIMEOUT_USEC=%d" % START_EXTENSION_US
+    while True:
+        tell(WATCHDOG + (extension if starting() else b""))
+        await trio.sleep(int(limit_us) / 2_000_000)

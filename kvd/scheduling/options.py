@@ -1,4 +1,4 @@
-"""How the selection service routes, as the router guide names it; all of it fixed at the start."""
+"""How the selection service routes, as the router guide names it."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ THRESHOLDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RouterOptions:
-    """What the flags say."""
+    """What the flags say. Its parts share one, so that a reload reaches all of them."""
 
     settings: Settings = field(
         default_factory=lambda: Settings(queue_threshold=DEFAULT_QUEUE_THRESHOLD)

@@ -56,6 +56,9 @@ class Waiting(Generic[T]):
 
     lane: Hashable
     entry: T
+    urgency: Urgency
+    arrival: float
+    number: int  # decides among equals
     place: tuple[int, float, int]  # sorts before those that wait longer
     queued: bool = True
 
@@ -102,10 +105,22 @@ class SelectionQueue(Generic[T]):
         """Says whether a selection of this lane would come behind others."""
         return lane in self._lanes
 
+    def reorder(self, policy: QueuePolicy) -> None:
+        """Has another policy decide, also among those that wait. O(n)."""
+        self.policy = policy
+        for lane in self._lanes.values():
+            for waiting in lane.heap:
+                waiting.place = self._place(waiting.urgency, waiting.arrival, waiting.number)
+            heapq.heapify(lane.heap)
+
+    def _place(self, urgency: Urgency, arrival: float, number: int) -> tuple[int, float, int]:
+        return -urgency.strict_priority, -urgency.score(self.policy, arrival), number
+
     def push(self, lane: Hashable, entry: T, urgency: Urgency, now: float) -> Waiting[T]:
         """Adds a selection; `lane` names its constraints, None for none of them."""
-        order = -urgency.strict_priority, -urgency.score(self.policy, now), next(self._arrivals)
-        waiting = Waiting(lane, entry, order)
+        number = next(self._arrivals)
+        place = self._place(urgency, now, number)
+        waiting = Waiting(lane, entry, urgency, now, number, place)
         into = self._lanes.setdefault(lane, _Lane())
         heapq.heappush(into.heap, waiting)
         into.live += 1

@@ -47,7 +47,7 @@ class Bookings:
         self.live: dict[str, Fleet] = {}
         self.publish: Callable[[Event], None] | None = None  # told of every step, if set
         self._fleets = fleets
-        self._expiry_s = expiry_s
+        self.expiry_s = expiry_s
         self._clock = clock
         self._on_idle = on_idle
         self._ledgers = ledgers
@@ -236,14 +236,14 @@ class Bookings:
 
     def expire(self, now: float) -> Iterator[None]:
         """Drops what is older than the expiry age; rests at every yield. Replicas do the same."""
-        while self.retries.expire(now - self._expiry_s, EXPIRY_SLICE):
+        while self.retries.expire(now - self.expiry_s, EXPIRY_SLICE):
             yield
         while self._affinity is not None and self._affinity.sessions.expire(now, EXPIRY_SLICE):
             yield
         for fleet in list(self._fleets.values()):
             while fleet.forget_predictions(now):
                 yield
-            while expired := fleet.ledger.expire(now - self._expiry_s, EXPIRY_SLICE):
+            while expired := fleet.ledger.expire(now - self.expiry_s, EXPIRY_SLICE):
                 for reservation_id in expired:
                     self._forget(reservation_id)
                 self._on_idle(fleet)

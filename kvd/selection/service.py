@@ -87,6 +87,18 @@ class Selections:
         fleet = self.fleets.get(key)
         return self.options.settings if fleet is None else fleet.settings
 
+    def reload(self, options: RouterOptions, expiry_s: float) -> None:
+        """Goes on with other weights, thresholds, policy and expiry; the rest stays as it is.
+
+        Selections that wait have the weights and thresholds they came with.
+        """
+        self.options.settings = options.settings
+        self.options.queue_policy = options.queue_policy
+        self.bookings.expiry_s = expiry_s
+        for fleet in self.fleets.values():
+            fleet.queue.reorder(options.queue_policy)
+        self.tuning.reload(options.settings)
+
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
         """Returns a JSON array of what every fleet works on, sorted; None is any."""
         rows = (

@@ -36,6 +36,13 @@ class Tuning:
         self._on_change = on_change
         self._changes: dict[Place, dict[str, Any]] = {}
 
+    def reload(self, settings: Settings) -> None:
+        """Has other settings hold where nothing else is said."""
+        self._settings = settings
+        for key, fleet in self._fleets.items():
+            fleet.settings = self.settings(*key)
+        self._on_change()
+
     def settings(self, model_name: str, tenant_id: str | None) -> Settings:
         """Returns what holds for a model and tenant, or for tenants that nothing is said of."""
         changes = {

@@ -1,0 +1,85 @@
+"""Takes over the listening sockets of a service manager, which keeps them open while kvd restarts.
+
+systemd binds what a socket unit lists and passes the descriptors on, from 3 upwards:
+
+    LISTEN_PID=4711 LISTEN_FDS=3 LISTEN_FDNAMES=kvd.socket:kvd.socket:indexer
+
+A socket belongs to the face that it is named after (FileDescriptorName=), else to the face that is
+to listen on just its address. Connections that come while nobody serves wait in its backlog.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, MutableMapping
+
+FIRST = 3  # descriptor, as sd_listen_fds(3) says
+VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+
+
+class Passed:
+    """Listening sockets with the names they were given; each is taken once."""
+
+    def __init__(self, sockets: Iterable[tuple[str, socket.socket]] = ()) -> None:
+        self._sockets = list(sockets)
+
+    def take(self, name: str, bind: str) -> list[socket.socket]:
+        """Returns the sockets of this name, or without any those that listen on this address."""
+        chosen = [sock for given, sock in self._sockets if given == name]
+        if not chosen:
+            chosen = [sock for _, sock in self._sockets if address(sock) == bind]
+        self._sockets = [each for each in self._sockets if each[1] not in chosen]
+        return chosen
+
+    def left(self) -> list[str]:
+        """Returns what nobody has taken, as `name (address)`."""
+        return [f"{name} ({address(sock)})" for name, sock in self._sockets]
+
+    def close(self) -> None:
+        """Closes what nobody has taken."""
+        for _, sock in self._sockets:
+            sock.close()
+
+
+def receive(environ: MutableMapping[str, str]) -> Passed:
+    """Takes over what `environ` says is passed to this process, and forgets what it says.
+
+    Raises ValueError for a descriptor that is no listening stream socket.
+    """
+    said = {name: environ.pop(name, "") for name in VARIABLES}
+    if said["LISTEN_PID"] != str(os.getpid()) or not said["LISTEN_FDS"].isdecimal():
+        return Passed()
+    names = said["LISTEN_FDNAMES"].split(":")
+    count = int(said["LISTEN_FDS"])
+    names += ["unknown"] * (count - len(names))
+    return Passed(
+        (name, _adopt(descriptor, name))
+        for descriptor, name in enumerate(names[:count], start=FIRST)
+    )
+
+
+def _adopt(descriptor: int, name: str) -> socket.socket:
+    try:
+        sock = socket.socket(fileno=descriptor)
+        listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise ValueError(
+            f"descriptor {descriptor} ({name}) of the service manager: {error.strerror}"
+        ) from None
+    if not listening or sock.type != socket.SOCK_STREAM:
+        raise ValueError(
+            f"descriptor {descriptor} ({name}) of the service manager is no listening stream socket"
+        )
+    sock.set_inheritable(False)
+    sock.setblocking(False)
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    """Returns where a socket listens, in the form of a bind address."""
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

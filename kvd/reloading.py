@@ -1,0 +1,46 @@
+"""Reads the settings again, for a daemon that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvd.config import CONFIG, CONFIG_VARIABLE, Config, build, resolve
+from kvd.settings import SETTINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """A configuration to go on with."""
+
+    config: Config
+    changed: tuple[str, ...]  # settings that are not as before
+    waiting: tuple[str, ...]  # those that take a restart: `config` has them as they were
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What a daemon was started with, apart from its configuration file."""
+
+    given: Mapping[str, object]
+    environ: Mapping[str, str]
+    demo: bool = False
+
+    @property
+    def has_file(self) -> bool:
+        return bool(self.given.get(CONFIG) or self.environ.get(CONFIG_VARIABLE))
+
+    def again(self, running: Config) -> Reloaded:
+        """Returns what the file says now, as far as a running daemon can follow.
+
+        Raises StartError for a configuration that no daemon could start with.
+        """
+        said = {name: each.value for name, each in resolve(self.given, self.environ).items()}
+        build(said, self.environ, demo=self.demo)
+        differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
+        changes = {each.name: said[each.name] for each in differ if each.live}
+        return Reloaded(
+            build({**running.values, **changes}, self.environ, demo=self.demo),
+            tuple(changes),
+            tuple(each.name for each in differ if not each.live),
+        )

@@ -1,0 +1,361 @@
+#!/usr/bin/python3
+"""What packaging/test does inside the booted machine: installs kvd and uses it, step by step.
+
+usage: probe.py FOLDER; it holds first.deb and second.deb, gets `log` and, at the end, `result`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import pwd
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PORTS = {"indexer": 8090, "slot tracker": 8091, "selection": 8092}
+CONFIG = Path("/etc/kvd/kvd.toml")
+MOST_EXPOSED = 1.2
+LOADERS = 6  # threads that ask
+STEPS: list[Callable[[Path], str]] = []
+
+
+def step(function: Callable[[Path], str]) -> Callable[[Path], str]:
+    """Marks what is run, in the order of this file; it returns a remark."""
+    STEPS.append(function)
+    return function
+
+
+def run(*command: str, fails: bool = False) -> str:
+    """Returns what a command prints; it must succeed, or fail."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = ended.stdout + ended.stderr
+    assert (ended.returncode != 0) == fails, f"{' '.join(command)}: {ended.returncode}\n{said}"
+    return said
+
+
+def shown(name: str, unit: str = "kvd.service") -> str:
+    return run("systemctl", "show", "--value", "-p", name, unit).strip()
+
+
+def ask(port: int, method: str, path: str, body: Any = None, wait: float = 30) -> tuple[int, str]:
+    """Makes one request on a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=wait)
+    try:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        text = None if body is None else json.dumps(body)
+        connection.request(method, path, text, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def said(port: int, method: str, path: str, body: Any = None) -> Any:
+    status, text = ask(port, method, path, body)
+    assert 200 <= status < 300, f"{method} {path}: {status} {text}"
+    return json.loads(text)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> float:
+    """Waits for a condition; returns how long that took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, f"not {what} after {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def answers(port: int) -> bool:
+    try:
+        return ask(port, "GET", "/health", wait=5)[0] == 200
+    except OSError:
+        return False
+
+
+def journal() -> str:
+    return run("journalctl", "-u", "kvd", "-o", "cat", "--no-pager")
+
+
+def restart() -> None:
+    run("systemctl", "restart", "kvd")
+
+
+def samples(port: int) -> dict[str, float]:
+    lines = ask(port, "GET", "/metrics")[1].splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+class Load:
+    """Clients that connect anew for every request, to every face."""
+
+    def __init__(self) -> None:
+        self.served = 0
+        self.failures: list[str] = []
+        self.slowest = 0.0
+        self.stop = threading.Event()
+
+    def work(self, number: int) -> None:
+        ports = list(PORTS.values())
+        while not self.stop.is_set():
+            number += 1
+            begin = time.monotonic()
+            try:
+                status, _ = ask(ports[number % len(ports)], "GET", "/health")
+                assert status == 200, status
+                self.served += 1
+            except (OSError, http.client.HTTPException, AssertionError) as error:
+                self.failures.append(repr(error))
+            self.slowest = max(self.slowest, time.monotonic() - begin)
+
+    def more(self) -> None:
+        """Waits for requests that began after now."""
+        before = self.served
+        until(lambda: self.served > before + 50 * LOADERS, "served")
+
+
+@contextmanager
+def load() -> Iterator[Load]:
+    """Asks while its block runs; every request must be answered."""
+    asking = Load()
+    threads = [threading.Thread(target=asking.work, args=(each,)) for each in range(LOADERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield asking
+    finally:
+        asking.stop.set()
+        for thread in threads:
+            thread.join()
+    failures = asking.failures
+    assert not failures, f"{len(failures)} of {asking.served} failed: {failures[:5]}"
+
+
+# ---- steps
+
+
+@step
+def install(folder: Path) -> str:
+    run("dpkg", "-i", str(folder / "first.deb"))
+    assert shown("ActiveState") == "active", journal()
+    assert run("kvd", "config", "check", "--config", str(CONFIG)) == "ok\n"
+    user = pwd.getpwnam("kvd")
+    state = Path("/var/lib/kvd").stat()
+    assert (state.st_mode & 0o7777, state.st_uid) == (0o750, user.pw_uid)
+    assert Path("/etc/kvd/credentials").stat().st_mode & 0o7777 == 0o700
+    return run("kvd", "--version").strip()
+
+
+@step
+def sandbox(folder: Path) -> str:
+    status = Path(f"/proc/{shown('MainPID')}/status").read_text()
+    found = dict(line.split(":\t", 1) for line in status.splitlines())
+    assert found["NoNewPrivs"] == "1" and found["Seccomp"] == "2", status
+    assert int(found["CapEff"], 16) == int(found["CapBnd"], 16) == 0, status
+    assert found["Uid"].split()[0] == str(pwd.getpwnam("kvd").pw_uid)
+    last = run("systemd-analyze", "security", "--no-pager", "kvd.service").strip().splitlines()[-1]
+    score = float(re.findall(r"[0-9]+\.[0-9]", last)[0])
+    assert score <= MOST_EXPOSED, last
+    return f"systemd-analyze security: {score}"
+
+
+@step
+def query_every_face(folder: Path) -> str:
+    """An engine publishes four blocks; each face answers about them, or about what it books."""
+    sys.path.insert(0, "/usr/lib/kvd")
+    import msgpack
+    import zmq
+
+    indexer, tracker, selection = PORTS.values()
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine:
+        engine.linger = 0
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        body = {
+            "instance_id": 7,
+            "endpoint": f"tcp://127.0.0.1:{port}",
+            "model_name": "m",
+            "block_size": 4,
+        }
+        said(indexer, "POST", "/register", body)
+        tokens = list(range(16))
+        event = ["BlockStored", [11, 12, 13, 14], None, tokens, 4, None]
+        batch = msgpack.packb([0.0, [event], 0])
+        numbers = itertools.count()
+
+        def found() -> bool:
+            engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), batch])
+            answer = said(indexer, "POST", "/query", {"model_name": "m", "token_ids": tokens})
+            return answer["scores"].get("7") == {"0": 16}
+
+        seen = until(found, "seen by the indexer")
+    body = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 1}
+    said(tracker, "POST", "/register", body)
+    body = {
+        "model_name": "m",
+        "request_id": "r",
+        "worker_id": 7,
+        "dp_rank": 0,
+        "sequence_hashes": [1, 2, 3],
+        "new_isl_tokens": 12,
+    }
+    said(tracker, "POST", "/add", body)
+    (row,) = said(tracker, "GET", "/loads")
+    assert "3" in json.dumps(row), row
+    body = {
+        "worker_id": 7,
+        "model_name": "n",
+        "endpoint": "http://127.0.0.1:9",
+        "kv_events_endpoint": "tcp://127.0.0.1:9",
+        "block_size": 4,
+        "max_num_batched_tokens": 8192,
+        "total_kv_blocks": 1000,
+    }
+    said(selection, "POST", "/workers", body)
+    body = {"model_name": "n", "token_ids": tokens}
+    assert said(selection, "POST", "/select", body)["worker_id"] == 7
+    for port in PORTS.values():
+        assert samples(port)
+    return f"an engine's blocks after {seen:.2f} s"
+
+
+@step
+def credentials(folder: Path) -> str:
+    secret = Path("/etc/kvd/credentials/token")
+    secret.write_text("precious")
+    secret.chmod(0o600)
+    restart()
+    passed = Path("/run/credentials/kvd.service/kvd_token")
+    assert passed.read_text() == "precious"
+    reading = ["setpriv", "--reuid=kvd", "--clear-groups", "cat"]
+    assert run(*reading, str(passed)) == "precious"
+    run(*reading, str(secret), fails=True)
+    run("setpriv", "--reuid=nobody", "--clear-groups", "cat", str(passed), fails=True)
+    return "kvd alone reads them"
+
+
+@step
+def reload(folder: Path) -> str:
+    applied = 'kvd_config_reloads_total{outcome="applied"}'
+    refused = 'kvd_config_reloads_total{outcome="refused"}'
+    kept = CONFIG.read_text()
+    pid = shown("MainPID")
+    CONFIG.write_text(kept + '\nlog_level = "debug"\nhttp_connections = 900\n')
+    run("systemctl", "reload", "kvd")
+    until(lambda: samples(8090)[applied] == 1, "reloaded")
+    assert 'event=reloaded changed="http_connections log_level"' in journal()
+    CONFIG.write_text(kept + "\nlog_levle = 1\n")
+    run("systemctl", "reload", "kvd", fails=True)
+    assert "log_levle: no such setting; log_level?" in journal()
+    assert samples(8090)[refused] == 0  # kvd was not told
+    os.kill(int(pid), signal.SIGHUP)
+    until(lambda: samples(8090)[refused] == 1, "refused")
+    assert "event=reload_refused" in journal()
+    CONFIG.write_text(kept + '\nlog_level = "info"\n# edited\n')
+    run("systemctl", "reload", "kvd")
+    until(lambda: samples(8090)[applied] == 2, "reloaded")
+    assert shown("MainPID") == pid and shown("ActiveState") == "active"
+    return "applied, and a bad file refused twice"
+
+
+@step
+def watchdog(folder: Path) -> str:
+    """A process that stands still is killed, says where it was, and is there again."""
+    drop_in = Path("/etc/systemd/system/kvd.service.d/probe.conf")
+    drop_in.parent.mkdir()
+    drop_in.write_text("[Service]\nWatchdogSec=2\n")
+    run("systemctl", "daemon-reload")
+    restart()
+    pid = int(shown("MainPID"))
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: shown("NRestarts") == "1", "restarted")
+    until(lambda: answers(8090), "serving again")
+    seconds = time.monotonic() - begin
+    assert "Watchdog timeout" in journal()
+    assert "Fatal Python error: Aborted" in journal()
+    assert int(shown("MainPID")) != pid
+    drop_in.unlink()
+    run("systemctl", "daemon-reload")
+    restart()
+    return f"serving again {seconds:.1f} s after it stood still, limit 2 s"
+
+
+@step
+def restarts_under_load(folder: Path) -> str:
+    run("systemctl", "stop", "kvd")
+    run("systemctl", "enable", "--now", "kvd.socket")
+    with load() as asking:  # the first request starts it
+        asking.more()
+        for _ in range(3):
+            restart()
+            asking.more()
+    assert shown("ActiveState") == "active"
+    return (
+        f"3 restarts, {asking.served} of {asking.served} answered, slowest {asking.slowest:.2f} s"
+    )
+
+
+@step
+def upgrade_under_load(folder: Path) -> str:
+    pid = shown("MainPID")
+    with load() as asking:
+        asking.more()
+        run("dpkg", "-i", "--force-confold", str(folder / "second.deb"))
+        asking.more()
+    assert shown("MainPID") != pid and shown("ActiveState") == "active"
+    assert CONFIG.read_text().endswith("# edited\n")
+    version = run("dpkg-query", "-Wf", "${Version}", "kvd")
+    count = asking.served
+    return f"{version}, {count} of {count} answered, slowest {asking.slowest:.2f} s, file kept"
+
+
+@step
+def remove(folder: Path) -> str:
+    run("dpkg", "-r", "kvd")
+    assert shown("ActiveState") == "inactive" and not any(map(answers, PORTS.values()))
+    assert not Path("/usr/lib/kvd").exists(), run("find", "/usr/lib/kvd")
+    assert CONFIG.exists() and Path("/var/lib/kvd").exists()
+    return "configuration and state stay"
+
+
+@step
+def purge(folder: Path) -> str:
+    run("dpkg", "-P", "kvd")
+    found = run("find", "/etc", "/usr", "/var", "/run", "-xdev", "-iname", "*kvd*").splitlines()
+    # Records of systemd and Debian about everything that was ever installed stay.
+    left = [line for line in found if not line.startswith(("/var/lib/systemd/", "/run/systemd/"))]
+    assert not left, left
+    assert pwd.getpwnam("kvd")
+    return "nothing left but the user"
+
+
+def main(folder: Path) -> int:
+    failed = False
+    with (folder / "log").open("w", buffering=1) as log:
+        for each in STEPS:
+            begin = time.monotonic()
+            try:
+                remark = each(folder)
+            except Exception as error:
+                failed, remark = True, f"FAILED: {error!r}"
+            seconds = time.monotonic() - begin
+            print(f"{seconds:6.1f} s  {each.__name__.replace('_', ' '):22} {remark}", file=log)
+            if failed:
+                print(journal()[-6000:], file=log)
+                break
+    (folder / "result").write_text("failed" if failed else "passed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,268 @@
+"""Reading the configuration file again: what a running daemon takes over, refuses, puts off."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import exposition
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import Server, find_free_port
+from running import running, running_kvd
+
+from kvd.config import CONFIG, StartError, load
+from kvd.reloading import Reader
+from kvd.scheduling.queue import QueuePolicy, SelectionQueue, Urgency
+from kvd.settings import SETTINGS, Setting
+
+OTHERS = {  # values that are no default and leave the rest valid
+    "log_level": '"error"',
+    "router_queue_policy": '"wspt"',
+    "router_queue_threshold": '"off"',
+    "router_track_active_blocks": "false",
+    "router_track_prefill_tokens": "false",
+    "model_name": '"llama"',
+    "indexer_bind": '"127.0.0.1:1"',
+    "router_use_kv_events": "false",
+    "peers": '["http://10.0.0.9:8090"]',
+}
+
+
+def other(setting: Setting) -> str:
+    """Returns the text of a value that a live setting does not have by default."""
+    return OTHERS.get(setting.name, "1" if setting.default != 1 else "0.5")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kvd.toml"
+
+
+def reader(path: Path, text: str = "", **given_: object) -> Reader:
+    path.write_text(text)
+    return Reader({CONFIG: os.fspath(path), **given_}, {})
+
+
+@pytest.mark.parametrize(
+    "name", sorted({each.name for each in SETTINGS if each.live} | OTHERS.keys())
+)
+def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: str) -> None:
+    (setting,) = (each for each in SETTINGS if each.name == name)
+    again = reader(path)
+    before = load(again.given, {})
+    path.write_text(f"{name} = {other(setting)}\n")
+    wanted = load(again.given, {})
+    assert wanted.values != before.values
+    reloaded = again.again(before)
+    if setting.live:
+        assert reloaded.changed == (name,) and not reloaded.waiting
+        assert reloaded.config.values == wanted.values
+    else:
+        assert reloaded.waiting == (name,) and not reloaded.changed
+        assert reloaded.config.values == before.values
+
+
+def test_what_a_flag_says_stays(path: Path) -> None:
+    again = reader(path, log_level="debug")
+    before = load(again.given, {})
+    path.write_text('log_level = "error"\nhttp_connections = 5\n')
+    reloaded = again.again(before)
+    assert reloaded.changed == ("http_connections",)
+    assert (reloaded.config.log_level, reloaded.config.http.connections) == ("debug", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("log_levle = 'info'", "log_levle: no such setting; log_level"),
+        ("http_connections = 0", "http_connections: expected a number greater than 0"),
+        ("http_connections = 5\nengine_heartbeat_s = 99", "heartbeat timeout"),  # put off, but bad
+        ("tls_keyfile = 'nowhere'", "TLS needs all of"),
+        ("[", "Invalid|Expected"),
+    ],
+)
+def test_a_file_that_no_daemon_would_start_with_is_refused(
+    path: Path, text: str, complaint: str
+) -> None:
+    again = reader(path)
+    before = load(again.given, {})
+    path.write_text(text)
+    with pytest.raises(StartError, match=complaint):
+        again.again(before)
+    path.unlink()
+    with pytest.raises(StartError, match=r"cannot read .*No such file"):
+        again.again(before)
+
+
+@pytest.mark.parametrize(
+    ("given_", "environ", "has_file"),
+    [({CONFIG: "x"}, {}, True), ({CONFIG: None}, {"KVD_CONFIG": "x"}, True), ({}, {}, False)],
+)
+def test_whether_there_is_a_file(
+    given_: dict[str, Any], environ: dict[str, str], has_file: bool
+) -> None:
+    assert Reader(given_, environ).has_file == has_file
+
+
+URGENCIES = st.builds(Urgency, st.integers(0, 2), st.floats(0, 9), st.integers(0, 99))
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), URGENCIES), max_size=12), st.data())
+def test_another_policy_orders_those_that_wait_as_if_it_had_been_the_first(
+    arriving: list[tuple[str, Urgency]], data: st.DataObject
+) -> None:
+    old, new = data.draw(st.permutations(list(QueuePolicy)))
+    gone = data.draw(st.sets(st.integers(0, 11)))
+    orders = []
+    for policy in (old, new):
+        queue: SelectionQueue[int] = SelectionQueue(policy)
+        for number, (lane, urgency) in enumerate(arriving):
+            waiting = queue.push(lane, number, urgency, float(number))
+            if number in gone:
+                queue.remove(waiting)
+        queue.reorder(new)
+        orders.append(list(queue.release(lambda _: True)))
+    assert orders[0] == orders[1]
+
+
+# ---- a daemon
+
+
+class Daemon:
+    """A running kvd and its file."""
+
+    def __init__(self, server: Server, path: Path) -> None:
+        self.server = server
+        self.path = path
+        self.http = httpx.Client(base_url=server.base_url, trust_env=False)
+
+    def reload(self, text: str, outcome: str = "applied") -> None:
+        """Writes the file, tells the daemon, and waits until it has looked at it."""
+        before = self.reloads(outcome)
+        self.path.write_text(text)
+        self.server.process.send_signal(signal.SIGHUP)
+        self.server.wait_until(lambda: self.reloads(outcome) == before + 1, "reloaded")
+
+    def reloads(self, outcome: str) -> float:
+        samples = exposition.parse(self.http.get("/metrics").text)
+        return samples[f'kvd_config_reloads_total{{outcome="{outcome}"}}']
+
+
+@contextmanager
+def daemon(folder: Path, face: str = "indexer", text: str = "") -> Iterator[Daemon]:
+    path = folder / "kvd.toml"
+    path.write_text(text)
+    with running_kvd(folder, "--config", os.fspath(path), face=face) as server:
+        found = Daemon(server, path)
+        with found.http:
+            yield found
+
+
+def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
+    with daemon(tmp_path) as kvd:
+        kvd.reload('log_level = "warning"\nhttp_connections = 1\nengine_queue_messages = 9\n')
+        stderr = kvd.server.stderr
+        assert "event=restart_needed settings=engine_queue_messages" in stderr
+        assert httpx.get(f"{kvd.server.base_url}/health", trust_env=False).status_code == 503
+        kvd.reload("http_connections = 7\n")
+        assert httpx.get(f"{kvd.server.base_url}/health", trust_env=False).status_code == 200
+        assert 'event=reloaded changed="http_connections log_level"' in kvd.server.stderr
+
+
+def test_a_bad_file_is_refused_and_the_old_one_kept(tmp_path: Path) -> None:
+    with daemon(tmp_path) as kvd:
+        kvd.reload("http_connections = 2\n")
+        kvd.reload("http_connections = 3\nhttp_idle = 1\n", outcome="refused")
+        assert "level=error logger=kvd.daemon event=reload_refused" in kvd.server.stderr
+        assert "kvd.toml: http_idle: no such setting" in kvd.server.stderr
+        with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as second:
+            assert second.get("/health").status_code == 200
+            refused = httpx.get(f"{kvd.server.base_url}/health", trust_env=False)
+            assert refused.status_code == 503
+
+
+def test_without_a_file_sighup_ends_the_process(tmp_path: Path) -> None:
+    port = find_free_port()
+    with (
+        pytest.raises(AssertionError),
+        running(tmp_path, port, "indexer", "--port", str(port)) as server,
+    ):
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(5) == -signal.SIGHUP
+
+
+def test_other_weights_choose_another_worker(tmp_path: Path) -> None:
+    """On the short way of plain requests, and on the long way of the others."""
+    text = "router_use_kv_events = false\nrouter_kv_overlap_score_weight = {}\n"
+    prompt = list(range(64))
+    with daemon(tmp_path, "select-service", text.format(1)) as kvd:
+        http = kvd.http
+        for worker_id in (1, 2):
+            body = {
+                "worker_id": worker_id,
+                "model_name": "m",
+                "endpoint": f"http://127.0.0.1:{worker_id}",
+                "block_size": 4,
+                "max_num_batched_tokens": 8192,
+                "total_kv_blocks": 1000,
+            }
+            assert http.post("/workers", json=body).status_code == 201, body
+
+        def reserve(name: str, tokens: list[int], worker_id: int) -> None:
+            pinned = {"worker_id": worker_id, "dp_rank": 0}
+            body = {
+                "model_name": "m",
+                "token_ids": tokens,
+                "reservation_id": name,
+                "pinned_worker": pinned,
+            }
+            answer = http.post("/select_and_reserve", json=body)
+            assert answer.is_success and answer.json()["worker_id"] == worker_id
+
+        reserve("gone", prompt, 1)  # cached from now on
+        assert http.delete("/reservations/gone").is_success
+        reserve("stays", [1, 2, 3, 4], 1)
+
+        def chosen() -> set[int]:
+            plain = {"model_name": "m", "token_ids": prompt}
+            bodies = plain, {**plain, "allowed_worker_ids": [1, 2]}
+            return {http.post("/select", json=body).json()["worker_id"] for body in bodies}
+
+        assert chosen() == {1}
+        kvd.reload(text.format(0))
+        assert chosen() == {2}
+        kvd.reload(text.format(1))
+        assert chosen() == {1}
+
+
+def test_reloads_under_load_lose_no_request(tmp_path: Path) -> None:
+    with daemon(tmp_path) as kvd:
+        stop, outcomes = Event(), list[int]()
+
+        def ask() -> None:
+            with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as kept:
+                while not stop.is_set():
+                    outcomes.append(kept.get("/health").status_code)
+                    anew = httpx.get(f"{kvd.server.base_url}/workers", trust_env=False)
+                    outcomes.append(anew.status_code)
+
+        clients = [Thread(target=ask) for _ in range(3)]
+        for client in clients:
+            client.start()
+        for number in range(20):
+            if number % 3 == 2:
+                kvd.reload("http_idle_s = -1\n", outcome="refused")
+            else:
+                kvd.reload(f"http_idle_s = {50 + number}\nrouter_temperature = 0.{number}\n")
+        stop.set()
+        for client in clients:
+            client.join()
+        assert set(outcomes) == {200} and len(outcomes) > 20
