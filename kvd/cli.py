@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvd import config, logs, settings
+from kvd import config, logs, parsers, settings
 from kvd._version import VERSION
 from kvd.configfile import render
 
@@ -123,23 +123,12 @@ def add_select_service(commands: Any) -> None:
     add_threads(service)
     service.add_argument(
         "--indexer-peers",
-        type=_usage(settings.parse_urls),
+        type=_usage(parsers.parse_urls),
         metavar="URL,...",
         help="services to take the state from at the start",
     )
-    for setting in settings.REPLICA_SETTINGS:
+    for setting in settings.SELECT_SERVICE_SETTINGS:
         add_setting(service, setting)
-    service.add_argument(
-        "--router-assume-kv-reuse",
-        action=argparse.BooleanOptionalAction,
-        help="whether requests with equal tokens share their blocks in use (default yes)",
-    )
-    service.add_argument(
-        "--session-affinity-ttl-secs",
-        type=_usage(settings.parse_affinity_ttl),
-        metavar="SECONDS",
-        help="how long a session is bound to its rank after its last request (default: not)",
-    )
     service.set_defaults(given=select_service_settings, demo=False)
 
 
@@ -189,32 +178,46 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
-        type=_usage(settings.parse_u32),
+        type=_usage(parsers.parse_u32),
         metavar="N",
         help="accepted and without effect: kvd indexes on one thread",
     )
 
 
-def add_address(parser: argparse.ArgumentParser, default: settings.TcpBind) -> None:
+def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> None:
     parser.add_argument(
         "--host", metavar="HOST", help=f"listening address (default {default.host})"
     )
     parser.add_argument(
         "--port",
-        type=_usage(settings.parse_port),
+        type=_usage(parsers.parse_port),
         metavar="PORT",
         help=f"listening port (default {default.port})",
     )
 
 
-def add_setting(parser: argparse.ArgumentParser, setting: settings.Setting) -> None:
+def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> None:
+    """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
     default = "" if setting.default is None else f" (default {setting.default})"
+    names = [setting.flag] if setting.also is None else [setting.flag, setting.also]
+    switch = setting.parse is parsers.parse_switch
     parser.add_argument(
-        setting.flag,
+        *names,
+        dest=setting.name,
         type=_usage(setting.parse),
         metavar=setting.metavar,
         help=setting.help + default,
+        nargs="?" if switch else None,
+        const=True if switch else None,
     )
+    if switch:
+        parser.add_argument(
+            *(name.replace("--", "--no-", 1) for name in names),
+            dest=setting.name,
+            action="store_const",
+            const=False,
+            help=argparse.SUPPRESS,
+        )
 
 
 def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
@@ -231,7 +234,7 @@ def indexer_settings(
             parser.error("--tenant-id and --routing-group are one setting and differ")
         given["tenant_id"] = args.routing_group
     given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
-    given["slot_tracker_bind"] = given["selection_bind"] = settings.OFF
+    given["slot_tracker_bind"] = given["selection_bind"] = parsers.OFF
     return given
 
 
@@ -239,7 +242,7 @@ def slot_tracker_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
-    given["indexer_bind"] = given["selection_bind"] = settings.OFF
+    given["indexer_bind"] = given["selection_bind"] = parsers.OFF
     given["slot_tracker_bind"] = address(args, settings.DEFAULT_SLOT_TRACKER_BIND)
     return given
 
@@ -247,21 +250,20 @@ def slot_tracker_settings(
 def select_service_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
+    chosen = settings.SELECT_SERVICE_SETTINGS
+    given = {setting.name: getattr(args, setting.name) for setting in chosen}
     given["peers"] = args.indexer_peers
-    given["router_assume_kv_reuse"] = args.router_assume_kv_reuse
-    given["session_affinity_ttl_secs"] = args.session_affinity_ttl_secs
-    given["indexer_bind"] = given["slot_tracker_bind"] = settings.OFF
+    given["indexer_bind"] = given["slot_tracker_bind"] = parsers.OFF
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
     return given
 
 
-def address(args: argparse.Namespace, default: settings.TcpBind) -> settings.TcpBind | None:
+def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.TcpBind | None:
     """Returns where a command's only face is to listen; None if the flags do not say."""
     if args.host is None and args.port is None:
         return None
     port = default.port if args.port is None else args.port
-    return settings.TcpBind(args.host or default.host, port)
+    return parsers.TcpBind(args.host or default.host, port)
 
 
 def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvd import configfile
 from kvd.cli import main
 from kvd.config import CONFIG, Said, StartError, load, resolve
-from kvd.settings import SETTINGS, Setting, TcpBind
+from kvd.parsers import Setting, TcpBind
+from kvd.settings import SETTINGS
 
 WORKER = "1=tcp://127.0.0.1:5557"
 TEXTS = ("some", "16", "127.0.0.1:8443", "tcp://127.0.0.1:5600")

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.config", "kvd.demo"),
     ("kvd.configfile",),
     ("kvd.settings",),
+    ("kvd.parsers",),
     ("kvd.http", "kvd.net", "kvd.faces"),
     ("kvd.selection",),
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
