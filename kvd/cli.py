@@ -15,6 +15,7 @@ from typing import Any
 from kvd import config, logs, parsers, settings
 from kvd._version import VERSION
 from kvd.configfile import render
+from kvd.configpage import render_page
 
 DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
 EXIT_START_ERROR = 1
@@ -151,6 +152,22 @@ def add_config(commands: Any) -> None:
         for setting in settings.SETTINGS:
             add_setting(one, setting)
         one.set_defaults(given=serve_settings, demo=False, command=run)
+    add_config_docs(actions)
+
+
+def add_config_docs(actions: Any) -> None:
+    docs = actions.add_parser(
+        "docs",
+        help="write all settings as Markdown, as docs/configuration.md has them",
+        description="Writes all settings as Markdown, as docs/configuration.md has them.",
+        allow_abbrev=False,
+    )
+    docs.set_defaults(given=lambda parser, args: {}, config=None, demo=False, command=write_docs)
+
+
+def write_docs(given: Mapping[str, object]) -> int:
+    print("\n".join(render_page()))
+    return 0
 
 
 def check_config(given: Mapping[str, object]) -> int:
@@ -200,17 +217,16 @@ def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> No
     """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
     default = "" if setting.default is None else f" (default {setting.default})"
     names = [setting.flag] if setting.also is None else [setting.flag, setting.also]
-    switch = setting.parse is parsers.parse_switch
     parser.add_argument(
         *names,
         dest=setting.name,
         type=_usage(setting.parse),
         metavar=setting.metavar,
         help=setting.help + default,
-        nargs="?" if switch else None,
-        const=True if switch else None,
+        nargs="?" if setting.is_switch else None,
+        const=True if setting.is_switch else None,
     )
-    if switch:
+    if setting.is_switch:
         parser.add_argument(
             *(name.replace("--", "--no-", 1) for name in names),
             dest=setting.name,

@@ -233,6 +233,11 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def is_switch(self) -> bool:
+        """Whether its flag can stand alone, or as --no-..., as well."""
+        return self.parse is parse_switch
+
+    @property
     def many(self) -> bool:
         """Whether it takes several values, which a flag separates by commas."""
         return self.metavar.endswith(",...")

@@ -339,4 +339,11 @@ SELECT_SERVICE_SETTINGS = (
     *(setting for setting in DAEMON_SETTINGS if setting.borrowed),
 )
 
-SETTINGS = WORKER_SETTINGS + PEER_SETTINGS + REPLICA_SETTINGS + ROUTER_SETTINGS + DAEMON_SETTINGS
+GROUPS = {
+    "Workers known from the start": WORKER_SETTINGS,
+    "Recovery": PEER_SETTINGS,
+    "Replicas": REPLICA_SETTINGS,
+    "Routing": ROUTER_SETTINGS,
+    "The daemon": DAEMON_SETTINGS,
+}
+SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.daemon",),
     ("kvd.serving",),
     ("kvd.config", "kvd.demo"),
-    ("kvd.configfile",),
+    ("kvd.configfile", "kvd.configpage"),
     ("kvd.settings",),
     ("kvd.parsers",),
     ("kvd.http", "kvd.net", "kvd.faces"),
