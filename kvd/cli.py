@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvd import config, logs, settings
+from kvd import config, logs, parsers, settings
 from kvd._version import VERSION
 from kvd.configfile import render
+from kvd.configpage import render_page
 
 DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
 EXIT_START_ERROR = 1
@@ -125,23 +126,12 @@ def add_select_service(commands: Any) -> None:
     add_threads(service)
     service.add_argument(
         "--indexer-peers",
-        type=_usage(settings.parse_urls),
+        type=_usage(parsers.parse_urls),
         metavar="URL,...",
         help="services to take the state from at the start",
     )
-    for setting in settings.REPLICA_SETTINGS:
+    for setting in settings.SELECT_SERVICE_SETTINGS:
         add_setting(service, setting)
-    service.add_argument(
-        "--router-assume-kv-reuse",
-        action=argparse.BooleanOptionalAction,
-        help="whether requests with equal tokens share their blocks in use (default yes)",
-    )
-    service.add_argument(
-        "--session-affinity-ttl-secs",
-        type=_usage(settings.parse_affinity_ttl),
-        metavar="SECONDS",
-        help="how long a session is bound to its rank after its last request (default: not)",
-    )
     service.set_defaults(given=select_service_settings, demo=False)
 
 
@@ -179,6 +169,22 @@ def add_config(commands: Any) -> None:
         for setting in settings.SETTINGS:
             add_setting(one, setting)
         one.set_defaults(given=serve_settings, demo=False, command=run)
+    add_config_docs(actions)
+
+
+def add_config_docs(actions: Any) -> None:
+    docs = actions.add_parser(
+        "docs",
+        help="write all settings as Markdown, as docs/configuration.md has them",
+        description="Writes all settings as Markdown, as docs/configuration.md has them.",
+        allow_abbrev=False,
+    )
+    docs.set_defaults(given=lambda parser, args: {}, config=None, demo=False, command=write_docs)
+
+
+def write_docs(given: Mapping[str, object]) -> int:
+    print("\n".join(render_page()))
+    return 0
 
 
 def check_config(given: Mapping[str, object]) -> int:
@@ -206,32 +212,45 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
-        type=_usage(settings.parse_u32),
+        type=_usage(parsers.parse_u32),
         metavar="N",
         help="accepted and without effect: kvd indexes on one thread",
     )
 
 
-def add_address(parser: argparse.ArgumentParser, default: settings.TcpBind) -> None:
+def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> None:
     parser.add_argument(
         "--host", metavar="HOST", help=f"listening address (default {default.host})"
     )
     parser.add_argument(
         "--port",
-        type=_usage(settings.parse_port),
+        type=_usage(parsers.parse_port),
         metavar="PORT",
         help=f"listening port (default {default.port})",
     )
 
 
-def add_setting(parser: argparse.ArgumentParser, setting: settings.Setting) -> None:
+def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> None:
+    """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
     default = "" if setting.default is None else f" (default {setting.default})"
+    names = [setting.flag] if setting.also is None else [setting.flag, setting.also]
     parser.add_argument(
-        setting.flag,
+        *names,
+        dest=setting.name,
         type=_usage(setting.parse),
         metavar=setting.metavar,
         help=setting.help + default,
+        nargs="?" if setting.is_switch else None,
+        const=True if setting.is_switch else None,
     )
+    if setting.is_switch:
+        parser.add_argument(
+            *(name.replace("--", "--no-", 1) for name in names),
+            dest=setting.name,
+            action="store_const",
+            const=False,
+            help=argparse.SUPPRESS,
+        )
 
 
 def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
@@ -262,10 +281,9 @@ def slot_tracker_settings(
 def select_service_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
+    chosen = settings.SELECT_SERVICE_SETTINGS
+    given = {setting.name: getattr(args, setting.name) for setting in chosen}
     given["peers"] = args.indexer_peers
-    given["router_assume_kv_reuse"] = args.router_assume_kv_reuse
-    given["session_affinity_ttl_secs"] = args.session_affinity_ttl_secs
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
     return only(given, "selection_bind")
 
@@ -280,15 +298,15 @@ def conductor_settings(
 
 def only(given: dict[str, object], bind: str) -> dict[str, object]:
     """Switches off every face but the one of `bind`."""
-    return given | {name: settings.OFF for name in config.FACE_BINDS if name != bind}
+    return given | {name: parsers.OFF for name in config.FACE_BINDS if name != bind}
 
 
-def address(args: argparse.Namespace, default: settings.TcpBind) -> settings.TcpBind | None:
+def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.TcpBind | None:
     """Returns where a command's only face is to listen; None if the flags do not say."""
     if args.host is None and args.port is None:
         return None
     port = default.port if args.port is None else args.port
-    return settings.TcpBind(args.host or default.host, port)
+    return parsers.TcpBind(args.host or default.host, port)
 
 
 def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:

@@ -16,18 +16,9 @@ from kvd import configfile
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.model import PartitionKey, RankKey
+from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
-from kvd.settings import (
-    ENV_PREFIX,
-    OFF,
-    SETTINGS,
-    U32_MAX,
-    U64_MAX,
-    Bind,
-    Setting,
-    TcpBind,
-    parse_uint,
-)
+from kvd.settings import SETTINGS
 from kvd.wire.endpoints import check_endpoint
 from kvd_core.selector_settings import Settings
 

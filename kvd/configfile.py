@@ -16,7 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvd.settings import SETTINGS, Setting
+from kvd.parsers import Setting
+from kvd.settings import SETTINGS
 
 MAX_BYTES = 1024 * 1024  # of a file: some thousand workers have room
 

@@ -37,6 +37,7 @@ from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
 from kvd.faces import conductor, indexer, replica_sync, slot_tracker
 from kvd.faces.selection.booking_metrics import booking_families
+from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.http.types import Route
@@ -348,6 +349,8 @@ class _Daemon:
             self._selection.sources.append(lambda: indexer.families(self._state, registry, dumps))
             self._selection.sources.append(replicas.families)
             self._selection.sources.append(partial(booking_families, self._selections))
+            shown = self._selection.requests, config.metrics_ranks
+            self._selection.sources.append(partial(choice_families, self._selections, *shown))
             yield (
                 self._selection,
                 (

@@ -12,7 +12,7 @@ come from closed sets; models, tenants and workers are named only where their nu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from resource import getpagesize
@@ -81,7 +81,7 @@ def _family(family: Family) -> Iterator[bytes]:
             lines = []
         text = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
         lines.append(
-            f"{family.name}{suffix}{{{text}}} {value}" if text else f"{family.name} {value}"
+            f"{family.name}{suffix}{{{text}}} {value}" if text else f"{family.name}{suffix} {value}"
         )
     yield _joined(lines)
 
@@ -94,12 +94,26 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
+class Histogram:
+    """How often a value was at most each of some bounds, without those below the one before."""
+
+    __slots__ = ("bounds", "buckets", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.buckets[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
 @dataclass(slots=True)
 class _Endpoint:
     methods: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    seconds: float = 0.0
+    seconds: Histogram = field(default_factory=lambda: Histogram(BUCKETS))
 
 
 class RequestMetrics:
@@ -118,8 +132,7 @@ class RequestMetrics:
         if endpoint is None:
             endpoint = self._endpoints[path] = _Endpoint()
         endpoint.methods[method] = endpoint.methods.get(method, 0) + 1
-        endpoint.buckets[bisect_left(BUCKETS, seconds)] += 1
-        endpoint.seconds += seconds
+        endpoint.seconds.observe(seconds)
         if status >= 400:
             kind = "4xx" if status < 500 else "5xx"
             endpoint.errors[kind] = endpoint.errors.get(kind, 0) + 1
@@ -142,19 +155,34 @@ class RequestMetrics:
             yield Family(f"{self._prefix}_errors_total", "counter", help, errors)
         if requests:
             name = f"{self._prefix}_request_duration_seconds"
-            samples = [sample for path, one in ordered for sample in _histogram(path, one)]
+            bounds = [f"{bound:.4f}" for bound in BUCKETS]
+            samples = [
+                sample
+                for path, one in ordered
+                for sample in histogram_samples(
+                    bounds, one.seconds.buckets, one.seconds.sum, (("endpoint", path),)
+                )
+            ]
             yield Family(name, "histogram", "HTTP request latency", samples)
             help = "Total HTTP requests"
             yield Family(f"{self._prefix}_requests_total", "counter", help, requests)
 
+    def durations(self, paths: Iterable[str]) -> tuple[list[int], float]:
+        """Returns how many requests to these paths took how long, by BUCKETS, and their sum."""
+        endpoints = [self._endpoints[path] for path in paths if path in self._endpoints]
+        none = [0] * (len(BUCKETS) + 1)
+        columns = zip(none, *(each.seconds.buckets for each in endpoints), strict=True)
+        return [sum(column) for column in columns], sum(each.seconds.sum for each in endpoints)
 
-def _histogram(path: str, endpoint: _Endpoint) -> Iterator[tuple[str, Labels, float]]:
-    where = ("endpoint", path)
-    bounds = [*(f"{bound:.4f}" for bound in BUCKETS), "+Inf"]
-    for bound, count in zip(bounds, accumulate(endpoint.buckets), strict=True):
-        yield "_bucket", (where, ("le", bound)), count
-    yield "_sum", (where,), endpoint.seconds
-    yield "_count", (where,), sum(endpoint.buckets)
+
+def histogram_samples(
+    bounds: Iterable[str], buckets: Sequence[int], sum_: float, labels: Labels = ()
+) -> Iterator[tuple[str, Labels, float]]:
+    """Yields the samples of one histogram; `buckets` has one more than there are bounds."""
+    for bound, count in zip([*bounds, "+Inf"], accumulate(buckets), strict=True):
+        yield "_bucket", (*labels, ("le", bound)), count
+    yield "_sum", labels, sum_
+    yield "_count", labels, sum(buckets)
 
 
 # Counters of a listener that are summed over all of them, and what each says.

@@ -19,7 +19,7 @@ from kvd.http.tls import TlsServer
 from kvd.http.types import Route
 from kvd.metrics import Family, RequestMetrics, Source, memory_families, stats_families
 from kvd.net.activation import Passed, address
-from kvd.settings import Bind
+from kvd.parsers import Bind
 
 
 class FaceServer:
@@ -28,8 +28,8 @@ class FaceServer:
     def __init__(self, name: str, metrics_prefix: str, limits: HttpLimits) -> None:
         self.name = name
         self.stats = HttpStats()  # of the plain port, once that is served
-        self._requests = RequestMetrics(metrics_prefix)
-        self.sources: list[Source] = [self._requests.families, memory_families]
+        self.requests = RequestMetrics(metrics_prefix)
+        self.sources: list[Source] = [self.requests.families, memory_families]
         self._limits = limits
         self._tls: TlsListener | None = None
         self._servers: list[Front | TlsServer] = []
@@ -70,8 +70,8 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = (*routes, metrics_route(self.sources))
-        app = build_app(routes, self._limits, self._requests.observe)
-        front = Front(routes, app, self._limits, self._requests.observe)
+        app = build_app(routes, self._limits, self.requests.observe)
+        front = Front(routes, app, self._limits, self.requests.observe)
         self._servers.append(front)
         self.stats = front.stats
         self.sources.append(lambda: _families("kvd_http", "HTTP server, plain port", front.stats))

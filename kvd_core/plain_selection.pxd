@@ -2,6 +2,7 @@
 """Data sheet of the plain requests of the selection service (plain_selection.pyx)."""
 from libcpp.string cimport string
 
+from kvd_core.choice_counts cimport ChoiceCounts
 from kvd_core.draws cimport Draws
 from kvd_core.lane cimport Answerer, Text
 from kvd_core.ledger cimport Ledger, RequestId
@@ -27,6 +28,7 @@ cdef class PlainPrompt(Answerer):
 
 cdef class PlainSelect(PlainPrompt):
     cdef Draws draws
+    cdef ChoiceCounts counts
     cdef bint books
     cdef dict live           # fleets by reservation id
 

@@ -15,6 +15,7 @@ reservation in all 37 µs instead of 3.
 import json
 
 from cpython.unicode cimport PyUnicode_DecodeUTF8
+from cython.operator cimport dereference as deref
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp.string_view cimport string_view
@@ -47,6 +48,8 @@ cdef enum:
     kStrictPriority
     kSessionId
     kFirstUnusual  # from here on: whoever gives one wants something that is not plain
+cdef enum:
+    kWhole = 0  # the phase of a plain request, as kvd.selection.outcomes numbers them
 ARRAYS = ("block_hashes", "sequence_hashes", "token_ids")
 PROMPT_FIELDS = (
     "model_name",
@@ -167,6 +170,7 @@ cdef class PlainSelect(PlainPrompt):
     def __init__(self, scanner, selections, model, tenant, bint books):
         super().__init__(scanner, selections, model, tenant)
         self.draws = selections.draws
+        self.counts = selections.counts
         self.live = selections.bookings.live
         self.books = books
 
@@ -227,6 +231,10 @@ cdef class PlainSelect(PlainPrompt):
             pool.c.take_back()
             return None
         self.draws.take(draws + 1)
+        self.counts.c.serve(settings.c.mode, kWhole, pool.c.prompt().isl_tokens)
+        self.counts.c.choose(
+            deref(pool.c), settings.c, candidate, pool.c.best(), kWhole
+        )
         members = fleet.pieces[candidate]
         if members is None:
             members = fleet.piece(candidate)

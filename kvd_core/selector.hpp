@@ -67,6 +67,7 @@ class Pool {
     candidates_.push_back(candidate);
     candidates_[candidate.first].end = at + 1;
     standings_.emplace_back();
+    overlaps_.push_back(0);
     turns_.push_back(0);
   }
 
@@ -119,6 +120,18 @@ class Pool {
     return find_open(scale(settings), mask);
   }
 
+  // Blocks of the prompt cached by whoever caches most of those that the last `choose` or `refusal`
+  // found open. O(candidates), 0.2 ns each where all are.
+  uint32_t best() const {
+    int32_t most = 0;
+    if (open_.size() == overlaps_.size()) {
+      for (const int32_t blocks : overlaps_) most = std::max(most, blocks);
+    } else {
+      for (const uint32_t i : open_) most = std::max(most, overlaps_[i]);
+    }
+    return static_cast<uint32_t>(most);
+  }
+
   // The fewest tokens that a candidate of the mask would have to prefill; all tokens without any.
   uint64_t least_effective_tokens(const Settings& settings, const uint8_t* mask) const {
     const Scale scale = this->scale(settings);
@@ -164,6 +177,7 @@ class Pool {
       standings_[i].device = depth.device;
       standings_[i].host = depth.host - depth.device;
       standings_[i].disk = depth.disk - depth.host;
+      overlaps_[i] = static_cast<int32_t>(depth.disk);
     }
     if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted());
   }
@@ -182,6 +196,7 @@ class Pool {
       at.device = static_cast<uint32_t>(predicted.reach(id, chained_, at.device));
       at.host = std::max(host, at.device) - at.device;
       at.disk = std::max(disk, at.device + at.host) - (at.device + at.host);
+      overlaps_[i] = static_cast<int32_t>(overlap_of(at));
     }
   }
 
@@ -320,6 +335,7 @@ class Pool {
   Prompt prompt_;
   std::vector<Candidate> candidates_;
   std::vector<Standing> standings_;  // one a candidate
+  std::vector<int32_t> overlaps_;    // one a candidate, signed: SSE2 compares no others
   std::vector<uint32_t> depths_;     // by rank of the ledger
   std::vector<uint64_t> chained_;    // scratch of `foresee`
   std::vector<uint64_t> turns_;      // one a candidate: when it was last chosen, 0 is never

@@ -248,6 +248,14 @@ cdef class Pool:
         """
         return self.c.refusal(settings.c, self.mask_of(eligible))
 
+    def best(self, Settings settings not None, bytes eligible):
+        """Blocks of the prompt cached by whoever of those who can be chosen caches most.
+
+        For the loads of this moment. O(candidates).
+        """
+        self.c.refusal(settings.c, self.mask_of(eligible))
+        return self.c.best()
+
     def least_prefill_tokens(self, Settings settings not None, bytes eligible):
         """Tokens to prefill on the candidate that caches most of the prompt. O(candidates)."""
         return self.c.least_effective_tokens(settings.c, self.mask_of(eligible))

@@ -79,6 +79,9 @@ struct Standing {
   bool present = false;  // false: its rank has left the ledger, it cannot be chosen
 };
 
+// Blocks of the prompt that are cached on any tier.
+inline uint32_t overlap_of(const Standing& at) { return at.device + at.host + at.disk; }
+
 // A prompt as the index and the ledger ask for it.
 struct Prompt {
   std::vector<uint64_t> locals;

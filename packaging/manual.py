@@ -18,7 +18,8 @@ from pathlib import Path
 from kvd._version import VERSION
 from kvd.cli import DESCRIPTION, build_parser
 from kvd.configfile import rendered
-from kvd.settings import SETTINGS, Setting
+from kvd.parsers import Setting
+from kvd.settings import SETTINGS
 
 FILE = "/etc/kvd/kvd.toml"
 

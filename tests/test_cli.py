@@ -25,7 +25,8 @@ from kvd.cli import (
     serve_settings,
     slot_tracker_settings,
 )
-from kvd.settings import OFF, SETTINGS, TcpBind
+from kvd.parsers import OFF, TcpBind
+from kvd.settings import SETTINGS
 
 ENDPOINT = "tcp://127.0.0.1:5557"
 OTHERS_OFF = (
@@ -206,6 +207,28 @@ def test_the_flags_of_the_conductor_mean_what_they_say() -> None:
         "conductor_bind": TcpBind("127.0.0.1", 1),
         "hash_seed": 42,
     }
+
+
+@pytest.mark.parametrize("command", ["select-service", "serve"])
+def test_switches_stand_alone_or_say_it(command: str) -> None:
+    alone = given(command)
+    for flags, value in (
+        (["--router-track-active-blocks"], True),
+        (["--no-router-track-active-blocks"], False),
+        (["--router-track-active-blocks", "off"], False),
+        (["--router-track-active-blocks=true", "--router-mode", "kv"], True),
+    ):
+        assert given(command, *flags)["router_track_active_blocks"] is value
+    for flag in ("--no-router-kv-events", "--no-router-use-kv-events"):
+        assert given(command, flag) == alone | {"router_use_kv_events": False}
+
+
+def test_every_setting_of_the_router_is_a_flag_of_the_select_service() -> None:
+    known = vars(build_parser().parse_args(["select-service"])).keys()
+    of_routers = [each for each in SETTINGS if (each.borrowed or "").startswith("DYN_")]
+    assert len(of_routers) > 20
+    assert {each.name for each in of_routers} <= known
+    assert given("select-service", "--router-temperature", "0.5")["router_temperature"] == 0.5
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:

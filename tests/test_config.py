@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 
 from kvd.config import FACE_BINDS, ReplicaSync, StartError, StaticWorker, TlsListener, load
 from kvd.model import PartitionKey, RankKey
+from kvd.parsers import OFF, Setting, TcpBind, UnixBind, parse_bind, parse_list, parse_uint
 from kvd.peers import MAX_PEERS
-from kvd.settings import (
-    DEFAULT_INDEXER_BIND,
-    DEFAULT_SLOT_TRACKER_BIND,
-    OFF,
-    SETTINGS,
-    Setting,
-    TcpBind,
-    UnixBind,
-    parse_bind,
-    parse_list,
-    parse_uint,
-)
+from kvd.settings import DEFAULT_INDEXER_BIND, DEFAULT_SLOT_TRACKER_BIND, SETTINGS
 
 ENDPOINT = "tcp://127.0.0.1:5557"
 

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import REPOSITORY
 
 from kvd import configfile
 from kvd.cli import main
 from kvd.config import CONFIG, Said, StartError, load, resolve
-from kvd.settings import SETTINGS, Setting, TcpBind
+from kvd.configpage import TITLE
+from kvd.parsers import Setting, TcpBind
+from kvd.settings import SETTINGS
 
 WORKER = "1=tcp://127.0.0.1:5557"
 TEXTS = ("some", "16", "127.0.0.1:8443", "tcp://127.0.0.1:5600")
@@ -132,3 +135,25 @@ def test_check_says_ok_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     write(path, "engine_heartbeat_s = 60")
     assert main(["config", "check", "--config", str(path)]) == 1
     assert "heartbeat timeout" in capsys.readouterr().err
+
+
+def test_the_page_of_all_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "docs"]) == 0
+    written = capsys.readouterr().out
+    page = (REPOSITORY / "docs/configuration.md").read_text()
+    assert page[page.index(f"{TITLE}\n") :] == written, "see its section on this page"
+    for setting in SETTINGS:
+        assert f"| `{setting.name}` | " in written and f"`{setting.variable}`" in written
+
+
+def test_what_the_page_says_of_combining_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "docs/configuration.md").read_text()
+    _, file, _, session, *_ = page.split("```\n")
+    write(tmp_path / "kvd.toml", file)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVD_LOG_LEVEL", "debug")
+    assert main(["config", "show", "--config", "kvd.toml"]) == 0
+    shown = capsys.readouterr().out
+    assert all(line in shown.splitlines() for line in session.splitlines()[1:])

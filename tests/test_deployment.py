@@ -18,7 +18,8 @@ from kvd.cli import main
 from kvd.config import FACE_BINDS
 from kvd.descriptors import ENOUGH
 from kvd.http.limits import HttpLimits
-from kvd.settings import SETTINGS, TcpBind
+from kvd.parsers import TcpBind
+from kvd.settings import SETTINGS
 
 PACKAGING = REPOSITORY / "packaging"
 SERVICE = REPOSITORY / "systemd" / "kvd.service"

@@ -16,7 +16,8 @@ from processes import REPOSITORY
 
 from kvd import configfile
 from kvd.cli import main
-from kvd.settings import SETTINGS, Setting
+from kvd.parsers import Setting
+from kvd.settings import SETTINGS
 
 
 def load(name: str) -> ModuleType:

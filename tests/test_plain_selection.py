@@ -35,6 +35,7 @@ from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.lifecycle import Lifecycle
 from kvd.wire.listener import Listener
+from kvd_core.choice_counts import CHOICE_PHASES
 from kvd_core.draws import Draws
 from kvd_core.hashing import sequence_hashes
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
@@ -130,7 +131,7 @@ class Face:
     def state(self) -> Any:
         """Everything that a request may change."""
         live = {name: fleet.key for name, fleet in self.selections.bookings.live.items()}
-        return live, [
+        return (live, self.counted()), [
             (
                 fleet.render_loads(),
                 fleet.ledger.stats(),
@@ -138,6 +139,13 @@ class Face:
             )
             for fleet in self.selections.fleets.values()
         ]
+
+    def counted(self) -> Any:
+        """What /metrics would say of it."""
+        tally = self.selections.tally
+        sums = [tally.counts.choices(phase) for phase in range(CHOICE_PHASES)]
+        ends = list(tally.counts.outcomes()), list(tally.counts.held()), tally.fallbacks
+        return ends, tally.counts.lengths(), sums
 
     def sessions(self) -> Any:
         """What sessions are bound to, and what is predicted."""
@@ -439,7 +447,7 @@ def test_who_comes_behind_others_is_left_to_wait() -> None:
     assert isinstance(
         face.selections.choices.select(Ask(place, face.selections.options.settings), look), Held
     )
-    busy = [name for name, key in face.state()[0].items() if key == place]
+    busy = [name for name, key in face.state()[0][0].items() if key == place]
     assert not face.answered(COMPLETE, busy[0].encode())
     assert not face.answered(FREE, busy[0].encode())
     face.selections.fleets[place].ledger.prefill_complete(busy[0])

@@ -19,9 +19,10 @@ from processes import Server, find_free_port
 from running import running, running_kvd
 
 from kvd.config import CONFIG, StartError, load
+from kvd.parsers import Setting
 from kvd.reloading import Reader
 from kvd.scheduling.queue import QueuePolicy, SelectionQueue, Urgency
-from kvd.settings import SETTINGS, Setting
+from kvd.settings import SETTINGS
 
 OTHERS = {  # values that are no default and leave the rest valid
     "log_level": '"error"',

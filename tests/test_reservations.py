@@ -278,6 +278,8 @@ async def test_metrics_say_so(nursery: trio.Nursery) -> None:
     assert {name: float(value) for name, value in lines} == {
         "kvd_selection_reservations": 1,
         "kvd_selection_given_back_total": 1,
+        "kvd_selection_expired_total": 0,
+        "kvd_selection_removed_total": 0,
         "kvd_selection_retries_known": 1,
         "kvd_selection_retries_total": 2,
         "kvd_selection_retries_forgotten_total": 0,

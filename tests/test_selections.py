@@ -530,7 +530,7 @@ async def test_so_many_wait_and_no_more(nursery: trio.Nursery) -> None:
     callers = [calls(nursery, service, [1]) for _ in range(3)]
     with pytest.raises(Unavailable) as refused:
         service.select([1])
-    assert refused.value.retry_after_s and service.selections.choices.refused_held == 1
+    assert refused.value.retry_after_s and service.selections.choices.held == 3
     callers[0].scope.cancel()
     await settled()
     calls(nursery, service, [1])

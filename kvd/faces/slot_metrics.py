@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kvd.metrics import BREATH, Family, Labels, by_label, counter, gauge
-from kvd.slots import SlotTrackers, Tracker, totals
-from kvd_core.ledger import Load
+from kvd.faces.rank_metrics import Rank, rank_families
+from kvd.metrics import BREATH, Family, by_label, counter, gauge
+from kvd.slots import SlotTrackers, totals
 
 # Counters of the ledgers, by what each says.
 LEDGER_COUNTERS = {
@@ -21,10 +21,7 @@ REFUSALS = ("exists", "full", "overflow", "output_blocks")
 
 
 def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | None]:
-    """Sums up all trackers; shows loads rank by rank up to `most_ranks` registered ranks.
-
-    Only there a label holds names that clients chose, hence the bound.
-    """
+    """Sums up all trackers; shows loads rank by rank up to `most_ranks` registered ranks."""
     sums = Counter(slots.ended)
     live = workers = ranks = 0
     for number, key in enumerate(list(slots.trackers), 1):
@@ -49,38 +46,12 @@ def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | Non
     help = "Trackers refused at the bound"
     yield counter("kvd_slots_trackers_refused_total", help, slots.refused_trackers)
     if ranks <= most_ranks:
-        yield from _rank_families(slots)
+        names = ("prefill_tokens", "decode_blocks", "rank_requests")
+        yield from rank_families(list(_ranks(slots)), *(f"kvd_slots_{name}" for name in names))
 
 
-def _rank_families(slots: SlotTrackers) -> Iterator[Family | None]:
-    ranks = [
-        (tracker, worker_id, dp_rank)
-        for tracker in slots.select(None, None)
-        for worker_id in sorted(tracker.workers)
-        for dp_rank in tracker.workers[worker_id]
-    ]
-    loads: list[tuple[Labels, Load]] = []
-    for number, (tracker, worker_id, dp_rank) in enumerate(ranks, 1):
-        rank = tracker.ledger.rank_of(worker_id, dp_rank)
-        if rank is not None:  # it may have gone during a rest
-            loads.append((_labels(tracker, worker_id, dp_rank), tracker.ledger.load(rank)))
-        if number % BREATH == 0:
-            yield None
-    help = "Prompt tokens that a rank has yet to process"
-    tokens = [("", labels, load.prefill_tokens) for labels, load in loads]
-    yield Family("kvd_slots_prefill_tokens", "gauge", help, tokens)
-    help = "Distinct blocks of the requests that a rank works on"
-    blocks = [("", labels, load.decode_blocks) for labels, load in loads]
-    yield Family("kvd_slots_decode_blocks", "gauge", help, blocks)
-    help = "Live requests of a rank"
-    requests = [("", labels, load.requests) for labels, load in loads]
-    yield Family("kvd_slots_rank_requests", "gauge", help, requests)
-
-
-def _labels(tracker: Tracker, worker_id: int, dp_rank: int) -> Labels:
-    return (
-        ("model_name", tracker.key.model_name),
-        ("tenant_id", tracker.key.tenant_id),
-        ("worker_id", str(worker_id)),
-        ("dp_rank", str(dp_rank)),
-    )
+def _ranks(slots: SlotTrackers) -> Iterator[Rank]:
+    for tracker in slots.select(None, None):
+        for worker_id in sorted(tracker.workers):
+            for dp_rank in tracker.workers[worker_id]:
+                yield tracker.key, tracker.ledger, worker_id, dp_rank

@@ -74,6 +74,7 @@ class Chosen:
     at: int  # in the fleet's pool
     settings: Settings
     phase: Phase | None
+    best: int  # blocks cached by whoever of those who could be chosen caches most
 
 
 @dataclass(slots=True, eq=False)

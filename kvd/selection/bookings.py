@@ -55,6 +55,8 @@ class Bookings:
         self._decays = decays
         self.retries = Retries()
         self.given_back = 0
+        self.expired = 0
+        self.removed = 0  # with their ranks
 
     def open_ledger(self, fleet: Fleet, block_size: int) -> None:
         """Lets a fleet and other faces weigh on each other from now on.
@@ -244,6 +246,7 @@ class Bookings:
             while fleet.forget_predictions(now):
                 yield
             while expired := fleet.ledger.expire(now - self.expiry_s, EXPIRY_SLICE):
+                self.expired += len(expired)
                 for reservation_id in expired:
                     self._forget(reservation_id)
                 self._on_idle(fleet)
@@ -252,6 +255,7 @@ class Bookings:
     def drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int, rank: int) -> None:
         """Ends what is booked on a rank of the ledger that leaves, and takes the rank out."""
         for reservation_id in fleet.ledger.remove_rank(rank):
+            self.removed += 1
             self._forget(reservation_id)
             self._tell(fleet, record, reservation_id, dp_rank, Step.FREE)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from kvd.errors import BadRequest, KvdError, Unavailable
+from kvd.errors import BadRequest, KvdError
 from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.queue import Urgency
@@ -20,6 +20,7 @@ from kvd.selection.asks import Answered, Ask, Chosen, Held, Look
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet, members_json, schedulable
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
+from kvd.selection.tally import Outcome, Tally, Unserved
 from kvd_core import selector
 from kvd_core.draws import Draws
 from kvd_core.selector_settings import DIRECT, Settings
@@ -36,6 +37,8 @@ _OVERLOADED: dict[Phase | None, str] = {
     Phase.DECODE: "all decode workers are overloaded",
 }
 
+_STOPPING = "the service is stopping"
+
 
 class Choices:
     """The selections of all fleets."""
@@ -47,10 +50,11 @@ class Choices:
         bookings: Bookings,
         draws: Draws,
         clock: Callable[[], float],
+        tally: Tally,
         affinity: Affinity | None = None,
     ) -> None:
         self.held = 0
-        self.refused_held = 0  # at the bound
+        self._tally = tally
         self._fleets = fleets
         self._options = options
         self._bookings = bookings
@@ -62,11 +66,18 @@ class Choices:
     def select(self, ask: Ask, look: Look) -> bytes | Held:
         """Selects, and books if asked to; returns the answer, or the selection held.
 
-        Raises Unavailable without anyone eligible or with all of them overloaded, BadRequest for
+        Raises Unserved without anyone eligible or with all of them overloaded, BadRequest for
         constraints that contradict each other or do not say what the mode needs, Conflict on a
         reservation id that lives.
         """
-        if (again := self._bookings.retries.find(ask.retry)) is not None:
+        try:
+            return self._select(ask, look)
+        except KvdError as error:
+            self._tally.failed(ask, error)
+            raise
+
+    def _select(self, ask: Ask, look: Look) -> bytes | Held:
+        if (again := self._again(ask)) is not None:
             return again.answer
         fleet = schedulable(self._fleets, ask.key)
         _check_constraints(ask)
@@ -85,13 +96,17 @@ class Choices:
         Whatever ends the wait, the selection is in no queue afterwards. What was booked with an
         answer that nobody will see is given back.
         """
+        since = self._clock()
         try:
             with trio.move_on_after(self._options.max_wait_s):
                 await held.done.wait()
         except trio.Cancelled:
+            if held.answer is None:
+                self._tally.ended(held.ask, Outcome.LEFT)
             self.take_back(held)  # it may have been served since
             raise
         finally:
+            self._tally.waits.observe(self._clock() - since)
             assert held.waiting is not None
             fleet = self._fleets[held.ask.key]
             fleet.queue.remove(held.waiting)
@@ -99,7 +114,8 @@ class Choices:
                 fleet.ledger.loads.eased = None
             self.held -= 1
         if held.answer is None:
-            raise Unavailable("all workers are busy", retry_after_s=1)
+            self._tally.ended(held.ask, Outcome.TIMED_OUT)
+            raise Unserved(Outcome.TIMED_OUT, "all workers are busy", retry_after_s=1)
         if isinstance(held.answer, KvdError):
             raise held.answer
         return held.answer
@@ -111,28 +127,38 @@ class Choices:
 
     def _hold(self, fleet: Fleet, ask: Ask) -> Held:
         if self._stopping:
-            raise Unavailable("the service is stopping")
+            raise Unserved(Outcome.STOPPING, _STOPPING)
         if self.held >= self._options.max_held:
-            self.refused_held += 1
-            raise Unavailable(f"{self.held} selections wait already", retry_after_s=1)
+            text = f"{self.held} selections wait already"
+            raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
         held = Held(ask, fleet.pool.hold())
         least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
         fleet.ledger.loads.eased = partial(self.turn, fleet)  # for what other faces end
         self.held += 1
+        self._tally.held(ask)
         return held
+
+    def _again(self, ask: Ask) -> Answered | None:
+        again = self._bookings.retries.find(ask.retry)
+        if again is not None:
+            self._tally.ended(ask, Outcome.REPEATED)
+        return again
 
     def _serve_one(self, fleet: Fleet, ask: Ask) -> Answered | None:
         """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
-        if (again := self._bookings.retries.find(ask.retry)) is not None:
+        if (again := self._again(ask)) is not None:
             return again  # both have waited
         self._check_new(ask)
         if ask.phase is Phase.BOTH:
             answered = self._serve_both(fleet, ask)
         else:
             answered = self._serve_phase(fleet, ask, ask.phase)
-        if answered is not None and answered.receipt is not None:
+        if answered is None:
+            return None
+        self._tally.served(ask, fleet.pool)
+        if answered.receipt is not None:
             self._bookings.retries.note(ask.retry, answered)
         return answered
 
@@ -145,6 +171,7 @@ class Choices:
         receipt = None
         if ask.reservation_id is not None:
             receipt = self._bookings.book(fleet, ask, ask.reservation_id, chosen)
+        self._tally.chosen(fleet.pool, chosen)
         return Answered(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
 
     def _serve_both(self, fleet: Fleet, ask: Ask) -> Answered | None:
@@ -154,9 +181,11 @@ class Choices:
         """
         try:
             prefill = self._choose(fleet, ask, Phase.PREFILL)
-        except Unavailable as error:
+        except Unserved as error:
             fallback = {"prefill": None, "fallback": f"decode only: {error}"}
-            return self._serve_phase(fleet, ask, None, members_json(fallback))
+            answered = self._serve_phase(fleet, ask, None, members_json(fallback))
+            self._tally.fallbacks += answered is not None
+            return answered
         if prefill is None:
             return None
         decode = self._choose(fleet, ask, Phase.DECODE)
@@ -166,6 +195,8 @@ class Choices:
         if ask.reservation_id is not None:
             prefill_id = ask.reservation_id + PREFILL_SUFFIX
             receipt = self._bookings.book_both(fleet, ask, ask.reservation_id, decode, prefill)
+        for chosen in (prefill, decode):
+            self._tally.chosen(fleet.pool, chosen)
         inner = b'"prefill":%b,' % self._answer(fleet, ask, prefill, prefill_id)
         return Answered(self._answer(fleet, ask, decode, ask.reservation_id, inner), receipt)
 
@@ -185,10 +216,10 @@ class Choices:
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
-            raise Unavailable(_NOBODY[phase])
+            raise Unserved(Outcome.NOT_ELIGIBLE, _NOBODY[phase])
         if chosen == selector.OVERLOADED:
-            raise Unavailable(_OVERLOADED[phase], retry_after_s=1)
-        return Chosen(chosen, settings, phase)
+            raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
+        return Chosen(chosen, settings, phase, fleet.pool.best(settings, eligible))
 
     def _follow(self, fleet: Fleet, ask: Ask, settings: Settings, eligible: bytes | None) -> int:
         """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
@@ -254,12 +285,13 @@ class Choices:
     def _serve(self, fleet: Fleet, held: Held) -> bool:
         try:
             if self._stopping:
-                raise Unavailable("the service is stopping")
+                raise Unserved(Outcome.STOPPING, _STOPPING)
             if not fleet.workers:
-                raise Unavailable("no schedulable workers are available")
+                raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
             fleet.pool.look_again(held.prompt)
             answered = self._serve_one(fleet, held.ask)
         except KvdError as error:
+            self._tally.failed(held.ask, error)
             held.settle(error)
             return True
         if answered is None:

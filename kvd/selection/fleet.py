@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvd.catalog import WorkerRecord
-from kvd.errors import Unavailable
 from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.predictions import Predictions
 from kvd.scheduling.queue import SelectionQueue
 from kvd.selection.asks import Constraints, Held
 from kvd.selection.phases import Phase, serves
+from kvd.selection.tally import Outcome, Unserved
 from kvd.state import State
 from kvd_core.hashing import sequence_hashes
 from kvd_core.ledger import Ledger
@@ -208,11 +208,12 @@ class Fleet:
 
 
 def schedulable(fleets: Mapping[PartitionKey, Fleet], key: PartitionKey) -> Fleet:
-    """Returns a fleet with someone to select; raises Unavailable."""
+    """Returns a fleet with someone to select; raises Unserved."""
     fleet = fleets.get(key)
     if fleet is None or not fleet.workers:
-        raise Unavailable(
-            f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}"
+        raise Unserved(
+            Outcome.NO_WORKERS,
+            f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}",
         )
     return fleet
 

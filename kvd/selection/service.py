@@ -14,6 +14,7 @@ from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
 from kvd.selection.fleet import Fleet
 from kvd.selection.readiness import Readiness
+from kvd.selection.tally import Tally
 from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
 from kvd.state import State
@@ -57,8 +58,10 @@ class Selections:
             self.affinity,
             decays=options.tracks_output_blocks,
         )
+        self.tally = Tally()
+        self.counts = self.tally.counts
         self.choices = Choices(
-            self.fleets, options, self.bookings, self.draws, clock, self.affinity
+            self.fleets, options, self.bookings, self.draws, clock, self.tally, self.affinity
         )
         self.tuning = Tuning(self.fleets, options.settings, self.choices.turn_all)
         self.workers = Workers(

@@ -14,6 +14,10 @@ def booking_families(selections: Selections) -> Iterator[Family | None]:
     yield gauge("kvd_selection_reservations", "Live reservations", len(bookings.live))
     help = "Bookings ended because their client left before its answer"
     yield counter("kvd_selection_given_back_total", help, bookings.given_back)
+    help = "Reservations dropped for their age"
+    yield counter("kvd_selection_expired_total", help, bookings.expired)
+    help = "Reservations that went with their rank"
+    yield counter("kvd_selection_removed_total", help, bookings.removed)
     yield gauge("kvd_selection_retries_known", "Answers that can be had again", len(retries))
     help = "Requests answered again under their Idempotency-Key"
     yield counter("kvd_selection_retries_total", help, retries.repeated)
