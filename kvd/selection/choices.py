@@ -66,6 +66,8 @@ class Choices:
         constraints that contradict each other or do not say what the mode needs, Conflict on a
         reservation id that lives.
         """
+        if (rest := self._bookings.retries.rest(ask.retry)) is not None:
+            self._bookings.free(rest)  # its other worker has left, and it is booked anew
         if (again := self._bookings.retries.find(ask.retry)) is not None:
             return again.answer
         fleet = schedulable(self._fleets, ask.key)
