@@ -26,7 +26,7 @@
 //   - modes that do not weigh the prompt leave busy ranks out, as long as there are others: who has
 //     waited would otherwise be sent to one that still is busy;
 //   - turns go by when a rank was last chosen, so those are fair whatever masks there are between
-//     them, and they outlive a pool (`take_turns`); who is new comes first;
+//     them, and they outlive a pool (`take_turns`); who is new comes first; each line has its own;
 //   - factors multiply costs, by what the prompt's sender prefers.
 //
 // Invariants
@@ -38,6 +38,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -68,7 +69,7 @@ class Pool {
     candidates_[candidate.first].end = at + 1;
     standings_.emplace_back();
     overlaps_.push_back(0);
-    turns_.push_back(0);
+    turns_.emplace_back();
   }
 
   size_t size() const { return candidates_.size(); }
@@ -91,7 +92,7 @@ class Pool {
 
   // The last choice has not come to pass: whoever has lost their turn has it again.
   void take_back() {
-    if (last_.at < turns_.size()) turns_[last_.at] = last_.before;
+    if (last_.at < turns_.size()) turns_[last_.at][last_.line] = last_.before;
   }
 
   // Goes on with the turns of a pool that this one replaces.
@@ -153,7 +154,7 @@ class Pool {
     const int64_t refusal = find_open(scale, mask);
     if (refusal < 0) return refusal;
     switch (settings.mode) {
-      case ROUND_ROBIN: return next_in_turn();
+      case ROUND_ROBIN: return next_in_turn(settings.line);
       case RANDOM: return open_[below(open_.size(), random)];
       case LEAST_LOADED: return lowest([&](uint32_t i) { return standings_[i].requests; }, random);
       case KV:
@@ -259,13 +260,13 @@ class Pool {
     return 0;
   }
 
-  int64_t next_in_turn() {
+  int64_t next_in_turn(int line) {
     uint32_t chosen = open_.front();
     for (const uint32_t i : open_) {
-      if (turns_[i] < turns_[chosen]) chosen = i;
+      if (turns_[i][line] < turns_[chosen][line]) chosen = i;
     }
-    last_ = Turn{chosen, turns_[chosen]};
-    turns_[chosen] = ++turn_;
+    last_ = Turn{chosen, line, turns_[chosen][line]};
+    turns_[chosen][line] = ++turn_;
     return chosen;
   }
 
@@ -322,11 +323,14 @@ class Pool {
     return open_[chosen];
   }
 
+  using Lines = std::array<uint64_t, kLines>;
+
   const Index* index_;
   const ledger::Ledger& ledger_;
   uint32_t block_size_;
   struct Turn {
     size_t at = SIZE_MAX;  // a candidate; behind all of them: nobody
+    int line = 0;
     uint64_t before = 0;   // its turn until then
   };
 
@@ -338,7 +342,7 @@ class Pool {
   std::vector<int32_t> overlaps_;    // one a candidate, signed: SSE2 compares no others
   std::vector<uint32_t> depths_;     // by rank of the ledger
   std::vector<uint64_t> chained_;    // scratch of `foresee`
-  std::vector<uint64_t> turns_;      // one a candidate: when it was last chosen, 0 is never
+  std::vector<Lines> turns_;         // one a candidate: when it was last chosen, 0 is never
   std::vector<uint32_t> open_;       // scratch of `choose`
   std::vector<uint32_t> idle_;
   std::vector<uint32_t> ties_;

@@ -6,6 +6,7 @@ from libcpp cimport bool as cbool
 
 cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
     double kMaxWeight
+    int kLines
     double kOff "kvd::selector::Settings::kOff"
 
     enum CMode "kvd::selector::Mode":
@@ -26,6 +27,7 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         double prefill_tokens_threshold       # tokens, infinite: off
         double prefill_tokens_threshold_frac  # of max_num_batched_tokens, infinite: off
         CMode mode
+        int line                              # of turns, below kLines
         cbool track_prefill
         cbool track_active_blocks
 

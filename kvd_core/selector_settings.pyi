@@ -7,6 +7,7 @@ RANDOM: Final[int]
 LEAST_LOADED: Final[int]
 DIRECT: Final[int]
 MODES: Final[tuple[int, ...]]
+LINES: Final[range]
 
 MAX_WEIGHT: Final[float]
 
@@ -15,6 +16,7 @@ class Settings:
         self,
         *,
         mode: int = ...,
+        line: int = ...,
         overlap_weight: float = ...,
         device_credit: float = ...,
         host_credit: float = ...,

@@ -9,12 +9,14 @@ RANDOM = <int>kRandom
 LEAST_LOADED = <int>kLeastLoaded
 DIRECT = <int>kDirect
 MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT)
+LINES = range(kLines)
 
 MAX_WEIGHT = kMaxWeight
 
 # Of Settings: defaults, and the highest value of a number.
 cdef dict DEFAULTS = {
     "mode": KV,
+    "line": 0,
     "overlap_weight": 1.0,
     "device_credit": 1.0,
     "host_credit": 0.75,
@@ -40,6 +42,7 @@ cdef class Settings:
         terms the cost has. A rank is busy above `queue_threshold` times its
         max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
         total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
+        Turns of ROUND_ROBIN are those of one of LINES.
         ValueError for what is outside; TypeError for a name that is none of these.
         """
         if not members.keys() <= DEFAULTS.keys():
@@ -47,6 +50,9 @@ cdef class Settings:
         self.members = MappingProxyType({**DEFAULTS, **members})
         if self.members["mode"] not in MODES:
             raise ValueError(f"no such mode: {self.members['mode']}")
+        if self.members["line"] not in LINES:
+            raise ValueError(f"no such line of turns: {self.members['line']}")
+        self.c.line = self.members["line"]
         self.c.mode = <CMode><int>self.members["mode"]
         self.c.overlap_weight = self.number("overlap_weight")
         self.c.device_credit = self.number("device_credit")

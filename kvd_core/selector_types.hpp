@@ -31,6 +31,10 @@ enum Mode : int {
   DIRECT,        // whom the mask leaves, however busy: the caller has chosen
 };
 
+// Of turns: who may serve two phases of a request takes turns in each, or half of an even number
+// of such ranks would always serve the same one.
+constexpr int kLines = 2;
+
 // Why no candidate was chosen. Indices of candidates are not negative.
 enum Refusal : int64_t {
   NONE = -1,        // none is eligible
@@ -51,6 +55,7 @@ struct Settings {
   double prefill_tokens_threshold = kOff;
   double prefill_tokens_threshold_frac = kOff;  // of max_num_batched_tokens
   Mode mode = KV;
+  int line = 0;  // of turns, below kLines
   bool track_prefill = true;
   bool track_active_blocks = true;
 };

@@ -14,7 +14,7 @@ from test_selections import BATCH, batched, calls, ready, settled
 from kvd.catalog import Role
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.scheduling.options import RouterOptions
-from kvd.selection.asks import Constraints, Held
+from kvd.selection.asks import Constraints, Held, Retry
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.hashing import sequence_hashes
@@ -157,6 +157,25 @@ async def test_a_decode_worker_that_leaves_takes_the_prefill_booking_not_along(b
     assert not bookings.live
     with pytest.raises(NotFound):
         getattr(bookings, by)("r")
+
+
+async def test_both_are_booked_anew_when_one_worker_has_left() -> None:
+    service = await disaggregated()
+    asked = {"phase": Phase.BOTH, "reservation_id": "r", "retry": Retry(("r", "k"), b"1")}
+    first = service.select(PROMPT, **asked)
+    await service.selections.workers.delete(first["prefill"]["worker_id"])
+    assert service.select(PROMPT, **asked) == first  # r lives
+    await service.selections.workers.put(batched(first["prefill"]["worker_id"], role=Role.PREFILL))
+    service.selections.bookings.free("r")
+    first = service.select(PROMPT, **asked)
+    await service.selections.workers.delete(first["worker_id"])
+    with pytest.raises(Conflict):
+        service.select(PROMPT, **asked | {"retry": Retry(("r", "k"), b"2")})
+    again = service.select(PROMPT, **asked)
+    assert again["worker_id"] != first["worker_id"]
+    assert service.selections.bookings.live.keys() == {"r", "r:prefill"}
+    assert sum(load[2] for load in loads(service).values()) == 2
+    service.check()
 
 
 async def test_what_is_left_of_both_is_given_back(nursery: trio.Nursery) -> None:

@@ -12,12 +12,15 @@ import trio
 from selecting import BLOCK_SIZE, M, N, Service, worker
 from test_selections import BATCH, batched, calls, ready, settled
 
+from kvd.catalog import Role
 from kvd.errors import BadRequest, NotFound, Unavailable
 from kvd.scheduling.options import RouterMode, RouterOptions
 from kvd.selection.asks import Constraints, Held
+from kvd.selection.phases import Phase
 from kvd_core.selector_settings import Settings
 
 OPTIONS = RouterOptions(Settings(queue_threshold=1.0))
+SINGLE = (Phase.PREFILL, Phase.DECODE)
 
 
 def routed(mode: RouterMode) -> RouterOptions:
@@ -56,6 +59,24 @@ async def test_turns_outlive_changes_of_the_fleet() -> None:
     assert chosen(service, 4) == [3, 4, 1, 2]
     await service.selections.workers.delete(3)
     assert chosen(service, 4) == [4, 1, 2, 4]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+async def test_phases_have_turns_of_their_own(size: int) -> None:
+    """Else every second worker of an even number would prefill for ever, and the others decode."""
+    records = [worker(number, role=Role.BOTH) for number in range(1, size + 1)]
+    service = await ready(*records, options=routed(RouterMode.ROUND_ROBIN))
+    turns: dict[str, Counter[int]] = {"prefill": Counter(), "decode": Counter()}
+    for _ in range(6 * size):
+        answer = service.select([1], phase=Phase.BOTH)
+        turns["prefill"][answer["prefill"]["worker_id"]] += 1
+        turns["decode"][answer["worker_id"]] += 1
+    assert all(set(count.values()) == {6} and len(count) == size for count in turns.values())
+    before = {one: service.select([1], phase=one)["worker_id"] for one in SINGLE}
+    await service.selections.workers.put(worker(9, role=Role.PREFILL))
+    assert service.select([1], phase=Phase.PREFILL)["worker_id"] == 9  # who is new comes first
+    after = {one: service.select([1], phase=one)["worker_id"] for one in SINGLE}
+    assert all(after[one] == before[one] % size + 1 for one in SINGLE)
 
 
 async def test_fleets_have_turns_of_their_own() -> None:

@@ -77,6 +77,8 @@ class Choices:
             raise
 
     def _select(self, ask: Ask, look: Look) -> bytes | Held:
+        if (rest := self._bookings.retries.rest(ask.retry)) is not None:
+            self._bookings.free(rest)  # its other worker has left, and it is booked anew
         if (again := self._again(ask)) is not None:
             return again.answer
         fleet = schedulable(self._fleets, ask.key)

@@ -43,9 +43,9 @@ def serves(role: Role | None, phase: Phase | None) -> bool:
 
 @lru_cache(SETTINGS_KEPT)
 def in_phase(settings: Settings, phase: Phase | None) -> Settings:
-    """Returns how candidates for one phase are weighed."""
+    """Returns how candidates for one phase are weighed; who prefills takes turns in that alone."""
     if phase is Phase.PREFILL:
-        return settings.replace(track_active_blocks=False)
+        return settings.replace(track_active_blocks=False, line=1)
     if phase is Phase.DECODE:  # which nothing that is being prefilled holds up
         return settings.replace(overlap_weight=0.0, track_prefill=False, queue_threshold=None)
     return settings

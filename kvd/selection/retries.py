@@ -40,13 +40,23 @@ class Retries:
         content, answered = known
         assert answered.receipt is not None
         if not answered.receipt.lives():
-            del self._answers[retry.name]
+            if answered.receipt.left() is None:
+                del self._answers[retry.name]
             return None
         if content != retry.content:
             raise Conflict("the idempotency-key was given with another request")
         self.repeated += 1
         answered.receipt.clients += 1
         return answered
+
+    def rest(self, retry: Retry | None) -> str | None:
+        """Returns what is left of the same request's booking that has ended, as `Receipt.left`."""
+        known = None if retry is None else self._answers.get(retry.name)
+        if retry is None or known is None or known[0] != retry.content:
+            return None
+        receipt = known[1].receipt
+        assert receipt is not None
+        return None if receipt.lives() else receipt.left()
 
     def note(self, retry: Retry | None, answered: Answered) -> None:
         """Remembers the answer of a booking that has just been made."""

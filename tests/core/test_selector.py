@@ -323,6 +323,11 @@ def test_modes() -> None:
     turns = DEFAULTS.replace(mode=ROUND_ROBIN)
     assert [fleet.pool.choose(turns, None, 0) for _ in range(6)] == [0, 1, 2, 3, 0, 1]
     assert [fleet.pool.choose(turns, b"\1\0\1\0", 0) for _ in range(3)] == [2, 0, 2]
+    other = turns.replace(line=1)
+    assert [fleet.pool.choose(other, None, 0) for _ in range(5)] == [0, 1, 2, 3, 0]
+    assert fleet.pool.choose(turns, None, 0) == 3
+    with pytest.raises(ValueError, match="no such line of turns"):
+        turns.replace(line=2)
     any_ = DEFAULTS.replace(mode=RANDOM)
     assert {fleet.pool.choose(any_, None, i << 60) for i in range(16)} == {0, 1, 2, 3}
     fleet.ledger.free("3/0/0")
