@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 import pytest
 
 from kvd_core.conductor import DEFAULT_SEED, Conductor, namespace
@@ -123,4 +125,37 @@ def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
     assert conductor.match_hashes([5])["a"]["CPU"] == 0
     other.store_named(0, None, "CPU", [5], 0)
     assert conductor.match_hashes([5])["a"]["CPU"] == 4
+    conductor.verify()
+
+
+def test_what_waited_for_a_source_goes_with_it() -> None:
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    kept = conductor.add_source("a", "", "", 0, True)
+    kept.store_named(0, None, "CPU", [1, 2, 3], 0)
+    source = conductor.add_source("a", "", "", 0, True)
+    source.store_named(0, None, "CPU", range(10, 100_000), 0)
+    source.remove_all()
+    assert conductor.stats()["loose"] == 3
+    conductor.verify()
+
+
+def test_what_waits_for_one_block_does_not_slow_the_next_down() -> None:
+    """A prompt's beginning that was never heard: thousands of requests may follow it."""
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    source = conductor.add_source("a", "", "", 0, False)
+
+    def told(first: int, count: int) -> float:
+        began = process_time()
+        for i in range(first, first + count):
+            assert source.store(0, 0, "GPU", [i], [i, 0, 0, 0], 7, 0) == "parked"
+        return process_time() - began
+
+    early = min(told(100 * i + 1000, 100) for i in range(20))
+    told(10_000, 30_000)
+    late = min(told(100 * i + 50_000, 100) for i in range(20))
+    assert late < 20 * early  # some 500 times as long if all that waits is looked through
+    source.store(0, 0, "GPU", [7], [9, 9, 9, 9], None, 0)
+    assert conductor.stats()["loose"] <= 4
+    assert conductor.match_tokens([9, 9, 9, 9, 39_999, 0, 0, 0])["a"]["GPU"] == 8
+    source.remove(0, 0, None, range(1000, 1100), 0)
     conductor.verify()
