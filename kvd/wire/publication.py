@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvd.wire import kv_events
-from kvd.wire.kv_events import U32_MAX, U64_MAX, Event
+from kvd.wire.kv_events import MAX_EVENTS, U32_MAX, U64_MAX, Event
 from kvd_core.conductor import Source, namespace
 from kvd_core.index import FLAWED
 
@@ -51,11 +51,24 @@ MAX_STREAMS = 65_536
 MAX_BACKENDS = 4096  # of one publisher, by name; events of more are dropped and counted
 
 NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
+# Hashes, token ids and characters of stale events that are kept for it, some 60 MB; when there are
+# more, none of them will be.
+MAX_BEHIND = 1_048_576
 
 _MARK = b"event_type"  # a member that every standard event has, and no other
 
 _STORED, _REMOVED, _CLEARED = "stored", "removed", "cleared"
 _TYPES = (_STORED, _REMOVED, _CLEARED)
+
+_CONTENT = (  # members of an event beside its envelope
+    "seq_hashes",
+    "block_hashes",
+    "connector_block_hash",
+    "object_key",
+    "base_block_idx",
+    "parent_hash",
+    "token_ids",
+)
 
 _Stream = tuple[str, str, int, str | None, int | None]
 
@@ -92,6 +105,13 @@ class _Standard:
     backend: int
     medium: str | None
     rank: int | None
+    size: int = 0  # once it is kept
+
+    def keep(self) -> int:
+        """Drops what is not needed to apply it later; returns its size, as MAX_BEHIND counts."""
+        self.event = {name: self.event[name] for name in _CONTENT if name in self.event}
+        self.size = 1 + sum(len(each) for each in self.event.values() if hasattr(each, "__len__"))
+        return self.size
 
     @property
     def stream(self) -> _Stream:
@@ -119,6 +139,7 @@ class Publication:
         self._backends: dict[str, int] = {"": 0}
         self._streams: dict[_Stream, _Place] = {}
         self._highest = -1  # event_id of the publisher
+        self._behind = 0  # of MAX_BEHIND
         self._engine = source.engine_events(terms.lora_name, terms.cache_salt)
         self._flaw = ""
 
@@ -172,6 +193,11 @@ class Publication:
         except ValueError as error:
             self._note_bad(str(error))
             return FLAWED
+        beyond = len(batch.events) - MAX_EVENTS
+        if beyond > 0:
+            del batch.events[MAX_EVENTS:]
+            self._bad["too_many"] += beyond
+            self._flaw = "too_many"
         for event in self._in_order(batch):
             try:
                 self._take(event, batch.rank)
@@ -246,27 +272,38 @@ class Publication:
         if number > place.last + 1 and number != self._highest + 1:
             self.gaps += 1
         place.last = number
-        place.behind.clear()
+        self._let_go(place)
         self._streams[stream] = place  # now the last of the dict
         if len(self._streams) > MAX_STREAMS:
-            del self._streams[next(iter(self._streams))]
+            self._let_go(self._streams.pop(next(iter(self._streams))))
         self._highest = max(self._highest, number)
         return True
 
     def _begins_anew(self, event: _Standard) -> list[_Standard]:
         """Takes note of a stale event; returns those of a new beginning once it is one."""
         assert event.event_id is not None
-        behind = self._streams[event.stream].behind
+        place = self._streams[event.stream]
+        behind = place.behind
         last = behind[-1].event_id if behind else None
         if last is not None and event.event_id != last + 1:
-            behind.clear()
+            self._let_go(place)
+        self._behind += event.keep()
         behind.append(event)
+        if self._behind > MAX_BEHIND:
+            for each in self._streams.values():
+                self._let_go(each)
         if len(behind) < NEW_BEGINNING:
             return []
         return list(behind)
 
+    def _let_go(self, place: _Place) -> None:
+        """Forgets the stale events of a stream: they are no new beginning."""
+        self._behind -= sum(event.size for event in place.behind)
+        place.behind.clear()
+
     def _forget_numbers(self) -> None:
         self._streams.clear()
+        self._behind = 0
         self._highest = -1
 
     # ---- standard events
