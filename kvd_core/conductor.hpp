@@ -739,7 +739,9 @@ class Conductor final : public Placements {
     }
     // All at once: erasing one of many equal keys walks over those before it.
     loose_.erase(range.first, range.second);
-    for (const Loose& loose : waiting) enter(key, loose);
+    // The last first, as equal keys come the last one entered first: `Rarities::waiting` has them in
+    // the same order, and finds each at once when it is placed.
+    for (auto it = waiting.rbegin(); it != waiting.rend(); ++it) enter(key, *it);
     for (const Loose& loose : waiting) {
       const Parked* parked = parked_of(loose);
       Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;

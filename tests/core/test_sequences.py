@@ -154,7 +154,10 @@ def test_what_waits_for_one_block_does_not_slow_the_next_down() -> None:
     told(10_000, 30_000)
     late = min(told(100 * i + 50_000, 100) for i in range(20))
     assert late < 20 * early  # some 500 times as long if all that waits is looked through
+    each = told(60_000, 10_000) / 10_000
+    began = process_time()
     source.store(0, 0, "GPU", [7], [9, 9, 9, 9], None, 0)
+    assert process_time() - began < 44_000 * 20 * each
     assert conductor.stats()["loose"] <= 4
     assert conductor.match_tokens([9, 9, 9, 9, 39_999, 0, 0, 0])["a"]["GPU"] == 8
     source.remove(0, 0, None, range(1000, 1100), 0)
