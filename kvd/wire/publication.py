@@ -11,7 +11,8 @@ registrations may listen to one publisher, each takes what is its own, and the r
 
 `event_id` numbers the events of a stream. An event that is not behind the last one is stale; a hole
 is counted and never waited for, because nothing can bring the event back. Three stale ones in a row
-that follow each other are a publisher that has begun anew behind a relay.
+that follow each other are a backend that has begun anew behind a relay, if their numbers are nearer
+to the first one heard than to the last: else they are repeated.
 
 No clock, no sockets, no logging.
 """
@@ -89,6 +90,7 @@ class Terms(NamedTuple):
 class _Place:
     """How far a stream of events has been heard."""
 
+    first: int
     last: int
     behind: list[_Standard] = field(default_factory=list)  # stale ones that follow each other
 
@@ -264,7 +266,7 @@ class Publication:
         stream = event.stream
         place = self._streams.pop(stream, None)
         if place is None:
-            place = _Place(number - 1)
+            place = _Place(number, number - 1)
         if number <= place.last:
             self._streams[stream] = place
             self.stale += 1
@@ -287,6 +289,8 @@ class Publication:
         last = behind[-1].event_id if behind else None
         if last is not None and event.event_id != last + 1:
             self._let_go(place)
+        if not behind and event.event_id - place.first >= place.last - event.event_id:
+            return []  # nearer to the end of what has been heard: somebody repeats it
         self._behind += event.keep()
         behind.append(event)
         if self._behind > MAX_BEHIND:
@@ -300,6 +304,13 @@ class Publication:
         """Forgets the stale events of a stream: they are no new beginning."""
         self._behind -= sum(event.size for event in place.behind)
         place.behind.clear()
+
+    def _forget_backend(self, gone: int) -> None:
+        for backend, rank in self._source.holders():
+            if backend == gone:
+                self._source.clear(backend, rank)
+        for stream in [each for each in self._streams if each[2] == gone]:
+            self._let_go(self._streams.pop(stream))
 
     def _forget_numbers(self) -> None:
         self._streams.clear()
@@ -368,7 +379,7 @@ class Publication:
         if anew:
             self.beginnings += 1
             self.stale -= len(anew)
-            self.clear()
+            self._forget_backend(event.backend)
             for each in anew:
                 self._is_next(each)
                 self._understand(each)()

@@ -266,6 +266,26 @@ def test_three_stale_events_in_a_row_are_a_new_beginning(fleet: Fleet) -> None:
     assert (fleet.row()["GPU"], one.beginnings, one.stale) == (8, 1, 0)
 
 
+def test_a_new_beginning_is_of_its_backend(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD[:2], event_id=50, backend_id="v"))
+    tell(one, stored(STANDARD, event_id=100))
+    for number in range(3):
+        tell(one, stored([number], event_id=number))
+    assert (fleet.row()["GPU"], one.beginnings) == (8, 1)
+    tell(one, stored(STANDARD, event_id=50, backend_id="v"))
+    assert one.stale == 1
+
+
+def test_what_is_repeated_is_no_new_beginning(fleet: Fleet) -> None:
+    one = fleet.add()
+    for number in range(40):
+        tell(one, stored(STANDARD if number < 10 else [number], event_id=number))
+    for number in range(30, 40):
+        tell(one, stored([number], event_id=number))
+    assert (fleet.row()["GPU"], one.beginnings, one.stale) == (16, 0, 10)
+
+
 def test_a_restart_forgets_blocks_and_numbers(fleet: Fleet) -> None:
     one = fleet.add()
     tell(one, stored(STANDARD, event_id=100))
