@@ -83,6 +83,7 @@ class State:
     def __init__(self, hash_seed: int = DEFAULT_SEED) -> None:
         self.partitions: dict[PartitionKey, Partition] = {}
         self.sized: dict[SizedKey, Partition] = {}
+        self._sizes: dict[PartitionKey, list[Partition]] = {}  # those of `sized`, oldest first
         self._hash_seed = hash_seed  # of sequence hashes
         self.ingest = IngestCounters()
         self.refused_partitions = 0
@@ -151,24 +152,32 @@ class State:
         source = partition.conductor.add_source(instance_id, lora_name, cache_salt, dp_rank, store)
         partition.sources += 1
         number = number_of(instance_id)
-        if number is not None and self.partitions.setdefault(key, partition) is partition:
-            self._link(partition, number)
+        if number is not None:
+            shown = self.partitions.get(key)
+            if shown is None:
+                self._show(partition)
+            elif shown is partition:
+                self._link(partition, number)
         return source
 
     def remove_source(self, key: PartitionKey, block_size: int, source: Source) -> None:
         """Removes a publisher with all that it holds."""
         partition = self.sized[(*key, block_size)]
         assert partition.conductor is not None
+        hidden = self.partitions.get(key) is not partition
         source.remove_all()
         partition.sources -= 1
         number = number_of(source.instance_id)
         if number in partition.linked and not partition.conductor.has(source.instance_id):
             partition.linked.discard(number)
-            if not partition.is_registered(number):
+            if not partition.is_registered(number) and not self._is_restored(partition, number):
                 self._remove_worker(partition, number)
         if not partition.sources:
             del self.sized[(*key, block_size)]
-            if self.partitions.get(key) is not partition:
+            self._sizes[key].remove(partition)
+            if not self._sizes[key]:
+                del self._sizes[key]
+            if hidden:
                 self._add_totals(partition)
         self.drop_if_empty(partition)
 
@@ -185,6 +194,7 @@ class State:
                 self._check_room()
                 partition = Partition(key, PrefixIndex(block_size, self.ingest))
             self.sized[(*key, block_size)] = partition
+            self._sizes.setdefault(key, []).append(partition)
         return partition
 
     def _link(self, partition: Partition, number: InstanceId) -> None:
@@ -215,6 +225,14 @@ class State:
             number = number_of(name)
             if number is not None:
                 self._link(partition, number)
+
+    def _show_next(self, key: PartitionKey) -> None:
+        """Shows the oldest partition of publishers that has an instance for the other faces."""
+        for partition in self._sizes.get(key, ()):
+            assert partition.conductor is not None
+            if any(number_of(name) is not None for name in partition.conductor.instances()):
+                self._show(partition)
+                return
 
     # ---- what came with a dump
 
@@ -285,9 +303,13 @@ class State:
             partition
             for partition in self.partitions_of(model_name, tenant_id)
             if instance_id in partition.workers
-            and instance_id not in partition.linked
+            and (instance_id not in partition.linked or self._is_restored(partition, instance_id))
             and not partition.is_registered(instance_id)
         ]
+
+    def _is_restored(self, partition: Partition, instance_id: InstanceId) -> bool:
+        """Says whether a dump has told of the instance, and nobody since."""
+        return (partition.key, instance_id) in self.unsettled
 
     def remove_stray(
         self, partition: Partition, instance_id: InstanceId, dp_rank: int | None
@@ -300,12 +322,15 @@ class State:
             self._remove_worker(partition, instance_id)
         else:
             worker.unregister(dp_rank)
+            if instance_id in partition.linked:
+                self._link(partition, instance_id)
         return True
 
     def drop_if_empty(self, partition: Partition) -> None:
         """Ends a partition without workers; to publishers it goes on."""
         if not partition.workers and self.partitions.get(partition.key) is partition:
             self._end(partition)
+            self._show_next(partition.key)
 
     def _end(self, partition: Partition) -> None:
         if partition.sources:

@@ -170,6 +170,7 @@ class Conductor final : public Placements {
       list_rows(*instance);
     }
     drop_owned(sources_, source);
+    prune_if_stale();
   }
 
   Instance* find(const std::string& key) const {
@@ -213,8 +214,9 @@ class Conductor final : public Placements {
   }
 
   // The layer of a medium by its upper-case name, and as a JSON member name; kNone when there are
-  // too many.
+  // too many, or when it cannot be a member.
   LayerId medium(const std::string& name, const std::string& key) {
+    if (name == "DP") return kNone;  // a row has another member of that name
     static const char* const kTiers[] = {"GPU", "CPU", "DISK", "EXTERNAL"};
     for (LayerId tier = 0; tier < kTierLayers; ++tier) {
       if (name == kTiers[tier]) return tier;
@@ -339,6 +341,11 @@ class Conductor final : public Placements {
       look_again(key);
     }
     settling_ = false;
+    prune_if_stale();
+  }
+
+  // Frees what waited for those that are no more, once that is most of it.
+  void prune_if_stale() {
     if (loose_.size() > 4 * index_.parked_ + 256) prune();
   }
 
@@ -353,7 +360,8 @@ class Conductor final : public Placements {
       require(!rank.has_copies(), "conductor 2: no holder has copies");
       if (rank.rare == nullptr) continue;
       for (const auto& [name, p] : rank.rare->parked) {
-        require(has_entry(id, name, Sequences::key(p.space, p.has_content ? p.parent : p.hash)),
+        const uint64_t key = Sequences::key(p.space, p.has_content ? p.parent : p.hash);
+        require(has_entry(id, name, p.has_content ? behind(key) : key),
                 "conductor 1: what is parked waits for something");
       }
     }
@@ -555,7 +563,7 @@ class Conductor final : public Placements {
     for (auto it = range.first; it != range.second; ++it) {
       const Loose& loose = it->second;
       const Parked* parked = parked_of(loose);
-      if (parked == nullptr || loose.kind == Kind::CHILD || parked->hash != hash || parked->sequence == 0) continue;
+      if (parked == nullptr || parked->hash != hash || parked->sequence == 0) continue;
       if (loose.rank == id) return parked->sequence;
       const bool nearer = owner(loose.rank) != nullptr && owner(loose.rank)->instance == source.instance;
       if (nearer) return parked->sequence;
@@ -695,7 +703,7 @@ class Conductor final : public Placements {
     parked->by_engine = by_engine;
     parked->sequence = sequence;
     const uint64_t stamp = parked->stamp, space = one.space;
-    enter(Sequences::key(space, one.parent), {id, name, stamp, Kind::CHILD});
+    enter(behind(Sequences::key(space, one.parent)), {id, name, stamp, Kind::CHILD});
     enter(Sequences::key(space, hash), {id, name, stamp, Kind::ALIAS});
     if (sequence != 0) {
       enter(Sequences::key(space, sequence), {id, name, stamp, Kind::CREDIT});
@@ -719,10 +727,16 @@ class Conductor final : public Placements {
 
   // ---- what waits
 
+  // Where those wait that come behind the block of a key. There may be thousands, of one prompt's
+  // beginning that has not been heard: nobody who asks what the key means is to meet them.
+  static uint64_t behind(uint64_t key) { return mix64(~key); }
+
   void enter(uint64_t key, const Loose& loose) { loose_.emplace(key, loose); }
 
   void await(uint64_t key) {
-    if (loose_.count(key) != 0) work_.push_back(key);
+    for (const uint64_t each : {key, behind(key)}) {
+      if (loose_.find(each) != loose_.end()) work_.push_back(each);
+    }
   }
 
   // A hash means something now.
@@ -754,14 +768,15 @@ class Conductor final : public Placements {
   // What waits for a key may have its place now.
   void look_again(uint64_t key) {
     std::vector<Loose> waiting;
-    auto range = loose_.equal_range(key);
-    for (auto it = range.first; it != range.second;) {
-      if (parked_of(it->second) == nullptr) {
-        it = loose_.erase(it);
-      } else {
-        waiting.push_back((it++)->second);
-      }
+    const auto range = loose_.equal_range(key);
+    for (auto it = range.first; it != range.second; ++it) {
+      if (parked_of(it->second) != nullptr) waiting.push_back(it->second);
     }
+    // All at once: erasing one of many equal keys walks over those before it.
+    loose_.erase(range.first, range.second);
+    // The last first, as equal keys come the last one entered first: `Rarities::waiting` has them in
+    // the same order, and finds each at once when it is placed.
+    for (auto it = waiting.rbegin(); it != waiting.rend(); ++it) enter(key, *it);
     for (const Loose& loose : waiting) {
       const Parked* parked = parked_of(loose);
       Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
@@ -822,10 +837,11 @@ class Conductor final : public Placements {
   }
 
   void prune() {
-    for (auto it = loose_.begin(); it != loose_.end();) {
-      it = parked_of(it->second) == nullptr ? loose_.erase(it) : std::next(it);
+    decltype(loose_) kept;
+    for (const auto& [key, loose] : loose_) {
+      if (parked_of(loose) != nullptr) kept.emplace(key, loose);
     }
-    if (loose_.empty()) decltype(loose_)().swap(loose_);
+    loose_.swap(kept);
   }
 
   void clear_space(RankId id, LayerMask mask, uint64_t space) {

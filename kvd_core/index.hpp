@@ -837,8 +837,9 @@ class Index {
   void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, Rarities::Hash>::iterator it) {
     Rarities& rare = *ranks_[id].rare;
     if (it->second.has_content) {
-      const auto range = rare.waiting.equal_range(it->second.parent);
-      for (auto w = range.first; w != range.second; ++w) {
+      // Without the end of the range: to find that walks over all that wait for the parent, and it
+      // is the first of them that is placed first.
+      for (auto w = rare.waiting.find(it->second.parent); w != rare.waiting.end(); ++w) {
         if (w->second == it->first) {
           rare.waiting.erase(w);
           break;

@@ -35,6 +35,8 @@ FIELDS = (
 )
 cdef int N_FIELDS = len(FIELDS)
 cdef uint64_t MAX_BLOCK_SIZE = 0xffffffff
+# Of a name in a plain query, bytes: names are kept for the next query, and the handler refuses more.
+cdef size_t MAX_NAME_BYTES = 4096
 
 
 cdef class PlainHoldings(Answerer):
@@ -69,6 +71,10 @@ cdef class PlainHoldings(Answerer):
             kind = scanner.core.value(i).kind
             if kind != Kind.absent and kind != Kind.null:
                 return None
+        for i in (kModel, kTenant, kLora, kInstance, kSalt):
+            if scanner.core.value(i).kind == Kind.text:
+                if <size_t>(scanner.core.value(i).end - scanner.core.value(i).begin) > MAX_NAME_BYTES:
+                    return None
         model = text(scanner.core.value(kModel))
         tenant = optional_text(scanner.core.value(kTenant))
         lora = optional_text(scanner.core.value(kLora))

@@ -237,3 +237,51 @@ def test_partitions_are_bounded_together(fleet: Fleet, monkeypatch: pytest.Monke
 )  # fmt: skip
 def test_numbers_are_plain_decimal_texts(text: str, number: int | None) -> None:
     assert number_of(text) == number
+
+
+def test_a_hidden_partition_comes_back_with_all_its_instances(fleet: Fleet) -> None:
+    """Once the workers of another block size are gone, whoever of its publishers is next."""
+    for instance in ("7", "8", "a"):
+        fleet.publisher(instance)[1].apply(batch(STORED))
+    rank = RankKey(KEY, 9, 0)
+    fleet.state.add_rank(rank, 8)
+    assert fleet.workers() == {}
+    fleet.state.remove_rank(rank)
+    assert fleet.workers() == {7: (3, 3, 3), 8: (3, 3, 3)}
+
+
+def test_a_partition_of_texts_alone_stays_hidden(fleet: Fleet) -> None:
+    fleet.publisher("a")
+    fleet.state.add_rank(RankKey(KEY, 9, 0), 8)
+    fleet.state.remove_rank(RankKey(KEY, 9, 0))
+    assert not fleet.state.partitions
+    fleet.publisher("7")
+    assert fleet.state.partition(*KEY).block_size == BLOCK_SIZE
+
+
+def test_totals_outlive_a_partition_once(fleet: Fleet) -> None:
+    source, publication = fleet.publisher("7")
+    publication.apply(batch(["BlockRemoved", [5], "GPU"]))
+    assert fleet.state.partition(*KEY).index.stats()["removed_unknown"] == 1
+    fleet.leave(source)
+    assert fleet.state.ended_totals["removed_unknown"] == 1
+
+
+def test_a_publisher_leaves_a_peer_s_word_of_its_worker_behind(fleet: Fleet) -> None:
+    source, publication = fleet.publisher("7")
+    restored = fleet.state.restored_worker(fleet.state.partition(*KEY), 7)
+    assert restored is not None
+    restored.store(0, [1, 2], LOCALS[:2])
+    publication.apply(batch(STORED))
+    assert fleet.workers() == {7: (3, 3, 3)}
+    fleet.leave(source)
+    assert fleet.workers() == {7: (2, 2, 2)}
+    source, publication = fleet.publisher("7")
+    publication.apply(batch(["BlockStored", [1], None, TOKENS[:4], BLOCK_SIZE, None, "GPU"]))
+    assert fleet.workers() == {7: (2, 2, 2)}
+    (partition,) = fleet.state.strays(7, "m", None)
+    assert fleet.state.remove_stray(partition, 7, 0)
+    assert fleet.workers() == {7: (1, 1, 1)}
+    assert fleet.state.strays(7, "m", None) == []
+    fleet.leave(source)
+    assert not fleet.state.partitions

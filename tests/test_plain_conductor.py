@@ -144,6 +144,33 @@ def test_hashes_may_be_texts() -> None:
     assert rows("/query_by_hash", block_hash=signed) == asked
 
 
+@pytest.mark.parametrize("name", ["tenant_id", "lora_name", "instance_id", "cache_salt"])
+@pytest.mark.parametrize("path", ["/query", "/query_by_hash"])
+def test_names_have_a_bound(path: str, name: str) -> None:
+    route = ROUTES[path]
+    assert route.answerer is not None
+    asked = body([*USUAL, (name, f'"{"x" * 4097}"')])
+    assert route.answerer(asked) is None
+    with pytest.raises(KvdError, match="longer than 4096 bytes"):
+        route.handler(Request("POST", path, b"", [], asked))
+
+
+def test_what_is_only_shown_again_has_a_bound() -> None:
+    data: dict[str, Any] = {"endpoint": "tcp://a:1", "type": "x", "model": "m", "instance_id": "a"}
+    data |= {"block_size": 4, "dp_rank": 0, "hash_profile": {"a": ["x" * 4096]}}
+    with pytest.raises(KvdError, match="hash_profile: longer than 4096 bytes"):
+        ROUTES["/register"].handler(
+            Request("POST", "/register", b"", [], json.dumps(data).encode())
+        )
+
+
+def test_hashes_as_texts_have_a_bound() -> None:
+    data = {"model": "m", "block_size": BLOCK_SIZE, "seq_hashes": ["1" * 19] * 13_000}
+    asked = Request("POST", "/query_by_hash", b"", [], json.dumps(data).encode())
+    with pytest.raises(KvdError, match="expected an integer"):
+        ROUTES["/query_by_hash"].handler(asked)
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason", "field"),
     [

@@ -26,6 +26,12 @@ I64_MIN = -(2**63)
 
 MAX_RANK = 2**31 - 1  # of a batch, as for engines everywhere
 
+# A payload is read and applied in one go, and this much of it holds up the loop for about a second.
+# An engine's own batches may be longer: nothing is made of Python for them.
+MAX_BYTES = 4 * 1024 * 1024
+MAX_EVENTS = 16_384  # of a payload; some 40 us each, an empty one costs a byte
+MAX_TEXT_BYTES = 4096  # of a name that is kept to tell streams apart, as in registrations
+
 # No msgpack batch begins with one of these: as msgpack they are the numbers 9 to 123.
 _JSON_STARTS = b"{[ \t\r\n"
 _RANKS = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
@@ -49,6 +55,8 @@ class Batch:
 
 def read_batch(payload: bytes) -> Batch:
     """Returns the events of a payload; raises ValueError, which says why, if it has none."""
+    if len(payload) > MAX_BYTES:
+        raise ValueError("too_large")
     value = _json(payload) if is_json(payload) else _msgpack(payload)
     if isinstance(value, dict):
         return _map_batch(value)
@@ -81,7 +89,12 @@ def engine_payload(event: object, rank: int | None) -> bytes:
 
 def text(event: Event, name: str) -> str | None:
     value = event.get(name)
-    if value is not None and not isinstance(value, str):
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > MAX_TEXT_BYTES:
+        raise ValueError(name)
+    # What is no Unicode is refused here, before the event counts for anything.
+    if not value.isascii() and len(value.encode()) > MAX_TEXT_BYTES:
         raise ValueError(name)
     return value
 

@@ -11,7 +11,8 @@ registrations may listen to one publisher, each takes what is its own, and the r
 
 `event_id` numbers the events of a stream. An event that is not behind the last one is stale; a hole
 is counted and never waited for, because nothing can bring the event back. Three stale ones in a row
-that follow each other are a publisher that has begun anew behind a relay.
+that follow each other are a backend that has begun anew behind a relay, if their numbers are nearer
+to the first one heard than to the last: else they are repeated.
 
 No clock, no sockets, no logging.
 """
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvd.wire import kv_events
-from kvd.wire.kv_events import U32_MAX, U64_MAX, Event
+from kvd.wire.kv_events import MAX_EVENTS, U32_MAX, U64_MAX, Event
 from kvd_core.conductor import Source, namespace
 from kvd_core.index import FLAWED
 
@@ -51,11 +52,24 @@ MAX_STREAMS = 65_536
 MAX_BACKENDS = 4096  # of one publisher, by name; events of more are dropped and counted
 
 NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
+# Hashes, token ids and characters of stale events that are kept for it, some 60 MB; when there are
+# more, none of them will be.
+MAX_BEHIND = 1_048_576
 
 _MARK = b"event_type"  # a member that every standard event has, and no other
 
 _STORED, _REMOVED, _CLEARED = "stored", "removed", "cleared"
 _TYPES = (_STORED, _REMOVED, _CLEARED)
+
+_CONTENT = (  # members of an event beside its envelope
+    "seq_hashes",
+    "block_hashes",
+    "connector_block_hash",
+    "object_key",
+    "base_block_idx",
+    "parent_hash",
+    "token_ids",
+)
 
 _Stream = tuple[str, str, int, str | None, int | None]
 
@@ -76,6 +90,7 @@ class Terms(NamedTuple):
 class _Place:
     """How far a stream of events has been heard."""
 
+    first: int
     last: int
     behind: list[_Standard] = field(default_factory=list)  # stale ones that follow each other
 
@@ -92,6 +107,13 @@ class _Standard:
     backend: int
     medium: str | None
     rank: int | None
+    size: int = 0  # once it is kept
+
+    def keep(self) -> int:
+        """Drops what is not needed to apply it later; returns its size, as MAX_BEHIND counts."""
+        self.event = {name: self.event[name] for name in _CONTENT if name in self.event}
+        self.size = 1 + sum(len(each) for each in self.event.values() if hasattr(each, "__len__"))
+        return self.size
 
     @property
     def stream(self) -> _Stream:
@@ -119,6 +141,7 @@ class Publication:
         self._backends: dict[str, int] = {"": 0}
         self._streams: dict[_Stream, _Place] = {}
         self._highest = -1  # event_id of the publisher
+        self._behind = 0  # of MAX_BEHIND
         self._engine = source.engine_events(terms.lora_name, terms.cache_salt)
         self._flaw = ""
 
@@ -172,6 +195,11 @@ class Publication:
         except ValueError as error:
             self._note_bad(str(error))
             return FLAWED
+        beyond = len(batch.events) - MAX_EVENTS
+        if beyond > 0:
+            del batch.events[MAX_EVENTS:]
+            self._bad["too_many"] += beyond
+            self._flaw = "too_many"
         for event in self._in_order(batch):
             try:
                 self._take(event, batch.rank)
@@ -238,7 +266,7 @@ class Publication:
         stream = event.stream
         place = self._streams.pop(stream, None)
         if place is None:
-            place = _Place(number - 1)
+            place = _Place(number, number - 1)
         if number <= place.last:
             self._streams[stream] = place
             self.stale += 1
@@ -246,27 +274,47 @@ class Publication:
         if number > place.last + 1 and number != self._highest + 1:
             self.gaps += 1
         place.last = number
-        place.behind.clear()
+        self._let_go(place)
         self._streams[stream] = place  # now the last of the dict
         if len(self._streams) > MAX_STREAMS:
-            del self._streams[next(iter(self._streams))]
+            self._let_go(self._streams.pop(next(iter(self._streams))))
         self._highest = max(self._highest, number)
         return True
 
     def _begins_anew(self, event: _Standard) -> list[_Standard]:
         """Takes note of a stale event; returns those of a new beginning once it is one."""
         assert event.event_id is not None
-        behind = self._streams[event.stream].behind
+        place = self._streams[event.stream]
+        behind = place.behind
         last = behind[-1].event_id if behind else None
         if last is not None and event.event_id != last + 1:
-            behind.clear()
+            self._let_go(place)
+        if not behind and event.event_id - place.first >= place.last - event.event_id:
+            return []  # nearer to the end of what has been heard: somebody repeats it
+        self._behind += event.keep()
         behind.append(event)
+        if self._behind > MAX_BEHIND:
+            for each in self._streams.values():
+                self._let_go(each)
         if len(behind) < NEW_BEGINNING:
             return []
         return list(behind)
 
+    def _let_go(self, place: _Place) -> None:
+        """Forgets the stale events of a stream: they are no new beginning."""
+        self._behind -= sum(event.size for event in place.behind)
+        place.behind.clear()
+
+    def _forget_backend(self, gone: int) -> None:
+        for backend, rank in self._source.holders():
+            if backend == gone:
+                self._source.clear(backend, rank)
+        for stream in [each for each in self._streams if each[2] == gone]:
+            self._let_go(self._streams.pop(stream))
+
     def _forget_numbers(self) -> None:
         self._streams.clear()
+        self._behind = 0
         self._highest = -1
 
     # ---- standard events
@@ -331,7 +379,7 @@ class Publication:
         if anew:
             self.beginnings += 1
             self.stale -= len(anew)
-            self.clear()
+            self._forget_backend(event.backend)
             for each in anew:
                 self._is_next(each)
                 self._understand(each)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+
 import pytest
 
 from kvd_core.conductor import DEFAULT_SEED, Conductor, namespace
@@ -148,4 +149,28 @@ def test_a_name_stands_in_whatever_namespace_it_was_told() -> None:
     source.store_named(0, 0, "CPU", [1], 0)
     row = conductor.match_tokens(range(4), "", "s")["a"]
     assert (row["GPU"], row["CPU"]) == (4, 4)
+
+
+def test_what_waited_for_a_source_goes_with_it() -> None:
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    kept = conductor.add_source("a", "", "", 0, True)
+    kept.store_named(0, None, "CPU", [1, 2, 3], 0)
+    source = conductor.add_source("a", "", "", 0, True)
+    source.store_named(0, None, "CPU", range(10, 100_000), 0)
+    source.remove_all()
+    assert conductor.stats()["loose"] == 3
+    conductor.verify()
+
+
+def test_many_blocks_wait_for_one() -> None:
+    """A prompt's beginning that was never heard: thousands of requests may follow."""
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    source = conductor.add_source("a", "", "", 0, False)
+
+    for i in range(1000, 41_000):
+        assert source.store(0, 0, "GPU", [i], [i, 0, 0, 0], 7, 0) == "parked"
+    source.store(0, 0, "GPU", [7], [9, 9, 9, 9], None, 0)
+    assert conductor.stats()["loose"] <= 4
+    assert conductor.match_tokens([9, 9, 9, 9, 39_999, 0, 0, 0])["a"]["GPU"] == 8
+    source.remove(0, 0, None, range(1000, 1100), 0)
     conductor.verify()

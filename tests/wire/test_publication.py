@@ -12,7 +12,8 @@ import pytest
 
 from kvd.model import PartitionKey
 from kvd.state import State
-from kvd.wire.publication import MAX_STREAMS, Publication, Terms
+from kvd.wire.kv_events import MAX_BYTES, MAX_EVENTS, MAX_TEXT_BYTES
+from kvd.wire.publication import MAX_BEHIND, MAX_STREAMS, Publication, Terms
 from kvd_core.conductor import Source
 from kvd_core.index import FLAWED
 from tests.models.conductor_model import sequence_hashes
@@ -265,6 +266,26 @@ def test_three_stale_events_in_a_row_are_a_new_beginning(fleet: Fleet) -> None:
     assert (fleet.row()["GPU"], one.beginnings, one.stale) == (8, 1, 0)
 
 
+def test_a_new_beginning_is_of_its_backend(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD[:2], event_id=50, backend_id="v"))
+    tell(one, stored(STANDARD, event_id=100))
+    for number in range(3):
+        tell(one, stored([number], event_id=number))
+    assert (fleet.row()["GPU"], one.beginnings) == (8, 1)
+    tell(one, stored(STANDARD, event_id=50, backend_id="v"))
+    assert one.stale == 1
+
+
+def test_what_is_repeated_is_no_new_beginning(fleet: Fleet) -> None:
+    one = fleet.add()
+    for number in range(40):
+        tell(one, stored(STANDARD if number < 10 else [number], event_id=number))
+    for number in range(30, 40):
+        tell(one, stored([number], event_id=number))
+    assert (fleet.row()["GPU"], one.beginnings, one.stale) == (16, 0, 10)
+
+
 def test_a_restart_forgets_blocks_and_numbers(fleet: Fleet) -> None:
     one = fleet.add()
     tell(one, stored(STANDARD, event_id=100))
@@ -381,3 +402,58 @@ def test_any_bytes_are_fine(fleet: Fleet) -> None:
     fleet.rows()
     known = {reason for each in publications for reason in each.bad}
     assert all(len(reason) < 32 for reason in known) and len(known) < 64
+
+
+def test_texts_of_events_are_bounded(fleet: Fleet) -> None:
+    one = fleet.add()
+    names = ("model_name", "tenant_id", "lora_name", "additional_salt", "backend_id", "medium")
+    for name in names:
+        assert tell(one, stored(STANDARD, **{name: "é" * (MAX_TEXT_BYTES // 2 + 1)})) == FLAWED
+    assert one.bad == dict.fromkeys(names, 1)
+    tell(one, stored(STANDARD, backend_id="x" * MAX_TEXT_BYTES))
+    assert fleet.row()["GPU"] == 16
+
+
+def test_texts_that_are_no_unicode_do_not_advance_their_stream(fleet: Fleet) -> None:
+    one = fleet.add()
+    payload = msgpack.packb([0.5, [stored(STANDARD, event_id=9, medium="?")], None])
+    assert one.apply(payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
+    tell(one, stored(STANDARD, event_id=9))
+    assert (one.bad, one.stale, one.gaps) == ({"text": 1}, 0, 0)
+
+
+def test_payloads_are_bounded(fleet: Fleet) -> None:
+    one = fleet.add()
+    events = [event("cleared")] * MAX_EVENTS
+    assert tell(one, stored(STANDARD), *events) == FLAWED
+    assert (one.bad, one.events) == ({"too_many": 1}, MAX_EVENTS)
+    assert tell(one, event("cleared", junk=b"x" * MAX_BYTES)) == FLAWED
+    assert one.bad == {"too_many": 1, "too_large": 1}
+    # An engine's own events are read without making anything of them.
+    assert tell(one, *[["BlockRemoved", [1], "GPU"]] * (MAX_EVENTS + 1)) == 0
+
+
+def test_stale_events_are_kept_within_a_bound(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MAX_BEHIND == 1_048_576
+    monkeypatch.setattr("kvd.wire.publication.MAX_BEHIND", 20)
+    one = fleet.add()
+    for medium in ("gpu", "cpu"):
+        tell(one, stored(STANDARD, medium=medium, event_id=100))
+    for number in (0, 1):
+        for medium in ("gpu", "cpu"):
+            tell(one, stored(list(range(8)), medium=medium, event_id=number, junk="x" * 1000))
+    tell(one, stored([8], event_id=2))
+    assert (one.beginnings, one.stale) == (0, 5)
+    for number in (3, 4):
+        tell(one, stored([8], event_id=number))
+    assert (one.beginnings, fleet.row()["GPU"]) == (1, 0)
+
+
+def test_no_medium_takes_the_place_of_another_member(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD, medium="dp"), stored(STANDARD, medium="longest_matched"))
+    tell(one, ["BlockStored", [1], None, TOKENS[:4], 4, None, "dp"])
+    assert one.ignored == {"media": 2}
+    assert fleet.row()["DP"] == {"0": 16}

@@ -1,0 +1,79 @@
+"""The conductor answers by tokens and by sequence hashes as real engines' own caches do."""
+
+from __future__ import annotations
+
+import pytest
+from recording import NAMES, Question, Recording, Tally, load
+
+from kvd.model import PartitionKey
+from kvd.state import State
+from kvd.wire.publication import Publication, Terms
+from tests.models.conductor_model import sequence_hashes
+
+KEY = PartitionKey("m", "default")
+
+DIFFERENT = {
+    # As for workers, see test_recordings: what the events do not say.
+    "sglang-0.5.3-hand": Tally(agree=3, under=5),
+    "vllm-0.9.2-ident": Tally(agree=2, under=2),
+    "vllm-0.14.1-ident": Tally(agree=5, under=2),
+    "vllm-0.33.0-offload-bare-chunk4": Tally(agree=18, under=17),
+    "sglang-0.5.23-eagle-bigram": Tally(under=1),
+    # Of several cache groups this face counts one, as if the others kept all of it.
+    "vllm-0.33.0-hybrid": Tally(agree=1, under=11, over=5),
+    # Its engine keeps two copies of a block; here one removal takes both.
+    "vllm-0.33.0-twin": Tally(agree=8, under=12),
+}
+QUESTIONS = 1189  # without images
+
+
+class Fed:
+    """Every rank of a recording as a publisher of the conductor's."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.block_size = size = recording.block_size
+        state = State()
+        self.publications: dict[tuple[int, int], Publication] = {}
+        for instance, rank in recording.ranks:
+            source = state.add_source(KEY, size, f"w{instance}", "", "", rank, store=False)
+            terms = Terms(*KEY, size, "", "", rank, False)
+            self.publications[instance, rank] = Publication(source, terms)
+        conductor = state.sized[(*KEY, size)].conductor
+        assert conductor is not None
+        self.conductor = conductor
+        for message in recording.messages:
+            self.publications[message.rank].apply(message.payload)
+
+    def held(self, question: Question) -> int:
+        """Returns what the rank holds on any medium, asked both ways, in tokens."""
+        scope = question.lora_name or "", question.cache_salt or ""
+        rows = self.conductor.match_tokens(question.tokens, *scope)
+        hashes = sequence_hashes(question.tokens, self.block_size, 1337)
+        assert self.conductor.match_hashes(hashes, *scope) == rows
+        instance, rank = question.rank
+        held: int = rows[f"w{instance}"]["DP"].get(str(rank), 0)
+        return held
+
+
+def wanted(question: Question) -> int:
+    """Returns what the engine found on all of its media."""
+    return next(
+        question.figures[name] for name in ("disk", "cpu", "gpu") if name in question.figures
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_those_of_the_engine(name: str) -> None:
+    recording = load(name)
+    fed = Fed(recording)
+    fed.conductor.verify()
+    assert not any(
+        each.bad or each.mismatches or each.orphans for each in fed.publications.values()
+    )
+    asked = [question for question in recording.questions if not question.items]
+    found = [(fed.held(question), wanted(question)) for question in asked]
+    assert Tally.of(found) == DIFFERENT.get(name, Tally(agree=len(asked))), found
+
+
+def test_no_question_is_missing() -> None:
+    assert sum(not q.items for name in NAMES for q in load(name).questions) == QUESTIONS
