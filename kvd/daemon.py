@@ -185,6 +185,8 @@ class _Daemon:
         async for number in signals:
             if number == signal.SIGHUP:
                 self._reload()
+                if self._recovered.is_set():
+                    await sdnotify.tell_ready()
                 continue
             if self._signalled.is_set():
                 os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
@@ -206,8 +208,6 @@ class _Daemon:
             log.info("reloaded", changed=" ".join(reloaded.changed))
             if reloaded.waiting:
                 log.warning("restart_needed", settings=" ".join(reloaded.waiting))
-        if self._recovered.is_set():
-            sdnotify.tell(sdnotify.READY)
 
     def _follow(self, config: Config) -> None:
         """Has the daemon go on with other values of settings that are live."""
@@ -368,7 +368,7 @@ class _Daemon:
         """Tells systemd that the faces serve, with what a peer knew if there is one."""
         await self._recovered.wait()
         if not self._signalled.is_set():
-            sdnotify.tell(sdnotify.READY)
+            await sdnotify.tell_ready()
 
     async def _run_demo(self, base_url: str) -> None:
         """Runs the demo until a signal."""
