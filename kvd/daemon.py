@@ -111,6 +111,7 @@ class _Daemon:
         self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._selection = FaceServer("selection", "kvd_selection", config.http)
+        self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._signalled = trio.Event()
 
@@ -213,7 +214,7 @@ class _Daemon:
         """Has the daemon go on with other values of settings that are live."""
         self._config = config
         logs.set_level(config.log_level)
-        for face in (self._indexer, self._slot_tracker, self._selection):
+        for face in self._served:
             face.limit(config.http)
         self._slots.expiry_s = config.request_expiry_s
         if self._selections is not None:
@@ -348,6 +349,7 @@ class _Daemon:
         async with trio.open_nursery() as serving:
             for face, routes in faces:
                 face.sources.append(self._reload_families)
+                self._served.append(face)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
