@@ -118,6 +118,7 @@ class _Daemon:
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._selection = FaceServer("selection", "kvd_selection", config.http)
         self._conductor = FaceServer("conductor", "kvd_conductor", config.http)
+        self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._signalled = trio.Event()
 
@@ -200,6 +201,8 @@ class _Daemon:
         async for number in signals:
             if number == signal.SIGHUP:
                 self._reload()
+                if self._recovered.is_set():
+                    await sdnotify.tell_ready()
                 continue
             if self._signalled.is_set():
                 os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
@@ -221,14 +224,12 @@ class _Daemon:
             log.info("reloaded", changed=" ".join(reloaded.changed))
             if reloaded.waiting:
                 log.warning("restart_needed", settings=" ".join(reloaded.waiting))
-        if self._recovered.is_set():
-            sdnotify.tell(sdnotify.READY)
 
     def _follow(self, config: Config) -> None:
         """Has the daemon go on with other values of settings that are live."""
         self._config = config
         logs.set_level(config.log_level)
-        for face in (self._indexer, self._slot_tracker, self._selection, self._conductor):
+        for face in self._served:
             face.limit(config.http)
         self._slots.expiry_s = config.request_expiry_s
         if self._selections is not None:
@@ -384,6 +385,7 @@ class _Daemon:
         async with trio.open_nursery() as serving:
             for face, routes in faces:
                 face.sources.append(self._reload_families)
+                self._served.append(face)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
@@ -404,7 +406,7 @@ class _Daemon:
         """Tells systemd that the faces serve, with what a peer knew if there is one."""
         await self._recovered.wait()
         if not self._signalled.is_set():
-            sdnotify.tell(sdnotify.READY)
+            await sdnotify.tell_ready()
 
     async def _run_demo(self, base_url: str) -> None:
         """Runs the demo until a signal."""

@@ -89,5 +89,6 @@ def test_the_source_distribution_builds_and_holds_nothing_generated(distribution
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {f"kvd_core/{module}.pyx" for module in MODULES}
     wanted |= {f"kvd_core/{path.name}" for path in (REPOSITORY / "kvd_core").glob("*.hpp")}
+    wanted |= {"packaging/build", "packaging/debian/control", "systemd/kvd.service"}
     assert wanted | {"setup.py", "pyproject.toml", "Makefile", "LICENSE"} <= names
     assert not {name for name in names if name.endswith((".cpp", ".so")) or "build/" in name}

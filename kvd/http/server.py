@@ -17,6 +17,10 @@ from kvd.http.limits import HttpLimits, HttpStats
 # progress within the send deadline, and a silent one pins no more.
 UNSENT_BYTES = 256 * 1024
 
+# What a client that has just connected gets to send its request when the server stops: a round trip
+# between continents. Else a restart behind passed-on sockets would lose one now and then.
+YOUNG_SECONDS = 0.25
+
 
 class ClientConnection(Protocol):
     """One accepted connection."""
@@ -37,7 +41,7 @@ class Server(ABC, Generic[C]):
     def __init__(self, limits: HttpLimits) -> None:
         self.stats = HttpStats()
         self.limits = limits
-        self._running: set[C] = set()
+        self._running: dict[C, float] = {}  # when each was accepted
 
     def limit(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on; deadlines that are set already stay."""
@@ -52,8 +56,9 @@ class Server(ABC, Generic[C]):
     ) -> None:
         """Serves until `stop` is set and every connection has ended; closes the listeners.
 
-        After `stop` no connection is accepted, idle ones end at once and busy ones after their
-        response. What is left `graceful_seconds` later is cut off.
+        After `stop` no connection is accepted, idle ones end at once, new ones after they had
+        YOUNG_SECONDS for a request, and busy ones after their response. What is left
+        `graceful_seconds` later is cut off.
         """
         for listener in listeners:
             _set_options(listener)
@@ -70,6 +75,7 @@ class Server(ABC, Generic[C]):
                     _close_all(listeners)
                     await self._drain()
                     watching.start_soon(self._cut_off, serving.cancel_scope)
+                    watching.start_soon(self._close_young)
                 watching.cancel_scope.cancel()
         finally:
             _close_all(listeners)
@@ -87,7 +93,14 @@ class Server(ABC, Generic[C]):
         """Runs beside the connections, until it is cancelled."""
 
     async def _drain(self) -> None:
-        """Ends idle connections at once and the others after their response."""
+        """Ends idle connections at once, unless they are new, the others after their response."""
+        young = trio.current_time() - YOUNG_SECONDS
+        for connection, accepted in self._running.items():
+            if accepted <= young:
+                connection.close_if_idle()
+
+    async def _close_young(self) -> None:
+        await trio.sleep(YOUNG_SECONDS)
         for connection in self._running:
             connection.close_if_idle()
 
@@ -101,7 +114,7 @@ class Server(ABC, Generic[C]):
             self._turn_away(sock)
             return
         connection = self._connect(sock)
-        self._running.add(connection)
+        self._running[connection] = trio.current_time()
         self.stats.connections_open += 1
         serving.start_soon(self._run, connection)
 
@@ -109,7 +122,7 @@ class Server(ABC, Generic[C]):
         try:
             await connection.run()
         finally:
-            self._running.remove(connection)
+            del self._running[connection]
             self.stats.connections_open -= 1
 
     async def _cut_off(self, serving: trio.CancelScope) -> None:

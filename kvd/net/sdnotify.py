@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -18,22 +17,36 @@ WATCHDOG = b"WATCHDOG=1"
 START_EXTENSION_US = 60_000_000
 
 
-def notify(message: bytes, address: str) -> None:
+RETRY_S = 0.05  # between two tries to tell what must not be missed
+
+
+def notify(message: bytes, address: str) -> bool:
     """Sends one message to the socket that $NOTIFY_SOCKET names; `@` means the abstract one.
 
     Never waits and never fails: a manager that does not listen is no reason to stop serving, and
-    one that misses a watchdog message says so by itself.
+    one that misses a watchdog message says so by itself. Returns False if its queue was full.
     """
     path = "\0" + address[1:] if address.startswith("@") else address
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-        sock.sendto(message, socket.MSG_DONTWAIT, path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.sendto(message, socket.MSG_DONTWAIT, path)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # nobody is there
+    return True
 
 
-def tell(message: bytes) -> None:
-    """Sends one message to the service manager, if there is one."""
+def tell(message: bytes) -> bool:
+    """Sends one message to the service manager, if there is one; returns what `notify` does."""
     address = os.environ.get("NOTIFY_SOCKET")
-    if address:
-        notify(message, address)
+    return not address or notify(message, address)
+
+
+async def tell_ready() -> None:
+    """Says that a start or a reload is over; without that it would be given up."""
+    while not tell(READY):  # noqa: ASYNC110 - it is the other side that changes
+        await trio.sleep(RETRY_S)
 
 
 def tell_reloading() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from kvd_core.conductor import DEFAULT_SEED, Conductor, namespace

@@ -19,7 +19,7 @@ async def test_idle_connections_do_not_delay_a_stop() -> None:
         await used.request("GET", "/health")
         await used.request("GET", "/app/health")
         await running.until(connections_open=2)
-        assert await _seconds_to_end(running) < PATIENT.graceful_seconds / 2
+        assert await _seconds_to_end(running) < PATIENT.graceful_seconds
         assert await fresh.read_to_end() == await used.read_to_end() == b""
         assert running.front.stats.cut_at_stop == 0
 
@@ -53,6 +53,18 @@ async def test_a_request_that_is_still_coming_may_finish() -> None:
         assert [reply.status for reply in replies] == [200, 415]
         assert not any(reply.persists() for reply in replies)
         await running.ended.wait()
+
+
+async def test_who_has_just_connected_may_still_send_a_request() -> None:
+    """Behind sockets that are passed on, nobody would take it for a connection of the next one."""
+    async with serving() as running, running.client() as client:
+        await running.until(connections_open=1)
+        running.stop.set()
+        await running.until_refusing()
+        reply = await client.request("GET", "/describe")
+        assert (reply.status, reply.persists()) == (200, False)
+        await running.ended.wait()
+        assert running.front.stats.cut_at_stop == 0
 
 
 async def test_a_request_that_had_arrived_is_answered() -> None:

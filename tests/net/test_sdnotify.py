@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
 
 import pytest
+import trio
 
-from kvd.net.sdnotify import READY, STOPPING, WATCHDOG, notify
+from kvd.net.sdnotify import READY, STOPPING, WATCHDOG, notify, tell_ready
 
 
 @pytest.mark.parametrize("address", ["{tmp_path}/notify", "@kvd-test-{pid}"])
@@ -28,5 +30,33 @@ def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
     address = f"{tmp_path}/notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(address)
-        for _ in range(5000):
-            notify(WATCHDOG, address)
+        assert notify(WATCHDOG, address)
+        assert not all(notify(WATCHDOG, address) for _ in range(5000))
+
+
+async def test_ready_is_said_until_it_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: object
+) -> None:
+    address = f"{tmp_path}/notify"
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        manager.setblocking(False)
+        while notify(WATCHDOG, address):
+            pass
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tell_ready)
+            await trio.sleep(10)
+            messages = {manager.recv(100)}
+            await trio.sleep(1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                messages.add(manager.recv(100))
+        assert messages == {WATCHDOG, READY}
+
+
+async def test_ready_without_a_manager_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    await tell_ready()
+    monkeypatch.setenv("NOTIFY_SOCKET", "@nobody-is-there")
+    await tell_ready()
