@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PORTS = {"indexer": 8090, "slot tracker": 8091, "selection": 8092}
+PORTS: dict[str, int] = {}  # of all faces, by name; known once kvd is installed
 CONFIG = Path("/etc/kvd/kvd.toml")
 MOST_EXPOSED = 1.2
 LOADERS = 6  # threads that ask
@@ -149,11 +149,15 @@ def install(folder: Path) -> str:
     run("dpkg", "-i", str(folder / "first.deb"))
     assert shown("ActiveState") == "active", journal()
     assert run("kvd", "config", "check", "--config", str(CONFIG)) == "ok\n"
+    settings = run("kvd", "config", "show", "--config", str(CONFIG))
+    faces = re.findall(r'^(\w+)_bind = "127\.0\.0\.1:(\d+)"', settings, re.MULTILINE)
+    PORTS.update({face: int(port) for face, port in faces})
+    assert all(map(answers, PORTS.values())), PORTS
     user = pwd.getpwnam("kvd")
     state = Path("/var/lib/kvd").stat()
     assert (state.st_mode & 0o7777, state.st_uid) == (0o750, user.pw_uid)
     assert Path("/etc/kvd/credentials").stat().st_mode & 0o7777 == 0o700
-    return run("kvd", "--version").strip()
+    return f"{run('kvd', '--version').strip()} serves {', '.join(PORTS)}"
 
 
 @step
@@ -176,7 +180,7 @@ def query_every_face(folder: Path) -> str:
     import msgpack
     import zmq
 
-    indexer, tracker, selection = PORTS.values()
+    indexer, tracker, selection = (PORTS[face] for face in ("indexer", "slot_tracker", "selection"))
     with zmq.Context() as context, context.socket(zmq.PUB) as engine:
         engine.linger = 0
         port = engine.bind_to_random_port("tcp://127.0.0.1")
