@@ -34,7 +34,11 @@ class Command:
 
     @property
     def options(self) -> list[argparse.Action]:
-        return [action for action in self.parser._actions if action.option_strings]
+        return [
+            action
+            for action in self.parser._actions
+            if action.option_strings and action.help != argparse.SUPPRESS
+        ]
 
 
 def commands(parser: argparse.ArgumentParser, *words: str) -> Iterator[Command]:
@@ -350,7 +354,8 @@ def zsh() -> str:
             ]
         command = next(each for each in ALL if each.words[0] == first)
         lines += ["        _arguments -s \\"]
-        lines += [f"            {quoted(each)} \\" for each in map(zsh_option, command.options)]
+        specs = [spec for action in command.options for spec in zsh_options(action)]
+        lines += [f"            {quoted(spec)} \\" for spec in specs]
         lines += ["            '*::'", "        ;;"]
     known = " ".join(quoted(f"{name}:{help_of(name)}") for name in firsts())
     lines += ["    *)", f"        words_left=({known})", "        _describe command words_left"]
@@ -367,15 +372,16 @@ def help_of(first: str) -> str:
     return ""
 
 
-def zsh_option(action: argparse.Action) -> str:
-    name = action.option_strings[-1]
+def zsh_options(action: argparse.Action) -> list[str]:
+    """Returns what zsh is told of an option, once for each of its long names."""
+    names = [name for name in action.option_strings if name.startswith("--")]
     said = described(action).replace("[", "\\[").replace("]", "\\]").replace(":", "\\:")
     if not takes_value(action):
-        return f"{name}[{said}]"
+        return [f"{name}[{said}]" for name in names]
     value = value_of(action).replace(":", "\\:").replace("[", "\\[").replace("]", "\\]")
     choices = " ".join(choices_of(action))
     kind = "_files" if is_file(action) else f"({choices})" if choices else " "
-    return f"{name}=[{said}]:{value}:{kind}"
+    return [f"{name}=[{said}]:{value}:{kind}" for name in names]
 
 
 def fish() -> str:

@@ -121,7 +121,7 @@ def test_sockets_go_to_the_faces_they_are_named_after(tmp_path: Path) -> None:
         sockets = [listening(stack) for _ in range(3)]
         sockets.append(listening(stack, socket.AF_UNIX, path))
         names = "selection:slot-tracker:indexer:indexer"
-        with managed(tmp_path, sockets, names, "serve") as (manager, _):
+        with managed(tmp_path, sockets, names, "serve", "--conductor-bind=off") as (manager, _):
             selection, slot_tracker, indexer = map(port_of, sockets[:3])
             assert get(selection, "/select") == 405
             assert get(slot_tracker, "/potential_loads") == 405
@@ -141,6 +141,7 @@ def test_other_names_go_by_the_address(tmp_path: Path, names: str | None) -> Non
             f"--indexer-bind=127.0.0.1:{port_of(second)}",
             f"--slot-tracker-bind=127.0.0.1:{port_of(first)}",
             "--selection-bind=off",
+            "--conductor-bind=off",
         ]
         with managed(tmp_path, sockets, names, "serve", *binds):
             assert get(port_of(second), "/query") == 405
@@ -234,7 +235,7 @@ def test_the_watchdog_is_fed_and_reloads_are_announced(tmp_path: Path) -> None:
     with ExitStack() as stack:
         sock = listening(stack)
         arguments = ["serve", "--config", os.fspath(config)]
-        arguments += ["--slot-tracker-bind=off", "--selection-bind=off"]
+        arguments += ["--slot-tracker-bind=off", "--selection-bind=off", "--conductor-bind=off"]
         with managed(tmp_path, [sock], "indexer", *arguments, WATCHDOG_USEC="200000") as (
             manager,
             process,

@@ -27,6 +27,7 @@ from kvd.settings import SETTINGS
 OTHERS = {  # values that are no default and leave the rest valid
     "log_level": '"error"',
     "router_queue_policy": '"wspt"',
+    "router_mode": '"random"',
     "router_queue_threshold": '"off"',
     "router_track_active_blocks": "false",
     "router_track_prefill_tokens": "false",

@@ -230,5 +230,5 @@ async def test_everything_at_once(seed: int, features: str, nursery: trio.Nurser
         life.service.now += life.rng.choice((0.001, 0.01, 0.1))
         what = life.rng.choices((life.select, life.step, life.change), (20, 8, 2))[0]
         await life.attempt(what)
-    assert life.seen["held"] > 3 and {"Conflict", "NotFound", "Unavailable"} <= life.seen.keys()
+    assert life.seen["held"] > 3 and {"Conflict", "NotFound", "Unserved"} <= life.seen.keys()
     await life.end()

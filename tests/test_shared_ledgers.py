@@ -112,6 +112,7 @@ def running_faces(folder: Path, *flags: str) -> Iterator[Faces]:
     tracker, selection = find_free_port(), find_free_port()
     binds = (
         "--indexer-bind=off",
+        "--conductor-bind=off",
         f"--slot-tracker-bind=127.0.0.1:{tracker}",
         f"--selection-bind=127.0.0.1:{selection}",
     )
