@@ -60,6 +60,7 @@ class World:
         self.clients = [Caller(self, number) for number in range(CLIENTS)]
         # Who sent these went away before the answer.
         self.unsure: dict[str, list[int]] = {}
+        self.left: dict[str, Reservation] = {}  # of these, what is booked nevertheless
         self.steps = self.resting = self.connections = 0
         self.may_go = trio.Event()
         self.over = False
@@ -121,8 +122,10 @@ class World:
 
     async def check(self, client: Client) -> None:
         self.resolve()
-        live = {name: one for caller in self.clients for name, one in caller.live().items()}
-        assert sum(len(caller.live()) for caller in self.clients) == len(live)  # ids are unique
+        left = {name: one for name, one in self.left.items() if one.rank[0] in self.workers}
+        known = [left, *(caller.live() for caller in self.clients)]
+        live = {name: one for some in known for name, one in some.items()}
+        assert sum(map(len, known)) == len(live)  # ids are unique
         assert live.keys() == self.service.selections.bookings.live.keys()
         model = ModelLedger()
         for worker_id, size in self.workers.items():
@@ -152,13 +155,29 @@ class World:
             self.seen["gone, booked" if request else "gone"] += 1
             if request is not None:
                 rank = request.worker_id, request.dp_rank
-                self.clients[0].mine[name] = Reservation(rank, hashes, request.tokens)
+                self.left[name] = Reservation(rank, hashes, request.tokens)
         self.unsure.clear()
+
+    def end_left(self) -> None:
+        """Ends what nobody else would: a rank must not stay busy with it."""
+        bookings = self.service.selections.bookings
+        for name in self.left.keys() & bookings.live.keys():
+            bookings.free(name)
+        self.left.clear()
+
+    async def end_the_last(self, clients: trio.Nursery) -> None:
+        """Ends what those who leave in the last round have booked, until all clients are done."""
+        bookings = self.service.selections.bookings
+        while clients.child_tasks:
+            for name in self.unsure.keys() & bookings.live.keys():
+                bookings.free(name)
+            await trio.sleep(0.002)
 
     def expire(self) -> None:
         """Everything is too old, whoever has it."""
         self.service.now += EXPIRY_S + 1
         self.service.expire()
+        self.left.clear()
         for caller in self.clients:
             caller.mine.clear()
 
@@ -327,12 +346,14 @@ async def test_clients_at_once_account_as_the_model(seed: int) -> None:
                 await world.check(client)
                 if number % 3 == 2:
                     world.expire()
+                else:
+                    world.end_left()
                 await world.register(client)
                 world.over = number == ROUNDS - 1
                 world.go_on()
+            await world.end_the_last(nursery)
         world.resolve()
-        for name in world.clients[0].live():
-            service.selections.bookings.free(name)
+        world.end_left()
     assert not service.selections.bookings.live and not service.selections.choices.held
     assert not service.fleet().queue._lanes
     stats = service.fleet().ledger.stats()
