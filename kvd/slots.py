@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -233,13 +233,9 @@ class SlotTrackers:
         tracker = self.trackers.get(event.partition)
         if tracker is None:
             return Outcome.UNKNOWN_MODEL
-        if tracker.block_size != event.block_size:
-            return Outcome.BLOCK_SIZE
-        if event.worker_id not in tracker.workers:
-            return Outcome.UNKNOWN_WORKER
-        rank = tracker.ledger.rank_of(event.worker_id, event.dp_rank)
-        if rank is None:
-            return Outcome.UNKNOWN_RANK
+        rank = named_rank(event, tracker.block_size, tracker.workers, tracker.ledger)
+        if isinstance(rank, Outcome):
+            return rank
         outcome = apply_to(tracker.ledger, rank, event, now)
         if outcome is Outcome.APPLIED and event.step is not Step.ADD:
             ease(tracker.ledger)
@@ -268,6 +264,18 @@ def ease(of: Ledger) -> None:
     """Says that ranks of a ledger may have less to do, if a selection waits for that."""
     if of.loads.eased is not None:
         of.loads.eased()
+
+
+def named_rank(
+    event: Lifecycle, block_size: int | None, workers: Container[int], live_requests: Ledger
+) -> int | Outcome:
+    """Returns the rank of the ledger that a replica's step names, or why there is none."""
+    if block_size != event.block_size:
+        return Outcome.BLOCK_SIZE
+    if event.worker_id not in workers:
+        return Outcome.UNKNOWN_WORKER
+    rank = live_requests.rank_of(event.worker_id, event.dp_rank)
+    return Outcome.UNKNOWN_RANK if rank is None else rank
 
 
 def apply_to(live_requests: Ledger, rank: int, event: Lifecycle, now: float) -> Outcome:

@@ -17,7 +17,7 @@ from kvd.selection.asks import Ask, Chosen, Look, Receipt
 from kvd.selection.fleet import Fleet, schedulable
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.retries import Retries
-from kvd.slots import apply_to
+from kvd.slots import apply_to, named_rank
 from kvd.wire.lifecycle import Face, Outcome, Step
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core import ledger
@@ -272,13 +272,9 @@ class Bookings:
         fleet = self._fleets.get(event.partition)
         if fleet is None or not fleet.workers:
             return Outcome.UNKNOWN_MODEL
-        if fleet.block_size != event.block_size:
-            return Outcome.BLOCK_SIZE
-        if event.worker_id not in fleet.workers:
-            return Outcome.UNKNOWN_WORKER
-        rank = fleet.ledger.rank_of(event.worker_id, event.dp_rank)
-        if rank is None:
-            return Outcome.UNKNOWN_RANK
+        rank = named_rank(event, fleet.block_size, fleet.workers, fleet.ledger)
+        if isinstance(rank, Outcome):
+            return rank
         if event.step is Step.ADD and event.request_id in self.live:
             return Outcome.DUPLICATE
         outcome = apply_to(fleet.ledger, rank, event, now)

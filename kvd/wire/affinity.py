@@ -25,12 +25,13 @@ from kvd.wire.fields import (
     U64_MAX,
     Refusal,
     Refused,
+    payload_of,
     tenant_of,
     to_members,
     to_number,
     to_text,
 )
-from kvd.wire.unpack import Bounds, unpack
+from kvd.wire.unpack import Bounds
 
 TOPIC = b"dynamo.session-affinity.v1"
 
@@ -78,17 +79,8 @@ def encode(bound: Bound) -> bytes:
 
 def decode(frames: list[bytes]) -> Bound | Refused:
     """Returns what a message says, or why it says nothing."""
-    if len(frames) != 2:
-        return Refused.FRAMES
-    topic, payload = frames
-    if topic != TOPIC:
-        return Refused.TOPIC
     try:
-        value = unpack(payload, BOUNDS)
-    except ValueError:
-        return Refused.MSGPACK
-    try:
-        return _read(value)
+        return _read(payload_of(frames, TOPIC, BOUNDS))
     except Refusal as refusal:
         return refusal.reason
 

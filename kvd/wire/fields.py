@@ -8,6 +8,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from kvd.wire.unpack import Bounds, unpack
+
 U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
 
@@ -33,6 +35,18 @@ class Refusal(Exception):
 
     def __init__(self, reason: Refused) -> None:
         self.reason = reason
+
+
+def payload_of(frames: list[bytes], topic: bytes, bounds: Bounds) -> object:
+    """Returns what a message of a topic carries, unpacked; raises Refusal."""
+    if len(frames) != 2:
+        raise Refusal(Refused.FRAMES)
+    if frames[0] != topic:
+        raise Refusal(Refused.TOPIC)
+    try:
+        return unpack(frames[1], bounds)
+    except ValueError:
+        raise Refusal(Refused.MSGPACK) from None
 
 
 def tenant_of(envelope: dict[Any, Any]) -> str:

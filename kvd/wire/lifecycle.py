@@ -40,12 +40,13 @@ from kvd.wire.fields import (
     U64_MAX,
     Refusal,
     Refused,
+    payload_of,
     tenant_of,
     to_members,
     to_number,
     to_text,
 )
-from kvd.wire.unpack import Bounds, unpack
+from kvd.wire.unpack import Bounds
 
 TOPIC = b"dynamo.slot-tracker.v1"
 
@@ -169,17 +170,8 @@ def _request(event: Lifecycle) -> dict[str, Any]:
 
 def decode(frames: list[bytes]) -> tuple[Lifecycle, int] | Refused:
     """Returns a message's event and the router_id of who published it, or why there is none."""
-    if len(frames) != 2:
-        return Refused.FRAMES
-    topic, payload = frames
-    if topic != TOPIC:
-        return Refused.TOPIC
     try:
-        value = unpack(payload, BOUNDS)
-    except ValueError:
-        return Refused.MSGPACK
-    try:
-        return _read(value)
+        return _read(payload_of(frames, TOPIC, BOUNDS))
     except Refusal as refusal:
         return refusal.reason
 
