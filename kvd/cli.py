@@ -80,14 +80,11 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
 
 
 def add_indexer(commands: Any) -> None:
-    indexer = commands.add_parser(
+    indexer = add_face(
+        commands,
         "indexer",
-        help="run the KV indexer alone, with the flags of `python -m dynamo.indexer`",
-        description="Runs the KV indexer alone, with the flags of `python -m dynamo.indexer`.",
-        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
-        allow_abbrev=False,
+        "the KV indexer alone, with the flags of `python -m dynamo.indexer`",
     )
-    add_file(indexer)
     add_address(indexer, settings.DEFAULT_INDEXER_BIND)
     add_threads(indexer)
     for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
@@ -97,15 +94,11 @@ def add_indexer(commands: Any) -> None:
 
 
 def add_slot_tracker(commands: Any) -> None:
-    slot_tracker = commands.add_parser(
+    slot_tracker = add_face(
+        commands,
         "slot-tracker",
-        help="run the slot tracker alone, with the flags of `python -m dynamo.slot_tracker`",
-        description="Runs the slot tracker alone, with the flags of `python -m "
-        "dynamo.slot_tracker`.",
-        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
-        allow_abbrev=False,
+        "the slot tracker alone, with the flags of `python -m dynamo.slot_tracker`",
     )
-    add_file(slot_tracker)
     add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
     for setting in settings.REPLICA_SETTINGS:
         add_setting(slot_tracker, setting)
@@ -113,15 +106,11 @@ def add_slot_tracker(commands: Any) -> None:
 
 
 def add_select_service(commands: Any) -> None:
-    service = commands.add_parser(
+    service = add_face(
+        commands,
         "select-service",
-        help="run the selection service alone, with the flags of `python -m dynamo.select_service`",
-        description="Runs the selection service alone, with the flags of `python -m "
-        "dynamo.select_service`.",
-        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
-        allow_abbrev=False,
+        "the selection service alone, with the flags of `python -m dynamo.select_service`",
     )
-    add_file(service)
     add_address(service, settings.DEFAULT_SELECTION_BIND)
     add_threads(service)
     service.add_argument(
@@ -136,18 +125,26 @@ def add_select_service(commands: Any) -> None:
 
 
 def add_conductor(commands: Any) -> None:
-    conductor = commands.add_parser(
-        "conductor",
-        help="run the conductor alone, Mooncake's indexer API",
-        description="Runs the conductor alone: Mooncake's indexer API over KV events.",
-        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
-        allow_abbrev=False,
+    conductor = add_face(
+        commands, "conductor", "the conductor alone, Mooncake's indexer API over KV events"
     )
-    add_file(conductor)
     add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
     for setting in settings.CONDUCTOR_SETTINGS:
         add_setting(conductor, setting)
     conductor.set_defaults(given=conductor_settings, demo=False)
+
+
+def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    """Adds a command that runs one face alone, which `what` describes."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=f"run {what}",
+        description=f"Runs {what}.",
+        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
+        allow_abbrev=False,
+    )
+    add_file(parser)
+    return parser
 
 
 def add_config(commands: Any) -> None:
