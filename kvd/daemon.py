@@ -117,7 +117,7 @@ class _Daemon:
         self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._selection = FaceServer("selection", "kvd_selection", config.http)
-        self._conductor = FaceServer("conductor", "kvd_conductor", config.http)
+        self._conductor = FaceServer("conductor", "kvd_conductor", config.http, conductor.REASONS)
         self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._signalled = trio.Event()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 
 import trio
 
 from kvd.config import StartError, TlsListener
 from kvd.faces.monitoring import metrics_route
 from kvd.http.app import build_app
+from kvd.http.errors import Failures
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits, HttpStats
 from kvd.http.listeners import open_listeners
@@ -25,12 +27,20 @@ from kvd.parsers import Bind
 class FaceServer:
     """One API on its ports. `sources` say what /metrics shows; more may be added."""
 
-    def __init__(self, name: str, metrics_prefix: str, limits: HttpLimits) -> None:
+    def __init__(
+        self,
+        name: str,
+        metrics_prefix: str,
+        limits: HttpLimits,
+        reasons: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Takes the codes that this face's failures have besides their text, by status."""
         self.name = name
         self.stats = HttpStats()  # of the plain port, once that is served
         self.requests = RequestMetrics(metrics_prefix)
         self.sources: list[Source] = [self.requests.families, memory_families]
         self._limits = limits
+        self._failures = Failures(reasons)
         self._tls: TlsListener | None = None
         self._servers: list[Front | TlsServer] = []
         self._sockets: list[socket.socket] = []
@@ -70,15 +80,17 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = (*routes, metrics_route(self.sources))
-        app = build_app(routes, self._limits, self.requests.observe)
-        front = Front(routes, app, self._limits, self.requests.observe)
+        told = self._limits, self.requests.observe, self._failures
+        app = build_app(routes, *told)
+        front = Front(routes, app, *told)
         self._servers.append(front)
         self.stats = front.stats
         self.sources.append(lambda: _families("kvd_http", "HTTP server, plain port", front.stats))
         async with trio.open_nursery() as nursery:
             await nursery.start(front.serve, self._sockets, stop)
             if self._tls is not None:
-                server = TlsServer(app, self._tls.certfile, self._tls.keyfile, self._limits)
+                tls = self._tls
+                server = TlsServer(app, tls.certfile, tls.keyfile, self._limits, self._failures)
                 self._servers.append(server)
                 help = "HTTP server, TLS port"
                 self.sources.append(lambda: _families("kvd_https", help, server.stats))

@@ -52,6 +52,20 @@ REGISTER = BodyScanner(
 REGISTERED = "registered successfully"
 UNREGISTERED = "unregistered successfully"
 
+# What a failure is called that does not call itself anything, by its status.
+REASONS = {
+    400: "invalid_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "too_large",
+    414: "invalid_request",
+    417: "invalid_request",
+    431: "invalid_request",
+    500: "internal",
+    503: "unavailable",
+}
+
 MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 SLICE_ROWS = 64  # registrations written between two rests
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from kvd.errors import KvdError, UnsupportedMedia
-from kvd.http.errors import INTERNAL_ERROR, error_response, failure_response
+from kvd.http.errors import INTERNAL_ERROR, Failures
 from kvd.http.types import JSON, Headers, Request, Response, Route
 from kvd.logs import get_logger
 
@@ -17,17 +17,17 @@ PlainHandler = Callable[[Request], Response]
 _METHODS_WITH_JSON = frozenset(("POST", "PUT", "PATCH"))
 
 
-def answer_now(route: Route, request: Request) -> Response:
+def answer_now(route: Route, request: Request, failures: Failures) -> Response:
     """Returns the response of a plain handler, whatever it raises."""
     try:
         if not route.any_type:
             require_json(request)
         return cast(PlainHandler, route.handler)(request)
     except Exception as error:
-        return _response_to(error, request)
+        return _response_to(error, request, failures)
 
 
-async def answer(route: Route, request: Request) -> Response:
+async def answer(route: Route, request: Request, failures: Failures) -> Response:
     """Returns the response of any handler, whatever it raises."""
     try:
         if not route.any_type:
@@ -35,7 +35,7 @@ async def answer(route: Route, request: Request) -> Response:
         result = route.handler(request)
         return result if isinstance(result, Response) else await result
     except Exception as error:
-        return _response_to(error, request)
+        return _response_to(error, request, failures)
 
 
 def require_json(request: Request) -> None:
@@ -57,8 +57,8 @@ def _is_json_type(value: bytes) -> bool:
     return essence == JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
 
 
-def _response_to(error: Exception, request: Request) -> Response:
+def _response_to(error: Exception, request: Request, failures: Failures) -> Response:
     if isinstance(error, KvdError):
-        return failure_response(error)
+        return failures.expected(error)
     log.exception("handler_failed", method=request.method, path=request.path)
-    return error_response(500, INTERNAL_ERROR)
+    return failures.response(500, INTERNAL_ERROR)

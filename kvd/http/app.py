@@ -12,7 +12,7 @@ from werkzeug.exceptions import HTTPException
 
 from kvd.http.answer import answer
 from kvd.http.asgi import AsgiApp
-from kvd.http.errors import INTERNAL_ERROR, error_response, too_large
+from kvd.http.errors import INTERNAL_ERROR, PLAIN, Failures
 from kvd.http.guard import admitted, observed
 from kvd.http.limits import HttpLimits
 from kvd.http.table import Found, RouteTable
@@ -20,7 +20,10 @@ from kvd.http.types import Observer, Request, Response, Route
 
 
 def build_app(
-    routes: tuple[Route, ...], limits: HttpLimits, observe: Observer | None = None
+    routes: tuple[Route, ...],
+    limits: HttpLimits,
+    observe: Observer | None = None,
+    failures: Failures = PLAIN,
 ) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
     table = RouteTable(routes)
@@ -33,18 +36,26 @@ def build_app(
     async def serve() -> quart.Response:
         path = quart.request.scope["raw_path"]
         found = table.find(quart.request.method, path)
-        return _refused(table.methods(path)) if found is None else await _answered(found)
+        if found is None:
+            return _refused(table.methods(path), failures)
+        return await _answered(found, failures)
 
-    app.register_error_handler(HTTPException, _render_exception)
-    bounded = admitted(app, table)
+    async def render_exception(error: HTTPException) -> quart.Response:
+        """Words what Quart itself refuses: a body that is too large, or too slow."""
+        status = error.code or 500
+        text = INTERNAL_ERROR if status == 500 else error.name.lower()
+        return _render(failures.response(status, text))
+
+    app.register_error_handler(HTTPException, render_exception)
+    bounded = admitted(app, table, failures)
     return bounded if observe is None else observed(bounded, table, observe)
 
 
-async def _answered(found: Found) -> quart.Response:
+async def _answered(found: Found, failures: Failures) -> quart.Response:
     route, captured = found
     body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
     if len(body) > route.body_limit:
-        return _render(too_large(route.body_limit))
+        return _render(failures.too_large(route.body_limit))
     request = Request(
         method=quart.request.method,
         path=route.path,
@@ -53,14 +64,14 @@ async def _answered(found: Found) -> quart.Response:
         body=body,
         captured=captured,
     )
-    return _render(await answer(route, request))
+    return _render(await answer(route, request, failures))
 
 
-def _refused(methods: list[str]) -> quart.Response:
+def _refused(methods: list[str], failures: Failures) -> quart.Response:
     """Returns the answer to a request without a route; `methods` are those its path has."""
     if not methods:
-        return _render(error_response(404, "not found"))
-    rendered = _render(error_response(405, "method not allowed"))
+        return _render(failures.response(404, "not found"))
+    rendered = _render(failures.response(405, "method not allowed"))
     rendered.headers["allow"] = ", ".join(methods)
     return rendered
 
@@ -74,9 +85,3 @@ def _render(response: Response) -> quart.Response:
     for name, value in response.headers:
         rendered.headers.add(name.decode(), value.decode("latin-1"))
     return rendered
-
-
-async def _render_exception(error: HTTPException) -> quart.Response:
-    """Words what Quart itself refuses: a body that is too large, or too slow."""
-    status = error.code or 500
-    return _render(error_response(status, INTERNAL_ERROR if status == 500 else error.name.lower()))

@@ -20,7 +20,7 @@ import trio
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
-from kvd.http.errors import Refusal, error_body, error_response
+from kvd.http.errors import Failures, Refusal
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
@@ -43,15 +43,16 @@ _REFUSAL_COUNTERS = {
 }
 
 
-_TOO_LONG = error_response(503, "the request took too long")
-
-
 class Service:
     """What a listener serves, and the lane its connections are parked in."""
 
-    def __init__(self, table: RouteTable, app: AsgiApp, observe: Observer | None) -> None:
+    def __init__(
+        self, table: RouteTable, app: AsgiApp, observe: Observer | None, failures: Failures
+    ) -> None:
         self.table = table
         self.app = app
+        self.failures = failures
+        self._too_long = failures.response(503, "the request took too long")
         self.lane = Lane(
             table.plain(),
             table.plain_patterns(),
@@ -64,7 +65,7 @@ class Service:
     def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
         """Returns a plain handler's response, rendered, and whether the connection persists."""
         started = perf_counter()
-        response = answer_now(found.route, _request(head, found, body))
+        response = answer_now(found.route, _request(head, found, body), self.failures)
         return self._rendered(shared, head, found, response, started)
 
     async def serve_waiting(
@@ -75,9 +76,9 @@ class Service:
         Returns also what is to be called if the response cannot be sent.
         """
         started = perf_counter()
-        response = _TOO_LONG
+        response = self._too_long
         with trio.move_on_after(shared.limits.handler_seconds) as scope:
-            response = await answer(found.route, _request(head, found, body))
+            response = await answer(found.route, _request(head, found, body), self.failures)
         shared.stats.handler_timeouts += scope.cancelled_caught
         return *self._rendered(shared, head, found, response, started), response.undo
 
@@ -295,7 +296,8 @@ class Connection(Transport):
         stats = self.shared.stats
         if counter := _REFUSAL_COUNTERS.get(refusal.status):
             setattr(stats, counter, getattr(stats, counter) + 1)
-        response = error_response(refusal.status, str(refusal))
+        response = self._service.failures.response(refusal.status, str(refusal))
+        assert isinstance(response.body, bytes)
         lines = self.shared.date_line + CLOSE_LINE
-        await self.send(whole_response(response, error_body(str(refusal)), lines, silent=False))
+        await self.send(whole_response(response, response.body, lines, silent=False))
         await self.linger()

@@ -1,9 +1,14 @@
-"""The one place where a failure becomes a response: always JSON, always `{"error": text}`."""
+"""The one place where a failure becomes a response: always JSON, always `{"error": text}`.
+
+Clients of some faces are promised a code besides, `"reason"`, whoever refuses: the handler, which
+says it itself, or the server, which has one for each status then.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from kvd.errors import KvdError, Unavailable
 from kvd.http.types import Response
@@ -19,24 +24,35 @@ class Refusal(Exception):
         self.status = status
 
 
-def error_body(text: str, details: Mapping[str, object] | None = None) -> bytes:
-    """Returns the body every failure of every face has, and what a face says besides."""
-    return json.dumps({"error": text, **(details or {})}).encode()
+class Failures:
+    """Words the failures of one face; `reasons` are its codes by status, of a face without none."""
+
+    def __init__(self, reasons: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._reasons = reasons
+
+    def body(self, status: int, text: str, details: Mapping[str, object] | None = None) -> bytes:
+        """Returns the body of a failure; `details` are further members, and go before the code."""
+        members: dict[str, object] = {"error": text}
+        if status in self._reasons:
+            members["reason"] = self._reasons[status]
+        return json.dumps(members | dict(details or {})).encode()
+
+    def response(
+        self, status: int, text: str, details: Mapping[str, object] | None = None
+    ) -> Response:
+        """Returns a response with that body."""
+        return Response(status, self.body(status, text, details))
+
+    def too_large(self, limit: int) -> Response:
+        """Returns the response to a body of more than `limit` bytes."""
+        return self.response(413, f"the body is longer than {limit} bytes")
+
+    def expected(self, failure: KvdError) -> Response:
+        """Returns the response to an expected failure of a handler."""
+        response = self.response(failure.status, str(failure), failure.details)
+        if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
+            response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))
+        return response
 
 
-def error_response(status: int, text: str, details: Mapping[str, object] | None = None) -> Response:
-    """Returns a response with that body."""
-    return Response(status, error_body(text, details))
-
-
-def too_large(limit: int) -> Response:
-    """Returns the response to a body of more than `limit` bytes."""
-    return error_response(413, f"the body is longer than {limit} bytes")
-
-
-def failure_response(failure: KvdError) -> Response:
-    """Returns the response to an expected failure of a handler."""
-    response = error_response(failure.status, str(failure), failure.details)
-    if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
-        response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))
-    return response
+PLAIN = Failures()  # of a face without codes

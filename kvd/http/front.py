@@ -19,7 +19,7 @@ import trio
 
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
-from kvd.http.errors import error_body
+from kvd.http.errors import PLAIN, Failures
 from kvd.http.interlude import interlude
 from kvd.http.limits import HttpLimits
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
@@ -28,9 +28,6 @@ from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared
 from kvd.http.types import JSON, Observer, Response, Route
 from kvd_core.lane import SOME
-
-_BUSY_BODY = error_body("too many connections")
-_BUSY = Response(503, _BUSY_BODY)
 
 TURN_NS = 500_000  # a row of requests served before other tasks run, some twenty
 
@@ -48,10 +45,12 @@ class Front(Server[Connection]):
         app: AsgiApp,
         limits: HttpLimits,
         observe: Observer | None = None,
+        failures: Failures = PLAIN,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, observe)
+        self._service = Service(RouteTable(routes), app, observe, failures)
+        self._busy_body = failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def limit(self, limits: HttpLimits) -> None:
@@ -64,7 +63,8 @@ class Front(Server[Connection]):
     def _turn_away(self, sock: socket.socket) -> None:
         lines = self._shared.date_line + CLOSE_LINE
         with sock, contextlib.suppress(OSError):
-            sock.send(whole_response(_BUSY, _BUSY_BODY, lines, silent=False))
+            busy = Response(503, self._busy_body)
+            sock.send(whole_response(busy, self._busy_body, lines, silent=False))
             sock.shutdown(socket.SHUT_WR)
             sock.recv(RECEIVE_BYTES)  # unread data would reset the connection, answer and all
 

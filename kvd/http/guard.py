@@ -9,7 +9,7 @@ from typing import Any
 import trio
 
 from kvd.http.asgi import AsgiApp, Message
-from kvd.http.errors import error_body
+from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
 from kvd.http.types import Observer
 
@@ -41,7 +41,7 @@ def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
     return observed_app
 
 
-def admitted(app: AsgiApp, table: RouteTable) -> AsgiApp:
+def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
     """Returns `app` with the bounds that routes of `table` have on requests under way.
 
     Here and not in the handler, because only the server knows when a streamed answer has ended,
@@ -55,7 +55,7 @@ def admitted(app: AsgiApp, table: RouteTable) -> AsgiApp:
             await app(scope, receive, send)
         elif admission.inside >= admission.limit:
             admission.refused += 1
-            await _send_failure(send, admission.text)
+            await _send_failure(send, failures.body(503, admission.text))
         else:
             admission.inside += 1
             try:
@@ -66,14 +66,14 @@ def admitted(app: AsgiApp, table: RouteTable) -> AsgiApp:
     return admitted_app
 
 
-def guarded(app: AsgiApp, handler_seconds: float) -> AsgiApp:
+def guarded(app: AsgiApp, handler_seconds: float, failures: Failures) -> AsgiApp:
     """Returns `app` fit for hypercorn: bounded in time, and HTTP requests only."""
 
     async def guarded_app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})  # hypercorn answers the handshake 403
             return
-        await _Exchange(receive, send, handler_seconds).run(app, scope)
+        await _Exchange(receive, send, handler_seconds, failures).run(app, scope)
 
     return guarded_app
 
@@ -81,7 +81,8 @@ def guarded(app: AsgiApp, handler_seconds: float) -> AsgiApp:
 class _Exchange:
     """One request; the application has `handler_seconds` between its messages."""
 
-    def __init__(self, receive: Any, send: Any, handler_seconds: float) -> None:
+    def __init__(self, receive: Any, send: Any, handler_seconds: float, failures: Failures) -> None:
+        self._failures = failures
         self._receive = receive
         self._send = send
         self._handler_seconds = handler_seconds
@@ -95,7 +96,8 @@ class _Exchange:
             await app(scope, self.receive, self.send)
         if self._scope.cancelled_caught and not self._started:
             closing = (b"connection", b"close")
-            await _send_failure(self._send, "the request took too long", closing)
+            body = self._failures.body(503, "the request took too long")
+            await _send_failure(self._send, body, closing)
 
     async def receive(self) -> Message:
         """Withholds the disconnection until the response is sent.
@@ -117,9 +119,8 @@ class _Exchange:
             self._ended.set()
 
 
-async def _send_failure(send: Any, text: str, *headers: tuple[bytes, bytes]) -> None:
+async def _send_failure(send: Any, body: bytes, *headers: tuple[bytes, bytes]) -> None:
     """Answers 503."""
-    body = error_body(text)
     headers = (
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),

@@ -21,6 +21,7 @@ from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
 from kvd.http.asgi import AsgiApp
+from kvd.http.errors import PLAIN, Failures
 from kvd.http.guard import guarded
 from kvd.http.limits import HttpLimits
 from kvd.http.server import Server
@@ -36,12 +37,19 @@ UNLIMITED_REQUESTS = 2**63  # hypercorn closes a connection after 1,000
 class TlsServer(Server["TlsConnection"]):
     """Serves an ASGI application over TLS."""
 
-    def __init__(self, app: AsgiApp, certfile: Path, keyfile: Path, limits: HttpLimits) -> None:
+    def __init__(
+        self,
+        app: AsgiApp,
+        certfile: Path,
+        keyfile: Path,
+        limits: HttpLimits,
+        failures: Failures = PLAIN,
+    ) -> None:
         """Loads the certificate; raises OSError if a file is unreadable or no PEM."""
         super().__init__(limits)
         self.config = _config(certfile, keyfile, limits)
         self.context = WorkerContext(max_requests=None)
-        self.app = ASGIWrapper(guarded(app, limits.handler_seconds))
+        self.app = ASGIWrapper(guarded(app, limits.handler_seconds, failures))
         ssl_context = self.config.create_ssl_context()
         assert ssl_context is not None  # a certificate and a key are set
         self._ssl_context = ssl_context
