@@ -35,7 +35,7 @@ from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
-from kvd.faces import conductor, indexer, replica_sync, slot_tracker
+from kvd.faces import conductor, conductor_listings, indexer, replica_sync, slot_tracker
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
@@ -362,7 +362,9 @@ class _Daemon:
             )
 
         if config.conductor_bind is not None:
-            self._conductor.sources.append(lambda: conductor.families(self._state, publishers))
+            self._conductor.sources.append(
+                lambda: conductor_listings.families(self._state, publishers)
+            )
             yield self._conductor, conductor.routes(self._state, publishers)
 
     def _recovery_families(self) -> Iterator[Family]:

@@ -82,8 +82,12 @@ struct Instance;
 
 struct Source {
   Instance* instance;
-  uint64_t home;     // namespace of the registration
-  uint32_t dp_rank;  // registered
+  // Of questions, for those who look why none finds what it holds.
+  uint64_t matched;       // that have found their first block with it
+  uint64_t last_matched;  // `Instance::asked` at the last of them
+  uint64_t asked_before;  // `Instance::asked` as it came
+  uint64_t home;          // namespace of the registration
+  uint32_t dp_rank;       // registered
   bool store;
   std::vector<Holder> holders;  // by `order`
 };
@@ -100,6 +104,7 @@ struct Instance {
   Worker* worker = nullptr;    // of the same id, if there can be one
   std::vector<Row> rows;       // ascending by rank
   std::vector<RankId> shared;  // who holds blocks for all of them
+  uint64_t asked = 0;          // questions about a block or more that have shown it
 };
 
 // A stored event, understood.
@@ -148,7 +153,7 @@ class Conductor final : public Placements {
       instance->key = key;
       by_key_[key] = instance;
     }
-    sources_.push_back(std::make_unique<Source>(Source{instance, home, dp_rank, store, {}}));
+    sources_.push_back(std::make_unique<Source>(Source{instance, 0, 0, instance->asked, home, dp_rank, store, {}}));
     instance->sources.push_back(sources_.back().get());
     list_rows(*instance);
     return sources_.back().get();
@@ -320,6 +325,25 @@ class Conductor final : public Placements {
       if (it->second.kind != Kind::CREDIT) continue;
       if (const Parked* parked = parked_of(it->second)) visit(it->second.rank, parked->layers);
     }
+  }
+
+  // Counts a question that has found its first block with a holder; once for a source.
+  void note_match(RankId id) const {
+    Source& source = *owners_[id];
+    if (source.last_matched == source.instance->asked) return;
+    source.last_matched = source.instance->asked;
+    ++source.matched;
+  }
+
+  // (block, holder, medium) triples of a source in the tree, and its blocks that wait for a place.
+  std::pair<uint64_t, uint64_t> held_by(const Source& source) const {
+    std::pair<uint64_t, uint64_t> held{};
+    for (const Holder& holder : source.holders) {
+      const Rank& rank = index_.ranks_[holder.id];
+      held.first += rank.credited() + rank.held[Rank::kCounters - 1];
+      held.second += rank.parked();
+    }
+    return held;
   }
 
   // ---- told by the index

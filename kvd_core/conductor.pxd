@@ -4,6 +4,7 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
+from libcpp.pair cimport pair
 from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
@@ -21,10 +22,13 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
 
     cppclass CInstance "kvd::Instance":
         string key                  # as a JSON member name
+        uint64_t asked              # questions that have shown it
 
     cppclass CSource "kvd::Source":
         CInstance* instance
         vector[CHolder] holders
+        uint64_t asked_before       # of its instance's, before it came
+        uint64_t matched            # questions whose first block it held
 
     cppclass CTold "kvd::Told":
         const uint64_t* hashes
@@ -55,6 +59,7 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
         cbool store_named(CSource*, RankId, const uint64_t*, uint32_t, LayerId, uint64_t, cbool) except +
         void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
         void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
+        pair[uint64_t, uint64_t] held_by(const CSource&)
         size_t loose_count()
         size_t bytes()
 

@@ -24,6 +24,7 @@ cdef extern from "hash.hpp" namespace "kvd" nogil:
     uint64_t lora_term(string_view)
     uint64_t salt_term(string_view)
 
+
 cdef extern from "verify.hpp" namespace "kvd" nogil:
     cppclass CConductorVerifier "kvd::Verifier":
         CConductorVerifier(const CIndex&)
@@ -288,6 +289,24 @@ cdef class Source:
         if self.c == NULL:
             return []
         return [(each.backend, each.dp_rank if each.ranked else None) for each in self.c.holders]
+
+    def stats(self):
+        """What it holds, and what questions have found with it.
+
+        `blocks` have their place in the tree, and count once a rank and medium; `waiting` have none
+        for want of tokens or a parent. Of the questions about a block or more that have shown its
+        instance (`asked`), `matched` have found their first block with it.
+        """
+        cdef pair[uint64_t, uint64_t] held
+        if self.c == NULL:
+            return {"blocks": 0, "waiting": 0, "asked": 0, "matched": 0}
+        held = self.conductor.c.held_by(deref(self.c))
+        return {
+            "blocks": held.first,
+            "waiting": held.second,
+            "asked": self.c.instance.asked - self.c.asked_before,
+            "matched": self.c.matched,
+        }
 
     def remove_all(self):
         """Ends the registration: what it holds counts no longer, `PrefixIndex.sweep` frees it."""

@@ -14,7 +14,7 @@
 // has told the tokens of are looked up one by one, up to the first that nobody holds.
 //
 // Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the path
-// while anything is loose. Nothing in the index changes.
+// while anything is loose. Nothing in the index changes but what it counts of questions.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ class Holdings {
   // of sequence hashes when they are needed: n of them.
   template <class Plain>
   void by_tokens(const Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space, Plain&& plain) {
-    reset(conductor);
+    reset(conductor, n);
     const size_t met = find_path(conductor.index(), locals, n);
     take_runs(conductor);
     if (met == n || !conductor.anything_loose()) return;
@@ -64,7 +64,7 @@ class Holdings {
 
   // The same by its sequence hashes, from the root.
   void by_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n, uint64_t space) {
-    reset(conductor);
+    reset(conductor, n);
     const size_t met = find_sequences(conductor, sequences, n, space);
     take_runs(conductor);
     if (met != n && conductor.anything_loose()) take_loose(conductor, sequences, met, n, space);
@@ -107,7 +107,8 @@ class Holdings {
     uint32_t own = 0;
   };
 
-  void reset(const Conductor& conductor) {
+  void reset(const Conductor& conductor, size_t n) {
+    counts_ = n != 0;
     for (const RankId id : touched_) head_[id] = kNone;
     touched_.clear();
     spans_.clear();
@@ -229,10 +230,14 @@ class Holdings {
 
   // ---- counting
 
-  void collect(RankId id, bool own) {
+  // Returns whether the holder has the prompt's first block.
+  bool collect(RankId id, bool own) {
+    bool first = false;
     for (uint32_t at = head_[id]; at != kNone; at = spans_[at].next) {
       pieces_.push_back({spans_[at].from, spans_[at].to, spans_[at].layer, own});
+      first = first || spans_[at].from == 0;
     }
+    return first;
   }
 
   // Counts `pieces_` into `most_`, each medium the larger of both.
@@ -302,8 +307,9 @@ class Holdings {
     number(reach.own * block_size, dp_);
   }
 
-  void row(const Conductor& conductor, const Instance& instance, std::string& out) {
+  void row(const Conductor& conductor, Instance& instance, std::string& out) {
     begin_row();
+    instance.asked += counts_;
     const uint64_t size = conductor.index().block_size();
     const Worker* worker = instance.worker;
     size_t at = 0;
@@ -313,9 +319,13 @@ class Holdings {
         worker_rank(conductor.index(), size, instance, others[at]);
       }
       pieces_.clear();
-      for (const RankId id : each.ids) collect(id, true);
+      for (const RankId id : each.ids) {
+        if (collect(id, true)) conductor.note_match(id);
+      }
       if (at < others.size() && others[at].first == each.dp_rank) collect(others[at++].second, true);
-      for (const RankId id : instance.shared) collect(id, false);
+      for (const RankId id : instance.shared) {
+        if (collect(id, false)) conductor.note_match(id);
+      }
       take_rank(size, each.dp_rank);
     }
     for (; at < others.size(); ++at) worker_rank(conductor.index(), size, instance, others[at]);
@@ -376,6 +386,7 @@ class Holdings {
   std::vector<Span> spans_;
   std::vector<uint64_t> locals_, plain_, sequences_;
   LayerMask counted_ = 0;  // layers that are media
+  bool counts_ = false;    // the question is about a block or more
 
   // Of the row in progress.
   std::vector<Piece> pieces_;

@@ -1,0 +1,155 @@
+"""What the conductor shows of its publishers: `/services`, `/global_view`, metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import trio
+
+from kvd.faces.bodies import json_response
+from kvd.faces.dumps import sliced
+from kvd.http.types import Request, Response
+from kvd.metrics import (
+    BREATH,
+    Family,
+    by_label,
+    counter,
+    gauge,
+    listener_families,
+    state_families,
+)
+from kvd.publishers import Publisher, Publishers
+from kvd.state import State
+from kvd.wire.publication import Publication
+
+OUTCOMES = ("mismatch", "bad", "ignored", "stale", "orphan", "unlocated")  # of events
+HELD = ("blocks", "waiting")
+
+SLICE_ROWS = 64  # registrations written between two rests
+
+
+def services(publishers: Publishers, request: Request) -> Response:
+    """Streams who is registered, what their events really say, and how their streams are."""
+    return Response(200, sliced(_services(list(publishers), trio.current_time())))
+
+
+def _services(listed: list[Publisher], now: float) -> Iterator[bytes]:
+    yield b'{"count":%d,"services":[' % len(listed)
+    for number, publisher in enumerate(listed):
+        separator = "," if number else ""
+        yield (separator + json.dumps(_service(publisher, now))).encode()
+        if number % SLICE_ROWS == SLICE_ROWS - 1:
+            yield b""
+    yield b"]}"
+
+
+def _service(publisher: Publisher, now: float) -> dict[str, Any]:
+    described, listener, said = publisher.described, publisher.listener, publisher.publication
+    row: dict[str, Any] = {
+        "Endpoint": described.endpoint,
+        "ReplayEndpoint": described.replay_endpoint or "",
+        "Type": described.type,
+        "ModelName": described.model_name,
+        "LoraName": described.lora_name,
+        "TenantID": described.tenant_id,
+        "InstanceID": described.instance_id,
+        "BlockSize": described.block_size,
+        "DPRank": described.dp_rank,
+        "AdditionalSalt": described.salt,
+        **dict(described.echoed),
+        "status": listener.status,
+        "stream": listener.health(now),
+        "last_seq": listener.cursor.last,
+        "gaps": listener.gaps,
+        "events": said.events,
+        "event_id_gaps": said.gaps,
+        "stale": said.stale,
+        "restarts": listener.restarts + said.beginnings,
+        "mismatch": dict(said.mismatches),
+        "orphans": said.orphans,
+        "unlocated": said.unlocated,
+        "conflicts": said.conflicts,
+        "bad_events": said.bad.total(),
+        "bad": dict(said.bad),
+        "ignored": dict(said.ignored),
+        "last_error": listener.last_error,
+        **publisher.source.stats(),
+    }
+    if listener.loss:
+        row["loss"] = listener.loss
+    if _is_unmatched(row):
+        held = row["blocks"] + row["waiting"]
+        row["warning"] = f"{held} blocks held, no query ever matched a first block"
+    return row
+
+
+def _is_unmatched(stats: Mapping[str, Any]) -> bool:
+    """Says whether a publisher holds blocks that questions about its instance never find."""
+    return bool(stats["blocks"] + stats["waiting"] and stats["asked"] and not stats["matched"])
+
+
+def global_view(publishers: Publishers, request: Request) -> Response:
+    """Lists what blocks are kept apart by; the blocks themselves stay here."""
+    contexts = {
+        (
+            one.described.model_name,
+            one.described.lora_name,
+            one.described.block_size,
+            one.described.salt,
+            one.described.tenant_id,
+            one.described.instance_id,
+        )
+        for one in publishers
+    }
+    names = (
+        "model_name",
+        "lora_name",
+        "block_size",
+        "additional_salt",
+        "tenant_id",
+        "instance_id",
+    )
+    listed = [dict(zip(names, context, strict=True)) for context in sorted(contexts)]
+    return json_response({"context_count": len(listed), "model_contexts": listed})
+
+
+def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
+    """Yields what /metrics says of this face's listeners, and of all partitions."""
+    listed = list(publishers)
+    listeners = [publisher.listener for publisher in listed]
+    yield from listener_families(listeners, publishers.left_counts, trio.current_time())
+    yield gauge("kvd_conductor_publishers", "Registered publishers", len(listed))
+    help = "Publishers refused because there are no descriptors for their listeners"
+    yield counter("kvd_conductor_publishers_refused_total", help, publishers.refused)
+    outcomes, held = dict.fromkeys(OUTCOMES, 0), dict.fromkeys(HELD, 0)
+    unmatched = 0
+    for number, publisher in enumerate(listed, 1):
+        stats = publisher.source.stats()
+        unmatched += _is_unmatched(stats)
+        for name in HELD:
+            held[name] += stats[name]
+        for name, count in _outcomes(publisher.publication).items():
+            outcomes[name] += count
+        if number % BREATH == 0:
+            yield None
+    help = "Events of registered publishers that were not simply applied"
+    yield by_label("kvd_conductor_events", "gauge", help, "outcome", outcomes)
+    help = "Blocks of registered publishers, once a rank and medium, and those without a place yet"
+    yield by_label("kvd_conductor_blocks", "gauge", help, "state", held)
+    help = "Publishers with blocks, of which no question about their instance found a first one"
+    yield gauge("kvd_conductor_unmatched_publishers", help, unmatched)
+    yield from state_families(state, len({each.described.key.triple for each in listed}))
+
+
+def _outcomes(said: Publication) -> dict[str, int]:
+    counts = (
+        said.mismatches.total(),
+        said.bad.total(),
+        said.ignored.total(),
+        said.stale,
+        said.orphans,
+        said.unlocated,
+    )
+    return dict(zip(OUTCOMES, counts, strict=True))

@@ -1,0 +1,142 @@
+"""Members of the conductor's request bodies, and the failures that say what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from kvd.errors import BadRequest, KvdError, UnsupportedMedia
+from kvd.faces.bodies import MAX_KEPT_BYTES, U32_MAX
+from kvd.http.types import Request
+from kvd_core.scan import BodyScanner
+
+MODEL = ("model", "modelname", "model_name")
+
+MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+
+Members = dict[str, Any]
+
+
+def scan(scanner: BodyScanner, request: Request) -> Members:
+    _refuse_msgpack(request)
+    return scan_body(scanner, request.body)
+
+
+def scan_body(scanner: BodyScanner, body: bytes) -> Members:
+    try:
+        return scanner.scan(body)
+    except ValueError as error:
+        raise detailed(BadRequest(f"the body is not valid JSON: {error}"), "invalid_json") from None
+    except TypeError as error:
+        raise detailed(BadRequest(str(error)), "invalid_type") from None
+
+
+def _refuse_msgpack(request: Request) -> None:
+    for name, value in request.headers:
+        if name == b"content-type" and _essence(value) in MSGPACK:
+            raise detailed(
+                UnsupportedMedia("msgpack has a dialect of its own, which is not served: use JSON"),
+                "invalid_type",
+            )
+
+
+def _essence(value: bytes) -> str:
+    return value.partition(b";")[0].strip().lower().decode("latin-1")
+
+
+def require(members: Members, name: str) -> Any:
+    value = members.get(name)
+    if value is None:
+        raise missing(name)
+    return value
+
+
+def required(members: Members, name: str) -> str:
+    """Returns a text that must not be empty."""
+    require(members, name)
+    value = text(members, name)
+    if not value:
+        raise invalid(f"{name}: must not be empty", name)
+    return value
+
+
+def text(members: Members, name: str) -> str | None:
+    """Returns a text, or None when the member is absent or null."""
+    value = members.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise wrong_type(name, "a text")
+    if len(value.encode()) > MAX_KEPT_BYTES:
+        raise invalid(f"{name}: longer than {MAX_KEPT_BYTES} bytes", name)
+    return value
+
+
+def usable(value: str, name: str, check: Callable[[str], None]) -> str:
+    """Returns an address that `check` finds no fault with."""
+    try:
+        check(value)
+    except BadRequest as error:
+        raise detailed(error, "invalid_value", name) from None
+    return value
+
+
+def echoed(value: object, name: str) -> object:
+    """Returns a value of any type that will be kept."""
+    if len(json.dumps(value)) > MAX_KEPT_BYTES:
+        raise invalid(f"{name}: longer than {MAX_KEPT_BYTES} bytes", name)
+    return value
+
+
+def alias(members: Members, names: tuple[str, ...]) -> str | None:
+    """Returns the one member of several names for the same text."""
+    given = {name: value for name in names if (value := text(members, name)) is not None}
+    if len(set(given.values())) > 1:
+        raise invalid(f"`{'` and `'.join(given)}` are the same member and differ", min(given))
+    return next(iter(given.values()), None)
+
+
+def model_name(members: Members) -> str:
+    name = alias(members, MODEL)
+    if name is None:
+        raise missing(MODEL[0])
+    if not name:
+        raise invalid("the model must not be empty", MODEL[0])
+    return name
+
+
+def uint(members: Members, name: str, minimum: int) -> int:
+    require(members, name)
+    value = optional_uint(members, name, minimum)
+    assert value is not None
+    return value
+
+
+def optional_uint(members: Members, name: str, minimum: int) -> int | None:
+    value = members.get(name)
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise wrong_type(name, "a whole number")
+    if not minimum <= value <= U32_MAX:
+        raise invalid(f"{name}: expected a number from {minimum} to {U32_MAX}", name)
+    return value
+
+
+def missing(name: str) -> KvdError:
+    return detailed(BadRequest(f"missing member `{name}`"), "missing", name)
+
+
+def wrong_type(name: str, wanted: str) -> KvdError:
+    return detailed(BadRequest(f"{name}: expected {wanted}"), "invalid_type", name)
+
+
+def invalid(text: str, name: str) -> KvdError:
+    return detailed(BadRequest(text), "invalid_value", name)
+
+
+def detailed(error: KvdError, reason: str, name: str | None = None) -> KvdError:
+    """Returns the failure with what this face says of every one."""
+    error.details = {"reason": reason} if name is None else {"reason": reason, "field": name}
+    return error
