@@ -1,9 +1,9 @@
 """The Mooncake Conductor Indexer API as its page has it: section by section, example by example.
 
 What the page shows is sent as it is shown. Where kvd takes another way, or the page leaves one
-open, the test's name or docstring says so; docs/faces/conductor.md lists them. More of each subject:
-tests/conformance/conductor (the API as scenarios), tests/wire/test_publication.py (events),
-tests/core/test_sequences.py (hashes), tests/test_plain_conductor.py (bodies).
+open, the test's name or docstring says so; docs/faces/conductor.md lists them. More of each
+subject: tests/conformance/conductor (the API as scenarios), tests/wire/test_publication.py
+(events), tests/core/test_sequences.py (hashes), tests/test_plain_conductor.py (bodies).
 """
 
 from __future__ import annotations

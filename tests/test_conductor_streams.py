@@ -1,0 +1,188 @@
+"""What happens to a publisher's stream, over real sockets: lost, late, begun anew, taken away.
+
+The rules are the indexer's (tests/net, tests/wire), here as a router sees them: in rows, and in
+`/services`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from publishing import Json, Running, running_conductor
+
+from kvd_core.hashing import local_hashes, sequence_hashes
+from tests.conformance.engine import Engine
+
+PROMPT = list(range(1, 17))
+HASHES = sequence_hashes(local_hashes(PROMPT, 4))
+QUERY: Json = {"model": "m", "block_size": 4, "token_ids": PROMPT}
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_conductor(tmp_path_factory.mktemp("conductor")) as running:
+        yield running
+
+
+@pytest.fixture
+def conductor(process: Running) -> Iterator[Running]:
+    yield process
+    process.end()
+
+
+def tell(engine: Engine, seq: int, *blocks: int, event_id: int | None = None, **how: Any) -> None:
+    """Has the engine say, as its message `seq`, that it has stored these blocks of the prompt."""
+    event = {
+        "event_id": seq if event_id is None else event_id,
+        "event_type": "stored",
+        "tenant_id": "default",
+        "backend_id": "w",
+        "medium": "gpu",
+        "seq_hashes": [HASHES[block] for block in blocks],
+        "base_block_idx": blocks[0],
+    }
+    engine.publish({"seq": seq, "batch": [0.5, [event]]} | how)
+
+
+def matched(tokens: int) -> Json:
+    return {"longest_matched": tokens, "GPU": tokens}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_publisher_that_restarts_begins_with_nothing(conductor: Running, first: int) -> None:
+    """At the same address, its messages and events numbered anew; some publishers begin with 1."""
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    for seq, blocks in enumerate(((0, 1), (2,), (3,)), first):
+        tell(engine, seq, *blocks)
+    conductor.until_row("/query", QUERY, matched(16))
+    engine.unbind()
+    engine.bind()
+    tell(engine, first, 0)
+    conductor.until_row("/query", QUERY, matched(4))
+    tell(engine, first + 1, 1)
+    conductor.until_row("/query", QUERY, matched(8))
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=first + 1)
+    assert (shown["restarts"], shown["stale"]) == (1, 0)
+    assert shown["blocks"] + shown["waiting"] == 2
+
+
+def test_a_gap_is_replayed(conductor: Running) -> None:
+    engine = conductor.engine(replay=True)
+    conductor.register(engine.endpoint("pub"), replay_endpoint=engine.endpoint("replay"))
+    tell(engine, 0, 0)
+    conductor.until_shown(engine.endpoint("pub"), last_seq=0, stream="exact")
+    tell(engine, 1, 1, drop=True)
+    tell(engine, 2, 2, drop=True)
+    tell(engine, 3, 3)
+    conductor.until_row("/query", QUERY, matched(16))
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=3, stream="exact")
+    assert (shown["gaps"], shown["event_id_gaps"]) == (1, 0)
+    assert "loss" not in shown
+
+
+def test_a_gap_that_nobody_replays_is_shown(conductor: Running) -> None:
+    """What is known stays: removals may have been lost, but no block is where it never was."""
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    tell(engine, 0, 0, 1)
+    tell(engine, 2, 2, event_id=5)
+    conductor.until_row("/query", QUERY, matched(12))
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=2, stream="degraded")
+    assert (shown["status"], shown["gaps"], shown["event_id_gaps"]) == ("active", 1, 1)
+    assert "1" in shown["loss"]
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["with replay", "without"])
+def test_whoever_joins_late_asks_for_the_beginning(conductor: Running, replay: bool) -> None:
+    engine = conductor.engine(replay=replay)
+    for seq in range(3):
+        tell(engine, seq, seq, drop=True)
+    more = {"replay_endpoint": engine.endpoint("replay")} if replay else {}
+    conductor.register(engine.endpoint("pub"), **more)
+    conductor.until_shown(engine.endpoint("pub"), status="active", stream="recovering")
+    tell(engine, 3, 3)
+    state = "exact" if replay else "degraded"
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=3, stream=state)
+    assert ("loss" in shown) is not replay
+    found = conductor.post("/query", QUERY)["default"]["a"]
+    assert found["longest_matched"] == (16 if replay else 0)
+
+
+def test_a_publisher_that_is_not_up_yet_is_pending(conductor: Running) -> None:
+    engine = conductor.engine()
+    engine.unbind()
+    conductor.register(engine.endpoint("pub"))
+    shown = conductor.until_shown(engine.endpoint("pub"), status="pending", stream="recovering")
+    assert shown["last_seq"] is None
+    engine.bind()
+    conductor.until_shown(engine.endpoint("pub"), status="active", last_error=None)
+    tell(engine, 0, 0)
+    conductor.until_row("/query", QUERY, matched(4))
+
+
+def test_publishers_come_and_go_while_messages_flow(conductor: Running) -> None:
+    """What has left has left: neither what is under way nor what comes later brings it back."""
+    engine = conductor.engine()
+    endpoint = engine.endpoint("pub")
+    flowing, numbers = threading.Event(), count()
+
+    def flow() -> None:
+        while not flowing.is_set():
+            tell(engine, next(numbers), 0, 1, 2, 3, nowait=True)
+
+    talker = threading.Thread(target=flow)
+    talker.start()
+    try:
+        for _ in range(5):
+            conductor.register(endpoint)
+            conductor.register(endpoint, instance_id="b")
+            conductor.until_row("/query", QUERY, matched(16))
+            conductor.post("/unregister", {"instance_id": "a"})
+            assert conductor.post("/query", QUERY)["default"].keys() == {"b"}
+            conductor.post("/unregister", {"instance_id": "b"})
+            assert conductor.post("/query", QUERY) == {"default": {}}
+    finally:
+        flowing.set()
+        talker.join()
+    assert conductor.services() == []
+
+
+def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
+    """A publisher with another adapter, salt or way to hash is heard, and never of use."""
+    for salt in ("w8a8", ""):
+        engine = conductor.engine()
+        conductor.register(engine.endpoint("pub"), additionalsalt=salt)
+        tell(engine, 0, 0, 1)
+        conductor.until_shown(engine.endpoint("pub"), last_seq=0)
+    conductor.until_row("/query", QUERY | {"cache_salt": "w8a8"}, matched(8))
+    found, silent = conductor.services()
+    assert (found["blocks"] + found["waiting"], found["matched"] > 0) == (2, True)
+    assert "warning" not in found
+    assert (silent["blocks"] + silent["waiting"], silent["matched"]) == (2, 0)
+    assert silent["asked"] == found["asked"] > 0
+    assert silent["warning"] == "2 blocks held, no query ever matched a first block"
+    metrics = conductor.client.get("/metrics").text
+    assert "\nkvd_conductor_unmatched_publishers 1\n" in metrics
+    assert '\nkvd_conductor_blocks{state="waiting"} 4\n' in metrics
+    conductor.post("/query", QUERY)
+    assert all("warning" not in each for each in conductor.services())
+
+
+def test_listings_are_json(conductor: Running) -> None:
+    """What is only shown again comes back as it was given."""
+    profile = {"name": "vllm_v1", "numbers": [1, 2.5, None, True]}
+    conductor.register("tcp://127.0.0.1:1", hash_profile=profile, cache_group=None)
+    (shown,) = conductor.services()
+    assert shown["hash_profile"] == profile
+    assert "cache_group" not in shown
+    view = json.loads(conductor.client.get("/global_view").text)
+    assert view["model_contexts"] == [
+        {"model_name": "m", "lora_name": "", "block_size": 4, "additional_salt": "",
+         "tenant_id": "default", "instance_id": "a"},
+    ]  # fmt: skip
