@@ -178,26 +178,30 @@ def _rewritten(body: bytes) -> bytes | None:
     if len(body) > TEXT_HASHES_LIMIT:
         return None
     try:
-        members = json.loads(body, object_pairs_hook=_without_duplicates)
+        members = json.loads(body.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError):
         return None
     if not isinstance(members, dict):
         return None
-    for name in HASHES:
-        if name not in members:
+    given = {name: members.pop(name) for name in HASHES if name in members}
+    if not any(_is_rewritten(value) for value in given.values()):
+        return None
+    for name, value in given.items():
+        if value is None:
             continue
-        if members[name] is None:
-            del members[name]
-            continue
-        if not isinstance(members[name], list):
+        if not isinstance(value, list):
             return None
         try:
-            members[name] = [kv_events.hash_of(value) for value in members[name]]
+            members[name] = [kv_events.hash_of(each) for each in value]
         except ValueError:
-            raise detailed(
-                BadRequest(f"{name}: expected whole numbers of 64 bits"), "invalid_value", name
-            ) from None
+            raise invalid(f"{name}: expected whole numbers of 64 bits", name) from None
     return json.dumps(members).encode()
+
+
+def _is_rewritten(hashes: object) -> bool:
+    if isinstance(hashes, list):
+        return any(isinstance(each, str) for each in hashes)
+    return hashes is None
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
