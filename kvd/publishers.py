@@ -210,7 +210,9 @@ class Publishers:
         with trio.CancelScope(shield=True):
             self._leaving.update(key for key, _ in leaving)
             for key, publisher in leaving:
-                await self._listeners.stop(key)
+                # Another request may be faster, and a client have registered it anew meanwhile.
+                if self._publishers.get(key) is publisher:
+                    await self._listeners.stop(key)
                 if self._publishers.get(key) is publisher:
                     self._remove(key, publisher)
         return sorted({key.triple for key, _ in leaving})

@@ -1,0 +1,64 @@
+"""Publishers over running listeners: registered and removed by several clients at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import trio
+import zmq
+from listening import HASTY
+from zmtp_fakes import Publisher, until
+
+from kvd.net.listeners import ListenerTasks
+from kvd.publishers import Described, Narrowing, Publishers
+from kvd.state import State
+
+ALL = Narrowing("default", "a")
+
+
+class Daemon:
+    """Publishers of one instance, at one engine."""
+
+    def __init__(self, nursery: trio.Nursery, context: zmq.Context, endpoint: str) -> None:
+        ready = trio.Event()
+        ready.set()
+        self.publishers = Publishers(State(), ListenerTasks(nursery, context, ready, HASTY))
+        self._endpoint = endpoint
+
+    def register(self, dp_rank: int) -> None:
+        self.publishers.register(
+            Described(self._endpoint, None, "vLLM", "m", "", "default", "a", 4, dp_rank, "")
+        )
+
+    def are_active(self) -> bool:
+        return all(each.listener.status == "active" for each in self.publishers)
+
+    async def replace(self, dp_rank: int) -> None:
+        """Registers a rank anew that has left, before anybody else can do a thing."""
+        await self.publishers.unregister(Narrowing("default", "a", dp_rank))
+        self.register(dp_rank)
+
+
+@pytest.fixture
+def daemon(
+    nursery: trio.Nursery, context: zmq.Context, publish: Callable[..., Publisher]
+) -> Iterator[Daemon]:
+    made = Daemon(nursery, context, publish().endpoint)
+    yield made
+    nursery.cancel_scope.cancel()
+
+
+async def test_whoever_is_slow_ends_no_later_registration(daemon: Daemon) -> None:
+    for _ in range(20):  # trio wakes tasks in any order
+        for rank in range(3):
+            daemon.register(rank)
+        await until(daemon.are_active)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(daemon.publishers.unregister, ALL)
+            nursery.start_soon(daemon.replace, 2)
+        await until(daemon.are_active)
+        left = [each.described.dp_rank for each in daemon.publishers]
+        assert left in ([], [2])
+        if left:
+            await daemon.publishers.unregister(ALL)
