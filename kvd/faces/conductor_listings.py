@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import trio
 
-from kvd.faces.bodies import json_response
 from kvd.faces.dumps import sliced
 from kvd.http.types import Request, Response
 from kvd.metrics import (
@@ -22,7 +21,6 @@ from kvd.metrics import (
 )
 from kvd.publishers import Publisher, Publishers
 from kvd.state import State
-from kvd.wire.publication import Publication
 
 OUTCOMES = ("mismatch", "bad", "ignored", "stale", "orphan", "unlocated")  # of events
 HELD = ("blocks", "waiting")
@@ -37,16 +35,12 @@ def services(publishers: Publishers, request: Request) -> Response:
 
 def _services(listed: list[Publisher], now: float) -> Iterator[bytes]:
     yield b'{"count":%d,"services":[' % len(listed)
-    for number, publisher in enumerate(listed):
-        separator = "," if number else ""
-        yield (separator + json.dumps(_service(publisher, now))).encode()
-        if number % SLICE_ROWS == SLICE_ROWS - 1:
-            yield b""
-    yield b"]}"
+    yield from _rows(_service(publisher, now) for publisher in listed)
 
 
 def _service(publisher: Publisher, now: float) -> dict[str, Any]:
     described, listener, said = publisher.described, publisher.listener, publisher.publication
+    bad = said.bad
     row: dict[str, Any] = {
         "Endpoint": described.endpoint,
         "ReplayEndpoint": described.replay_endpoint or "",
@@ -71,8 +65,8 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "orphans": said.orphans,
         "unlocated": said.unlocated,
         "conflicts": said.conflicts,
-        "bad_events": said.bad.total(),
-        "bad": dict(said.bad),
+        "bad_events": bad.total(),
+        "bad": dict(bad),
         "ignored": dict(said.ignored),
         "last_error": listener.last_error,
         **publisher.source.stats(),
@@ -91,28 +85,36 @@ def _is_unmatched(stats: Mapping[str, Any]) -> bool:
 
 
 def global_view(publishers: Publishers, request: Request) -> Response:
-    """Lists what blocks are kept apart by; the blocks themselves stay here."""
-    contexts = {
-        (
-            one.described.model_name,
-            one.described.lora_name,
-            one.described.block_size,
-            one.described.salt,
-            one.described.tenant_id,
-            one.described.instance_id,
-        )
-        for one in publishers
-    }
-    names = (
-        "model_name",
-        "lora_name",
-        "block_size",
-        "additional_salt",
-        "tenant_id",
-        "instance_id",
-    )
-    listed = [dict(zip(names, context, strict=True)) for context in sorted(contexts)]
-    return json_response({"context_count": len(listed), "model_contexts": listed})
+    """Streams what blocks are kept apart by; the blocks themselves stay here."""
+    return Response(200, sliced(_contexts(list(publishers))))
+
+
+def _contexts(listed: list[Publisher]) -> Iterator[bytes]:
+    contexts = {}
+    for number, publisher in enumerate(listed, 1):
+        described = publisher.described
+        context = {
+            "model_name": described.model_name,
+            "lora_name": described.lora_name,
+            "block_size": described.block_size,
+            "additional_salt": described.salt,
+            "tenant_id": described.tenant_id,
+            "instance_id": described.instance_id,
+        }
+        contexts[tuple(context.values())] = context
+        if number % SLICE_ROWS == 0:
+            yield b""
+    yield b'{"context_count":%d,"model_contexts":[' % len(contexts)
+    yield from _rows(contexts.values())
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Yields what is left of an object whose last member is a list of these."""
+    for number, row in enumerate(rows):
+        yield (("," if number else "") + json.dumps(row)).encode()
+        if number % SLICE_ROWS == SLICE_ROWS - 1:
+            yield b""
+    yield b"]}"
 
 
 def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
@@ -130,8 +132,9 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
         unmatched += _is_unmatched(stats)
         for name in HELD:
             held[name] += stats[name]
-        for name, count in _outcomes(publisher.publication).items():
-            outcomes[name] += count
+        said = publisher.publication.outcomes()
+        for name in OUTCOMES:
+            outcomes[name] += said[name]
         if number % BREATH == 0:
             yield None
     help = "Events of registered publishers that were not simply applied"
@@ -141,15 +144,3 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
     help = "Publishers with blocks, of which no question about their instance found a first one"
     yield gauge("kvd_conductor_unmatched_publishers", help, unmatched)
     yield from state_families(state, len({each.described.key.triple for each in listed}))
-
-
-def _outcomes(said: Publication) -> dict[str, int]:
-    counts = (
-        said.mismatches.total(),
-        said.bad.total(),
-        said.ignored.total(),
-        said.stale,
-        said.orphans,
-        said.unlocated,
-    )
-    return dict(zip(OUTCOMES, counts, strict=True))

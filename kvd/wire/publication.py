@@ -182,6 +182,18 @@ class Publication:
         """Events and payloads that could not be read, by what is wrong."""
         return +(self._bad + Counter(self._engine.counts()["bad"]))
 
+    def outcomes(self) -> dict[str, int]:
+        """Events that were not simply applied, summed up by what became of them; 3 us."""
+        engine = self._engine.counts()
+        return {
+            "mismatch": self._mismatches.total() + sum(engine["mismatches"].values()),
+            "bad": self._bad.total() + sum(engine["bad"].values()),
+            "ignored": self._ignored.total() + sum(engine["ignored"].values()),
+            "stale": self.stale,
+            "orphan": self._orphans + int(engine["parked"]),
+            "unlocated": self.unlocated,
+        }
+
     # ---- a listener's stream
 
     def apply(self, payload: bytes) -> int:
