@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -17,7 +17,7 @@ from kvd.http.types import Handler, Request, Response, Route
 from kvd.metrics import Family, by_label, counter, gauge, listener_families, state_families
 from kvd.model import DEFAULT_TENANT
 from kvd.publishers import Described, Narrowing, Publisher, Publishers
-from kvd.state import Partition, State
+from kvd.state import State
 from kvd.wire import kv_events
 from kvd_core.lane import Answerer
 from kvd_core.plain_conductor import FIELDS, PlainHoldings
@@ -55,6 +55,9 @@ UNREGISTERED = "unregistered successfully"
 MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 SLICE_ROWS = 64  # registrations written between two rests
 
+# Sequence hashes of 16,384 blocks between two rests: under 1 ms.
+SEQUENCE_STEPS = 8192
+
 # Of a body with its hashes as texts, some 10,000: those are made of Python, for 30 ms then.
 TEXT_HASHES_LIMIT = 256 * 1024
 
@@ -64,14 +67,15 @@ Members = dict[str, Any]
 def routes(state: State, publishers: Publishers) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's state."""
     known = state.sized, DEFAULT_TENANT
+    by_hash = partial(query_by_hash, state, trio.Lock())
     return (
         HEALTH,
         _hot("/query", partial(query, state), PlainHoldings(QUERY, *known)),
-        _hot("/query_by_hash", partial(query_by_hash, state), PlainHoldings(QUERY_BY_HASH, *known)),
+        _hot("/query_by_hash", by_hash, PlainHoldings(QUERY_BY_HASH, *known)),
         Route("POST", "/register", partial(register, publishers), any_type=True),
         Route("POST", "/unregister", partial(unregister, publishers), any_type=True),
         Route("GET", "/services", partial(services, publishers)),
-        Route("GET", "/global_view", partial(global_view, publishers)),
+        Route("GET", "/global_view", partial(global_view, state, publishers)),
     )
 
 
@@ -82,19 +86,50 @@ def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
 # ---- questions
 
 
+class Scope(NamedTuple):
+    """Which blocks a question is about, and whose."""
+
+    model: str
+    tenant: str
+    block_size: int
+    lora_name: str
+    cache_salt: str
+    instance: str  # "": all
+
+
 def query(state: State, request: Request) -> Response:
     """Says what every instance holds of a prompt given as token ids."""
     members = _scan(QUERY, request)
     _require(members, "token_ids")
-    return _answer(
-        state,
-        members,
-        lambda partition, *scope: partition.query_tokens(QUERY, 0, *scope),
-    )
+    scope = _scope(members)
+    partition = state.sized.get(scope[:3])
+    if partition is None:
+        return _no_rows(scope)
+    asked = scope.lora_name, scope.cache_salt, scope.tenant, scope.instance
+    return Response(200, partition.conductor.query_tokens(QUERY, 0, *asked))
 
 
-def query_by_hash(state: State, request: Request) -> Response:
-    """Says what every instance holds of a prompt given as its rolling sequence hashes."""
+async def query_by_hash(state: State, making: trio.Lock, request: Request) -> Response:
+    """Says what every instance holds of a prompt given as its rolling sequence hashes.
+
+    The first question to a partition waits until its blocks have theirs; of several that wait, the
+    one that has the lock makes them.
+    """
+    at, scope = _scan_scope(request)
+    partition = state.sized.get(scope[:3])
+    if partition is None:
+        return _no_rows(scope)
+    if not partition.conductor.sequence(0):
+        async with making:
+            while not partition.conductor.sequence(SEQUENCE_STEPS):
+                await trio.lowlevel.checkpoint()
+        return await query_by_hash(state, making, request)  # others have used the scanner
+    asked = scope.lora_name, scope.cache_salt, scope.tenant, scope.instance
+    return Response(200, partition.conductor.query_hashes(QUERY_BY_HASH, at, *asked))
+
+
+def _scan_scope(request: Request) -> tuple[int, Scope]:
+    """Scans hashes; returns also which of their names they have, as a position in HASHES."""
     members = _scan_hashes(request)
     given = [name for name in HASHES if name in members]
     if not given:
@@ -102,25 +137,22 @@ def query_by_hash(state: State, request: Request) -> Response:
     lists = [QUERY_BY_HASH.array(name) for name in given]
     if any(each != lists[0] for each in lists):
         raise _invalid(f"`{'` and `'.join(given)}` are the same member and differ", given[1])
-    at = HASHES.index(given[0])
-    return _answer(
-        state,
-        members,
-        lambda partition, *scope: partition.query_hashes(QUERY_BY_HASH, at, *scope),
+    return HASHES.index(given[0]), _scope(members)
+
+
+def _scope(members: Members) -> Scope:
+    return Scope(
+        _model(members),
+        _text(members, "tenant_id") or DEFAULT_TENANT,
+        _uint(members, "block_size", 1),
+        _adapter(members),
+        _alias(members, SALT) or "",
+        _text(members, "instance_id") or "",
     )
 
 
-def _answer(state: State, members: Members, ask: Callable[..., bytes]) -> Response:
-    model = _model(members)
-    tenant = _text(members, "tenant_id") or DEFAULT_TENANT
-    block_size = _uint(members, "block_size", 1)
-    instance = _text(members, "instance_id") or ""
-    salt = _alias(members, SALT) or ""
-    lora_name = _adapter(members)
-    partition: Partition | None = state.sized.get((model, tenant, block_size))
-    if partition is None:
-        return json_response({tenant: {}})
-    return Response(200, ask(partition.conductor, lora_name, salt, tenant, instance))
+def _no_rows(scope: Scope) -> Response:
+    return json_response({scope.tenant: {}})
 
 
 def _adapter(members: Members) -> str:
@@ -237,7 +269,7 @@ def _service(publisher: Publisher, now: float) -> Members:
     return row
 
 
-def global_view(publishers: Publishers, request: Request) -> Response:
+def global_view(state: State, publishers: Publishers, request: Request) -> Response:
     """Lists what blocks are kept apart by; the blocks themselves stay here."""
     contexts = {
         (
@@ -250,6 +282,12 @@ def global_view(publishers: Publishers, request: Request) -> Response:
         )
         for one in publishers
     }
+    # Workers of other faces; adapters and salts are in their events only.
+    contexts.update(
+        (one.key.model_name, "", one.block_size, "", one.key.tenant_id, str(instance_id))
+        for one in state.partitions.values()
+        for instance_id, _ in one.ranks
+    )
     names = (
         "model_name",
         "lora_name",
