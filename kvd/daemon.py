@@ -419,7 +419,7 @@ class _Daemon:
 
     def _totals(self) -> DemoStats:
         ingest = self._state.ingest.as_dict()
-        indexes = [partition.index for partition in self._state.all_partitions()]
+        indexes = [partition.index for partition in self._state.sized.values()]
         stats = self._indexer.stats
         return DemoStats(
             events=ingest["stored"] + ingest["removed"] + ingest["cleared"],

@@ -258,7 +258,7 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
     sums = dict.fromkeys((name for _, name, _ in INDEX_GAUGES), 0) | state.ended_totals
     held: dict[str, int] = {}
     recovered = 0
-    for number, partition in enumerate(state.all_partitions(), 1):
+    for number, partition in enumerate(list(state.sized.values()), 1):
         stats: dict[str, Any] = {**partition.index.stats()}
         for name in sums:
             sums[name] += stats[name]

@@ -1,16 +1,17 @@
 """The daemon's state: one prefix index per partition. Everything that changes it is here.
 
     State
-      ├ partitions: (model, tenant) ──> Partition
-      │                                   ├ index      kvd_core: who holds which blocks
-      │                                   ├ workers    instance id ──> kvd_core worker
-      │                                   └ conductor  kvd_core: publishers of KV events
-      └ sized: (model, tenant, block size) ──> the same Partitions, those with publishers
+      ├ sized: (model, tenant, block size) ──> Partition
+      │                                          ├ index      kvd_core: who holds which blocks
+      │                                          ├ workers    instance id ──> kvd_core worker
+      │                                          └ conductor  kvd_core: publishers of KV events
+      └ partitions: (model, tenant) ──> the one of these that faces with workers know
 
-A partition lives as long as it has a worker or a publisher. Faces with workers know one partition
-of a model and tenant: its block size is fixed by the first registered worker. Publishers of other
-block sizes have partitions of their own beside it. A publisher's instance whose id is a number is
-linked to the worker of that id in the partition that these faces know: what it holds counts there.
+A partition lives as long as it has a worker or a publisher. The conductor answers over all of them,
+whoever has told of the blocks. Faces with workers know one partition of a model and tenant: its
+block size is fixed by the first registered worker. Publishers of other block sizes have partitions
+of their own beside it. A publisher's instance whose id is a number is linked to the worker of that
+id in the partition that these faces know: what it holds counts there.
 Workers come by registration, or with a peer's dump: those hold blocks and count in answers, are
 listed nowhere, and stay until they are unregistered.
 All of it is touched by one thread only, and no method awaits: each call is one atomic change.
@@ -57,13 +58,13 @@ _Departure = tuple[str, str | None, InstanceId, int | None]
 
 @dataclass(slots=True)
 class Partition:
-    """The index of one model and tenant, and the workers that hold something in it."""
+    """The index of one model, tenant and block size, and who holds something in it."""
 
     key: PartitionKey
     index: PrefixIndex
+    conductor: Conductor
     workers: dict[InstanceId, Worker] = field(default_factory=dict)
     ranks: set[tuple[InstanceId, int]] = field(default_factory=set)  # the registered ones
-    conductor: Conductor | None = None  # once it has had a publisher
     sources: int = 0  # registered publishers
     linked: set[InstanceId] = field(default_factory=set)  # workers that publishers count for, too
 
@@ -71,6 +72,10 @@ class Partition:
     def block_size(self) -> int:
         """Tokens per block."""
         return self.index.block_size
+
+    @property
+    def sized_key(self) -> SizedKey:
+        return (*self.key, self.block_size)
 
     def is_registered(self, instance_id: InstanceId) -> bool:
         """Says whether any rank of the instance is registered."""
@@ -83,7 +88,7 @@ class State:
     def __init__(self, hash_seed: int = DEFAULT_SEED) -> None:
         self.partitions: dict[PartitionKey, Partition] = {}
         self.sized: dict[SizedKey, Partition] = {}
-        self._sizes: dict[PartitionKey, list[Partition]] = {}  # those of `sized`, oldest first
+        self._sizes: dict[PartitionKey, list[Partition]] = {}  # the same, oldest first
         self._hash_seed = hash_seed  # of sequence hashes
         self.ingest = IngestCounters()
         self.refused_partitions = 0
@@ -146,9 +151,7 @@ class State:
 
         Raises Unavailable when there are too many partitions.
         """
-        partition = self._sized(key, block_size)
-        if partition.conductor is None:
-            partition.conductor = Conductor(partition.index, self._hash_seed)
+        partition = self.sized.get((*key, block_size)) or self._make(key, block_size)
         source = partition.conductor.add_source(instance_id, lora_name, cache_salt, dp_rank, store)
         partition.sources += 1
         number = number_of(instance_id)
@@ -163,7 +166,6 @@ class State:
     def remove_source(self, key: PartitionKey, block_size: int, source: Source) -> None:
         """Removes a publisher with all that it holds."""
         partition = self.sized[(*key, block_size)]
-        assert partition.conductor is not None
         hidden = self.partitions.get(key) is not partition
         source.remove_all()
         partition.sources -= 1
@@ -172,40 +174,18 @@ class State:
             partition.linked.discard(number)
             if not partition.is_registered(number) and not self._is_restored(partition, number):
                 self._remove_worker(partition, number)
-        if not partition.sources:
-            del self.sized[(*key, block_size)]
-            self._sizes[key].remove(partition)
-            if not self._sizes[key]:
-                del self._sizes[key]
-            if hidden:
-                self._add_totals(partition)
-        self.drop_if_empty(partition)
-
-    def all_partitions(self) -> list[Partition]:
-        """Returns the partitions of all block sizes."""
-        hidden = [one for one in self.sized.values() if self.partitions.get(one.key) is not one]
-        return [*self.partitions.values(), *hidden]
-
-    def _sized(self, key: PartitionKey, block_size: int) -> Partition:
-        partition = self.sized.get((*key, block_size))
-        if partition is None:
-            partition = self.partitions.get(key)
-            if partition is None or partition.block_size != block_size:
-                self._check_room()
-                partition = Partition(key, PrefixIndex(block_size, self.ingest))
-            self.sized[(*key, block_size)] = partition
-            self._sizes.setdefault(key, []).append(partition)
-        return partition
+        if hidden and not partition.sources:
+            self._drop(partition)
+        else:
+            self.drop_if_empty(partition)
 
     def _link(self, partition: Partition, number: InstanceId) -> None:
         """Lets what publishers of a worker's instance hold count as the worker's."""
-        assert partition.conductor is not None
         partition.conductor.link(str(number), _worker(partition, number))
         partition.linked.add(number)
 
     def _unlink(self, partition: Partition, number: InstanceId) -> None:
-        if partition.conductor is not None:
-            partition.conductor.link(str(number), None)
+        partition.conductor.link(str(number), None)
         partition.linked.discard(number)
 
     def _hide(self, partition: Partition) -> None:
@@ -220,7 +200,6 @@ class State:
     def _show(self, partition: Partition) -> None:
         """Makes a partition of publishers the one that faces with workers know."""
         self.partitions[partition.key] = partition
-        assert partition.conductor is not None
         for name in partition.conductor.instances():
             number = number_of(name)
             if number is not None:
@@ -229,7 +208,6 @@ class State:
     def _show_next(self, key: PartitionKey) -> None:
         """Shows the oldest partition of publishers that has an instance for the other faces."""
         for partition in self._sizes.get(key, ()):
-            assert partition.conductor is not None
             if any(number_of(name) is not None for name in partition.conductor.instances()):
                 self._show(partition)
                 return
@@ -337,9 +315,29 @@ class State:
             self._hide(partition)
             return
         del self.partitions[partition.key]
-        self._add_totals(partition)
+        self._drop(partition)
 
-    def _add_totals(self, partition: Partition) -> None:
+    def _make(self, key: PartitionKey, block_size: int) -> Partition:
+        """Adds an empty partition, which no face with workers knows yet."""
+        if len(self.sized) >= MAX_PARTITIONS:
+            self.refused_partitions += 1
+            raise Unavailable(f"there are {MAX_PARTITIONS} models and tenants already")
+        index = PrefixIndex(block_size, self.ingest)
+        partition = Partition(key, index, Conductor(index, self._hash_seed))
+        if self._hash_seed != DEFAULT_SEED:
+            # These cannot be made of the local hashes later; with the default seed they can.
+            partition.conductor.sequence(0)
+        self.sized[partition.sized_key] = partition
+        self._sizes.setdefault(key, []).append(partition)
+        return partition
+
+    def _drop(self, partition: Partition) -> None:
+        """Forgets a partition that nobody knows any more."""
+        del self.sized[partition.sized_key]
+        sizes = self._sizes[partition.key]
+        sizes.remove(partition)
+        if not sizes:
+            del self._sizes[partition.key]
         for name in TOTALS:
             self.ended_totals[name] += partition.index.stats()[name]
 
@@ -365,11 +363,13 @@ class State:
     def sweep(self, max_steps: int) -> bool:
         """Frees what removed and cleared ranks held, in small steps; True while there is more.
 
+        Sequence hashes that are missing are made likewise.
+
         False also after SWEPT_PARTITIONS without anything to free; the next call goes on there.
         """
-        for _ in range(min(SWEPT_PARTITIONS, len(self.partitions) + len(self.sized))):
+        for _ in range(min(SWEPT_PARTITIONS, len(self.sized))):
             if not self._to_sweep:
-                self._to_sweep = self.all_partitions()
+                self._to_sweep = list(self.sized.values())
             if self._to_sweep and self._to_sweep[-1].index.sweep(max_steps):
                 return True
             if not self._to_sweep:
@@ -400,19 +400,10 @@ class State:
             self.unsettled.difference_update((key, id_) for id_ in partition.workers)
             self._end(partition)
             partition = None
-        if partition is None and (*key, block_size) in self.sized:
-            partition = self.sized[(*key, block_size)]
-            self._show(partition)
         if partition is None:
-            self._check_room()
-            index = PrefixIndex(block_size, self.ingest)
-            partition = self.partitions[key] = Partition(key, index)
+            partition = self.sized.get((*key, block_size)) or self._make(key, block_size)
+            self._show(partition)
         return partition
-
-    def _check_room(self) -> None:
-        if max(len(self.partitions), len(self.sized)) >= MAX_PARTITIONS:
-            self.refused_partitions += 1
-            raise Unavailable(f"there are {MAX_PARTITIONS} models and tenants already")
 
 
 def number_of(instance_id: str) -> int | None:

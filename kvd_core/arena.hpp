@@ -113,6 +113,14 @@ class ProbeTable {
   void set(uint32_t index, uint32_t value) { slots_[index] = value; }
   size_t bytes() const { return slots_.capacity() * sizeof(uint32_t); }
 
+  // Makes room for `count` entries, while there are none.
+  void reserve(uint32_t count) {
+    uint64_t capacity = 8;
+    while (count * 5ull > capacity * 4ull) capacity *= 2;
+    slots_.assign(capacity, kEmpty);
+    mask_ = static_cast<uint32_t>(capacity - 1);
+  }
+
   // Index of the entry for which `same(value)` holds, or kEmpty.
   template <class Same>
   uint32_t find(uint64_t hash, Same&& same) const {

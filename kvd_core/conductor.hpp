@@ -54,6 +54,8 @@ namespace kvd {
 constexpr size_t kMaxLoose = size_t{1} << 20;
 // Backends and ranks of one source. The bound keeps a mad publisher from making one a number.
 constexpr size_t kMaxHolders = 4096;
+// Steps of making sequence hashes at the first source, some 10,000 blocks: under 1 ms.
+constexpr uint32_t kSequencedAtOnce = 8192;
 
 struct Holder {
   uint32_t backend;
@@ -126,26 +128,34 @@ class Conductor final : public Placements {
  public:
   enum class Outcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
 
-  Conductor(Index& index, uint64_t seed) : index_(index) {
-    index_.keep_sequences(seed, this);
-    index_.max_parked_ = kMaxLoose;
-    guard_ = index_.add_rank(0);
-    index_.show_as(guard_, kNone);
-  }
+  // Costs the index nothing: what it needs of that comes with the first source, or question by hash.
+  Conductor(Index& index, uint64_t seed) : index_(index), seed_(seed) {}
   Conductor(const Conductor&) = delete;
   Conductor& operator=(const Conductor&) = delete;
   ~Conductor() override { index_.placements_ = nullptr; }
 
   const Index& index() const { return index_; }
+  uint64_t seed() const { return seed_; }
   const std::vector<std::unique_ptr<Instance>>& instances() const { return instances_; }
   const std::vector<Medium>& media() const { return media_; }
   bool anything_loose() const { return !loose_.empty(); }
   size_t loose_count() const { return loose_.size(); }
   size_t bytes() const { return loose_.size() * kLooseBytes; }
 
+  // Whether questions by hash find all blocks that can be found so.
+  bool sequenced() const { return index_.sequenced(); }
+
+  // Keeps sequence hashes from now on, and makes those that are missing, in about `budget` steps of
+  // at most 0.1 us; true when none is.
+  bool sequence(uint32_t budget) {
+    index_.keep_sequences(seed_, this);
+    return index_.make_sequences(budget);
+  }
+
   // ---- who is registered
 
   Source* add_source(const std::string& key, uint64_t home, uint32_t dp_rank, bool store) {
+    if (guard_ == kNone) prepare();
     Instance* instance = find(key);
     if (instance == nullptr) {
       instances_.push_back(std::make_unique<Instance>());
@@ -356,6 +366,13 @@ class Conductor final : public Placements {
     }
   }
 
+  void sequenced(const BlockId* blocks, uint32_t n) override {
+    if (loose_.empty()) return;
+    for (uint32_t i = 0; i < n; ++i) {
+      if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
+    }
+  }
+
   void settle() override {
     if (settling_) return;
     settling_ = true;
@@ -401,6 +418,14 @@ class Conductor final : public Placements {
   };
 
   static constexpr size_t kLooseBytes = 56;  // a hash node
+
+  // What few blocks need of sequence hashes at the first source is made at once.
+  void prepare() {
+    sequence(kSequencedAtOnce);
+    index_.max_parked_ = kMaxLoose;
+    guard_ = index_.add_rank(0);
+    index_.show_as(guard_, kNone);
+  }
 
   static bool before(const Holder& a, const Holder& b) { return a.order() < b.order(); }
 
@@ -890,7 +915,8 @@ class Conductor final : public Placements {
   }
 
   Index& index_;
-  RankId guard_;  // holds what must not be trimmed for the length of an operation
+  uint64_t seed_;         // of sequence hashes
+  RankId guard_ = kNone;  // from the first source on: holds what must not be trimmed for the length of an operation
   std::vector<std::unique_ptr<Source>> sources_;
   std::vector<std::unique_ptr<Instance>> instances_;
   std::unordered_map<std::string, Instance*> by_key_;

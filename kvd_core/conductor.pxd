@@ -48,6 +48,8 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
 
     cppclass CConductor "kvd::Conductor":
         CConductor(CIndex&, uint64_t) except +
+        cbool sequenced()           # questions by hash find all that can be found so
+        cbool sequence(uint32_t) except +
         CSource* add_source(const string&, uint64_t, uint32_t, cbool) except +
         void remove_source(CSource*) except +
         CInstance* find(const string&)
@@ -107,6 +109,7 @@ cdef class Conductor:
     cpdef bytes query_hashes(
         self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
     )
+    cdef int finish_sequences(self) except -1
     cdef bytes render(self, str tenant, str instance)
     cdef LayerId layer(self, str medium) except? 0xfffffffe
 

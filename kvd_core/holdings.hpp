@@ -51,7 +51,7 @@ class Holdings {
   // The same by its tokens.
   void by_token_ids(const Conductor& conductor, const uint32_t* tokens, size_t n_tokens, uint64_t space) {
     const size_t size = conductor.index().block_size(), n = size == 0 ? 0 : n_tokens / size;
-    const uint64_t seed = kBaseSeed + space, own = conductor.sequences().seed();
+    const uint64_t seed = kBaseSeed + space, own = conductor.seed();
     locals_.resize(n);
     local_hashes(tokens, n, size, seed, locals_.data());
     by_tokens(conductor, locals_.data(), n, space, [&]() -> const uint64_t* {

@@ -207,6 +207,8 @@ class Placements {
  public:
   virtual ~Placements() = default;
   virtual void placed(const Store& s, const BlockId* blocks) = 0;
+  // Blocks that were there before have their sequence hashes now, if they can have any.
+  virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
   virtual void settle() = 0;  // the operation that has placed them is over
 };
 
@@ -288,8 +290,8 @@ class Index {
   // The ranks that one of kMany is seen as.
   const std::vector<RankId>& shared_with(RankId id) const { return shared_with_.at(id); }
 
-  // Frees what retired ranks held, and memory that an emptied index has kept, in about `budget`
-  // steps of at most 0.1 us; false when there is nothing left to free.
+  // Frees what retired ranks held, and memory that an emptied index has kept, and makes sequence
+  // hashes that are missing, in about `budget` steps of at most 0.1 us; false when nothing is left.
   bool sweep(uint32_t budget) {
     Steps steps{budget};
     while (!retired_.empty() && steps.left()) {
@@ -299,6 +301,7 @@ class Index {
       ranks_[id] = Rank();
       free_ranks_.push_back(id);
     }
+    make_sequences(steps);
     while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);
     return !steps.left();
   }
@@ -354,18 +357,28 @@ class Index {
 
   const Sequences* sequences() const { return sequences_.get(); }
 
-  // Keeps the sequence hash of every block from now on. O(blocks), once. A block that another seed
-  // than `seed` has gone into (adapter, salt) is known by one when it is stored again.
+  // Keeps the sequence hash of every block that is stored from now on. Those that are there get
+  // theirs by `make_sequences`, but where another seed than `seed` has gone into them (adapter, salt):
+  // these are known by one when they are stored again.
   void keep_sequences(uint64_t seed, Placements* placements) {
     placements_ = placements;
     if (sequences_ != nullptr) return;
     sequences_ = std::make_unique<Sequences>(seed);
-    if (seed != kBaseSeed) return;
-    for (NodeId id = tree_.successor(Tree::kRoot); id != kNone; id = tree_.successor(id)) {
-      const Chain& chain = tree_.node(id).chain;
-      sequences_->chain(tree_.parent_of(chain.block()[0]), chain.block(), chain.local(), chain.len(), 0, false);
-    }
+    unsequenced_.next = seed == kBaseSeed ? tree_.node(Tree::kRoot).first_child : kNone;
+    if (unsequenced_.next == kNone) return;
+    sequences_->reserve(tree_.block_count(), tree_.block_end());
+    tree_.watch(&unsequenced_);
   }
+
+  // Goes on with that for about `budget` steps of at most 0.1 us; true when all have theirs.
+  bool make_sequences(uint32_t budget) {
+    Steps steps{budget};
+    make_sequences(steps);
+    return sequenced();
+  }
+
+  // Whether all blocks have sequence hashes that can have any.
+  bool sequenced() const { return sequences_ != nullptr && unsequenced_.next == kNone; }
 
   // ---- blocks
 
@@ -529,6 +542,23 @@ class Index {
   static constexpr size_t kMembersAStep = 64;
   static constexpr size_t kStepsAChain = 16;
   static constexpr size_t kStepsASegment = 8;
+  static constexpr size_t kSequencesAStep = 2;
+
+  // Chain by chain, what comes before always first; whatever is stored between two calls meets a
+  // block with a sequence hash above it and has its own, or is still to come here.
+  void make_sequences(Steps& steps) {
+    if (unsequenced_.next == kNone || !steps.left()) return;
+    while (unsequenced_.next != kNone && steps.left()) {
+      const NodeId id = unsequenced_.next;
+      unsequenced_.next = tree_.successor(id);
+      const Chain& chain = tree_.node(id).chain;
+      sequences_->chain(tree_.parent_of(chain.block()[0]), chain.block(), chain.local(), chain.len(), 0, false);
+      if (placements_ != nullptr) placements_->sequenced(chain.block(), chain.len());
+      steps.take(1 + chain.len() / kSequencesAStep);
+    }
+    if (unsequenced_.next == kNone) tree_.unwatch(&unsequenced_);
+    if (placements_ != nullptr) placements_->settle();
+  }
 
   // Which counter of a rank counts a layer.
   size_t counter(LayerId layer) const {
@@ -1035,6 +1065,7 @@ class Index {
   std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
   std::unordered_map<BlockId, uint64_t> terms_;
   std::unique_ptr<Sequences> sequences_;  // null while nobody asks for them
+  Watcher unsequenced_;  // the next chain whose blocks have none yet
   Placements* placements_ = nullptr;
   bool linked_ = false;  // some rank is seen as another
   std::unordered_map<RankId, std::vector<RankId>> shared_with_;  // of those seen as kMany

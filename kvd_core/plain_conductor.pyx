@@ -2,7 +2,8 @@
 """Answers the conductor's plain queries without an interpreted instruction on the way.
 
 A query is plain when its body is well-formed, spells its members as documented, and its partition
-exists; any other is left to the route's handler (see plain.pyx).
+exists, with sequence hashes if it asks by them; any other is left to the route's handler (see
+plain.pyx).
 """
 from libc.stdint cimport uint8_t, uint64_t
 
@@ -89,6 +90,8 @@ cdef class PlainHoldings(Answerer):
         if partition is None:
             return None
         cdef Conductor conductor = partition.conductor
+        if not self.by_tokens and not conductor.c.sequenced():
+            return None
         if self.by_tokens:
             return conductor.query_tokens(scanner, 0, lora, salt, tenant, instance)
         return conductor.query_hashes(scanner, 0, lora, salt, tenant, instance)

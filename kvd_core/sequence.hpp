@@ -1,4 +1,5 @@
-// Blocks by sequence hash: an index over the tree's blocks, kept only where somebody asks by it.
+// Blocks by sequence hash: an index over the tree's blocks, kept from the first time on that somebody
+// asks by it.
 //
 //   key      namespace ? sequence hash ^ mix(namespace) : sequence hash
 //   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known
@@ -30,6 +31,12 @@ class Sequences {
   explicit Sequences(uint64_t seed) : seed_(seed) {}
 
   uint64_t seed() const { return seed_; }
+
+  // Makes room for the blocks of a tree, before it knows any: what grows by and by is placed anew.
+  void reserve(uint32_t blocks, uint32_t block_end) {
+    slots_.reserve(blocks);
+    keys_.resize(block_end, 0);
+  }
 
   static uint64_t key(uint64_t space, uint64_t sequence) {
     return space == 0 ? sequence : sequence ^ mix64(space);

@@ -54,7 +54,6 @@ class Fleet:
 
     def rows(self, size: int = BLOCK_SIZE) -> dict[str, Any]:
         conductor = self.state.sized[(*KEY, size)].conductor
-        assert conductor is not None
         conductor.verify()
         rows = conductor.match_tokens(TOKENS)
         assert rows == conductor.match_hashes(sequence_hashes(TOKENS, size, 1337))
@@ -173,7 +172,6 @@ def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet
     told = {"event_type": "stored", "seq_hashes": hashes, "medium": "cpu"}
     publication.apply(batch(told))
     conductor = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
-    assert conductor is not None
     assert (fleet.rows()["a"]["CPU"], conductor.stats()["loose"]) == (16, 4)
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
     assert (fleet.rows()["a"]["CPU"], conductor.stats()["loose"] <= 4) == (16, True)

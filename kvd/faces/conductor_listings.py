@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -20,12 +20,23 @@ from kvd.metrics import (
     state_families,
 )
 from kvd.publishers import Publisher, Publishers
-from kvd.state import State
+from kvd.state import Partition, State
 
 OUTCOMES = ("mismatch", "bad", "ignored", "stale", "orphan", "unlocated")  # of events
 HELD = ("blocks", "waiting")
 
 SLICE_ROWS = 64  # registrations written between two rests
+
+
+class _Context(NamedTuple):
+    """What blocks are kept apart by, as newer conductors name it."""
+
+    model_name: str
+    lora_name: str
+    block_size: int
+    additional_salt: str
+    tenant_id: str
+    instance_id: str
 
 
 def services(publishers: Publishers, request: Request) -> Response:
@@ -84,28 +95,37 @@ def _is_unmatched(stats: Mapping[str, Any]) -> bool:
     return bool(stats["blocks"] + stats["waiting"] and stats["asked"] and not stats["matched"])
 
 
-def global_view(publishers: Publishers, request: Request) -> Response:
+def global_view(state: State, publishers: Publishers, request: Request) -> Response:
     """Streams what blocks are kept apart by; the blocks themselves stay here."""
-    return Response(200, sliced(_contexts(list(publishers))))
+    return Response(200, sliced(_contexts(list(publishers), list(state.partitions.values()))))
 
 
-def _contexts(listed: list[Publisher]) -> Iterator[bytes]:
-    contexts = {}
+def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[bytes]:
+    """Yields those of publishers, and of workers, whose adapters only their events tell."""
+    contexts: set[_Context] = set()
     for number, publisher in enumerate(listed, 1):
         described = publisher.described
-        context = {
-            "model_name": described.model_name,
-            "lora_name": described.lora_name,
-            "block_size": described.block_size,
-            "additional_salt": described.salt,
-            "tenant_id": described.tenant_id,
-            "instance_id": described.instance_id,
-        }
-        contexts[tuple(context.values())] = context
+        context = _Context(
+            described.model_name,
+            described.lora_name,
+            described.block_size,
+            described.salt,
+            described.tenant_id,
+            described.instance_id,
+        )
+        contexts.add(context)
         if number % SLICE_ROWS == 0:
             yield b""
+    for partition in partitions:
+        model, tenant = partition.key
+        for number, (instance_id, _) in enumerate(list(partition.ranks), 1):
+            context = _Context(model, "", partition.block_size, "", tenant, str(instance_id))
+            contexts.add(context)
+            if number % SLICE_ROWS == 0:
+                yield b""
+        yield b""
     yield b'{"context_count":%d,"model_contexts":[' % len(contexts)
-    yield from _rows(contexts.values())
+    yield from _rows(context._asdict() for context in contexts)
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:

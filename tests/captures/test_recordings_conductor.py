@@ -39,7 +39,6 @@ class Fed:
             terms = Terms(*KEY, size, "", "", rank, False)
             self.publications[instance, rank] = Publication(source, terms)
         conductor = state.sized[(*KEY, size)].conductor
-        assert conductor is not None
         self.conductor = conductor
         for message in recording.messages:
             self.publications[message.rank].apply(message.payload)

@@ -50,7 +50,6 @@ class Fleet:
         self, lora: str = "", salt: str = "", tokens: list[int] = TOKENS
     ) -> dict[str, dict[str, Any]]:
         conductor = self.state.sized[("m", "default", 4)].conductor
-        assert conductor is not None
         conductor.verify()
         by_tokens = conductor.match_tokens(tokens, lora, salt)
         hashes = sequence_hashes(tokens, 4, 1337)
