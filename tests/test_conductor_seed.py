@@ -260,9 +260,12 @@ def test_lora_id_is_not_used_together_with_lora_name(conductor: Running) -> None
 
 
 def test_one_instance_or_all_of_the_tenant(conductor: Running) -> None:
+    """Of those with the model and block size that are asked for: others could not serve it."""
     engine = conductor.engine()
     for instance, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
         conductor.register(engine.endpoint("pub"), instance_id=instance, tenant_id=tenant)
+    conductor.register(engine.endpoint("pub"), instance_id="d", modelname="other")
+    conductor.register(engine.endpoint("pub"), instance_id="e", block_size=8)
     assert conductor.post("/query", ask())["default"].keys() == {"a", "b"}
     assert conductor.post("/query", ask(instance_id="b"))["default"].keys() == {"b"}
     assert conductor.post("/query", ask(tenant_id="other"))["other"].keys() == {"c"}

@@ -223,6 +223,27 @@ class Life:
             by_hashes = self.conductor.match_hashes(prompt, *SCOPES[scope])
             assert self.shown(by_hashes) == self.shown(wanted)
 
+    def compare_counts(self) -> None:
+        """What each publisher holds, and whether it had the first block of a question."""
+        path = (self.random.randrange(2),)
+        scope = self.random.randrange(len(SCOPES))
+        first = SPACES[scope], self.sequence(path)
+        before = [publisher.source.stats() for publisher in self.publishers]
+        self.conductor.match_tokens(tokens(path), *SCOPES[scope])
+        for publisher, was in zip(self.publishers, before, strict=True):
+            holders = publisher.holders.values()
+            named = [{(n.block, m) for n in h.names.values() for m in n.media} for h in holders]
+            aside = [each for holder in holders for each in holder.aside.values()]
+            has = any(block == first for each in named for block, _ in each)
+            has = has or any((each.space, each.sequence) == first for each in aside)
+            counts = publisher.source.stats()
+            assert counts["asked"] == was["asked"] + 1
+            assert counts["matched"] == was["matched"] + has
+            # The core finds a place for some that the model keeps aside, and counts as their block.
+            held, more = sum(map(len, named)), sum(len(each.media) for each in aside)
+            assert held <= counts["blocks"] <= held + more
+            assert counts["waiting"] <= len(aside)
+
     @staticmethod
     def shown(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return {
@@ -237,3 +258,4 @@ def test_random_lives(seed: int) -> None:
     for _ in range(120):
         life.step()
         life.compare()
+        life.compare_counts()
