@@ -105,11 +105,13 @@ def ingest() -> None:
 
     def fill(name: str, kept: bool) -> None:
         index = PrefixIndex(BLOCK_SIZE, IngestCounters())
-        part = Conductor(index) if kept else None
+        part = Conductor(index)
+        if kept:
+            part.sequence(0)
         stream = index.add_worker(1).stream(0)
         for payload in payloads:
             stream.apply(payload)
-        sizes[name] = index.stats()["bytes"] + (part.stats()["bytes"] if part else 0)
+        sizes[name] = index.stats()["bytes"] + part.stats()["bytes"]
 
     def publish() -> None:
         index = PrefixIndex(BLOCK_SIZE, IngestCounters())
