@@ -3,7 +3,8 @@
     python bench/conductor.py
 
 Prints CPU us of a query on both faces at equal sizes, CPU ns and bytes of an index's block with
-and without sequence hashes, and of a publisher's event. Lowest of several rounds, taken in turns.
+and without sequence hashes, and of a publisher's event; and how long the sequence hashes of a
+large partition take. Lowest of several rounds, taken in turns.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ BLOCK_SIZE = 16
 KEY = PartitionKey("m", "default")
 SIZES = ((8, 32, True), (8, 512, True), (64, 128, True), (64, 128, False), (512, 128, True))
 ROUNDS = 11
+MANY = 1_000_000  # blocks of a partition that is asked by hash for the first time
 
 
 def compact(members: dict[str, Any]) -> bytes:
@@ -105,11 +107,13 @@ def ingest() -> None:
 
     def fill(name: str, kept: bool) -> None:
         index = PrefixIndex(BLOCK_SIZE, IngestCounters())
-        part = Conductor(index) if kept else None
+        part = Conductor(index)
+        if kept:
+            part.sequence(0)
         stream = index.add_worker(1).stream(0)
         for payload in payloads:
             stream.apply(payload)
-        sizes[name] = index.stats()["bytes"] + (part.stats()["bytes"] if part else 0)
+        sizes[name] = index.stats()["bytes"] + part.stats()["bytes"]
 
     def publish() -> None:
         index = PrefixIndex(BLOCK_SIZE, IngestCounters())
@@ -137,6 +141,23 @@ def ingest() -> None:
         print(f"| {name} | {took / blocks * 1e9:.0f} | {sizes[name] / blocks:.1f} |")
 
 
+def opening() -> None:
+    """Prints what the first question by hash to a large partition waits for."""
+    index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+    worker = index.add_worker(1)
+    for first in range(0, MANY, 1000):
+        worker.store(0, range(first, first + 1000), [random.getrandbits(64) for _ in range(1000)])
+    part = Conductor(index)
+    took = []
+    done = False
+    while not done:
+        start = time.process_time()
+        done = part.sequence(conductor.SEQUENCE_STEPS if took else 0)
+        took.append(time.process_time() - start)
+    ms = [seconds * 1e3 for seconds in (sum(took), took[0], max(took[1:]))]
+    print(f"| {MANY:,} | {ms[0]:.0f} | {ms[1]:.1f} | {len(took) - 1} | {ms[2]:.2f} |")
+
+
 def main() -> None:
     random.seed(1)
     print("| route | instances | blocks | held by | indexer, us | conductor, us | ratio |")
@@ -145,6 +166,8 @@ def main() -> None:
         queries(workers, blocks, shared)
     print("\n| blocks told by | ns a block | bytes a block |\n|---|---|---|")
     ingest()
+    print("\n| blocks | all, ms | at once, ms | slices | the longest, ms |\n|---|---|---|---|---|")
+    opening()
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ namespace kvd {
 constexpr size_t kMaxLoose = size_t{1} << 20;
 // Backends and ranks of one source. The bound keeps a mad publisher from making one a number.
 constexpr size_t kMaxHolders = 4096;
-// Steps of making sequence hashes at the first source, some 10,000 blocks: under 1 ms.
+// Steps of making sequence hashes at the first source, two a block: under 1 ms.
 constexpr uint32_t kSequencedAtOnce = 8192;
 
 struct Holder {

@@ -90,7 +90,7 @@ cdef class Conductor:
         """Has questions by hash find all blocks; True once nothing is missing for that.
 
         From the first call on every new block gets its sequence hash. Those that were there get
-        theirs in steps of at most about 0.1 us, two blocks each.
+        theirs in steps of at most about 0.1 us, two a block.
         """
         return self.c.sequence(max_steps)
 

@@ -366,7 +366,7 @@ class Index {
     sequences_ = std::make_unique<Sequences>(seed);
     unsequenced_.next = seed == kBaseSeed ? tree_.node(Tree::kRoot).first_child : kNone;
     if (unsequenced_.next == kNone) return;
-    sequences_->reserve(tree_.block_count(), tree_.block_end());
+    sequences_->reserve(tree_.block_count());
     tree_.watch(&unsequenced_);
   }
 
@@ -542,7 +542,7 @@ class Index {
   static constexpr size_t kMembersAStep = 64;
   static constexpr size_t kStepsAChain = 16;
   static constexpr size_t kStepsASegment = 8;
-  static constexpr size_t kSequencesAStep = 2;
+  static constexpr size_t kStepsASequence = 2;
 
   // Chain by chain, what comes before always first; whatever is stored between two calls meets a
   // block with a sequence hash above it and has its own, or is still to come here.
@@ -554,7 +554,7 @@ class Index {
       const Chain& chain = tree_.node(id).chain;
       sequences_->chain(tree_.parent_of(chain.block()[0]), chain.block(), chain.local(), chain.len(), 0, false);
       if (placements_ != nullptr) placements_->sequenced(chain.block(), chain.len());
-      steps.take(1 + chain.len() / kSequencesAStep);
+      steps.take(1 + chain.len() * kStepsASequence);
     }
     if (unsequenced_.next == kNone) tree_.unwatch(&unsequenced_);
     if (placements_ != nullptr) placements_->settle();

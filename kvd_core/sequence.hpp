@@ -2,7 +2,7 @@
 // asks by it.
 //
 //   key      namespace ? sequence hash ^ mix(namespace) : sequence hash
-//   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known
+//   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known; in pages of 256
 //   slots    [ 17 | .. | 902 | 18 | .. ]          key -> block, keys read back
 //
 // A namespace is what adapter and salt add to the seed of local hashes; 0 is the base model without
@@ -13,10 +13,12 @@
 //   2. `spaces_` has the namespace of every block in the slots that has one;
 //   3. what lies before a block in the slots is in the slots, in the same namespace.
 //
-// Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace.
+// Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace. Pages
+// do not move: nothing takes a time that grows with the blocks, but the slots when they grow.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -33,10 +35,7 @@ class Sequences {
   uint64_t seed() const { return seed_; }
 
   // Makes room for the blocks of a tree, before it knows any: what grows by and by is placed anew.
-  void reserve(uint32_t blocks, uint32_t block_end) {
-    slots_.reserve(blocks);
-    keys_.resize(block_end, 0);
-  }
+  void reserve(uint32_t blocks) { slots_.reserve(blocks); }
 
   static uint64_t key(uint64_t space, uint64_t sequence) {
     return space == 0 ? sequence : sequence ^ mix64(space);
@@ -49,7 +48,10 @@ class Sequences {
   }
 
   // Key of a block, 0 unknown.
-  uint64_t key_of(BlockId block) const { return block < keys_.size() ? keys_[block] : 0; }
+  uint64_t key_of(BlockId block) const {
+    const size_t page = block / kPage;
+    return page < pages_.size() && pages_[page] != nullptr ? pages_[page][block % kPage] : 0;
+  }
 
   uint64_t space_of(BlockId block) const {
     if (spaces_.empty()) return 0;
@@ -64,7 +66,7 @@ class Sequences {
   }
 
   BlockId find(uint64_t key) const {
-    const uint32_t at = slots_.find(mix64(key), [&](uint32_t block) { return keys_[block] == key; });
+    const uint32_t at = slots_.find(mix64(key), [&](uint32_t block) { return key_at(block) == key; });
     return at == ProbeTable::kEmpty ? kNone : slots_.at(at);
   }
 
@@ -91,34 +93,48 @@ class Sequences {
     const uint64_t known = key_of(block);
     if (known == 0) return;
     slots_.erase(slots_.find(mix64(known), [&](uint32_t v) { return v == block; }), *this);
-    keys_[block] = 0;
+    key_at(block) = 0;
     if (!spaces_.empty()) spaces_.erase(block);
     slots_.shrink(*this);
-    if (slots_.size() == 0) std::vector<uint64_t>().swap(keys_);
+    if (slots_.size() == 0) {
+      pages_.clear();
+      used_pages_ = 0;
+    }
   }
 
-  uint64_t hash_of(uint32_t block) const { return mix64(keys_[block]); }
+  uint64_t hash_of(uint32_t block) const { return mix64(key_at(block)); }
   uint32_t size() const { return slots_.size(); }
 
   size_t bytes() const {
     constexpr size_t kSpaceBytes = 48;  // a hash node
-    return keys_.capacity() * sizeof(uint64_t) + slots_.bytes() + spaces_.size() * kSpaceBytes;
+    return used_pages_ * kPage * sizeof(uint64_t) + pages_.capacity() * sizeof(Page) + slots_.bytes() + spaces_.size() * kSpaceBytes;
   }
 
  private:
+  static constexpr uint32_t kPage = 256;
+  using Page = std::unique_ptr<uint64_t[]>;
+
+  uint64_t& key_at(BlockId block) { return pages_[block / kPage][block % kPage]; }
+  uint64_t key_at(BlockId block) const { return pages_[block / kPage][block % kPage]; }
+
   void set(BlockId block, uint64_t space, uint64_t sequence) {
     const uint64_t wanted = key(space, sequence);
     if (key_of(block) == wanted || wanted == 0) return;
     erase(block);
     if (find(wanted) != kNone) return;  // the same text on another way, of mixed namespaces
-    if (block >= keys_.size()) keys_.resize(block + block / 8 + 64, 0);
-    keys_[block] = wanted;
+    if (block / kPage >= pages_.size()) pages_.resize(block / kPage + 1);
+    if (Page& page = pages_[block / kPage]; page == nullptr) {
+      page = std::make_unique<uint64_t[]>(kPage);
+      ++used_pages_;
+    }
+    key_at(block) = wanted;
     if (space != 0) spaces_[block] = space;
     slots_.insert(mix64(wanted), block, *this);
   }
 
   uint64_t seed_;
-  std::vector<uint64_t> keys_;
+  std::vector<Page> pages_;  // null where no key of a page is known
+  size_t used_pages_ = 0;
   ProbeTable slots_;
   std::unordered_map<BlockId, uint64_t> spaces_;
 };

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
+import trio
 
 from kvd.errors import Conflict, NotFound
+from kvd.faces import conductor
+from kvd.http.types import Request, Response
 from kvd.model import PartitionKey, RankKey
+from kvd.publishers import Publishers
 from kvd.registry import INDEXER, Registry
 from kvd.state import MAX_PARTITIONS, State, number_of
 from kvd.wire.publication import Publication, Terms
@@ -20,6 +24,7 @@ from tests.models.conductor_model import sequence_hashes
 BLOCK_SIZE = 4
 TOKENS = list(range(16))
 LOCALS = local_hashes(TOKENS, BLOCK_SIZE)
+SEQUENCES = sequence_hashes(TOKENS, BLOCK_SIZE, 1337)
 KEY = PartitionKey("m", "default")
 STORED = ["BlockStored", [1, 2, 3], None, TOKENS[:12], BLOCK_SIZE, None, "GPU"]
 
@@ -53,11 +58,38 @@ class Fleet:
         return self.state.partition(*KEY).index.match(LOCALS)[1]
 
     def rows(self, size: int = BLOCK_SIZE) -> dict[str, Any]:
-        conductor = self.state.sized[(*KEY, size)].conductor
-        conductor.verify()
-        rows = conductor.match_tokens(TOKENS)
-        assert rows == conductor.match_hashes(sequence_hashes(TOKENS, size, 1337))
+        part = self.state.sized[(*KEY, size)].conductor
+        part.verify()
+        rows = part.match_tokens(TOKENS)
+        assert rows == part.match_hashes(sequence_hashes(TOKENS, size, 1337))
         return rows
+
+    def asked(self, **members: Any) -> Any:
+        """The conductor's answer to its two questions, by the routes: the same for both."""
+        usual = {"model": "m", "block_size": BLOCK_SIZE} | members
+        answers = [
+            self.answer("/query", usual | {"token_ids": TOKENS}),
+            self.answer("/query_by_hash", usual | {"seq_hashes": SEQUENCES}),
+        ]
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    def answer(self, path: str, members: dict[str, Any]) -> Any:
+        routes = conductor.routes(self.state, cast(Publishers, None))
+        route = next(each for each in routes if each.path == path)
+        body = json.dumps(members).encode()
+        request = Request("POST", path, b"", [], body)
+
+        async def call() -> Response:
+            answered = route.handler(request)
+            return answered if isinstance(answered, Response) else await answered
+
+        handled = trio.run(call).body
+        # What the handler has answered once is plain from then on.
+        assert route.answerer is not None
+        if handled != b'{"default":{}}' and handled != b'{"other":{}}':
+            assert route.answerer(body) == handled
+        return json.loads(cast(bytes, handled))
 
 
 @pytest.fixture
@@ -96,6 +128,122 @@ def test_a_worker_is_an_instance_of_the_conductor(fleet: Fleet) -> None:
     }  # fmt: skip
     fleet.state.remove_rank(RankKey(KEY, 8, 0))
     assert fleet.rows().keys() == {"a"}
+
+
+def row(gpu: int, **others: Any) -> dict[str, Any]:
+    """A row of rank 0 alone."""
+    usual = {"longest_matched": gpu, "GPU": gpu, "CPU": 0, "DISK": 0, "DP": {"0": gpu}}
+    return usual | others
+
+
+def test_workers_are_instances_where_nobody_publishes(fleet: Fleet) -> None:
+    """Blocks that a worker has told of before anybody asked, and ranks that hold nothing."""
+    stream = fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
+    stream.apply(batch(STORED))
+    fleet.state.add_rank(RankKey(KEY, 8, 1), BLOCK_SIZE)
+    fleet.state.add_rank(RankKey(KEY, 9, 0), BLOCK_SIZE)
+    assert fleet.asked() == {"default": {"8": row(12, DP={"0": 12, "1": 0}), "9": row(0)}}
+    assert fleet.asked(instance_id="9") == {"default": {"9": row(0)}}
+    assert fleet.asked(instance_id="10") == fleet.asked(block_size=8) == {"default": {}}
+    assert fleet.asked(tenant_id="other") == {"other": {}}
+    stream.apply(batch(["BlockStored", [4], 3, TOKENS[12:], BLOCK_SIZE, None, "CPU"]))
+    both = row(12, longest_matched=16, CPU=4, DP={"0": 16, "1": 0})
+    assert fleet.asked(instance_id="8") == {"default": {"8": both}}
+    for rank in ((8, 0), (8, 1), (9, 0)):
+        fleet.state.remove_rank(RankKey(KEY, *rank))
+    assert fleet.asked() == {"default": {}}
+    assert not fleet.state.sized
+
+
+def test_salted_blocks_of_before_the_first_question_are_found_by_tokens(fleet: Fleet) -> None:
+    stream = fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
+    told = batch([*STORED, None, [["secret"], None, None]])
+    stream.apply(told)
+    usual = {"model": "m", "block_size": BLOCK_SIZE, "cache_salt": "secret"}
+    assert fleet.answer("/query", usual | {"token_ids": TOKENS})["default"]["8"]["GPU"] == 12
+    # Only the tokens would give their hashes, and these are not kept.
+    by_hash = usual | {"seq_hashes": SEQUENCES}
+    assert fleet.answer("/query_by_hash", by_hash)["default"]["8"]["GPU"] == 0
+    stream.apply(told)
+    assert fleet.asked(cache_salt="secret")["default"]["8"]["GPU"] == 12
+    assert fleet.asked()["default"]["8"]["GPU"] == 0
+
+
+def test_what_a_dump_has_told_of_has_a_row_where_it_matches(fleet: Fleet) -> None:
+    partition = fleet.state.open_partition(KEY, BLOCK_SIZE)
+    restored = fleet.state.restored_worker(partition, 8)
+    assert restored is not None
+    restored.store(0, [1, 2], LOCALS[:2])
+    assert fleet.asked() == {"default": {"8": row(8)}}
+    other = {"model": "m", "block_size": BLOCK_SIZE, "token_ids": [99] * 4}
+    assert fleet.answer("/query", other) == {"default": {}}
+
+
+def test_another_hash_seed_is_kept_from_the_beginning(fleet: Fleet) -> None:
+    fleet.state = State(hash_seed=42)
+    stream = fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
+    stream.apply(batch(STORED))
+    hashes = sequence_hashes(TOKENS, BLOCK_SIZE, 42)
+    members = {"model": "m", "block_size": BLOCK_SIZE, "seq_hashes": hashes}
+    assert fleet.answer("/query_by_hash", members) == {"default": {"8": row(12)}}
+    assert fleet.workers() == {8: (3, 3, 3)}
+
+
+async def test_the_first_questions_by_hash_wait_for_a_large_partition(fleet: Fleet) -> None:
+    fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
+    worker = fleet.state.partition(*KEY).workers[8]
+    for name in range(100, 100 + 3 * conductor.SEQUENCE_STEPS):
+        worker.store(0, [name], [name])
+    part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
+    members = {"model": "m", "block_size": BLOCK_SIZE, "seq_hashes": SEQUENCES}
+    request = Request("POST", "/query_by_hash", b"", [], json.dumps(members).encode())
+    waited = 0
+    answers = []
+
+    async def ask(making: trio.Lock) -> None:
+        response = await conductor.query_by_hash(fleet.state, making, request)
+        answers.append(json.loads(cast(bytes, response.body)))
+
+    async with trio.open_nursery() as nursery:
+        making = trio.Lock()
+        for _ in range(3):
+            nursery.start_soon(ask, making)
+        while len(answers) < 3:
+            waited += 1
+            await trio.lowlevel.checkpoint()
+    assert answers == [{"default": {"8": row(12)}}] * 3
+    assert waited > 6  # two steps a block
+    assert part.sequence(0)
+
+
+def test_sweeps_make_the_sequence_hashes_that_a_publisher_needs(fleet: Fleet) -> None:
+    fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
+    worker = fleet.state.partition(*KEY).workers[8]
+    for name in range(100, 20_000):
+        worker.store(0, [name], [name])
+    _, publication = fleet.publisher("a", store=True)
+    publication.apply(batch({"event_type": "stored", "seq_hashes": SEQUENCES, "medium": "cpu"}))
+    part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
+    assert not part.sequence(0)
+    while fleet.state.sweep(1000):
+        part.verify()
+    assert part.sequence(0)
+    assert fleet.rows()["a"]["CPU"] == 16
+    assert part.stats()["loose"] == 1  # the fourth block, whose tokens nobody has told
+
+
+def test_the_global_view_has_workers_too(fleet: Fleet) -> None:
+    fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
+    fleet.state.add_rank(RankKey(KEY, 8, 1), BLOCK_SIZE)
+    publishers = Publishers(fleet.state, None)  # type: ignore[arg-type]
+    viewed = conductor.global_view(fleet.state, publishers, Request("GET", "", b"", [], b""))
+    assert json.loads(cast(bytes, viewed.body)) == {
+        "context_count": 1,
+        "model_contexts": [
+            {"model_name": "m", "lora_name": "", "block_size": BLOCK_SIZE, "additional_salt": "",
+             "tenant_id": "default", "instance_id": "8"},
+        ],
+    }  # fmt: skip
 
 
 def test_both_registrations_of_one_id_add_up(fleet: Fleet) -> None:
@@ -171,10 +319,10 @@ def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet
     hashes = sequence_hashes(TOKENS, BLOCK_SIZE, 1337)
     told = {"event_type": "stored", "seq_hashes": hashes, "medium": "cpu"}
     publication.apply(batch(told))
-    conductor = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
-    assert (fleet.rows()["a"]["CPU"], conductor.stats()["loose"]) == (16, 4)
+    part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
+    assert (fleet.rows()["a"]["CPU"], part.stats()["loose"]) == (16, 4)
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
-    assert (fleet.rows()["a"]["CPU"], conductor.stats()["loose"] <= 4) == (16, True)
+    assert (fleet.rows()["a"]["CPU"], part.stats()["loose"] <= 4) == (16, True)
     publication.apply(batch({"event_type": "removed", "seq_hashes": hashes[:1]}))
     assert fleet.rows()["a"]["longest_matched"] == 0
 

@@ -15,8 +15,20 @@ import zmq
 from processes import find_free_port
 from running import running
 
+from kvd_core.hashing import local_hashes, sequence_hashes
+
 TOKENS = list(range(16))
-STORED = msgpack.packb([0.5, [["BlockStored", [1, 2, 3], None, TOKENS[:12], 4, None, "GPU"]], 0])
+STORED = msgpack.packb(
+    [
+        0.5,
+        [
+            ["BlockStored", [1, 2, 3], None, TOKENS[:12], 4, None, "GPU"],
+            ["BlockStored", [4], 3, TOKENS[12:], 4, None, "CPU"],
+        ],
+        0,
+    ]
+)
+LOCALS = local_hashes(TOKENS, 4)
 FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 
@@ -70,6 +82,18 @@ class Process:
         answer = self._clients[face].post("/select", json={"model_name": "m", "token_ids": TOKENS})
         return int(answer.json().get("overlap", {"gpu": 0})["gpu"])
 
+    def answers(self) -> dict[str, Any]:
+        """What each face says of the prompt, in its own shape; the worker is known to all."""
+        tokens, model = {"token_ids": TOKENS}, {"model_name": "m"}
+        sized = {"model": "m", "block_size": 4}
+        by_tokens = self.post("indexer", "/query", model | tokens)
+        assert by_tokens == self.post("indexer", "/query_by_hash", model | {"block_hashes": LOCALS})
+        rows = self.post("conductor", "/query", sized | tokens)
+        hashes = {"seq_hashes": sequence_hashes(LOCALS)}
+        assert rows == self.post("conductor", "/query_by_hash", sized | hashes)
+        chosen = self.post("selection", "/select", model | tokens)
+        return {"indexer": by_tokens, "conductor": rows, "selection": chosen["overlap"]}
+
     def until(self, tokens: int, *faces: str) -> None:
         """Waits until all of the faces find so much, the engine talking all the while."""
         for _ in range(2000):
@@ -104,12 +128,31 @@ def process(tmp_path: Path) -> Iterator[Process]:
         yield process
 
 
-@pytest.mark.parametrize("face", ["indexer", "selection"])
-def test_what_a_worker_tells_is_found(process: Process, face: str) -> None:
+ROW = {"longest_matched": 16, "gpu": 12, "dp": {"0": 12}, "cpu": 16, "disk": 16}
+ANSWERS = {
+    "indexer": {
+        "scores": {"7": {"0": 12}}, "frequencies": [1, 1, 1], "instances": {"7": ROW},
+    },
+    "conductor": {
+        "default": {
+            "7": {"longest_matched": 16, "GPU": 12, "CPU": 4, "DISK": 0, "DP": {"0": 16}},
+        },
+    },
+    "selection": ROW,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("face", ["indexer", "conductor", "selection"])
+def test_whatever_face_listens_all_answer(process: Process, face: str) -> None:
+    """Equal prefixes everywhere, in each face's own figures."""
     process.register(face)
-    process.until(12, face, "indexer")
+    process.until(12, face, "indexer", "conductor")
+    if face != "selection":
+        process.register("selection")  # which chooses among its own workers only
+    assert process.answers() == ANSWERS
     process.leave(face)
-    assert process.found("indexer") == 0
+    if face == "selection":
+        assert process.found("indexer") == process.found("conductor") == 0
 
 
 def test_what_a_publisher_tells_is_found_on_all_faces(process: Process) -> None:

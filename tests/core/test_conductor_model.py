@@ -41,20 +41,36 @@ def tokens(path: Path) -> list[int]:
 class Life:
     """One index and its model, and what is done to both."""
 
-    def __init__(self, seed: int, hash_seed: int) -> None:
+    def __init__(self, seed: int, hash_seed: int, others: int = 0) -> None:
+        """Begins with so many `others`: blocks of the index that no prompt here has."""
         self.random = random.Random(seed)
         self.hash_seed = hash_seed
         self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
         self.worker = self.index.add_worker(int(WORKER))
         self.worker.register(0)
         self.conductor = Conductor(self.index, hash_seed)
+        self.conductor.sequence(0)  # there are no blocks yet
         self.model = ConductorModel(BLOCK_SIZE, hash_seed)
         self.publishers: list[Publisher] = []
         self.plain_worker = Holder(WORKER, None, 0, 0)
         self.model.holders.append(self.plain_worker)
         self.names: dict[tuple[str, int, Path], int] = {}
+        if others:
+            self.begin_late(others)
         for _ in range(3):
             self.register()
+
+    def begin_late(self, others: int) -> None:
+        """Goes on with a conductor that finds blocks without sequence hashes."""
+        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.worker = self.index.add_worker(int(WORKER))
+        self.worker.register(0)
+        for _ in range(8):
+            self.store_at_worker()
+        other = self.index.add_worker(0)
+        for name in range(100_000, 100_000 + others):  # which nobody else calls a block
+            other.store(0, [name], [self.random.getrandbits(64)])
+        self.conductor = Conductor(self.index, self.hash_seed)
 
     def path(self) -> Path:
         return tuple(self.random.randrange(2) for _ in range(self.random.randint(1, DEPTH)))
@@ -250,6 +266,21 @@ class Life:
             name: {**row, "DP": {rank: n for rank, n in row["DP"].items() if n}}
             for name, row in rows.items()
         }
+
+
+@pytest.mark.parametrize("seed", range(LIVES // 6))
+def test_random_lives_while_sequence_hashes_are_made(seed: int) -> None:
+    """In a partition that has blocks when the first publisher comes, and more meanwhile."""
+    life = Life(seed, hash_seed=1337, others=3000)
+    assert not life.conductor.sequence(0)
+    for _ in range(30):
+        life.step()
+        life.conductor.sequence(life.random.choice((0, 10, 300)))
+    while not life.conductor.sequence(1000):
+        pass
+    for _ in range(30):
+        life.compare()
+        life.step()
 
 
 @pytest.mark.parametrize("seed", range(LIVES))

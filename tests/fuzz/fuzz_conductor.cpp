@@ -52,22 +52,26 @@ class Bytes {
 
 class Life {
  public:
-  explicit Life(uint64_t seed) : index_(kBlockSize), conductor_(index_, seed) {
+  Life(uint64_t seed, Bytes& in) : index_(kBlockSize), conductor_(index_, seed) {
     worker_.key = "\"7\"";
     worker_.number = "7";
+    other_.key = "\"8\"";
+    other_.number = "8";
+    begin(in);
     for (size_t i = 0; i < kSources; ++i) enter(i, static_cast<uint8_t>(i));
     require(conductor_.medium("CXL", "\"CXL\"") == 5);
   }
 
   void step(Bytes& in) {
     const size_t i = in.below(kSources);
-    switch (in.below(10)) {
+    switch (in.below(11)) {
       case 0: case 1: case 2: store(in, i); break;
       case 3: case 4: named(in, i); break;
       case 5: remove(in, i); break;
       case 6: clear(in, i); break;
       case 7: again(in, i); break;
       case 8: batch(in, i); break;
+      case 9: tell(in); break;
       default: index_.sweep(in.next()); break;
     }
     ask(in);
@@ -79,6 +83,7 @@ class Life {
   void end() {
     for (size_t i = 0; i < kSources; ++i) leave(i);
     worker_.retire_all(index_);
+    other_.retire_all(index_);
     while (index_.sweep(100)) {
     }
     kvd::Verifier(index_).run();
@@ -92,16 +97,44 @@ class Life {
     std::vector<uint64_t> plain, sequences;
   };
 
+  // A worker's blocks are there before anybody asks by sequence hashes, and come and go while these
+  // are made.
+  void begin(Bytes& in) {
+    for (uint8_t left = in.below(8); left != 0; --left) tell(in);
+    for (uint8_t left = in.below(32); left != 0; --left) {
+      conductor_.sequence(in.below(4));
+      tell(in);
+      kvd::Verifier(index_).run();
+    }
+  }
+
+  // A worker stores a prompt's blocks or loses them.
+  void tell(Bytes& in) {
+    const Prompt of = prompt(in);
+    std::vector<uint64_t> names, locals(of.plain.size());
+    kvd::local_hashes(of.tokens.data(), locals.size(), kBlockSize, kvd::kBaseSeed, locals.data());
+    for (size_t k = 0; k < of.plain.size(); ++k) names.push_back(5000 + of.sequences[k] % 100000);
+    const kvd::RankId id = other_.rank(index_, 0);
+    if (in.below(3) != 0) {
+      kvd::Store run{names.data(), locals.data(), static_cast<uint32_t>(names.size()), false, 0, 0, 0};
+      if (conductor_.seed() != kvd::kBaseSeed) run.plain = of.plain.data();
+      index_.store(id, run);
+    } else {
+      for (const uint64_t name : names) index_.remove(id, name, 0);
+    }
+  }
+
   // A prompt of few tokens, with its hashes by the seed of sequence hashes.
   Prompt prompt(Bytes& in) {
     Prompt made;
     const size_t n = 1 + in.below(kMaxBlocks);
     for (size_t i = 0; i < n * kBlockSize; ++i) made.tokens.push_back(in.below(2));
     made.plain.resize(n);
-    const uint64_t seed = conductor_.sequences().seed();
+    const uint64_t seed = conductor_.seed();
+    const kvd::Sequences hashes(seed);
     kvd::local_hashes(made.tokens.data(), n, kBlockSize, seed, made.plain.data());
     for (size_t i = 0; i < n; ++i) {
-      made.sequences.push_back(i == 0 ? made.plain[0] : conductor_.sequences().next(made.sequences[i - 1], made.plain[i]));
+      made.sequences.push_back(i == 0 ? made.plain[0] : hashes.next(made.sequences[i - 1], made.plain[i]));
     }
     return made;
   }
@@ -193,9 +226,11 @@ class Life {
   void ask(Bytes& in) {
     const Prompt of = prompt(in);
     const uint64_t where = space(in);
-    const std::vector<const kvd::Worker*> workers{&worker_};
+    const std::vector<const kvd::Worker*> workers{&worker_, &other_};
     holdings_.by_token_ids(conductor_, of.tokens.data(), of.tokens.size(), where);
     holdings_.render(conductor_, workers, "\"\"", "", by_tokens_);
+    while (!conductor_.sequence(1000)) {
+    }
     holdings_.by_sequences(conductor_, of.sequences.data(), of.sequences.size(), where);
     holdings_.render(conductor_, workers, "\"\"", "", by_hashes_);
     match_.reset(index_);
@@ -206,6 +241,7 @@ class Life {
   kvd::Index index_;
   kvd::Conductor conductor_;
   kvd::Worker worker_;
+  kvd::Worker other_;  // never linked
   kvd::Source* sources_[kSources];
   std::unique_ptr<kvd::EngineEvents> engines_[kSources];
   kvd::Holdings holdings_;
@@ -217,7 +253,7 @@ class Life {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Bytes in(data, size);
-  Life life(in.below(2) == 0 ? kvd::kBaseSeed : 42);
+  Life life(in.below(2) == 0 ? kvd::kBaseSeed : 42, in);
   while (in.left()) life.step(in);
   life.end();
   return 0;
