@@ -59,6 +59,7 @@
 #include "predicted.hpp"
 #include "ranksets.hpp"
 #include "sequence.hpp"
+#include "steps.hpp"
 #include "tree.hpp"
 
 namespace kvd {
@@ -207,7 +208,8 @@ class Placements {
  public:
   virtual ~Placements() = default;
   virtual void placed(const Store& s, const BlockId* blocks) = 0;
-  virtual void settle() = 0;  // the operation that has placed them is over
+  // Goes on with what that has set off; false while there is more.
+  virtual bool settle(Steps& steps) = 0;
 };
 
 class Index {
@@ -292,6 +294,7 @@ class Index {
   // steps of at most 0.1 us; false when there is nothing left to free.
   bool sweep(uint32_t budget) {
     Steps steps{budget};
+    if (!settled(steps)) return true;
     while (!retired_.empty() && steps.left()) {
       const RankId id = retired_.back();
       if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
@@ -370,7 +373,7 @@ class Index {
   // ---- blocks
 
   // Blocks in path order: names[i] is what the rank calls the block with content locals[i].
-  // False when they are refused because the index is full.
+  // False when they are refused because the index is full. `settled` has to follow.
   bool store(RankId id, const Store& s) {
     if (s.n == 0) return true;
     if (!has_room(id, s.n)) return false;
@@ -392,14 +395,18 @@ class Index {
       for (uint32_t i = 0; i < s.n; ++i) work_.push_back(s.names[i]);
       settle(id);
     }
-    if (placements_ != nullptr) placements_->settle();
     return true;
   }
 
+  // Goes on with what placed blocks have set off elsewhere; false while there is more.
+  bool settled(Steps& steps) { return placements_ == nullptr || placements_->settle(steps); }
+
   // Blocks known by name alone (offload events, window groups). Held on `layer` once the name
-  // means something. False when they are refused because the index is full.
-  bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent) {
-    if (!has_room(id, n)) return false;
+  // means something. False when they are refused because the index is full. An event of many may
+  // come in parts, of which it is said how many are `still` to come with them.
+  bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
+                   uint32_t still = 0) {
+    if (!has_room(id, n + still)) return false;
     const bool copy = is_copy(id, n, has_parent);
     for (uint32_t i = 0; i < n; ++i) {
       const uint32_t slot = ranks_[id].names.find(names[i], keys());
@@ -505,17 +512,6 @@ class Index {
     uint64_t name;
     uint64_t stamp;
     RankId rank;
-  };
-
-  // What a slice of a sweep may still do.
-  class Steps {
-   public:
-    explicit Steps(uint32_t budget) : left_(budget) {}
-    bool left() const { return left_ > 0; }
-    void take(size_t steps) { left_ -= static_cast<int64_t>(steps); }
-
-   private:
-    int64_t left_;
   };
 
   static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry

@@ -1,0 +1,3 @@
+def split(
+    payload: bytes, max_events: int
+) -> tuple[list[tuple[bytes, int]], int, int | None]: ...
