@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -66,8 +66,7 @@ class Batch:
     beyond: int = 0  # events above MAX_EVENTS, which are not among these
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
+class Unread(NamedTuple):
     """An event of a msgpack payload."""
 
     packed: bytes
@@ -81,7 +80,7 @@ def read_batch(payload: bytes) -> Batch:
     if len(payload) > MAX_BYTES:
         raise ValueError("too_large")
     events, beyond, rank = split(payload, MAX_EVENTS)
-    return Batch([Unread(*each) for each in events], rank, beyond)
+    return Batch(list(map(Unread._make, events)), rank, beyond)
 
 
 def read_event(event: object) -> object:

@@ -208,6 +208,7 @@ class Publication:
         if MARK not in payload and not kv_events.is_json(payload):
             applied = self._engine.apply(payload)
             if applied:
+                self._rest = _NOTHING
                 self._flaw = self._engine.flaw()
                 return FLAWED if self._flaw else 0
             self._rest = self._go_on_engine(payload, applied)
