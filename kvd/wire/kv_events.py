@@ -59,7 +59,7 @@ _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The events of a payload, as `read_event` takes them, and the rank that it says they are of."""
+    """The events of a payload, for `read_event`, and the rank that it says they are of."""
 
     events: list[object]
     rank: int | None
@@ -157,12 +157,13 @@ def hashes(event: Event) -> list[object]:
     They are in `seq_hashes`, else in `block_hashes`; an event of a store that has empty ones may
     name its object instead. Without any of the lists it is no event (ValueError).
     """
-    lists = [event[name] for name in ("seq_hashes", "block_hashes") if event.get(name) is not None]
+    names = ("seq_hashes", "block_hashes")
+    lists: list[list[object]] = [event[name] for name in names if event.get(name) is not None]
     if not lists or not all(isinstance(each, list) for each in lists):
         raise ValueError("seq_hashes")
     for each in lists:
         if each:
-            return list(each)
+            return each
     for name in ("connector_block_hash", "object_key"):
         found = object_hash(event.get(name))
         if found is not None:

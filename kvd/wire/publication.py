@@ -14,10 +14,10 @@ is counted and never waited for, because nothing can bring the event back. Three
 that follow each other are a backend that has begun anew behind a relay, if their numbers are nearer
 to the first one heard than to the last: else they are repeated.
 
-A long payload is applied in slices: `apply` says UNFINISHED, and `go_on` goes on until it does not.
-What takes time is a generator here, which yields when the steps of its slice are used up. Slices end
-between two events, and in an event between two parts of fixed lengths, so that the result does not
-depend on them. Engines' own batches are sliced in the core.
+A long payload is applied in slices: `apply` says UNFINISHED, and `go_on` goes on until it does
+not. What takes time is a generator here, which yields when the steps of its slice are used up.
+Slices end between two events, and in an event between two parts of fixed lengths, so that the
+result does not depend on them. Engines' own batches are sliced in the core.
 
 No clock, no sockets, no logging.
 """
@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvd.wire import kv_events
 from kvd.wire.kv_events import MARK, U32_MAX, U64_MAX, Event
@@ -87,6 +87,7 @@ _CONTENT = (  # members of an event beside its envelope
 _Slices = Generator[None, None, None]  # yields where a slice ends
 _NOTHING: Iterator[None] = iter(())
 
+_Value = TypeVar("_Value")
 _Stream = tuple[str, str, int, str | None, int | None]
 
 
@@ -248,7 +249,8 @@ class Publication:
             events.append(self._read(event, batch.rank))
             if self._is_spent(_STEPS_AN_EVENT + _packed_bytes(event) // _BYTES_A_STEP):
                 yield
-        _put_in_order(events)
+        if len(events) > 1:
+            _put_in_order(events)
         for event in events:
             yield from self._take_or_count(event, batch.rank)
             if self._is_spent(_STEPS_AN_EVENT):
@@ -299,7 +301,9 @@ class Publication:
         """Returns a standard event, what is wrong with it, or an engine's own as it is."""
         try:
             read = kv_events.read_event(event)
-            return self._envelope(read, batch_rank) if kv_events.is_standard(read) else read
+            if not kv_events.is_standard(read):
+                return read
+            return self._envelope(read, batch_rank)  # type: ignore[arg-type]
         except (ValueError, _Foreign) as error:
             return error
 
@@ -436,7 +440,7 @@ class Publication:
         said = kv_events.hashes(event.event)
         hashes: list[int] = []
         for at in range(0, len(said), _HASHES_A_PART):
-            part = said[at : at + _HASHES_A_PART]
+            part = _part(said, at, _HASHES_A_PART)
             hashes += map(kv_events.hash_of, part)
             if self._is_spent(_STEPS_A_HASH * len(part)):
                 yield
@@ -445,7 +449,7 @@ class Publication:
             return self._remove(event, hashes)
         tokens = kv_events.tokens(event.event)
         for at in range(0, len(tokens or ()), _TOKENS_A_PART):
-            ids = (tokens or [])[at : at + _TOKENS_A_PART]
+            ids = _part(tokens or [], at, _TOKENS_A_PART)
             kv_events.check_tokens(ids)
             if self._is_spent(len(ids) // _TOKENS_A_STEP):
                 yield
@@ -477,7 +481,7 @@ class Publication:
 
     def _store_names(self, event: _Standard, medium: str, hashes: list[int]) -> _Slices:
         for at in range(0, len(hashes), _NAMES_A_PART):
-            part = hashes[at : at + _NAMES_A_PART]
+            part = _part(hashes, at, _NAMES_A_PART)
             outcome = self._source.store_named(
                 event.backend, event.rank, medium, part, event.space, whole=False
             )
@@ -496,20 +500,20 @@ class Publication:
     ) -> _Slices:
         size = self._terms.block_size
         for at in range(0, max(1, min(len(hashes), len(tokens) // size)), _BLOCKS_A_PART):
-            to = at + _BLOCKS_A_PART
+            part = _part(hashes, at, _BLOCKS_A_PART)
             outcome = self._source.store(
                 event.backend,
                 event.rank,
                 medium,
-                hashes[at:to],
-                tokens[at * size : to * size],
+                part,
+                _part(tokens, at * size, _BLOCKS_A_PART * size),
                 hashes[at - 1] if at else parent,
                 event.space,
                 whole=False,
             )
             if at == 0 or outcome not in ("placed", "parked"):
                 self._note(outcome)
-            self._left -= _STEPS_A_BLOCK * len(hashes[at:to])
+            self._left -= _STEPS_A_BLOCK * len(part)
             yield from self._settle()
             if outcome not in ("placed", "parked"):
                 return
@@ -531,7 +535,7 @@ class Publication:
         if medium is None and not self._terms.store:
             medium = GPU
         for at in range(0, len(hashes), _REMOVALS_A_PART):
-            part = hashes[at : at + _REMOVALS_A_PART]
+            part = _part(hashes, at, _REMOVALS_A_PART)
             self._source.remove(event.backend, event.rank, medium, part, event.space)
             if self._is_spent(_STEPS_A_REMOVAL * len(part)):
                 yield
@@ -583,6 +587,11 @@ def _put_in_order(events: list[object]) -> None:
             ordered = sorted((events[at] for at in ats), key=_number)
             for at, event in zip(ats, ordered, strict=True):
                 events[at] = event
+
+
+def _part(values: list[_Value], at: int, length: int) -> list[_Value]:
+    """Returns a part of a list, which as a rule is all of it."""
+    return values if at == 0 and len(values) <= length else values[at : at + length]
 
 
 def _packed_bytes(event: object) -> int:

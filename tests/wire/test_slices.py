@@ -41,16 +41,14 @@ class Publishers:
             stream.slice_steps = slice_steps
 
     def state(self) -> dict[str, Any]:
+        names = "events orphans mismatches ignored bad gaps stale beginnings unlocated conflicts"
         counts = [
-            (each.events, each.orphans, each.mismatches, each.ignored, each.bad, each.gaps)
-            + (each.stale, each.beginnings, each.unlocated, each.conflicts)
+            [getattr(each, name) for name in names.split()]
             for each in self.streams
             if isinstance(each, Publication)
         ]
-        rows = [
-            (self.conductor.match_tokens(TOKENS, *scope), self.conductor.match_hashes(STANDARD, *scope))
-            for scope in SCOPES
-        ]
+        rows = [self.conductor.match_tokens(TOKENS, *scope) for scope in SCOPES]
+        rows += [self.conductor.match_hashes(STANDARD, *scope) for scope in SCOPES]
         stats = {name: n for name, n in self.index.stats().items() if name != "bytes"}
         loose = self.conductor.stats()["loose"]
         return {"counts": counts, "rows": rows, "stats": stats, "loose": loose} | (
@@ -107,9 +105,11 @@ def test_slices_change_nothing(seed: int) -> None:
     slices = 0
     for _ in range(40):
         who = rng.randrange(4)
-        kinds = (of_engine,) if who == 3 else ((of_engine,), (standard,), (standard, of_engine))[
-            rng.randrange(3)
-        ]
+        kinds = (
+            (of_engine,)
+            if who == 3
+            else ((of_engine,), (standard,), (standard, of_engine))[rng.randrange(3)]
+        )
         batch = payload(rng, kinds)
         shown = whole.streams[who].apply(batch)
         assert shown != UNFINISHED
