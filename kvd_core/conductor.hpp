@@ -45,6 +45,7 @@
 
 #include "hash.hpp"
 #include "index.hpp"
+#include "steps.hpp"
 #include "worker.hpp"
 
 namespace kvd {
@@ -56,6 +57,9 @@ constexpr size_t kMaxLoose = size_t{1} << 20;
 constexpr size_t kMaxHolders = 4096;
 // Steps of making sequence hashes at the first source, two a block: under 1 ms.
 constexpr uint32_t kSequencedAtOnce = 8192;
+// Steps of a slice (steps.hpp), of 0.1 us.
+constexpr size_t kStepsACredit = 20;  // a hash without tokens
+constexpr size_t kStepsALook = 20;    // at something that waits
 
 struct Holder {
   uint32_t backend;
@@ -245,6 +249,7 @@ class Conductor final : public Placements {
 
   // ---- events
 
+  // `settle` has to follow.
   Outcome store(Source* source, RankId id, const Told& e) {
     if (!index_.has_room(id, e.n)) return Outcome::FULL;
     BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
@@ -276,20 +281,21 @@ class Conductor final : public Placements {
     } else {
       park_run(*source, id, e, s, above);
     }
-    settle();
     return placed ? Outcome::PLACED : Outcome::PARKED;
   }
 
-  // Blocks told by hash alone. False when they are refused because the index is full.
-  bool store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t n, LayerId layer,
-                   uint64_t space, bool by_engine) {
-    if (!index_.has_room(id, n)) return false;
+  // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns how
+  // far it has come, kNone when they are refused because the index is full. `settle` has to follow.
+  uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
+                       LayerId layer, uint64_t space, bool by_engine, Steps& steps) {
+    if (!index_.has_room(id, n - from)) return kNone;
     note(*source, id, space);
-    for (uint32_t i = 0; i < n; ++i) {
-      credit(*source, id, hashes[i], layer, space, by_engine);
-    }
-    settle();
-    return true;
+    if (from == n) return n;
+    do {
+      credit(*source, id, hashes[from], layer, space, by_engine);
+      steps.take(kStepsACredit + looked_up());
+    } while (++from != n && steps.left());
+    return from;
   }
 
   // Takes the layers of `mask` from what the holder calls `hash`.
@@ -373,16 +379,24 @@ class Conductor final : public Placements {
     }
   }
 
-  void settle() override {
-    if (settling_) return;
-    settling_ = true;
-    while (!work_.empty()) {
-      const uint64_t key = work_.back();
-      work_.pop_back();
-      look_again(key);
+  // What can be placed now may be all that waits, so it is done in slices, too.
+  bool settle(Steps& steps) override {
+    while (steps.left() && !(looked_at_ == waiting_.size() && work_.empty())) {
+      if (looked_at_ != waiting_.size()) {
+        const Loose loose = waiting_[looked_at_++];
+        look_at(loose);
+        steps.take(kStepsALook + looked_up());
+      } else {
+        const uint64_t key = work_.back();
+        work_.pop_back();
+        look_again(key);
+        steps.take(1 + waiting_.size());
+      }
     }
-    settling_ = false;
+    if (looked_at_ != waiting_.size() || !work_.empty()) return false;
+    if (waiting_.capacity() > kWaitingKept) std::vector<Loose>().swap(waiting_), looked_at_ = 0;
     prune_if_stale();
+    return true;
   }
 
   // Frees what waited for those that are no more, once that is most of it.
@@ -418,6 +432,7 @@ class Conductor final : public Placements {
   };
 
   static constexpr size_t kLooseBytes = 56;  // a hash node
+  static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_`, 2 MB
 
   // What few blocks need of sequence hashes at the first source is made at once.
   void prepare() {
@@ -583,8 +598,12 @@ class Conductor final : public Placements {
     return kNone;
   }
 
+  // Returns how many tables have been asked since it was called last; each takes a step.
+  size_t looked_up() { return std::exchange(looked_up_, 0); }
+
   BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space) const {
     BlockId found = kNone;
+    looked_up_ += index_.rank_end();
     for (RankId id = 0; id < index_.rank_end(); ++id) {
       if (!index_.ranks_[id].live || index_.ranks_[id].names.size() == 0) continue;
       const Source* source = owner(id);
@@ -814,27 +833,29 @@ class Conductor final : public Placements {
     });
   }
 
-  // What waits for a key may have its place now.
+  // What waits for a key may have its place now: `waiting_` has it then.
   void look_again(uint64_t key) {
-    std::vector<Loose> waiting;
+    waiting_.clear();
+    looked_at_ = 0;
     const auto range = loose_.equal_range(key);
     for (auto it = range.first; it != range.second; ++it) {
-      if (parked_of(it->second) != nullptr) waiting.push_back(it->second);
+      if (parked_of(it->second) != nullptr) waiting_.push_back(it->second);
     }
     // All at once: erasing one of many equal keys walks over those before it.
     loose_.erase(range.first, range.second);
     // The last first, as equal keys come the last one entered first: `Rarities::waiting` has them in
     // the same order, and finds each at once when it is placed.
-    for (auto it = waiting.rbegin(); it != waiting.rend(); ++it) enter(key, *it);
-    for (const Loose& loose : waiting) {
-      const Parked* parked = parked_of(loose);
-      Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
-      if (parked == nullptr || source == nullptr) continue;
-      if (loose.kind == Kind::CHILD) {
-        try_behind_parent(*source, loose, *parked);
-      } else if (loose.kind == Kind::CREDIT) {
-        try_credit(*source, loose, *parked);
-      }
+    for (auto it = waiting_.rbegin(); it != waiting_.rend(); ++it) enter(key, *it);
+  }
+
+  void look_at(const Loose& loose) {
+    const Parked* parked = parked_of(loose);
+    Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
+    if (parked == nullptr || source == nullptr) return;
+    if (loose.kind == Kind::CHILD) {
+      try_behind_parent(*source, loose, *parked);
+    } else if (loose.kind == Kind::CREDIT) {
+      try_credit(*source, loose, *parked);
     }
   }
 
@@ -923,8 +944,10 @@ class Conductor final : public Placements {
   std::vector<Source*> owners_;  // by rank; null for a worker's
   std::vector<Medium> media_;  // beyond the tiers, in the order of their layers
   std::unordered_multimap<uint64_t, Loose> loose_;
-  std::vector<uint64_t> work_;  // keys whose meaning has changed
-  bool settling_ = false;
+  std::vector<uint64_t> work_;   // keys whose meaning has changed
+  std::vector<Loose> waiting_;   // what waited for one of them, to be looked at
+  size_t looked_at_ = 0;         // so many of these have been
+  mutable size_t looked_up_ = 0;  // names tables that `elsewhere` has asked since `looked_up`
 
   // Scratch of the operation in progress, kept for its capacity.
   std::vector<uint64_t> names_;

@@ -2,14 +2,14 @@
 """Data sheet of the conductor's part of an index (conductor.pyx)."""
 
 from libc.stddef cimport size_t
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
 from libcpp.pair cimport pair
 from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
-from kvd_core.index cimport CIndex, CWorker, LayerId, PrefixIndex, RankId, Worker
+from kvd_core.index cimport CIndex, CSteps, CWorker, LayerId, PrefixIndex, RankId, Worker
 from kvd_core.scan cimport BodyScanner
 
 
@@ -58,7 +58,10 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
         RankId holder(CSource*, uint32_t, cbool, uint32_t) except +
         LayerId medium(const string&, const string&) except +
         COutcome store(CSource*, RankId, const CTold&) except +
-        cbool store_named(CSource*, RankId, const uint64_t*, uint32_t, LayerId, uint64_t, cbool) except +
+        uint32_t store_named(
+            CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, CSteps&
+        ) except +
+        cbool settle(CSteps&) except +
         void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
         void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
         pair[uint64_t, uint64_t] held_by(const CSource&)
@@ -82,9 +85,15 @@ cdef extern from "engine_events.hpp" namespace "kvd" nogil:
         uint64_t refused
         uint64_t* bad           # by kvd::Reason
 
+    cdef enum class Progress "kvd::EngineEvents::Progress"(uint8_t):
+        REFUSED
+        DONE
+        UNFINISHED
+
     cppclass CEngineEvents "kvd::EngineEvents":
         CEngineEvents(CConductor&, CSource*, string, string) except +
-        cbool apply(const uint8_t*, size_t) except +
+        Progress apply(const uint8_t*, size_t, uint32_t) except +
+        Progress go_on(uint32_t) except +
         size_t flaw()           # a kvd::Reason, kReasons if there is none
         void forget()
         CEngineCounters counters
@@ -118,6 +127,7 @@ cdef class Source:
     cdef CSource* c     # NULL once it is removed
     cdef Conductor conductor
     cdef readonly object instance_id
+    cdef int64_t spent  # steps of `store_named` since the last `settle`
 
     cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe
 
@@ -125,3 +135,7 @@ cdef class Source:
 cdef class EngineEvents:
     cdef CEngineEvents* c
     cdef Source source
+    cdef bytes payload                  # of a batch that is unfinished
+    cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
+
+    cdef object told(self, Progress progress)

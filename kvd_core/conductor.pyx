@@ -12,9 +12,12 @@ from functools import lru_cache
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cython.operator cimport dereference as deref
+from libc.stdint cimport INT64_MAX, int64_t
 
 from kvd_core.decoder import REASONS
-from kvd_core.index cimport kAllLayers, kNone, verify_if_debug
+from kvd_core.index cimport kAllLayers, kNone, settle, verify_if_debug
+
+from kvd_core.index import SLICE_STEPS
 
 DEFAULT_SEED = 1337
 OUTCOMES = ("placed", "parked", "full", "refused")
@@ -199,12 +202,14 @@ cdef class Source:
         bint inherits=False,
         bint by_engine=False,
         objects=None,
+        bint whole=True,
     ):
         """Stores consecutive blocks of which the tokens are known, below `parent` or at the root.
 
         Only whole blocks count. With `inherits` a known parent's namespace goes before `space`;
         `objects` are lists of ascending hashes of images, one a block. Returns an OUTCOME, or why
-        there is none: "media", "holders". OverflowError or TypeError for numbers out of range.
+        there is none: "media", "holders". OverflowError or TypeError for numbers out of range. Unless
+        `whole`, calls of `settle` have to follow.
         """
         cdef vector[uint64_t] named = hashes
         cdef vector[uint32_t] said = tokens
@@ -238,26 +243,57 @@ cdef class Source:
             told.mm_begin = begin.data()
             told.mm = mm.data()
         cdef int outcome = <int>self.conductor.c.store(self.c, id, told)
+        if whole:
+            settle(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
         return OUTCOMES[outcome]
 
     def store_named(
-        self, uint32_t backend, rank, str medium not None, hashes, uint64_t space, bint by_engine=False
+        self,
+        uint32_t backend,
+        rank,
+        str medium not None,
+        hashes,
+        uint64_t space,
+        bint by_engine=False,
+        bint whole=True,
     ):
         """Stores blocks known by hash alone; returns as `store` does."""
         cdef vector[uint64_t] named = hashes
         cdef LayerId layer = self.conductor.layer(medium)
         cdef RankId id = self.holder(backend, rank)
+        cdef CSteps* all = NULL
+        cdef uint32_t came
         if layer == kNone:
             return "media"
         if id == kNone:
             return "holders"
-        if not self.conductor.c.store_named(
-            self.c, id, named.data(), <uint32_t>named.size(), layer, space, by_engine
-        ):
-            return "full"
+        all = new CSteps(INT64_MAX)
+        try:
+            came = self.conductor.c.store_named(
+                self.c, id, named.data(), 0, <uint32_t>named.size(), layer, space, by_engine, all[0]
+            )
+        finally:
+            self.spent += INT64_MAX - all.rest()
+            del all
+        if whole:
+            settle(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
-        return "placed"
+        return "full" if came == kNone else "placed"
+
+    def settle(self, int64_t steps):
+        """Does some of what stored blocks have set off; returns how many of the steps are left.
+
+        They are less than 1 as long as there is more. Those that `store_named` has taken since the
+        last call go off them.
+        """
+        cdef CSteps* some = new CSteps(steps - self.spent)
+        self.spent = 0
+        try:
+            self.conductor.c.settle(some[0])
+            return some.rest()
+        finally:
+            del some
 
     def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
         """Takes blocks off one medium, or off all with None; unknown hashes are counted."""
@@ -301,6 +337,7 @@ cdef class Source:
             raise RuntimeError("the source was removed")
         cdef EngineEvents events = EngineEvents.__new__(EngineEvents)
         events.source = self
+        events.slice_steps = SLICE_STEPS
         events.c = new CEngineEvents(
             deref(self.conductor.c), self.c, lora_name.encode(), cache_salt.encode()
         )
@@ -347,17 +384,33 @@ cdef class EngineEvents:
         del self.c
 
     def apply(self, bytes payload not None):
-        """Applies one batch; False when it is refused whole, and then nothing is counted.
+        """Applies one batch, or begins to, and returns True; False when it is refused whole.
 
-        Bad input is counted and never raises. RuntimeError when the source was removed.
+        Nothing is counted then. None when it takes longer than `slice_steps` of about 0.1 us: then
+        `go_on` has to follow, as long as it returns that. Bad input is counted and never raises.
+        RuntimeError when the source was removed.
         """
         if self.source.c == NULL:
             raise RuntimeError("the source was removed")
-        cdef bint begun = self.c.apply(
-            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
+        cdef Progress progress = self.c.apply(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload), self.slice_steps
         )
+        if progress == Progress.UNFINISHED:
+            self.payload = payload
+        return self.told(progress)
+
+    def go_on(self):
+        """Goes on with an unfinished batch; returns what `apply` does."""
+        if self.source.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef Progress progress = self.c.go_on(self.slice_steps)
+        if progress != Progress.UNFINISHED:
+            self.payload = None
+        return self.told(progress)
+
+    cdef object told(self, Progress progress):
         verify_if_debug(deref(self.source.conductor.index.c))
-        return begun
+        return None if progress == Progress.UNFINISHED else progress == Progress.DONE
 
     def flaw(self):
         """Why the last batch was not understood as a whole: the first of REASONS, "" if it was."""
@@ -365,8 +418,12 @@ cdef class EngineEvents:
         return "" if reason == kReasons else REASONS[reason]
 
     def forget(self):
-        """Forgets what events have taught: another engine process speaks from now on."""
+        """Forgets what events have taught: another engine process speaks from now on.
+
+        What was to come of an unfinished batch goes, too.
+        """
         self.c.forget()
+        self.payload = None
 
     def counts(self):
         """Totals: events, those set aside, of others, without effect, and bad ones by reason."""

@@ -52,15 +52,24 @@ class EngineEvents {
   EngineEvents(Conductor& conductor, Source* source, std::string lora_name, std::string salt)
       : conductor_(conductor), source_(source), lora_name_(std::move(lora_name)), salt_(std::move(salt)) {}
 
-  // False when the batch is refused whole; nothing is counted then.
-  bool apply(const uint8_t* payload, size_t size) {
-    begun_ = false;
+  enum class Progress : uint8_t { REFUSED, DONE, UNFINISHED };
+
+  // Begins a batch; nothing is counted of one that is refused whole. What was unfinished is dropped.
+  Progress apply(const uint8_t* payload, size_t size, uint32_t steps) {
     flaw_ = kReasons;
     std::fill(std::begin(bad_), std::end(bad_), 0);
-    decode_batch(payload, size, scratch_, *this);
-    if (!begun_) return false;
+    batch_.begin(payload, size, scratch_);
+    return go_on(steps);
+  }
+
+  // Goes on with an unfinished one, whose payload has stayed where it is.
+  Progress go_on(uint32_t steps) {
+    Steps some{steps};
+    if (!batch_.under_way()) return Progress::DONE;
+    if (batch_.go_on(*this, some)) return Progress::UNFINISHED;
+    if (batch_.refused()) return Progress::REFUSED;
     for (size_t reason = 0; reason < kReasons; ++reason) counters.bad[reason] += bad_[reason];
-    return true;
+    return Progress::DONE;
   }
 
   // The first Reason that the last batch has met, kReasons without one.
@@ -68,6 +77,7 @@ class EngineEvents {
 
   // Another engine process speaks from now on.
   void forget() {
+    batch_.drop();
     kinds_.clear();
     main_groups_.clear();
   }
@@ -76,27 +86,30 @@ class EngineEvents {
 
   // ---- the decoder's sink
 
-  void begin(bool has_rank, uint32_t dp_rank) {
-    begun_ = true;
-    rank_ = has_rank ? dp_rank : source_->dp_rank;
-  }
+  void begin(bool has_rank, uint32_t dp_rank) { rank_ = has_rank ? dp_rank : source_->dp_rank; }
 
-  void stored(const StoredEvent& e) {
-    ++counters.events;
-    if (!concerns(e, e.n_tokens != 0)) return;
+  void resume() {}
+
+  bool settled(Steps& steps) { return conductor_.settle(steps); }
+
+  uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
+    if (from == 0) ++counters.events;
+    if (!concerns(e, e.n_tokens != 0)) return e.n_hashes;
     std::string_view adapter = e.lora_name;
     std::string number;
     if (adapter.empty() && e.has_lora_id && e.lora_id > 0) adapter = number = "#" + std::to_string(e.lora_id);
     if (!lora_name_.empty() && !adapter.empty() && adapter != lora_name_) {
       ++counters.lora_name;
-      return;
+      return e.n_hashes;
     }
     const LayerId layer = layer_of(e.medium);
     const RankId id = holder(layer);
-    if (id == kNone) return;
+    if (id == kNone) return e.n_hashes;
     if (e.n_tokens == 0) {
-      if (!conductor_.store_named(source_, id, e.hashes, e.n_hashes, layer, source_->home, true)) ++counters.full;
-      return;
+      const uint32_t to = conductor_.store_named(source_, id, e.hashes, from, e.n_hashes, layer,
+                                                 source_->home, true, steps);
+      counters.full += to == kNone;
+      return to;
     }
     const uint32_t size = conductor_.index().block_size();
     if (e.block_size != 0 && e.block_size != size) {
@@ -104,61 +117,71 @@ class EngineEvents {
     } else if (e.pairs) {
       ++counters.pairs;
     } else {
-      store(e, id, layer, adapter, size);
+      return store(e, from, id, layer, adapter, size, steps);
     }
+    return e.n_hashes;
   }
 
-  void removed(const RemovedEvent& e) {
-    ++counters.events;
-    if (!concerns(e, false)) return;
+  uint32_t removed(const RemovedEvent& e, uint32_t from, Steps& steps) {
+    if (from == 0) ++counters.events;
+    if (!concerns(e, false)) return e.n_hashes;
     const LayerId layer = layer_of(e.medium);
     const RankId id = holder(layer);
-    if (id == kNone) return;
-    for (uint32_t i = 0; i < e.n_hashes; ++i) {
+    if (id == kNone) return e.n_hashes;
+    const uint32_t to = from + std::min(kHashesAtOnce, e.n_hashes - from);
+    for (uint32_t i = from; i < to; ++i) {
       conductor_.remove(source_, id, e.hashes[i], 1u << layer, source_->home, true);
     }
+    steps.take(kStepsARemoval * (to - from));
+    return to;
   }
 
   // Everything of the rank, whoever has told of it, on all media unless one is named.
-  void cleared(const ClearedEvent& e) {
+  void cleared(const ClearedEvent& e, Steps& steps) {
     ++counters.events;
     const LayerId layer = e.has_tier ? layer_of(e.medium) : 0;
     if (layer == kNone) return;
     const LayerMask mask = e.has_tier ? 1u << layer : kAllLayers;
     for (size_t i = 0; i < source_->holders.size(); ++i) {
       const Holder& each = source_->holders[i];
-      if (each.ranked && each.dp_rank == rank_) conductor_.clear(source_, each.id, mask, 0, true);
+      steps.take(1);
+      if (!each.ranked || each.dp_rank != rank_) continue;
+      steps.take(conductor_.index().rank(each.id).names.capacity() / kSlotsALook);
+      conductor_.clear(source_, each.id, mask, 0, true);
     }
   }
 
-  void bad(Reason reason) {
-    ++bad_[static_cast<size_t>(reason)];
+  void bad(Reason reason, uint32_t count) {
+    bad_[static_cast<size_t>(reason)] += count;
     if (flaw_ == kReasons && reason != Reason::TRAILING && reason != Reason::UNKNOWN_TYPE) {
       flaw_ = static_cast<size_t>(reason);
     }
   }
 
  private:
-  void store(const StoredEvent& e, RankId id, LayerId layer, std::string_view adapter, uint32_t size) {
+  uint32_t store(const StoredEvent& e, uint32_t from, RankId id, LayerId layer, std::string_view adapter,
+                 uint32_t size, Steps& steps) {
+    const uint32_t whole = size == 0 ? 0 : std::min(e.n_hashes, e.n_tokens / size);
     Told told{};
-    told.hashes = e.hashes;
-    told.n = size == 0 ? 0 : std::min(e.n_hashes, e.n_tokens / size);
-    told.has_parent = e.has_parent;
-    told.parent = e.parent;
-    told.tokens = e.tokens;
+    told.hashes = e.hashes + from;
+    told.n = std::min(kBlocksAtOnce, whole - from);
+    told.has_parent = from != 0 || e.has_parent;
+    told.parent = from != 0 ? e.hashes[from - 1] : e.parent;
+    told.tokens = e.tokens + from * size_t{size};
     told.layer = layer;
     told.space = lora_term(adapter.empty() ? std::string_view(lora_name_) : adapter) +
                  salt_term(e.salt.empty() ? std::string_view(salt_) : e.salt);
     told.inherits = e.salt.empty();
     told.by_engine = true;
-    told.mm_begin = e.mm_begin;
+    told.mm_begin = e.mm_begin == nullptr ? nullptr : e.mm_begin + from;
     told.mm = e.mm;
-    switch (conductor_.store(source_, id, told)) {
-      case Conductor::Outcome::PLACED: break;
-      case Conductor::Outcome::PARKED: ++counters.parked; break;
-      case Conductor::Outcome::FULL: ++counters.full; break;
-      case Conductor::Outcome::REFUSED: ++counters.refused; break;
-    }
+    steps.take(kStepsABlock * told.n);
+    const Conductor::Outcome outcome = conductor_.store(source_, id, told);
+    counters.parked += from == 0 && outcome == Conductor::Outcome::PARKED;
+    counters.full += outcome == Conductor::Outcome::FULL;
+    counters.refused += outcome == Conductor::Outcome::REFUSED;
+    const bool kept = outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
+    return kept && from + told.n != whole ? from + told.n : e.n_hashes;
   }
 
   // Whether an event is about blocks that a prefix consists of, here.
@@ -232,10 +255,10 @@ class EngineEvents {
   std::map<uint32_t, int32_t> main_groups_;             // the group that is the prefix, by rank
   std::map<std::string, LayerId, std::less<>> layers_;  // by medium as it is spelled
   Scratch scratch_;
+  SlicedBatch<EngineEvents> batch_;
   uint32_t bad_[kReasons] = {};
   size_t flaw_ = kReasons;
   uint32_t rank_ = 0;
-  bool begun_ = false;
 };
 
 }  // namespace kvd

@@ -6,6 +6,9 @@
 //                                                                  │ when the rank is known
 //                        sink.begin, stored, removed, cleared, bad ◀┘
 //
+// A payload may be megabytes long, so it is read and applied in slices (SlicedBatch). Reading stops
+// between two events, applying also inside of one.
+//
 // Invariants
 //  1. The rank comes after the events on the wire, but the sink hears it first: events wait in
 //     Scratch, so each byte is read once. Nothing is emitted of a batch that is refused whole.
@@ -15,51 +18,79 @@
 //     the rank is the one read so far, if any.
 //  4. Claimed lengths reserve nothing, nesting costs no stack: any bytes end in time and memory
 //     proportional to their number.
+//  5. What a sliced batch has done when it is over does not depend on the slices.
 // Cost: 0.4 to 1 ns a byte; the parts say more.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "event_reader.hpp"
 #include "event_scratch.hpp"
 #include "event_types.hpp"
 #include "msgpack.hpp"
+#include "steps.hpp"
 
 namespace kvd {
 
 // Counts of tokens, hashes and events are 32 bits wide; receiving sockets are limited far below.
 constexpr size_t kMaxPayloadBytes = size_t{1} << 31;
 
+// What is applied of an event between two looks at what the slice may still do. An event of more
+// blocks with tokens counts as several: to tell a second copy, the blocks have to be seen together.
+constexpr uint32_t kBlocksAtOnce = 8192;
+constexpr uint32_t kHashesAtOnce = 512;
+// What that takes, in steps of 0.1 us.
+constexpr size_t kStepsABlock = 5;
+constexpr size_t kStepsAName = 8;
+constexpr size_t kStepsARemoval = 4;
+constexpr size_t kSlotsALook = 4;   // of a names table, for a clear
+constexpr size_t kBytesAStep = 64;  // of an event that is read; it is one step besides
+
 namespace decoding {
 
-// Reads a whole payload into Scratch.
+// Reads a payload into Scratch.
 class BatchReader {
  public:
   BatchReader(const uint8_t* payload, size_t size, Scratch& scratch)
-      : in_(payload, payload + size), scratch_(scratch), events_(in_, scratch) {}
+      : in_(payload, payload + size), scratch_(scratch), events_(in_, scratch) {
+    scratch_.clear();
+    if (in_.left() > kMaxPayloadBytes) {
+      refuse(Reason::TOO_LARGE);
+    } else if (in_.array(&parts_left_)) {
+      if (parts_left_ < 2) refuse(Reason::BATCH_SHAPE);
+    } else if (in_.map(&parts_left_)) {
+      is_map_ = true;
+    } else {
+      in_.skip();
+      refuse(Reason::BATCH_SHAPE);
+    }
+  }
 
   bool has_events = false;  // the event list was reached and the batch is not refused
   bool has_rank = false;
   uint32_t rank = 0;
   BatchResult result = {};
 
-  void read() {
-    scratch_.clear();
-    uint32_t count;
-    if (in_.left() > kMaxPayloadBytes) {
-      refuse(Reason::TOO_LARGE);
-    } else if (in_.array(&count)) {
-      read_array(count);
-    } else if (in_.map(&count)) {
-      read_map(count);
-    } else {
-      in_.skip();
-      refuse(Reason::BATCH_SHAPE);
+  // Reads on, an event at least; false when all is read.
+  bool read(Steps& steps) {
+    while (going()) {
+      if (events_left_ != 0) {
+        read_event(steps);
+        if (!steps.left() && events_left_ != 0) return true;
+      } else if (parts_left_ != 0) {
+        --parts_left_;
+        is_map_ ? read_member() : read_part(at_part_ < 3 ? kPositions[at_part_++] : Part::OTHER);
+      } else {
+        break;
+      }
     }
+    if (is_map_ && !has_events) refuse(Reason::BATCH_SHAPE);
     finish();
+    return false;
   }
 
   uint32_t bad(size_t reason) const { return events_.bad[reason]; }
@@ -71,24 +102,15 @@ class BatchReader {
       {"dp_rank", Part::RANK}, {"attn_dp_rank", Part::RANK},
   };
 
-  void read_array(uint32_t count) {
-    if (count < 2) return refuse(Reason::BATCH_SHAPE);
-    constexpr Part kPositions[] = {Part::TIME, Part::EVENTS, Part::RANK};
-    for (uint32_t i = 0; i < count && going(); ++i) {
-      read_part(i < 3 ? kPositions[i] : Part::OTHER);
-    }
-  }
+  static constexpr Part kPositions[] = {Part::TIME, Part::EVENTS, Part::RANK};
 
-  void read_map(uint32_t count) {
-    for (; count != 0 && going(); --count) {
-      std::string_view key;
-      if (!in_.text(&key)) {
-        in_.skip(2);
-      } else if (!in_.nil()) {
-        read_part(spelled(kParts, key, Part::OTHER));
-      }
+  void read_member() {
+    std::string_view key;
+    if (!in_.text(&key)) {
+      in_.skip(2);
+    } else if (!in_.nil()) {
+      read_part(spelled(kParts, key, Part::OTHER));
     }
-    if (!has_events) refuse(Reason::BATCH_SHAPE);
   }
 
   void read_part(Part part) {
@@ -97,7 +119,8 @@ class BatchReader {
         if (!in_.number()) refuse(Reason::TIMESTAMP);
         break;
       case Part::EVENTS:
-        read_events();
+        if (has_events || !in_.array(&events_left_)) return refuse(Reason::BATCH_SHAPE);
+        has_events = true;
         break;
       case Part::RANK:
         if (!in_.nil()) read_rank();
@@ -108,15 +131,13 @@ class BatchReader {
     }
   }
 
-  void read_events() {
-    uint32_t count;
-    if (has_events || !in_.array(&count)) return refuse(Reason::BATCH_SHAPE);
-    has_events = true;
-    for (; count != 0; --count) {
-      events_.read();
-      if (in_.broken()) return;
-      ++result.events;
-    }
+  void read_event(Steps& steps) {
+    const uint8_t* from = in_.at();
+    events_.read();
+    if (in_.broken()) return;
+    --events_left_;
+    ++result.events;
+    steps.take(1 + static_cast<size_t>(in_.at() - from) / kBytesAStep);
   }
 
   void read_rank() {
@@ -159,6 +180,10 @@ class BatchReader {
   Cursor in_;
   Scratch& scratch_;
   EventReader events_;
+  uint32_t parts_left_ = 0;
+  uint32_t at_part_ = 0;
+  uint32_t events_left_ = 0;
+  bool is_map_ = false;
   bool refused_ = false;
 };
 
@@ -183,7 +208,8 @@ template <class Sink>
 BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, Sink& sink) {
   using decoding::Type;
   decoding::BatchReader batch(payload, size, scratch);
-  batch.read();
+  for (Steps all(INT64_MAX); batch.read(all);) {
+  }
   if (batch.has_events) sink.begin(batch.has_rank, batch.rank);
   for (const decoding::Pending& item : scratch.order) {
     if (item.type == Type::STORED) {
@@ -204,5 +230,83 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
   scratch.give_back();
   return batch.result;
 }
+
+// A payload that is decoded and applied in slices. The sink has
+//   begin(bool has_rank, uint32_t rank)   as above
+//   resume()                              before a further slice applies: others may have come between
+//   stored(event, from, steps), removed(event, from, steps)
+//                                         applies some of the event's hashes, from that position on,
+//                                         and returns the position that it has come to
+//   cleared(event, steps)
+//   settled(steps)                        goes on with what that has set off; false while there is more
+//   bad(Reason, count)                    last
+template <class Sink>
+class SlicedBatch {
+ public:
+  // Begins with a payload, which has to stay where it is until the batch is over. What was not
+  // over is dropped.
+  void begin(const uint8_t* payload, size_t size, Scratch& scratch) {
+    reader_.emplace(payload, size, scratch);
+    scratch_ = &scratch;
+    reading_ = true;
+    next_ = 0;
+    at_ = 0;
+  }
+
+  void drop() { reader_.reset(); }
+  bool under_way() const { return reader_.has_value(); }
+
+  // Whether the batch is refused whole, once it is over.
+  bool refused() const { return refused_; }
+
+  // Does some more, if little; false when the batch is over.
+  bool go_on(Sink& sink, Steps& steps) {
+    if (reading_) {
+      if (reader_->read(steps)) return true;
+      reading_ = false;
+      refused_ = !reader_->has_events;
+      if (!refused_) sink.begin(reader_->has_rank, reader_->rank);
+    } else {
+      sink.resume();
+    }
+    for (; sink.settled(steps) && next_ != scratch_->order.size();) {
+      if (!steps.left()) return true;
+      apply_some(sink, scratch_->order[next_], steps);
+    }
+    if (next_ != scratch_->order.size() || !sink.settled(steps)) return true;
+    for (size_t reason = 0; reason < kReasons; ++reason) {
+      if (const uint32_t n = reader_->bad(reason)) sink.bad(static_cast<Reason>(reason), n);
+    }
+    scratch_->give_back();
+    reader_.reset();
+    return false;
+  }
+
+ private:
+  void apply_some(Sink& sink, const decoding::Pending& item, Steps& steps) {
+    if (item.type == decoding::Type::STORED) {
+      decoding::PendingStored& pending = scratch_->stored[item.index];
+      if (at_ == 0) decoding::point_into(*scratch_, pending);
+      at_ = sink.stored(static_cast<const StoredEvent&>(pending.event), at_, steps);
+      if (at_ < pending.event.n_hashes) return;
+    } else if (item.type == decoding::Type::REMOVED) {
+      decoding::PendingRemoved& pending = scratch_->removed[item.index];
+      pending.event.hashes = scratch_->hashes.data() + pending.hashes_at;
+      at_ = sink.removed(static_cast<const RemovedEvent&>(pending.event), at_, steps);
+      if (at_ < pending.event.n_hashes) return;
+    } else {
+      sink.cleared(static_cast<const ClearedEvent&>(scratch_->cleared[item.index]), steps);
+    }
+    ++next_;
+    at_ = 0;
+  }
+
+  std::optional<decoding::BatchReader> reader_;
+  Scratch* scratch_ = nullptr;
+  size_t next_ = 0;   // of `Scratch::order`
+  uint32_t at_ = 0;   // of that event's hashes
+  bool reading_ = false;
+  bool refused_ = false;
+};
 
 }  // namespace kvd

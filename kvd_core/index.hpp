@@ -59,6 +59,7 @@
 #include "predicted.hpp"
 #include "ranksets.hpp"
 #include "sequence.hpp"
+#include "steps.hpp"
 #include "tree.hpp"
 
 namespace kvd {
@@ -209,7 +210,8 @@ class Placements {
   virtual void placed(const Store& s, const BlockId* blocks) = 0;
   // Blocks that were there before have their sequence hashes now, if they can have any.
   virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
-  virtual void settle() = 0;  // the operation that has placed them is over
+  // Goes on with what that has set off; false while there is more.
+  virtual bool settle(Steps& steps) = 0;
 };
 
 class Index {
@@ -294,6 +296,7 @@ class Index {
   // hashes that are missing, in about `budget` steps of at most 0.1 us; false when nothing is left.
   bool sweep(uint32_t budget) {
     Steps steps{budget};
+    if (!settled(steps)) return true;
     while (!retired_.empty() && steps.left()) {
       const RankId id = retired_.back();
       if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
@@ -374,7 +377,7 @@ class Index {
   bool make_sequences(uint32_t budget) {
     Steps steps{budget};
     make_sequences(steps);
-    return sequenced();
+    return sequenced() && settled(steps);
   }
 
   // Whether all blocks have sequence hashes that can have any.
@@ -383,7 +386,7 @@ class Index {
   // ---- blocks
 
   // Blocks in path order: names[i] is what the rank calls the block with content locals[i].
-  // False when they are refused because the index is full.
+  // False when they are refused because the index is full. `settled` has to follow.
   bool store(RankId id, const Store& s) {
     if (s.n == 0) return true;
     if (!has_room(id, s.n)) return false;
@@ -405,14 +408,18 @@ class Index {
       for (uint32_t i = 0; i < s.n; ++i) work_.push_back(s.names[i]);
       settle(id);
     }
-    if (placements_ != nullptr) placements_->settle();
     return true;
   }
 
+  // Goes on with what placed blocks have set off elsewhere; false while there is more.
+  bool settled(Steps& steps) { return placements_ == nullptr || placements_->settle(steps); }
+
   // Blocks known by name alone (offload events, window groups). Held on `layer` once the name
-  // means something. False when they are refused because the index is full.
-  bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent) {
-    if (!has_room(id, n)) return false;
+  // means something. False when they are refused because the index is full. An event of many may
+  // come in parts, of which it is said how many are `still` to come with them.
+  bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
+                   uint32_t still = 0) {
+    if (!has_room(id, n + still)) return false;
     const bool copy = is_copy(id, n, has_parent);
     for (uint32_t i = 0; i < n; ++i) {
       const uint32_t slot = ranks_[id].names.find(names[i], keys());
@@ -520,17 +527,6 @@ class Index {
     RankId rank;
   };
 
-  // What a slice of a sweep may still do.
-  class Steps {
-   public:
-    explicit Steps(uint32_t budget) : left_(budget) {}
-    bool left() const { return left_ > 0; }
-    void take(size_t steps) { left_ -= static_cast<int64_t>(steps); }
-
-   private:
-    int64_t left_;
-  };
-
   static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry
   static constexpr size_t kExceptionBytes = 48;  // one hash node
   static constexpr size_t kRaritiesBytes = sizeof(Rarities) + 576;  // an empty deque's memory
@@ -557,7 +553,7 @@ class Index {
       steps.take(1 + chain.len() * kStepsASequence);
     }
     if (unsequenced_.next == kNone) tree_.unwatch(&unsequenced_);
-    if (placements_ != nullptr) placements_->settle();
+    settled(steps);
   }
 
   // Which counter of a rank counts a layer.

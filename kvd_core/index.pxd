@@ -12,6 +12,12 @@ from libcpp.vector cimport vector
 from kvd_core.scan cimport BodyScanner
 
 
+cdef extern from "steps.hpp" namespace "kvd" nogil:
+    cppclass CSteps "kvd::Steps":
+        CSteps(int64_t)
+        cbool left()
+        int64_t rest()
+
 cdef extern from "index.hpp" namespace "kvd" nogil:
     ctypedef uint32_t RankId
     ctypedef uint32_t LayerId
@@ -74,6 +80,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         cbool sweep(uint32_t) except +
         uint32_t tier_mask(uint32_t)
         cbool store(RankId, const CStore&) except +
+        cbool settled(CSteps&) except +
         cbool store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
         void remove(RankId, uint64_t, LayerId) except +
         void predict(double, uint32_t, uint32_t) except +    # seconds, entries, entries
@@ -97,6 +104,7 @@ cdef extern from "worker.hpp" namespace "kvd" nogil:
 cdef extern from "stream.hpp" namespace "kvd" nogil:
     uint32_t kEmptied
     uint32_t kFlawed
+    uint32_t kUnfinished
     size_t kIgnored
     size_t kReasons
 
@@ -110,7 +118,8 @@ cdef extern from "stream.hpp" namespace "kvd" nogil:
 
     cppclass CStream "kvd::Stream":
         CStream(CIndex&, CWorker&, uint32_t, CStreamCounters&) except +
-        uint32_t apply(const uint8_t*, size_t) except +
+        uint32_t apply(const uint8_t*, size_t, uint32_t) except +
+        uint32_t go_on(uint32_t) except +
         size_t flaw()               # a kvd::Reason, kReasons if there is none
         void clear() except +
         cbool restored()
@@ -157,6 +166,8 @@ cdef extern from "hash.hpp" namespace "kvd" nogil:
     void local_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
 
 
+cdef int settle(CIndex& index) except -1
+
 cdef class IngestCounters:
     cdef CStreamCounters c
 
@@ -187,6 +198,8 @@ cdef class Worker:
 cdef class Stream:
     cdef CStream* c
     cdef Worker worker
+    cdef bytes payload                  # of a batch that is unfinished
+    cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
 
 
 cdef class Dump:

@@ -11,6 +11,7 @@ import json
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cython.operator cimport dereference as deref
+from libc.stdint cimport INT64_MAX
 
 from kvd_core.decoder import REASONS
 
@@ -18,6 +19,9 @@ TIERS = ("device", "host", "disk", "external")
 MAX_BLOCKS = kMaxBlocks
 EMPTIED = kEmptied
 FLAWED = kFlawed
+UNFINISHED = kUnfinished
+# What a batch may take of the loop at once, about 2 ms: then others have their turn.
+SLICE_STEPS = 20_000
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 
 
@@ -28,6 +32,16 @@ cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
         string_view(PyBytes_AS_STRING(lora), PyBytes_GET_SIZE(lora)),
         string_view(PyBytes_AS_STRING(salt), PyBytes_GET_SIZE(salt)),
     )
+
+
+cdef int settle(CIndex& index) except -1:
+    """Does all that placed blocks have set off elsewhere."""
+    cdef CSteps* all = new CSteps(INT64_MAX)
+    try:
+        index.settled(all[0])
+    finally:
+        del all
+    return 0
 
 
 cdef class IngestCounters:
@@ -263,6 +277,7 @@ cdef class Worker:
         cdef Stream stream = Stream.__new__(Stream)
         stream.worker = self
         stream.c = new CStream(deref(self.index.c), self.c, dp_rank, self.index.counters.c)
+        stream.slice_steps = SLICE_STEPS
         return stream
 
     # The operations behind a stream, for tests and tools. Hashes are unsigned 64-bit integers.
@@ -284,7 +299,9 @@ cdef class Worker:
         s.parent = parent if parent is not None else 0
         s.layer = tier
         s.term = 0
-        return self.index.c.store(self.rank_of(dp_rank), s)
+        cdef cbool stored = self.index.c.store(self.rank_of(dp_rank), s)
+        settle(deref(self.index.c))
+        return stored
 
     def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):
         """Stores blocks known by name alone; `offload` marks the rank's stream as one that does.
@@ -323,17 +340,31 @@ cdef class Stream:
         del self.c
 
     def apply(self, bytes payload not None):
-        """Applies one batch as it came off the wire.
+        """Applies one batch as it came off the wire, or begins to.
 
         Bad input, and blocks that an index has no room for, are counted and never raise. Returns 0, or bits: EMPTIED when a clear
         has left nothing of this stream's ranks, FLAWED when part of the batch could not be
-        understood. RuntimeError when the worker was removed.
+        understood; or UNFINISHED alone, when it takes longer than `slice_steps` of about 0.1 us:
+        then `go_on` has to follow, as long as it says so, before the next batch. RuntimeError when
+        the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
         cdef uint32_t outcome = self.c.apply(
-            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload), self.slice_steps
         )
+        if outcome == kUnfinished:
+            self.payload = payload
+        verify_if_debug(deref(self.worker.index.c))
+        return outcome
+
+    def go_on(self):
+        """Goes on with a batch that is UNFINISHED; returns what `apply` does."""
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        cdef uint32_t outcome = self.c.go_on(self.slice_steps)
+        if outcome != kUnfinished:
+            self.payload = None
         verify_if_debug(deref(self.worker.index.c))
         return outcome
 
@@ -345,13 +376,14 @@ cdef class Stream:
     def clear(self):
         """Drops the blocks of every rank this stream has spoken for, also in batches only.
 
-        With them go ranks of a dump that are registered nowhere and no batch has spoken for: they
+        What was to come of an UNFINISHED batch goes, too. With them go ranks of a dump that are registered nowhere and no batch has spoken for: they
         may be this stream's. All are invisible at once; `PrefixIndex.sweep` frees them. RuntimeError
         when the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
         self.c.clear()
+        self.payload = None
         verify_if_debug(deref(self.worker.index.c))
 
     def restored(self):

@@ -45,6 +45,7 @@ constexpr size_t kIgnored = 8;
 enum Outcome : uint32_t {
   kEmptied = 1,  // a clear left nothing of the stream's ranks: what was missed no longer matters
   kFlawed = 2,   // part of the batch could not be understood: its events are lost
+  kUnfinished = 4,  // and nothing else is said yet: the batch is long, and goes on with `go_on`
 };
 
 struct StreamCounters {
@@ -61,13 +62,19 @@ class Stream {
   Stream(Index& index, Worker& worker, uint32_t dp_rank, StreamCounters& counters)
       : index_(index), worker_(worker), dp_rank_(dp_rank), counters_(counters) {}
 
-  // Returns the batch's Outcome bits.
-  uint32_t apply(const uint8_t* payload, size_t size) {
+  // Begins a batch and returns its Outcome bits, or kUnfinished. What was unfinished is dropped.
+  uint32_t apply(const uint8_t* payload, size_t size, uint32_t steps) {
     ++counters_.batches;
     outcome_ = 0;
     flaw_ = kReasons;
-    decode_batch(payload, size, scratch_, *this);
-    return outcome_;
+    batch_.begin(payload, size, scratch_);
+    return go_on(steps);
+  }
+
+  // Goes on with an unfinished one, whose payload has stayed where it is, and returns the same.
+  uint32_t go_on(uint32_t steps) {
+    Steps some{steps};
+    return batch_.under_way() && batch_.go_on(*this, some) ? kUnfinished : outcome_;
   }
 
   // Why the last applied batch is flawed, as an index of kReasonNames: the first Reason in their
@@ -77,6 +84,7 @@ class Stream {
   // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
   // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
   void clear() {
+    batch_.drop();
     drop_restored();
     worker_.renew(index_, dp_rank_);
     for (const uint32_t dp_rank : heard_) {
@@ -101,6 +109,7 @@ class Stream {
   // Whether a batch speaks of blocks that only a dump has told of: as parents, or as removed. No
   // engine begins with that.
   bool goes_on(const uint8_t* payload, size_t size) {
+    batch_.drop();  // it has the same scratch
     GoesOn sink{*this};
     decode_batch(payload, size, scratch_, sink);
     return sink.found;
@@ -109,40 +118,53 @@ class Stream {
   // ---- the decoder's sink
 
   void begin(bool has_rank, uint32_t dp_rank) {
-    const uint32_t wanted = has_rank ? dp_rank : dp_rank_;
-    rank_ = worker_.rank(index_, wanted);
+    speaks_for_ = has_rank ? dp_rank : dp_rank_;
+    resume();
     if (rank_ == kNone) return;
-    heard_.insert(wanted);
+    heard_.insert(speaks_for_);
     traits().restored = false;
   }
 
-  void stored(const StoredEvent& e) {
-    ++counters_.stored;
+  void resume() { rank_ = worker_.rank(index_, speaks_for_); }
+
+  bool settled(Steps& steps) { return index_.settled(steps); }
+
+  uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
+    if (from == 0) ++counters_.stored;
     const Place place = place_of(e);
-    if (place.layer == kNone) return;
+    if (place.layer == kNone) return e.n_hashes;
     if (place.by_name) {
-      store_names(e, place.layer);
-    } else {
-      store_blocks(e, place.layer);
-      for (const Window& window : windows_of_all(e)) store_names(e, window.layer);
+      const uint32_t to = from + std::min(kHashesAtOnce, e.n_hashes - from);
+      steps.take(kStepsAName * (to - from));
+      return store_names(e, place.layer, from, to, e.n_hashes) ? to : e.n_hashes;
     }
+    // A lone last block would be one below a parent, which means something else.
+    const uint32_t left = e.n_hashes - from, to = from + (left > kBlocksAtOnce + 1 ? kBlocksAtOnce : left);
+    steps.take(kStepsABlock * (to - from));
+    const bool whole = store_blocks(e, place.layer, from, to);
+    for (const Window& window : windows_of_all(e)) store_names(e, window.layer, from, to, to);
+    return whole ? to : e.n_hashes;
   }
 
-  void removed(const RemovedEvent& e) {
-    ++counters_.removed;
+  uint32_t removed(const RemovedEvent& e, uint32_t from, Steps& steps) {
+    if (from == 0) ++counters_.removed;
     const LayerId layer = layer_of(e);
-    if (layer == kNone) return;
-    for (uint32_t i = 0; i < e.n_hashes; ++i) {
+    if (layer == kNone) return e.n_hashes;
+    const uint32_t to = from + std::min(kHashesAtOnce, e.n_hashes - from);
+    for (uint32_t i = from; i < to; ++i) {
       index_.remove(rank_, e.hashes[i], layer);
       for (const Window& window : windows_of_all(e)) index_.remove(rank_, e.hashes[i], window.layer);
     }
+    steps.take(kStepsARemoval * (to - from) * (1 + windows_of_all(e).size()));
+    return to;
   }
 
   // Without a medium a clear means what the engine means by it: vLLM resets its device cache and
   // keeps the offloaded blocks, SGLang flushes every tier. Only vLLM numbers its cache groups.
-  void cleared(const ClearedEvent& e) {
+  void cleared(const ClearedEvent& e, Steps& steps) {
     ++counters_.cleared;
     if (ignored_rank()) return;
+    steps.take(1 + index_.rank(rank_).names.capacity() / kSlotsALook);
     if (e.has_tier && e.tier == Tier::UNKNOWN) {
       ignore(Ignored::MEDIUM);
     } else if (e.has_tier) {
@@ -157,8 +179,8 @@ class Stream {
     }
   }
 
-  void bad(Reason reason) {
-    ++counters_.bad[static_cast<size_t>(reason)];
+  void bad(Reason reason, uint32_t count) {
+    counters_.bad[static_cast<size_t>(reason)] += count;
     // Bytes behind a batch take nothing from it, and events of other types are about other things.
     if (reason == Reason::TRAILING || reason == Reason::UNKNOWN_TYPE) return;
     outcome_ |= kFlawed;
@@ -345,61 +367,72 @@ class Stream {
     return e.group < 0 && e.tier == Tier::DEVICE ? index_.rank(rank_).windows : none;
   }
 
-  void store_names(const StoredEvent& e, LayerId layer) {
-    if (!index_.store_named(rank_, e.hashes, e.n_hashes, layer, e.has_parent)) ignore(Ignored::FULL);
+  // Stores the hashes of a part of an event that has them up to `end`; false when there is no room.
+  bool store_names(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, uint32_t end) {
+    const bool below = e.has_parent && e.n_hashes == 1;  // a lone block below a parent is a copy
+    if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to)) return true;
+    ignore(Ignored::FULL);
+    return false;
   }
 
-  void store_blocks(const StoredEvent& e, LayerId layer) {
+  // Stores the blocks of a part of an event, below the one before it; false when there is no room.
+  bool store_blocks(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to) {
     const size_t size = index_.block_size();
     if (e.block_size != size || size == 0) {
-      ignore(Ignored::BLOCK_SIZE);
-      return;
+      if (from == 0) ignore(Ignored::BLOCK_SIZE);
+      return true;
     }
     const size_t tokens = e.pairs ? e.n_tokens - 1 : e.n_tokens;
-    const size_t n = std::min<size_t>(e.n_hashes, tokens / size);
-    if (n < e.n_hashes) ignore(Ignored::TOKENS);
-    const uint64_t inherited = prompt_term(e);
+    const size_t whole = std::min<size_t>(e.n_hashes, tokens / size);
+    if (from == 0 && whole < e.n_hashes) ignore(Ignored::TOKENS);
+    const size_t n = std::min<size_t>(whole, to) - std::min<size_t>(whole, from);
+    const bool has_parent = from != 0 || e.has_parent;
+    const uint64_t parent = from != 0 ? e.hashes[from - 1] : e.parent;
+    const uint64_t inherited = prompt_term(e, has_parent, parent);
     const uint64_t seed = local_hash_seed(e.lora_name, {}) + inherited;
+    const uint32_t* said = e.tokens + from * size;
     locals_.resize(n);
     if (e.pairs) {
-      eagle_hashes(e.tokens, n, size, seed, locals_.data());
+      eagle_hashes(said, n, size, seed, locals_.data());
     } else {
-      local_hashes(e.tokens, n, size, seed, locals_.data());
+      local_hashes(said, n, size, seed, locals_.data());
     }
-    if (e.mm_begin != nullptr) hash_images(e, n, seed);
-    Store run{e.hashes, locals_.data(), static_cast<uint32_t>(n), e.has_parent, e.parent,
+    if (e.mm_begin != nullptr) hash_images(e, said, from, n, seed);
+    Store run{e.hashes + from, locals_.data(), static_cast<uint32_t>(n), has_parent, parent,
               layer, inherited};
-    if (index_.sequences() != nullptr) add_plain(e, n, seed, run);
-    if (!index_.store(rank_, run)) ignore(Ignored::FULL);
+    if (index_.sequences() != nullptr) add_plain(e, said, n, seed, run);
+    if (index_.store(rank_, run)) return true;
+    ignore(Ignored::FULL);
+    return false;
   }
 
   // Sequence hashes have a seed of their own, and are about text.
-  void add_plain(const StoredEvent& e, size_t n, uint64_t seed, Store& run) {
+  void add_plain(const StoredEvent& e, const uint32_t* said, size_t n, uint64_t seed, Store& run) {
     const uint64_t own = index_.sequences()->seed();
     if (e.pairs || e.mm_begin != nullptr || (seed == kBaseSeed && own == kBaseSeed)) return;
     plain_.resize(n);
-    local_hashes(e.tokens, n, index_.block_size(), own, plain_.data());
+    local_hashes(said, n, index_.block_size(), own, plain_.data());
     run.plain = plain_.data();
     run.space = seed - kBaseSeed;
   }
 
   // Blocks that images reach into carry the images' identity beside their tokens.
-  void hash_images(const StoredEvent& e, size_t n, uint64_t seed) {
+  void hash_images(const StoredEvent& e, const uint32_t* said, size_t first, size_t n, uint64_t seed) {
     const size_t size = index_.block_size();
     const size_t window = e.pairs ? size + 1 : size;
     for (size_t i = 0; i < n; ++i) {
-      const uint32_t from = e.mm_begin[i], to = e.mm_begin[i + 1];
+      const uint32_t from = e.mm_begin[first + i], to = e.mm_begin[first + i + 1];
       if (from == to) continue;
-      locals_[i] = local_hash_mm(e.tokens + i * size, window, e.mm + from, to - from, seed);
+      locals_[i] = local_hash_mm(said + i * size, window, e.mm + from, to - from, seed);
     }
   }
 
   // What an engine says once, with a prompt's first block, and what holds for all blocks below it:
   // the cache salt, and an adapter known by number only, which counts as one named "#number".
-  uint64_t prompt_term(const StoredEvent& e) {
+  uint64_t prompt_term(const StoredEvent& e, bool has_parent, uint64_t parent) {
     if (!e.salt.empty()) index_.rank(rank_).salted = true;
-    if (!e.has_parent) return salt_term(e.salt) + numbered_adapter_term(e);
-    const uint64_t above = index_.term_of(rank_, e.parent);
+    if (!has_parent) return salt_term(e.salt) + numbered_adapter_term(e);
+    const uint64_t above = index_.term_of(rank_, parent);
     return above != 0 ? above : salt_term(e.salt);
   }
 
@@ -416,7 +449,9 @@ class Stream {
   Scratch scratch_;
   std::vector<uint64_t> locals_;
   std::vector<uint64_t> plain_;  // local hashes by the seed of sequence hashes, where it differs
-  RankId rank_ = kNone;
+  SlicedBatch<Stream> batch_;
+  uint32_t speaks_for_ = 0;  // the rank of the batch
+  RankId rank_ = kNone;      // the same, of the index
   uint32_t outcome_ = 0;
   size_t flaw_ = kReasons;
 };

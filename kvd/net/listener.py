@@ -3,6 +3,7 @@
 One task per listener, socket after socket (`kvd.net.sessions`). While one is of use:
 
     receive    its messages        in turns, so that neither a burst nor a worker starves others
+      _finish  a long one          slice by slice, each a turn like any other
       _settle  the one held back   what is missing before it is replayed; later ones wait in the
                                    socket meanwhile
 """
@@ -79,8 +80,11 @@ class _Reader:
         """
         await self._ready.wait()
         self._listener.receiving()
+        await self._finish()  # what the last session has left
         while True:
             more = await self._drain(link)
+            if self._listener.unfinished is not None:
+                await self._finish()
             if self._listener.held is not None:
                 await self._settle(link)
                 await trio.lowlevel.checkpoint()
@@ -95,6 +99,7 @@ class _Reader:
         What comes from there on shows as missing on the next socket, where it can be replayed.
         """
         while self._ready.is_set() and self._listener.held is None:
+            await self._finish()
             if not await self._drain(link):
                 break
             await trio.lowlevel.checkpoint()
@@ -113,6 +118,18 @@ class _Reader:
             self._log.warning("messages refused", **listener.bad_frames)
         self._say_flaw()
         return more
+
+    async def _finish(self) -> None:
+        """Applies the rest of a long batch, and lets others run between its slices."""
+        listener = self._listener
+        if listener.unfinished is None:
+            return
+        while listener.unfinished is not None:
+            await trio.lowlevel.checkpoint()
+            await self._turns.begin()
+            listener.go_on()
+            self._turns.end()
+        self._say_flaw()
 
     def _say_flaw(self) -> None:
         """Logs the last batch that was not understood, live or replayed, unless it has been."""
@@ -133,7 +150,9 @@ class _Reader:
         if verdict is Verdict.RESTART:
             self._log.warning("engine restarted", last_seq=last)
         end = await self._replay()
+        await self._finish()  # a replay that has run out of time may leave one
         lost = listener.settle()
+        await self._finish()
         self._say_flaw()
         if lost:
             self._log.warning("batches lost", missing=lost, lost=listener.lost, replay=end)

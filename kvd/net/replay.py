@@ -94,12 +94,20 @@ class _Answer:
                 return ReplayEnd.SILENT
 
     async def _read_some(self) -> ReplayEnd | None:
-        """Takes what has come, for one turn of the loop; waits when that is nothing."""
+        """Takes what has come, for one turn of the loop; waits when that is nothing.
+
+        A batch that the listener has left unfinished is finished before the next one.
+        """
+        while self._listener.unfinished is not None:
+            await trio.lowlevel.checkpoint()
+            self._listener.go_on()
         until = time.monotonic_ns() + ROUND_NS
         while (frames := self._dealer.receive_nowait()) is not None:
             end = self._take(frames)
             if end is not None:
                 return end
+            if self._listener.unfinished is not None:
+                return None
             if time.monotonic_ns() >= until:
                 await trio.lowlevel.checkpoint()
                 return None

@@ -7,18 +7,23 @@ A payload is a batch, and comes in every form that publishers have been seen to 
     [event, ...]  or  event        bare
     the same as JSON text
 
-Whether an event is a standard one or an engine's own is seen from the event (`is_standard`), and a
+Whether an event is a standard one or an engine's own is seen from the event (`read_event`), and a
 batch may hold both. What is of a wrong type or range is ValueError; nothing here has state.
+
+Of a msgpack payload nothing is made but the bytes of its events: the caller reads them one by one,
+and engines' own not at all. JSON is read whole.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import msgpack
+
+from kvd_core.split import split
 
 U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
@@ -26,15 +31,22 @@ I64_MIN = -(2**63)
 
 MAX_RANK = 2**31 - 1  # of a batch, as for engines everywhere
 
-# A payload is read and applied in one go, and this much of it holds up the loop for about a second.
-# An engine's own batches may be longer: nothing is made of Python for them.
+# A payload is taken apart in one go, for up to 20 ms, and an event is read in one go, for as long;
+# JSON is, too, and takes some 20 times that. Engines' own batches may be longer: nothing is made of
+# Python for them.
 MAX_BYTES = 4 * 1024 * 1024
+MAX_JSON_BYTES = 256 * 1024
+MAX_EVENT_BYTES = 1024 * 1024  # of a standard one: 100,000 hashes, or 300,000 token ids
+MAX_CONTAINERS = 16_384  # maps and arrays of one, 0.3 us each; an empty one costs a byte
 MAX_EVENTS = 16_384  # of a payload; some 40 us each, an empty one costs a byte
 MAX_TEXT_BYTES = 4096  # of a name that is kept to tell streams apart, as in registrations
 
 # No msgpack batch begins with one of these: as msgpack they are the numbers 9 to 123.
 _JSON_STARTS = b"{[ \t\r\n"
 _RANKS = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
+
+MARK = b"event_type"  # a member that every standard event has, and no other
+_ONE_EVENT = b"\x93\x00\x91"  # [0, [event], rank], up to the event
 
 Event = dict[str, Any]
 
@@ -47,26 +59,41 @@ _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The events of a payload, as they are, and the rank that it says they are of."""
+    """The events of a payload, for `read_event`, and the rank that it says they are of."""
 
     events: list[object]
     rank: int | None
+    beyond: int = 0  # events above MAX_EVENTS, which are not among these
+
+
+class Unread(NamedTuple):
+    """An event of a msgpack payload."""
+
+    packed: bytes
+    containers: int
 
 
 def read_batch(payload: bytes) -> Batch:
     """Returns the events of a payload; raises ValueError, which says why, if it has none."""
+    if is_json(payload):
+        return _json_batch(payload)
     if len(payload) > MAX_BYTES:
         raise ValueError("too_large")
-    value = _json(payload) if is_json(payload) else _msgpack(payload)
-    if isinstance(value, dict):
-        return _map_batch(value)
-    if not isinstance(value, list):
-        raise ValueError("batch_shape")
-    if value and all(isinstance(each, dict) for each in value):
-        return Batch(value, None)
-    if len(value) < 2 or not _is_number(value[0]) or not isinstance(value[1], list):
-        raise ValueError("batch_shape")
-    return Batch(value[1], _rank(value[2]) if len(value) > 2 else None)
+    events, beyond, rank = split(payload, MAX_EVENTS)
+    return Batch(list(map(Unread._make, events)), rank, beyond)
+
+
+def read_event(event: object) -> object:
+    """Returns what an event of a batch says; one of an engine's own may stay as it is.
+
+    ValueError for a standard one that cannot be read, or that is larger than any.
+    """
+    if not isinstance(event, Unread) or MARK not in event.packed:
+        return event
+    if len(event.packed) > MAX_EVENT_BYTES or event.containers > MAX_CONTAINERS:
+        raise ValueError("too_large")
+    read = _msgpack(event.packed)
+    return read if is_standard(read) else event
 
 
 def is_json(payload: bytes) -> bool:
@@ -80,8 +107,13 @@ def is_standard(event: object) -> bool:
 
 def engine_payload(event: object, rank: int | None) -> bytes:
     """Returns the batch of one engine event, for the decoder of those."""
-    packed: bytes = msgpack.packb([0, [event], rank], unicode_errors="surrogateescape")
-    return packed
+    packed: bytes
+    if isinstance(event, Unread):
+        packed = event.packed
+    else:
+        packed = msgpack.packb(event, unicode_errors="surrogateescape")
+    said: bytes = msgpack.packb(rank)
+    return _ONE_EVENT + packed + said
 
 
 # ---- members of standard events
@@ -119,18 +151,19 @@ def hash_of(value: object) -> int:
     raise ValueError("hash")
 
 
-def hashes(event: Event) -> list[int]:
-    """Returns the hashes of an event's blocks.
+def hashes(event: Event) -> list[object]:
+    """Returns the hashes of an event's blocks, each to be read with `hash_of`.
 
     They are in `seq_hashes`, else in `block_hashes`; an event of a store that has empty ones may
     name its object instead. Without any of the lists it is no event (ValueError).
     """
-    lists = [event[name] for name in ("seq_hashes", "block_hashes") if event.get(name) is not None]
+    names = ("seq_hashes", "block_hashes")
+    lists: list[list[object]] = [event[name] for name in names if event.get(name) is not None]
     if not lists or not all(isinstance(each, list) for each in lists):
         raise ValueError("seq_hashes")
     for each in lists:
         if each:
-            return [hash_of(value) for value in each]
+            return each
     for name in ("connector_block_hash", "object_key"):
         found = object_hash(event.get(name))
         if found is not None:
@@ -139,15 +172,19 @@ def hashes(event: Event) -> list[int]:
 
 
 def tokens(event: Event) -> list[int] | None:
-    """Returns the token ids, None without any."""
+    """Returns the token ids, each part of which `check_tokens` has to allow; None without any."""
     value = event.get("token_ids")
     if not value and (value is None or isinstance(value, list)):
         return None
-    if not isinstance(value, list) or set(map(type, value)) != {int}:
-        raise ValueError("token_ids")
-    if min(value) < 0 or max(value) > U32_MAX:
+    if not isinstance(value, list):
         raise ValueError("token_ids")
     return value
+
+
+def check_tokens(values: list[int]) -> None:
+    """Raises ValueError where a part of a list, not empty, is no token ids."""
+    if set(map(type, values)) != {int} or min(values) < 0 or max(values) > U32_MAX:
+        raise ValueError("token_ids")
 
 
 def object_hash(key: object) -> int | None:
@@ -188,11 +225,29 @@ def _number_in(value: str) -> int | None:
 # ---- payloads
 
 
-def _json(payload: bytes) -> object:
+def _json_batch(payload: bytes) -> Batch:
+    if len(payload) > MAX_JSON_BYTES:
+        raise ValueError("too_large")
     try:
-        return json.loads(payload)
+        value = json.loads(payload)
     except (ValueError, RecursionError):
         raise ValueError("json") from None
+    batch = _shaped(value)
+    beyond = batch.events[MAX_EVENTS:]
+    del batch.events[MAX_EVENTS:]
+    return replace(batch, beyond=len(beyond))
+
+
+def _shaped(value: object) -> Batch:
+    if isinstance(value, dict):
+        return _map_batch(value)
+    if not isinstance(value, list):
+        raise ValueError("batch_shape")
+    if value and all(isinstance(each, dict) for each in value):
+        return Batch(value, None)
+    if len(value) < 2 or not _is_number(value[0]) or not isinstance(value[1], list):
+        raise ValueError("batch_shape")
+    return Batch(value[1], _rank(value[2]) if len(value) > 2 else None)
 
 
 def _msgpack(payload: bytes) -> object:

@@ -21,6 +21,10 @@ it before it takes another one:
       └─ held ── judge ── stale ──────────────────────────────> ignored
                    └─ gap or restart ─ take_replayed .. settle ─> applied; what did not come is lost
 
+A long batch is applied in slices. Whatever has begun to apply one leaves it `unfinished`, and the
+task calls `go_on` as long as it is, with others in between, before anything else of the stream. If
+the task ends before that, the rest waits for the next one, or goes with the registration.
+
 `health` says whether the index can be believed for what the stream speaks of (docs/reliability.md).
 No clock, no sockets, no logging: moments come in as arguments (seconds, monotonic).
 """
@@ -33,7 +37,7 @@ from typing import Protocol
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor, Verdict
 from kvd.wire.replay import ReplayEnd
-from kvd_core.index import EMPTIED, FLAWED
+from kvd_core.index import EMPTIED, FLAWED, UNFINISHED
 
 # A rolling restart or a network that is rewired takes seconds; an engine that is away for longer
 # has most likely lost its cache, and evicts or stores unheard in any case.
@@ -59,7 +63,8 @@ class StreamHealth(StrEnum):
 
     STALE = "stale"  # disconnected for longer than STALE_AFTER_S
     DEGRADED = "degraded"  # batches are lost or were not understood; `Listener.loss` says which
-    RECOVERING = "recovering"  # no batch since the connection was made, or a gap is being replayed
+    # No batch since the connection was made, a gap is being replayed, or a long batch applied.
+    RECOVERING = "recovering"
     EXACT = "exact"  # every batch of this engine process has been applied
 
 
@@ -67,13 +72,19 @@ class Stream(Protocol):
     """Where batches go; `kvd_core.index.Stream` is one."""
 
     def apply(self, payload: bytes) -> int:
-        """Applies a batch and returns what it has shown, as bits: EMPTIED, FLAWED."""
+        """Applies a batch and returns what it has shown, as bits: EMPTIED, FLAWED.
+
+        Or only begins to, because it is long, and returns UNFINISHED.
+        """
+
+    def go_on(self) -> int:
+        """Applies some more of an UNFINISHED batch; returns what `apply` does."""
 
     def flaw(self) -> str:
         """Says why the last batch was FLAWED."""
 
     def clear(self) -> None:
-        """Drops all that earlier batches have stored."""
+        """Drops all that earlier batches have stored, and the rest of an UNFINISHED one."""
 
     def restored(self) -> bool:
         """Says whether its ranks hold blocks of a dump that no batch has spoken for since."""
@@ -117,6 +128,7 @@ class Listener(StreamCounts):
         "loss",
         "name",
         "replay_endpoint",
+        "unfinished",
     )
 
     def __init__(
@@ -136,6 +148,7 @@ class Listener(StreamCounts):
         self._apply = stream.apply
 
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
+        self.unfinished: int | None = None  # number of the batch that is not wholly applied yet
         self.loss = "registered again" if expected else ""  # why degraded, empty if not
         self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
         self._holes: list[range] = []  # numbers lost before the held batch
@@ -169,14 +182,18 @@ class Listener(StreamCounts):
         since = self.disconnected_since
         if since is not None and now - since > STALE_AFTER_S:
             return StreamHealth.STALE
-        if self.held is not None or self.cursor.expected == self._joined_at:
+        waits = self.held is not None or self.unfinished is not None
+        if waits or self.cursor.expected == self._joined_at:
             return StreamHealth.RECOVERING
         return StreamHealth.DEGRADED if self.loss else StreamHealth.EXACT
 
     # ---- batches
 
     def take(self, seq: int, payload: bytes) -> bool:
-        """Applies the batch that is next; holds any other back and returns True."""
+        """Applies the batch that is next; holds any other back and returns True.
+
+        It does so, too, where it has left the batch unfinished.
+        """
         self.messages += 1
         self.payload_bytes += len(payload)
         cursor = self.cursor
@@ -187,9 +204,16 @@ class Listener(StreamCounts):
             shown = self._apply(payload)
             if shown:
                 self._learn(seq, shown)
+                return self.unfinished is not None
             return False
         self.held = seq, payload
         return True
+
+    def go_on(self) -> None:
+        """Applies some more of the batch that is unfinished."""
+        seq, self.unfinished = self.unfinished, None  # over, too, if a bug ends it
+        assert seq is not None
+        self._learn(seq, self._stream.go_on())
 
     def judge(self) -> Verdict:
         """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart."""
@@ -319,6 +343,9 @@ class Listener(StreamCounts):
             self.loss = ""
 
     def _learn(self, seq: int, shown: int) -> None:
+        if shown & UNFINISHED:
+            self.unfinished = seq
+            return
         if shown & EMPTIED:
             # One of another engine, that was queued, says nothing about what comes behind it.
             in_doubt = bool(self.loss) and self._unknown
@@ -377,6 +404,7 @@ class Listener(StreamCounts):
     def crashed(self) -> None:
         """Notes a bug: the batch it happened on is not applied, or not wholly."""
         self.crashes += 1
+        self.unfinished = None
         self.loss = "an internal error"
 
     def paused(self, now: float) -> None:

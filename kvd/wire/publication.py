@@ -14,19 +14,25 @@ is counted and never waited for, because nothing can bring the event back. Three
 that follow each other are a backend that has begun anew behind a relay, if their numbers are nearer
 to the first one heard than to the last: else they are repeated.
 
+A long payload is applied in slices: `apply` says UNFINISHED, and `go_on` goes on until it does
+not. What takes time is a generator here, which yields when the steps of its slice are used up.
+Slices end between two events, and in an event between two parts of fixed lengths, so that the
+result does not depend on them. Engines' own batches are sliced in the core.
+
 No clock, no sockets, no logging.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvd.wire import kv_events
-from kvd.wire.kv_events import MAX_EVENTS, U32_MAX, U64_MAX, Event
+from kvd.wire.kv_events import MARK, U32_MAX, U64_MAX, Event
 from kvd_core.conductor import Source, namespace
-from kvd_core.index import FLAWED
+from kvd_core.index import FLAWED, SLICE_STEPS, UNFINISHED
 
 GPU, CPU, DISK = "GPU", "CPU", "DISK"
 # Names that are another medium's; any other name is a medium of its own.
@@ -56,7 +62,14 @@ NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
 # more, none of them will be.
 MAX_BEHIND = 1_048_576
 
-_MARK = b"event_type"  # a member that every standard event has, and no other
+# What takes a step, 0.1 us, and what is done of an event between two looks at the budget.
+_STEPS_AN_EVENT = 200  # its envelope, and finding its place in its stream
+_BYTES_A_STEP = 4  # of an event that is read
+_HASHES_A_PART, _STEPS_A_HASH = 4096, 2  # whose values are looked at
+_TOKENS_A_PART, _TOKENS_A_STEP = 16_384, 2
+_BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # that are stored with tokens; longer events are several
+_NAMES_A_PART = 64  # that are stored without; the core counts the steps
+_REMOVALS_A_PART, _STEPS_A_REMOVAL = 1024, 5
 
 _STORED, _REMOVED, _CLEARED = "stored", "removed", "cleared"
 _TYPES = (_STORED, _REMOVED, _CLEARED)
@@ -71,6 +84,10 @@ _CONTENT = (  # members of an event beside its envelope
     "token_ids",
 )
 
+_Slices = Generator[None, None, None]  # yields where a slice ends
+_NOTHING: Iterator[None] = iter(())
+
+_Value = TypeVar("_Value")
 _Stream = tuple[str, str, int, str | None, int | None]
 
 
@@ -144,6 +161,9 @@ class Publication:
         self._behind = 0  # of MAX_BEHIND
         self._engine = source.engine_events(terms.lora_name, terms.cache_salt)
         self._flaw = ""
+        self.slice_steps = SLICE_STEPS  # of 0.1 us, that a call may take, about
+        self._left = 0  # of these
+        self._rest = _NOTHING  # of the payload that is being applied
 
         self._events = 0  # standard ones
         self._mismatches: Counter[str] = Counter()  # events of others, by dimension
@@ -198,40 +218,81 @@ class Publication:
 
     def apply(self, payload: bytes) -> int:
         # Without the word there is no standard event: the fast way, nothing is made of Python.
-        if _MARK not in payload and not kv_events.is_json(payload) and self._engine.apply(payload):
-            self._flaw = self._engine.flaw()
-            return FLAWED if self._flaw else 0
+        if MARK not in payload and not kv_events.is_json(payload):
+            applied = self._engine.apply(payload)
+            if applied:
+                self._rest = _NOTHING
+                self._flaw = self._engine.flaw()
+                return FLAWED if self._flaw else 0
+            self._rest = self._go_on_engine(payload, applied)
+        else:
+            self._rest = self._apply(payload)
+        return self.go_on()
+
+    def go_on(self) -> int:
+        self._left = self.slice_steps
+        for _ in self._rest:
+            return UNFINISHED
+        self._rest = _NOTHING
+        return FLAWED if self._flaw else 0
+
+    def _go_on_engine(self, payload: bytes, applied: bool | None) -> _Slices:
+        while applied is None:
+            yield
+            applied = self._engine.go_on()
+        self._flaw = self._engine.flaw()
+        if not applied:  # it may have the form of an unusual batch
+            yield from self._apply(payload)
+
+    def _apply(self, payload: bytes) -> _Slices:
         self._flaw = ""
         try:
             batch = kv_events.read_batch(payload)
         except ValueError as error:
             self._note_bad(str(error))
-            return FLAWED
-        beyond = len(batch.events) - MAX_EVENTS
-        if beyond > 0:
-            del batch.events[MAX_EVENTS:]
-            self._bad["too_many"] += beyond
+            return
+        if batch.beyond:
+            self._bad["too_many"] += batch.beyond
             self._flaw = "too_many"
-        for event in self._in_order(batch):
-            try:
-                self._take(event, batch.rank)
-            except _Foreign as error:
-                self._mismatches[str(error)] += 1
-                # A publisher that has one counter has used a number of it for that.
-                self._highest = max(self._highest, -1 if error.event_id is None else error.event_id)
-            except UnicodeError:
-                self._note_bad("text")
-            except ValueError as error:
-                self._note_bad(str(error))
-            except (OverflowError, TypeError):
-                self._note_bad("value")
-        return FLAWED if self._flaw else 0
+        if self._is_spent(len(payload) // _BYTES_A_STEP):
+            yield
+        events: list[object] = []
+        for event in batch.events:
+            events.append(self._read(event, batch.rank))
+            if self._is_spent(_STEPS_AN_EVENT + _packed_bytes(event) // _BYTES_A_STEP):
+                yield
+        if len(events) > 1:
+            _put_in_order(events)
+        for event in events:
+            yield from self._take_or_count(event, batch.rank)
+            if self._is_spent(_STEPS_AN_EVENT):
+                yield
+
+    def _is_spent(self, steps: int) -> bool:
+        """Takes steps off the slice; returns whether none is left."""
+        self._left -= steps
+        return self._left <= 0
+
+    def _take_or_count(self, event: object, rank: int | None) -> _Slices:
+        try:
+            yield from self._take(event, rank)
+        except _Foreign as error:
+            self._mismatches[str(error)] += 1
+            # A publisher that has one counter has used a number of it for that.
+            self._highest = max(self._highest, -1 if error.event_id is None else error.event_id)
+        except UnicodeError:
+            self._note_bad("text")
+        except ValueError as error:
+            self._note_bad(str(error))
+        except (OverflowError, TypeError):
+            self._note_bad("value")
 
     def flaw(self) -> str:
         return self._flaw
 
     def clear(self) -> None:
         """The publisher has been started anew: what it held, and its numbers, are over."""
+        self._rest = _NOTHING
         for backend, rank in self._source.holders():
             self._source.clear(backend, rank)
         self._forget_numbers()
@@ -248,25 +309,13 @@ class Publication:
 
     # ---- order
 
-    def _in_order(self, batch: kv_events.Batch) -> list[object]:
-        """Returns a batch's events, read where they are standard, those of a stream by number."""
-        read = [self._read(event, batch.rank) for event in batch.events]
-        places: dict[_Stream, list[int]] = {}
-        for at, event in enumerate(read):
-            if isinstance(event, _Standard) and event.event_id is not None:
-                places.setdefault(event.stream, []).append(at)
-        for ats in places.values():
-            if len(ats) > 1:
-                events = sorted((read[at] for at in ats), key=_number)
-                for at, event in zip(ats, events, strict=True):
-                    read[at] = event
-        return read
-
     def _read(self, event: object, batch_rank: int | None) -> object:
-        if not kv_events.is_standard(event):
-            return event
+        """Returns a standard event, what is wrong with it, or an engine's own as it is."""
         try:
-            return self._envelope(event, batch_rank)  # type: ignore[arg-type]
+            read = kv_events.read_event(event)
+            if not kv_events.is_standard(read):
+                return read
+            return self._envelope(read, batch_rank)  # type: ignore[arg-type]
         except (ValueError, _Foreign) as error:
             return error
 
@@ -376,16 +425,16 @@ class Publication:
             known = self._backends[name] = len(self._backends)
         return known
 
-    def _take(self, event: object, batch_rank: int | None) -> None:
+    def _take(self, event: object, batch_rank: int | None) -> _Slices:
         if not isinstance(event, (_Standard, ValueError, _Foreign)):
-            self._take_engine(event, batch_rank)
+            yield from self._take_engine(event, batch_rank)
             return
         self._events += 1
         if not isinstance(event, _Standard):
             raise event
-        apply = self._understand(event)
+        apply = yield from self._understand(event)
         if self._is_next(event):
-            apply()
+            yield from apply
             return
         anew = self._begins_anew(event)
         if anew:
@@ -394,19 +443,30 @@ class Publication:
             self._forget_backend(event.backend)
             for each in anew:
                 self._is_next(each)
-                self._understand(each)()
+                yield from (yield from self._understand(each))
 
-    def _understand(self, event: _Standard) -> Any:
+    def _understand(self, event: _Standard) -> Generator[None, None, _Slices]:
         """Returns what applies the event; raises ValueError where it is bad, before it counts."""
         if event.kind == _CLEARED:
-            return lambda: self._clear(event)
-        hashes = kv_events.hashes(event.event)
+            return self._clear(event)
+        said = kv_events.hashes(event.event)
+        hashes: list[int] = []
+        for at in range(0, len(said), _HASHES_A_PART):
+            part = _part(said, at, _HASHES_A_PART)
+            hashes += map(kv_events.hash_of, part)
+            if self._is_spent(_STEPS_A_HASH * len(part)):
+                yield
         kv_events.number(event.event, "base_block_idx", U32_MAX)
         if event.kind == _REMOVED:
-            return lambda: self._remove(event, hashes)
+            return self._remove(event, hashes)
         tokens = kv_events.tokens(event.event)
+        for at in range(0, len(tokens or ()), _TOKENS_A_PART):
+            ids = _part(tokens or [], at, _TOKENS_A_PART)
+            kv_events.check_tokens(ids)
+            if self._is_spent(len(ids) // _TOKENS_A_STEP):
+                yield
         parent = self._parent(event.event)
-        return lambda: self._store(event, hashes, tokens, parent)
+        return self._store(event, hashes, tokens, parent)
 
     def _parent(self, event: Event) -> int | None:
         value = event.get("parent_hash")
@@ -414,7 +474,7 @@ class Publication:
 
     def _store(
         self, event: _Standard, hashes: list[int], tokens: list[int] | None, parent: int | None
-    ) -> None:
+    ) -> _Slices:
         if not hashes:
             self._ignored["object_key"] += 1
             return
@@ -423,19 +483,58 @@ class Publication:
         if depth is not None and (depth == 0) != (parent is None):
             self.conflicts += 1
         if tokens is None:
-            outcome = self._source.store_named(
-                event.backend, event.rank, medium, hashes, event.space
-            )
+            yield from self._store_names(event, medium, hashes)
         elif parent is None and (
             depth or not {"base_block_idx", "parent_hash"} & event.event.keys()
         ):
             self.unlocated += 1
-            return
         else:
-            outcome = self._source.store(
-                event.backend, event.rank, medium, hashes, tokens, parent, event.space
+            yield from self._store_blocks(event, medium, hashes, tokens, parent)
+
+    def _store_names(self, event: _Standard, medium: str, hashes: list[int]) -> _Slices:
+        for at in range(0, len(hashes), _NAMES_A_PART):
+            part = _part(hashes, at, _NAMES_A_PART)
+            outcome = self._source.store_named(
+                event.backend, event.rank, medium, part, event.space, whole=False
             )
-        self._note(outcome)
+            yield from self._settle()
+            if outcome != "placed":
+                self._note(outcome)
+                return
+
+    def _store_blocks(
+        self,
+        event: _Standard,
+        medium: str,
+        hashes: list[int],
+        tokens: list[int],
+        parent: int | None,
+    ) -> _Slices:
+        size = self._terms.block_size
+        for at in range(0, max(1, min(len(hashes), len(tokens) // size)), _BLOCKS_A_PART):
+            part = _part(hashes, at, _BLOCKS_A_PART)
+            outcome = self._source.store(
+                event.backend,
+                event.rank,
+                medium,
+                part,
+                _part(tokens, at * size, _BLOCKS_A_PART * size),
+                hashes[at - 1] if at else parent,
+                event.space,
+                whole=False,
+            )
+            if at == 0 or outcome not in ("placed", "parked"):
+                self._note(outcome)
+            self._left -= _STEPS_A_BLOCK * len(part)
+            yield from self._settle()
+            if outcome not in ("placed", "parked"):
+                return
+
+    def _settle(self) -> _Slices:
+        """Does what stored blocks have set off: others may have waited for them."""
+        while (left := self._source.settle(self._left)) <= 0:
+            yield
+        self._left = left
 
     def _note(self, outcome: str) -> None:
         if outcome == "parked":
@@ -443,30 +542,37 @@ class Publication:
         elif outcome != "placed":
             self._ignored[outcome] += 1
 
-    def _remove(self, event: _Standard, hashes: list[int]) -> None:
+    def _remove(self, event: _Standard, hashes: list[int]) -> _Slices:
         medium = event.medium
         if medium is None and not self._terms.store:
             medium = GPU
-        self._source.remove(event.backend, event.rank, medium, hashes, event.space)
+        for at in range(0, len(hashes), _REMOVALS_A_PART):
+            part = _part(hashes, at, _REMOVALS_A_PART)
+            self._source.remove(event.backend, event.rank, medium, part, event.space)
+            if self._is_spent(_STEPS_A_REMOVAL * len(part)):
+                yield
 
-    def _clear(self, event: _Standard) -> None:
+    def _clear(self, event: _Standard) -> _Slices:
         ranks = [event.rank]
         if event.rank is None:  # a store's: every rank
             ranks = [rank for backend, rank in self._source.holders() if backend == event.backend]
         for rank in ranks:
             self._source.clear(event.backend, rank, event.medium, event.space)
+            if self._is_spent(_STEPS_AN_EVENT):
+                yield
 
     # ---- engines' own events
 
-    def _take_engine(self, event: object, batch_rank: int | None) -> None:
+    def _take_engine(self, event: object, batch_rank: int | None) -> _Slices:
         """Takes one that stands beside standard events, or in a batch of an unusual form."""
-        if not isinstance(event, (list, dict)):
-            raise ValueError("event_shape")
         try:
             payload = kv_events.engine_payload(event, batch_rank)
         except (TypeError, OverflowError, ValueError):
             raise ValueError("event_shape") from None
-        self._engine.apply(payload)
+        applied = self._engine.apply(payload)
+        while applied is None:
+            yield
+            applied = self._engine.go_on()
         self._flaw = self._flaw or self._engine.flaw()
 
     def _note_bad(self, why: str) -> None:
@@ -480,6 +586,28 @@ def folded(medium: str) -> str:
     if len(name) > MAX_MEDIUM_CHARS:
         raise ValueError("medium")
     return MEDIA.get(name, name)
+
+
+def _put_in_order(events: list[object]) -> None:
+    """Puts the standard events of each stream in the order of their numbers."""
+    places: dict[_Stream, list[int]] = {}
+    for at, event in enumerate(events):
+        if isinstance(event, _Standard) and event.event_id is not None:
+            places.setdefault(event.stream, []).append(at)
+    for ats in places.values():
+        if len(ats) > 1:
+            ordered = sorted((events[at] for at in ats), key=_number)
+            for at, event in zip(ats, ordered, strict=True):
+                events[at] = event
+
+
+def _part(values: list[_Value], at: int, length: int) -> list[_Value]:
+    """Returns a part of a list, which as a rule is all of it."""
+    return values if at == 0 and len(values) <= length else values[at : at + length]
+
+
+def _packed_bytes(event: object) -> int:
+    return len(event.packed) if isinstance(event, kv_events.Unread) else 0
 
 
 def _number(event: object) -> int:

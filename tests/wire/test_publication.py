@@ -16,6 +16,7 @@ from kvd.wire.kv_events import MAX_BYTES, MAX_EVENTS, MAX_TEXT_BYTES
 from kvd.wire.publication import MAX_BEHIND, MAX_STREAMS, Publication, Terms
 from kvd_core.conductor import Source
 from kvd_core.index import FLAWED
+from tests.applying import apply_whole
 from tests.models.conductor_model import sequence_hashes
 
 TOKENS = list(range(1, 17))
@@ -90,7 +91,7 @@ def removed(hashes: list[Any], **members: Any) -> dict[str, Any]:
 
 
 def tell(publication: Publication, *events: Any, rank: int | None = None) -> int:
-    return publication.apply(msgpack.packb([0.5, list(events), rank]))
+    return apply_whole(publication, msgpack.packb([0.5, list(events), rank]))
 
 
 @pytest.mark.parametrize(

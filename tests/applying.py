@@ -1,0 +1,20 @@
+"""Applies batches to streams without a listener."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvd_core.index import UNFINISHED
+
+
+class Applying(Protocol):
+    def apply(self, payload: bytes) -> int: ...
+    def go_on(self) -> int: ...
+
+
+def apply_whole(stream: Applying, payload: bytes) -> int:
+    """Applies a batch, however many slices that takes, and returns what it has shown."""
+    shown = stream.apply(payload)
+    while shown == UNFINISHED:
+        shown = stream.go_on()
+    return shown
