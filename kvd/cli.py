@@ -298,12 +298,12 @@ def only(given: dict[str, object], bind: str) -> dict[str, object]:
     return given | {name: parsers.OFF for name in config.FACE_BINDS if name != bind}
 
 
-def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.TcpBind | None:
+def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.Binds | None:
     """Returns where a command's only face is to listen; None if the flags do not say."""
     if args.host is None and args.port is None:
         return None
     port = default.port if args.port is None else args.port
-    return parsers.TcpBind(args.host or default.host, port)
+    return parsers.Binds((parsers.TcpBind(args.host or default.host, port),))
 
 
 def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:

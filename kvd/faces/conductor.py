@@ -13,7 +13,7 @@ from kvd.errors import BadRequest, Conflict, KvdError, NotFound, UnsupportedMedi
 from kvd.faces.bodies import MAX_KEPT_BYTES, U32_MAX, U64_MAX, json_response
 from kvd.faces.dumps import sliced
 from kvd.faces.monitoring import HEALTH
-from kvd.http.types import Handler, Request, Response, Route
+from kvd.http.types import Handler, Request, Response, Route, Scope
 from kvd.metrics import Family, by_label, counter, gauge, listener_families, state_families
 from kvd.model import DEFAULT_TENANT
 from kvd.publishers import Described, Narrowing, Publisher, Publishers
@@ -68,15 +68,19 @@ def routes(state: State, publishers: Publishers) -> tuple[Route, ...]:
         HEALTH,
         _hot("/query", partial(query, state), PlainHoldings(QUERY, *known)),
         _hot("/query_by_hash", partial(query_by_hash, state), PlainHoldings(QUERY_BY_HASH, *known)),
-        Route("POST", "/register", partial(register, publishers), any_type=True),
-        Route("POST", "/unregister", partial(unregister, publishers), any_type=True),
+        Route("POST", "/register", partial(register, publishers), any_type=True, scope=Scope.ADMIN),
+        Route(
+            "POST", "/unregister", partial(unregister, publishers), any_type=True, scope=Scope.ADMIN
+        ),
         Route("GET", "/services", partial(services, publishers)),
         Route("GET", "/global_view", partial(global_view, publishers)),
     )
 
 
 def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
-    return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT, any_type=True)
+    return Route(
+        "POST", path, handler, True, answerer, QUERY_BODY_LIMIT, any_type=True, scope=Scope.READ
+    )
 
 
 # ---- questions

@@ -17,10 +17,11 @@ from time import perf_counter
 
 import trio
 
+from kvd.http.access import Access
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
-from kvd.http.errors import Refusal, error_body, error_response
+from kvd.http.errors import Refusal, error_response
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
@@ -49,15 +50,19 @@ _TOO_LONG = error_response(503, "the request took too long")
 class Service:
     """What a listener serves, and the lane its connections are parked in."""
 
-    def __init__(self, table: RouteTable, app: AsgiApp, observe: Observer | None) -> None:
+    def __init__(
+        self, table: RouteTable, app: AsgiApp, observe: Observer | None, access: Access
+    ) -> None:
         self.table = table
         self.app = app
+        self.access = access
         self.lane = Lane(
             table.plain(),
             table.plain_patterns(),
             Connection.serve_parked,
             Connection.note_answered,
             Connection.wake,
+            access.rules,
         )
         self.observe = observe
 
@@ -102,11 +107,14 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_outcome", "_service", "_task")
+    __slots__ = ("_outcome", "_service", "_task", "checks_host")
 
-    def __init__(self, sock: socket.socket, shared: Shared, service: Service) -> None:
+    def __init__(
+        self, sock: socket.socket, shared: Shared, service: Service, checks_host: bool
+    ) -> None:
         super().__init__(sock, shared)
         self._service = service
+        self.checks_host = checks_host  # see access.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Leftover | Exception | None = None  # what it was woken with
 
@@ -229,6 +237,7 @@ class Connection(Transport):
         self.shared.stats.requests += 1
         found = self._service.table.find(head.method, head.path)
         route = None if found is None else found.route
+        self._check_access(head, route)
         body = await self._read_body(head, route) if head.length else b""
         if found is not None and found.route.hot:
             if found.route.waits:
@@ -274,14 +283,24 @@ class Connection(Transport):
         except OSError:
             return True  # reset
 
+    def _check_access(self, head: Head, route: Route | None) -> None:
+        """Raises Refusal before a byte of the body is kept that nobody may send."""
+        refusal = self._service.access.refusal(head.headers, route, self.checks_host)
+        if refusal is not None:
+            self._observe(head, route, refusal)
+            raise refusal
+
     async def _read_body(self, head: Head, route: Route | None) -> bytes:
         limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit
         try:
             return await read_body(self, head, limit)
         except Refusal as refusal:
-            if self._service.observe is not None and route is not None:
-                self._service.observe(route.path, head.method, refusal.status, 0.0)
+            self._observe(head, route, refusal)
             raise
+
+    def _observe(self, head: Head, route: Route | None, refusal: Refusal) -> None:
+        if self._service.observe is not None and route is not None:
+            self._service.observe(route.path, head.method, refusal.status, 0.0)
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
@@ -295,7 +314,8 @@ class Connection(Transport):
         stats = self.shared.stats
         if counter := _REFUSAL_COUNTERS.get(refusal.status):
             setattr(stats, counter, getattr(stats, counter) + 1)
-        response = error_response(refusal.status, str(refusal))
+        response = refusal.response()
+        assert isinstance(response.body, bytes)
         lines = self.shared.date_line + CLOSE_LINE
-        await self.send(whole_response(response, error_body(str(refusal)), lines, silent=False))
+        await self.send(whole_response(response, response.body, lines, silent=False))
         await self.linger()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from kvd.errors import KvdError, Unavailable
-from kvd.http.types import Response
+from kvd.http.types import Headers, Response
 
 INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback
 
@@ -14,9 +14,13 @@ INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log ha
 class Refusal(Exception):
     """The server itself refuses a request and closes the connection; `str()` is for the client."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, headers: Headers | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.headers = headers or []
+
+    def response(self) -> Response:
+        return Response(self.status, error_body(str(self)), headers=self.headers)
 
 
 def error_body(text: str, details: Mapping[str, object] | None = None) -> bytes:

@@ -17,6 +17,7 @@ from email.utils import formatdate
 
 import trio
 
+from kvd.http.access import Access, is_local
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
 from kvd.http.errors import error_body
@@ -47,11 +48,12 @@ class Front(Server[Connection]):
         routes: tuple[Route, ...],
         app: AsgiApp,
         limits: HttpLimits,
+        access: Access,
         observe: Observer | None = None,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, observe)
+        self._service = Service(RouteTable(routes), app, observe, access)
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def limit(self, limits: HttpLimits) -> None:
@@ -59,7 +61,8 @@ class Front(Server[Connection]):
         self._shared.limits, self._shared.tick = limits, limits.tick_seconds()
 
     def _connect(self, sock: socket.socket) -> Connection:
-        return Connection(sock, self._shared, self._service)
+        loopback = sock.family != socket.AF_UNIX and is_local(sock)
+        return Connection(sock, self._shared, self._service, checks_host=loopback)
 
     def _turn_away(self, sock: socket.socket) -> None:
         lines = self._shared.date_line + CLOSE_LINE

@@ -11,6 +11,7 @@ import pytest
 import trio
 from serving import ROUTES, Client
 
+from kvd.http.access import Access, Policy
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
@@ -56,7 +57,7 @@ async def test_a_host_that_does_not_resolve_is_named() -> None:
 
 async def test_a_unix_socket_serves_its_owner_and_group(tmp_path: Path) -> None:
     path = tmp_path / "kvd.sock"
-    front = Front(ROUTES, build_app(ROUTES, HttpLimits()), HttpLimits())
+    front = Front(ROUTES, build_app(ROUTES, HttpLimits()), HttpLimits(), Access(Policy()))
     stop = trio.Event()
     listeners = await open_listeners(f"unix:{path}")
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
