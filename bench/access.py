@@ -78,7 +78,11 @@ def main() -> None:
                 for name, request in requests(held).items():
                     cost = cost_us(server, request, args.requests)
                     costs.setdefault((name, held), []).append(cost)
-    print("| µs of CPU a request, least of all rounds | " + " | ".join(f"{n} tokens" for n in HELD) + " |")
+    print(
+        "| µs of CPU a request, least of all rounds | "
+        + " | ".join(f"{n} tokens" for n in HELD)
+        + " |"
+    )
     print("|---" * (len(HELD) + 1) + "|")
     for name in requests(0):
         cells = (f"{min(costs[name, held]):.2f}" for held in HELD)

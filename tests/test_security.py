@@ -373,9 +373,7 @@ def test_a_client_without_a_good_certificate_gets_no_connection(
                 for name in (None, "stranger"):
                     with (
                         pytest.raises(OSError),
-                        closing(
-                            running.connect(address, trust(name, version))
-                        ) as sock,
+                        closing(running.connect(address, trust(name, version))) as sock,
                     ):  # 1.3: a client thinks at first that it is in
                         sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
                         if not sock.recv(100):
