@@ -8,15 +8,15 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvd import configfile, tokens
 from kvd.errors import BadRequest
-from kvd.http.access import Policy
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
+from kvd.http.permits import Policy
 from kvd.model import PartitionKey, RankKey
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
@@ -75,7 +75,7 @@ class Config:
     conductor_bind: Binds | None
     tls: TlsFiles | None  # of all binds that want it
     unix_rights: UnixRights
-    access: Policy
+    policy: Policy
     allow_unauthenticated: bool
     hash_seed: int  # of sequence hashes
     router: RouterOptions
@@ -84,6 +84,7 @@ class Config:
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
     peers: tuple[str, ...]  # base URLs, to be asked in this order
+    peers_token: bytes = field(repr=False)  # shown to them; empty: none
     recovery_delay_s: float
     min_initial_workers: int  # instances; 0 waits for none
     http: HttpLimits
@@ -153,15 +154,15 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
     if not any(binds.values()):
         raise StartError("every face is off")
-    access = _access(values, environ)
+    policy = _policy(values, environ)
     if demo:
-        _check_demo(binds["indexer_bind"], access)
+        _check_demo(binds["indexer_bind"], policy)
     return Config(
         **binds,
         hash_seed=values["hash_seed"],
         tls=_tls(values, [bind for each in binds.values() if each for bind in each.each]),
         unix_rights=UnixRights(int(values["unix_socket_mode"], 8), values["unix_socket_group"]),
-        access=access,
+        policy=policy,
         allow_unauthenticated=values["allow_unauthenticated"],
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],
@@ -169,6 +170,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         replica_sync=_replica_sync(values),
         workers=_workers(values),
         peers=values["peers"] or (),
+        peers_token=_peers_token(values["peers_token_file"]),
         recovery_delay_s=values["recovery_delay_s"],
         min_initial_workers=values["min_initial_workers"],
         http=HttpLimits(
@@ -204,7 +206,7 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
     return TlsFiles(certfile, keyfile, client_ca)
 
 
-def _access(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
+def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
     path = values["tokens_file"] or tokens.credential(environ)
     try:
         known = () if path is None else tokens.read(path)
@@ -215,12 +217,21 @@ def _access(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
     return Policy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
 
 
-def _check_demo(binds: Binds | None, access: Policy) -> None:
+def _peers_token(path: Path | None) -> bytes:
+    try:
+        return b"" if path is None else tokens.read_one(path)
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
+
+
+def _check_demo(binds: Binds | None, policy: Policy) -> None:
     """Raises StartError if the demo could not use the indexer's first address."""
     first = None if binds is None else binds.each[0]
     if not isinstance(first, TcpBind) or first.tls:
         raise StartError("--demo needs an --indexer-bind of HOST:PORT")
-    if access.tokens:
+    if policy.tokens:
         raise StartError("--demo has no token: it needs a kvd without --tokens-file")
 
 

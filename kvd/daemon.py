@@ -40,8 +40,8 @@ from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
-from kvd.http.access import is_loopback
 from kvd.http.listeners import split_host_port
+from kvd.http.permits import is_loopback
 from kvd.http.types import Route
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
@@ -143,7 +143,7 @@ class _Daemon:
         context = make_context()
         try:
             publisher = await self._open_publisher(context)
-            reloads = self._reader.has_file or config.access.tokens
+            reloads = self._reader.has_file or config.policy.tokens
             reload = (signal.SIGHUP,) if reloads else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:
@@ -262,7 +262,8 @@ class _Daemon:
         config = self._config
         if config.peers:
             await trio.sleep(config.recovery_delay_s)
-            recovered = await recover(self._state, config.peers, self._recovery) is not None
+            asked = self._state, config.peers, self._recovery
+            recovered = await recover(*asked, token=config.peers_token) is not None
             if not recovered:
                 log.warning("no peer to recover from", peers=len(config.peers))
             self._note_recovery(recovered)

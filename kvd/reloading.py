@@ -44,7 +44,7 @@ class Reader:
         changes = {each.name: said[each.name] for each in differ if each.live}
         config = build({**running.values, **changes}, self.environ, demo=self.demo)
         changed = list(changes)
-        if config.access.tokens != running.access.tokens and TOKENS not in changes:
+        if config.policy.tokens != running.policy.tokens and TOKENS not in changes:
             changed.append(TOKENS)  # the same file says something else
         return Reloaded(
             config,

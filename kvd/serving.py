@@ -11,12 +11,12 @@ import trio
 
 from kvd.config import Config, StartError
 from kvd.faces.monitoring import metrics_route
-from kvd.http.access import Access, is_local
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits, HttpStats
 from kvd.http.listeners import open_listeners
 from kvd.http.options import TlsFiles, UnixRights
+from kvd.http.permits import Permits, is_local
 from kvd.http.tls import TlsServer
 from kvd.http.types import Route
 from kvd.metrics import (
@@ -44,7 +44,7 @@ class FaceServer:
             self._refusal_families,
         ]
         self._limits = config.http
-        self._access = Access(config.access)
+        self._permits = Permits(config.policy)
         self._tls: TlsFiles | None = None
         self._servers: list[Front | TlsServer] = []
         self._sockets: list[socket.socket] = []
@@ -69,12 +69,12 @@ class FaceServer:
         if self._tls_sockets:
             self._tls = config.tls
             _check_files(config.tls)
-        self._access.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
+        self._permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
         self.check_open(config)
 
     def check_open(self, config: Config) -> None:
         """Raises StartError if strangers can reach what `config` lets them ask."""
-        if config.allow_unauthenticated or config.access.tokens:
+        if config.allow_unauthenticated or config.policy.tokens:
             return
         exposed = list(self._sockets)
         if config.tls is None or config.tls.client_ca is None:
@@ -93,7 +93,7 @@ class FaceServer:
 
     def admit(self, config: Config) -> None:
         """Has other tokens and names hold from the next request on."""
-        self._access.follow(config.access)
+        self._permits.follow(config.policy)
 
     def limit(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on, for waits that begin and connections that come."""
@@ -114,11 +114,11 @@ class FaceServer:
         app = build_app(routes, self._limits, observe)
         async with trio.open_nursery() as nursery:
             if self._sockets:
-                front = Front(routes, app, self._limits, self._access, observe)
+                front = Front(routes, app, self._limits, self._permits, observe)
                 self.stats = front.stats
                 await self._start(nursery, front, self._sockets, stop, "kvd_http", "no TLS")
             if self._tls_sockets and self._tls is not None:
-                server = TlsServer(routes, app, self._tls, self._limits, self._access, observe)
+                server = TlsServer(routes, app, self._tls, self._limits, self._permits, observe)
                 await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
             task_status.started()
 
@@ -138,7 +138,7 @@ class FaceServer:
 
     def _refusal_families(self) -> Iterator[Family]:
         name, help = "kvd_http_refusals_total", "Requests of those who may not ask, by reason"
-        yield by_label(name, "counter", help, "reason", self._access.refused)
+        yield by_label(name, "counter", help, "reason", self._permits.refused)
 
 
 async def _open(

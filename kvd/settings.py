@@ -265,6 +265,9 @@ PEER_SETTINGS = (
     Setting(
         "peers", parsers.parse_urls, None, "URL,...", "indexers to take the state from at the start"
     ),
+    Setting(
+        "peers_token_file", Path, None, "FILE", "a bearer token, with the scope admin at the peers"
+    ),
 )
 
 SECURITY_SETTINGS = (

@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvd.http.access import Token
+from kvd.http.permits import Token
 from kvd.http.types import Scope
-from kvd_core.access import MAX_TOKEN_BYTES
+from kvd_core.permits import MAX_TOKEN_BYTES
 
 MAX_BYTES = 64 * 1024  # of a file
-MAX_TOKENS = 64  # each is compared with every request: 3 ns
+MAX_TOKENS = 64  # each is compared with every request: 5 ns
 MIN_TOKEN_BYTES = 16  # random ones of these characters cannot be guessed: 95 bits
 
 # Where systemd puts what /etc/kvd/credentials/tokens holds: see systemd/kvd.service.
@@ -61,6 +61,23 @@ def read(path: Path) -> tuple[Token, ...]:
     return tuple(tokens)
 
 
+def read_one(path: Path) -> bytes:
+    """Returns the token that is all of a file; raises OSError and ValueError."""
+    with path.open("rb") as file:
+        data = file.read(2 * MAX_TOKEN_BYTES)  # beyond that it is none anyway
+    secret = data.decode("latin-1").strip()
+    _check(secret)
+    return secret.encode()
+
+
+def _check(secret: str) -> None:
+    if not _TOKEN.fullmatch(secret) or len(secret) > MAX_TOKEN_BYTES:
+        raise ValueError(
+            f"a token is {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} of the "
+            "characters A-Z a-z 0-9 - . _ ~ + /"
+        )
+
+
 def _token(number: int, line: str) -> Token | None:
     words = re.sub(r"(^|\s)#.*", "", line).split()
     if not words:
@@ -73,9 +90,8 @@ def _token(number: int, line: str) -> Token | None:
         if scope not in _SCOPES:
             raise ValueError(f"line {number}, {name}: a scope is one of {', '.join(_SCOPES)}")
         scopes |= _SCOPES[scope]
-    if not _TOKEN.fullmatch(secret) or len(secret) > MAX_TOKEN_BYTES:
-        raise ValueError(
-            f"line {number}, {name}: a token is {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} of the "
-            "characters A-Z a-z 0-9 - . _ ~ + /"
-        )
+    try:
+        _check(secret)
+    except ValueError as error:
+        raise ValueError(f"line {number}, {name}: {error}") from None
     return Token(name, scopes, secret.encode())

@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t
 from libcpp cimport bool as cbool
 
-from kvd_core.access cimport AccessRules, Claims, Text
+from kvd_core.permits cimport Claims, PermitRules, Text
 
 cdef extern from "plain_head.hpp" namespace "kvd" nogil:
     cppclass PlainHeader:
@@ -41,7 +41,7 @@ cdef class Lane:
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
     cdef object _serve, _note, _wake
-    cdef AccessRules _access
+    cdef PermitRules _permits
     cdef bint _dry  # the last receive found nothing
     # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
     cdef public bytes lines, created_lines

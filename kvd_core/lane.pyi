@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
-from kvd_core.access import AccessRules
+from kvd_core.permits import PermitRules
 
 class Leftover(NamedTuple):
     received: bytes
@@ -31,7 +31,7 @@ class Lane:
         ],
         note: Callable[[Any, Any, int, float], None],
         wake: Callable[[Any, Leftover | Exception], None],
-        access: AccessRules,
+        permits: PermitRules,
     ) -> None: ...
     def fileno(self) -> int: ...
     def add(self, fd: int) -> None: ...

@@ -43,7 +43,7 @@ struct Claim {
   }
 };
 
-// What a head says of who asks, and on behalf of which page; access.hpp judges it.
+// What a head says of who asks, and on behalf of which page; permits.hpp judges it.
 struct Claims {
   Claim authorization, host, origin;
 

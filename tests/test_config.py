@@ -38,7 +38,7 @@ def test_defaults_are_local_and_quiet() -> None:
     assert config.indexer_bind == parse_face_binds("127.0.0.1:8090")
     assert config.tls is None
     assert config.unix_rights == UnixRights(0o660, None)
-    assert not config.access.tokens and not config.allow_unauthenticated
+    assert not config.policy.tokens and not config.allow_unauthenticated
     assert config.slot_tracker_bind == parse_face_binds("127.0.0.1:8091")
     assert config.selection_bind == parse_face_binds("127.0.0.1:8092")
     assert config.conductor_bind == parse_face_binds("127.0.0.1:13333")

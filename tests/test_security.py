@@ -7,11 +7,14 @@ import random
 import re
 import signal
 import ssl
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from all_routes import all_routes
 from asking import (
@@ -22,7 +25,8 @@ from asking import (
     make_client_certificates,
     serving_faces,
 )
-from processes import REPOSITORY
+from processes import REPOSITORY, Server, clean_environment, find_free_port
+from running import running, running_kvd
 
 from kvd.cli import main
 from kvd.http.types import Route, Scope
@@ -51,18 +55,18 @@ def faces(folder: Path, certificate: Path) -> Iterator[Faces]:
     (folder / "tokens").write_text(TOKENS)
     lines = [f'tokens_file = "{folder}/tokens"', 'allowed_origins = ["https://a.example"]']
     environ = {"DYN_KV_INDEXER_TEST_ENDPOINTS": "1"}
-    with serving_faces(folder, certificate, *lines, **environ) as running:
-        yield running
+    with serving_faces(folder, certificate, *lines, **environ) as served:
+        yield served
         for secret in SECRETS.values():
-            assert secret not in running.server.stderr
+            assert secret not in served.server.stderr
 
 
 @pytest.fixture(scope="module")
 def public(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterator[Faces]:
     """Every face, without tokens, on this machine alone."""
     lines = ['allowed_hosts = ["Kvd.example"]', 'allowed_origins = ["https://a.example", "null"]']
-    with serving_faces(tmp_path_factory.mktemp("public"), certificate, *lines) as running:
-        yield running
+    with serving_faces(tmp_path_factory.mktemp("public"), certificate, *lines) as served:
+        yield served
 
 
 def path_of(route: Route) -> str:
@@ -235,14 +239,14 @@ def test_tokens_change_while_it_runs(
 ) -> None:
     tokens, old, new = tmp_path / "tokens", "old-0123456789abc", "new-0123456789abc"
     tokens.write_text(f"old read {old}\n")
-    with serving_faces(tmp_path, certificate, f'tokens_file = "{tokens}"') as running:
-        server = running.server
+    with serving_faces(tmp_path, certificate, f'tokens_file = "{tokens}"') as served:
+        server = served.server
 
         def statuses() -> set[tuple[int, int]]:
             """Returns those of both tokens, wherever they are shown."""
             return {
-                tuple(running.ask(each, "/metrics", bearer(token)).status for token in (old, new))
-                for each in running.each()
+                tuple(served.ask(each, "/metrics", bearer(token)).status for token in (old, new))
+                for each in served.each()
             }
 
         def reload(text: str, line: str) -> None:
@@ -252,7 +256,7 @@ def test_tokens_change_while_it_runs(
             server.wait_until(lambda: line in server.stderr[said:], line)
 
         assert statuses() == {(200, 401)}
-        kept = running.connect(running.plain("indexer"))
+        kept = served.connect(served.plain("indexer"))
         request = f"GET /peers HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {old}\r\n\r\n"
         with closing(kept):
             kept.sendall(request.encode())
@@ -269,6 +273,48 @@ def test_tokens_change_while_it_runs(
         assert main(["config", "show", "--config", str(tmp_path / "kvd.toml")]) == 0
         for secret in (old, new):
             assert secret not in server.stderr + "".join(capsys.readouterr())
+
+
+def test_a_reload_leaves_no_address_open(tmp_path: Path) -> None:
+    tokens, config = tmp_path / "tokens", tmp_path / "kvd.toml"
+    tokens.write_text(TOKENS)
+    others = "".join(f'{name}_bind = "off"\n' for name in ("slot_tracker", "selection"))
+    port = find_free_port()
+    said = f'indexer_bind = "0.0.0.0:{port}"\nconductor_bind = "off"\n{others}'
+    config.write_text(f'{said}tokens_file = "{tokens}"\n')
+    with running(tmp_path, port, "serve", "--config", str(config)) as server:
+        config.write_text(said)
+        server.process.send_signal(signal.SIGHUP)
+        line = 'event=reload_refused reason="whoever reaches 0.0.0.0:'
+        server.wait_until(lambda: line in server.stderr, line)
+        assert httpx.get(f"{server.base_url}/metrics", trust_env=False).status_code == 401
+
+
+def test_replicas_beyond_this_machine_hear_nothing_unasked(tmp_path: Path) -> None:
+    flags = ["--replica-sync-port", str(find_free_port()), "--replica-sync-host", "0.0.0.0"]
+    command = [sys.executable, "-m", "kvd", "slot-tracker", "--port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+    assert ended.returncode == 1
+    assert "would hear of all requests" in ended.stderr and ended.stderr.count("\n") == 1
+    with running_kvd(tmp_path, *flags, "--allow-unauthenticated", face="slot-tracker"):
+        pass
+
+
+def test_a_peer_is_shown_its_token(kvd_process: Callable[..., Server], tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text(TOKENS)
+    peer = kvd_process("--tokens-file", str(tmp_path / "tokens"))
+    outcomes = {}
+    for name, secret in (("keeper", ADMIN), ("reader", READ), ("nobody", "")):
+        environ = {"KVD_RECOVERY_DELAY_S": "0"}
+        if secret:
+            (tmp_path / name).write_text(f"{secret}\n")
+            environ["KVD_PEERS_TOKEN_FILE"] = str(tmp_path / name)
+        server = kvd_process("--peers", peer.base_url, environ=environ)
+        server.wait_until(lambda server=server: "event=ready" in server.stderr, "ready")
+        text = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
+        (outcomes[name],) = re.findall(r'attempts_total\{outcome="(\w+)"\} 1', text)
+        assert not secret or secret not in server.stderr
+    assert outcomes == {"keeper": "empty", "reader": "unreachable", "nobody": "unreachable"}
 
 
 # ---- browsers
@@ -364,29 +410,29 @@ def test_a_client_without_a_good_certificate_gets_no_connection(
             context.load_cert_chain(tmp_path / f"{name}.pem", tmp_path / f"{name}.key")
         return context
 
-    with serving_faces(tmp_path, tmp_path, client_ca=True) as running:
-        before = running.descriptors()
+    with serving_faces(tmp_path, tmp_path, client_ca=True) as served:
+        before = served.descriptors()
         refused = 0
         for face in FACES:
-            (address,) = (each for each in running.addresses[face] if each.startswith("tls:"))
+            (address,) = (each for each in served.addresses[face] if each.startswith("tls:"))
             for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
                 for name in (None, "stranger"):
                     with (
                         pytest.raises(OSError),
-                        closing(running.connect(address, trust(name, version))) as sock,
+                        closing(served.connect(address, trust(name, version))) as sock,
                     ):  # 1.3: a client thinks at first that it is in
                         sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
                         if not sock.recv(100):
                             raise ConnectionError
                     refused += 1
-                with closing(running.connect(address, trust("client", version))) as sock:
+                with closing(served.connect(address, trust("client", version))) as sock:
                     sock.sendall(b"GET /metrics HTTP/1.1\r\nhost: any.example\r\n\r\n")
                     assert sock.recv(65536).startswith(b"HTTP/1.1 200 ")
-            assert running.ask(running.plain(face), "/health").status == 200
-        texts = [running.ask(running.plain(face), "/metrics").body.decode() for face in FACES]
+            assert served.ask(served.plain(face), "/health").status == 200
+        texts = [served.ask(served.plain(face), "/metrics").body.decode() for face in FACES]
         failed = re.findall(r"^kvd_https_handshakes_failed_total (\d+)", "".join(texts), re.M)
         assert sum(map(int, failed)) == refused
-        running.until(before)
+        served.until(before)
 
 
 # ---- whatever else comes

@@ -17,12 +17,12 @@ from time import perf_counter
 
 import trio
 
-from kvd.http.access import Access
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.errors import Refusal, error_response
 from kvd.http.head import HEAD_END, Head, HeadParser
+from kvd.http.permits import Permits
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
@@ -51,18 +51,18 @@ class Service:
     """What a listener serves, and the lane its connections are parked in."""
 
     def __init__(
-        self, table: RouteTable, app: AsgiApp, observe: Observer | None, access: Access
+        self, table: RouteTable, app: AsgiApp, observe: Observer | None, permits: Permits
     ) -> None:
         self.table = table
         self.app = app
-        self.access = access
+        self.permits = permits
         self.lane = Lane(
             table.plain(),
             table.plain_patterns(),
             Connection.serve_parked,
             Connection.note_answered,
             Connection.wake,
-            access.rules,
+            permits.rules,
         )
         self.observe = observe
 
@@ -114,7 +114,7 @@ class Connection(Transport):
     ) -> None:
         super().__init__(sock, shared)
         self._service = service
-        self.checks_host = checks_host  # see access.hpp
+        self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Leftover | Exception | None = None  # what it was woken with
 
@@ -237,7 +237,7 @@ class Connection(Transport):
         self.shared.stats.requests += 1
         found = self._service.table.find(head.method, head.path)
         route = None if found is None else found.route
-        self._check_access(head, route)
+        self._check_permit(head, route)
         body = await self._read_body(head, route) if head.length else b""
         if found is not None and found.route.hot:
             if found.route.waits:
@@ -283,9 +283,9 @@ class Connection(Transport):
         except OSError:
             return True  # reset
 
-    def _check_access(self, head: Head, route: Route | None) -> None:
+    def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""
-        refusal = self._service.access.refusal(head.headers, route, self.checks_host)
+        refusal = self._service.permits.refusal(head.headers, route, self.checks_host)
         if refusal is not None:
             self._observe(head, route, refusal)
             raise refusal

@@ -17,12 +17,12 @@ from email.utils import formatdate
 
 import trio
 
-from kvd.http.access import Access, is_local
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
 from kvd.http.errors import error_body
 from kvd.http.interlude import interlude
 from kvd.http.limits import HttpLimits
+from kvd.http.permits import Permits, is_local
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
@@ -48,12 +48,12 @@ class Front(Server[Connection]):
         routes: tuple[Route, ...],
         app: AsgiApp,
         limits: HttpLimits,
-        access: Access,
+        permits: Permits,
         observe: Observer | None = None,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, observe, access)
+        self._service = Service(RouteTable(routes), app, observe, permits)
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def limit(self, limits: HttpLimits) -> None:

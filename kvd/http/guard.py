@@ -11,9 +11,9 @@ from typing import Any
 
 import trio
 
-from kvd.http.access import Access, is_loopback
 from kvd.http.asgi import AsgiApp, Message
 from kvd.http.errors import Refusal
+from kvd.http.permits import Permits, is_loopback
 from kvd.http.table import RouteTable
 from kvd.http.types import Headers, Observer
 
@@ -73,7 +73,7 @@ def admitted(app: AsgiApp, table: RouteTable) -> AsgiApp:
 def restricted(
     app: AsgiApp,
     table: RouteTable,
-    access: Access,
+    permits: Permits,
     observe: Observer | None,
     *,
     checks_host: bool,
@@ -88,7 +88,7 @@ def restricted(
         server = scope.get("server")
         loopback = checks_host and server is not None and is_loopback(server[0])
         route = None if found is None else found.route
-        refusal = access.refusal(list(scope["headers"]), route, loopback)
+        refusal = permits.refusal(list(scope["headers"]), route, loopback)
         if refusal is None:
             await app(scope, receive, send)
             return

@@ -20,11 +20,11 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
-from kvd.http.access import Access
 from kvd.http.asgi import AsgiApp
 from kvd.http.guard import guarded, restricted
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles
+from kvd.http.permits import Permits
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES
@@ -46,7 +46,7 @@ class TlsServer(Server["TlsConnection"]):
         app: AsgiApp,
         files: TlsFiles,
         limits: HttpLimits,
-        access: Access,
+        permits: Permits,
         observe: Observer | None = None,
     ) -> None:
         """Loads the certificate; raises OSError if a file is unreadable or no PEM."""
@@ -56,7 +56,7 @@ class TlsServer(Server["TlsConnection"]):
         table = RouteTable(routes)
         # Who shows a certificate is no browser that a page has led here.
         checks_host = files.client_ca is None
-        app = restricted(app, table, access, observe, checks_host=checks_host)
+        app = restricted(app, table, permits, observe, checks_host=checks_host)
         self.app = ASGIWrapper(guarded(app, limits.handler_seconds))
         ssl_context = self.config.create_ssl_context()
         assert ssl_context is not None  # a certificate and a key are set

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from kvd.errors import NotFound
-from kvd.http.access import Access, Policy
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
+from kvd.http.permits import Permits, Policy
 from kvd.http.types import Request, Response, Route, Scope
 
 QUICK = HttpLimits(
@@ -254,8 +254,8 @@ async def serving(
         assert seconds >= 0
         running.observed.append((method, path, status))
 
-    access = Access(policy)
-    front = Front(routes, build_app(routes, limits, observe), limits, access, observe)
+    permits = Permits(policy)
+    front = Front(routes, build_app(routes, limits, observe), limits, permits, observe)
     running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event())
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:

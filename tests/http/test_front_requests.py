@@ -9,10 +9,10 @@ import pytest
 import trio
 from serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, serving
 
-from kvd.http.access import Access, Policy
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
+from kvd.http.permits import Permits, Policy
 from kvd.http.types import Response, Route
 
 PREFIXES = pytest.mark.parametrize("prefix", ["", "/app"], ids=["hot", "app"])
@@ -305,7 +305,7 @@ def test_a_table_of_routes_that_cannot_be_served_is_a_mistake() -> None:
     route = Route("GET", "/a", lambda request: Response(200, b""))
     app = build_app((route,), HttpLimits())
     with pytest.raises(ValueError, match="two routes for GET /a"):
-        Front((route, route), app, HttpLimits(), Access(Policy()))
+        Front((route, route), app, HttpLimits(), Permits(Policy()))
 
 
 class Unwilling(list[tuple[str, str, int]]):

@@ -23,11 +23,11 @@ from serving import (
     open_descriptors,
 )
 
-from kvd.http.access import Access
 from kvd.http.app import build_app
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
 from kvd.http.options import TlsFiles
+from kvd.http.permits import Permits
 from kvd.http.tls import TlsServer
 
 
@@ -35,7 +35,7 @@ class RunningTls:
     def __init__(self, certificate: Path, limits: HttpLimits) -> None:
         app = build_app(ROUTES, limits)
         files = TlsFiles(certificate / "cert.pem", certificate / "key.pem")
-        self.server = TlsServer(ROUTES, app, files, limits, Access(PUBLIC))
+        self.server = TlsServer(ROUTES, app, files, limits, Permits(PUBLIC))
         self.stop = trio.Event()
         self.ended = trio.Event()
         self.address = ("", 0)

@@ -1,6 +1,6 @@
 """What a bearer token costs a plain request: server CPU of kvd without tokens, with 2, with 64.
 
-    python bench/access.py [--requests N] [--rounds N]
+    python bench/tokens.py [--requests N] [--rounds N]
 
 One connection asks a slot tracker for `/free` of a request that is not there, which the lane leaves
 to its handler, and for `/loads` of nobody, which it answers itself; the servers take turns.

@@ -1,7 +1,7 @@
 MAX_TOKEN_BYTES: int
 VERDICTS: tuple[str, ...]
 
-class AccessRules:
+class PermitRules:
     def replace(
         self, tokens: list[tuple[bytes, int]], hosts: list[bytes], origins: list[bytes]
     ) -> None: ...

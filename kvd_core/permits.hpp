@@ -9,7 +9,7 @@
 // 3. Without tokens nothing is asked of `Authorization`; then names are looked at (`checks_host`),
 //    because a page can have its own name lead to the loopback interface.
 //
-// Cost: 15 ns without tokens, and 3 ns a token; nothing is allocated.
+// Cost: 30 ns with a token, 5 ns for each further one; nothing is allocated.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ namespace kvd {
 
 enum class Pass : int { granted, missing, malformed, unknown, scope, host, origin };
 
-class Access {
+class Permits {
  public:
   static constexpr size_t kMaxToken = 128;  // bytes of a token
 

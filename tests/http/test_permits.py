@@ -15,19 +15,19 @@ from serving import QUICK, Running, serving
 
 from kvd import tokens
 from kvd.config import StartError, load
-from kvd.http.access import Access, Policy, Token, is_loopback
+from kvd.http.permits import Permits, Policy, Token, is_loopback
 from kvd.http.types import Request, Response, Route, Scope
 from kvd.net.activation import Passed
 from kvd.parsers import Binds, parse_face_binds
 from kvd.serving import FaceServer
-from kvd_core.access import MAX_TOKEN_BYTES, VERDICTS, AccessRules
+from kvd_core.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 
 SECRET = b"0123456789abcdef"
 GATEWAY = Token("gateway", Scope.READ | Scope.LIFECYCLE, SECRET)
 HELD = Policy((GATEWAY,))
 
 
-def judged(rules: AccessRules, shown: bytes, scope: Scope = Scope.READ) -> str:
+def judged(rules: PermitRules, shown: bytes, scope: Scope = Scope.READ) -> str:
     headers = [(b"authorization", b"Bearer " + shown)]
     return VERDICTS[rules.judge(headers, scope, False)]
 
@@ -36,7 +36,7 @@ def judged(rules: AccessRules, shown: bytes, scope: Scope = Scope.READ) -> str:
 
 
 def test_a_token_is_good_for_its_scopes_alone() -> None:
-    rules = Access(HELD).rules
+    rules = Permits(HELD).rules
     verdicts = {scope: judged(rules, SECRET, scope) for scope in Scope}
     assert verdicts == {
         Scope.READ: "granted",
@@ -53,7 +53,7 @@ def test_a_token_is_good_for_its_scopes_alone() -> None:
     pick=st.integers(0, 100),
 )
 def test_what_is_not_held_is_unknown(held: list[bytes], shown: bytes, pick: int) -> None:
-    rules = AccessRules()
+    rules = PermitRules()
     rules.replace([(each, 1) for each in held], [], [])
     assert judged(rules, shown) == ("granted" if shown in held else "unknown")
     rules.replace([(shown[:MAX_TOKEN_BYTES], 1), *((each, 2) for each in held)], [], [])
@@ -68,7 +68,7 @@ def test_what_is_not_held_is_unknown(held: list[bytes], shown: bytes, pick: int)
 def test_tokens_beyond_the_bound_are_a_mistake() -> None:
     for size in (0, MAX_TOKEN_BYTES + 1):
         with pytest.raises(ValueError, match="1 to 128"):
-            AccessRules().replace([(b"x" * size, 1)], [], [])
+            PermitRules().replace([(b"x" * size, 1)], [], [])
 
 
 def test_a_route_that_changes_something_says_its_scope() -> None:
@@ -85,7 +85,7 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"gateway read {SECRET.decode()}\n")
     config = load({"tokens_file": path}, {})
-    assert config.access.tokens == (Token("gateway", Scope.READ, SECRET),)
+    assert config.policy.tokens == (Token("gateway", Scope.READ, SECRET),)
     assert SECRET.decode() not in repr(config) + str(config.values)
 
 
@@ -141,12 +141,12 @@ def test_a_bad_file_is_refused_without_its_tokens(
 
 def test_systemd_passes_tokens_on(tmp_path: Path) -> None:
     environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
-    assert load({}, environ).access.tokens == ()
+    assert load({}, environ).policy.tokens == ()
     (tmp_path / "kvd_tokens").write_text(GOOD)
-    assert [each.name for each in load({}, environ).access.tokens] == ["a"]
+    assert [each.name for each in load({}, environ).policy.tokens] == ["a"]
     (tmp_path / "other").write_text(GOOD.replace("a", "b", 1))
     other = load({"tokens_file": tmp_path / "other"}, environ)
-    assert [each.name for each in other.access.tokens] == ["b"]
+    assert [each.name for each in other.policy.tokens] == ["b"]
 
 
 def test_the_demo_has_no_token(tmp_path: Path) -> None:

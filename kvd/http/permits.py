@@ -1,6 +1,6 @@
 """Who may ask what: bearer tokens, and names and pages that browsers speak of.
 
-The lane and everybody else ask the same rules (kvd_core/access.hpp) before a body is read. Here
+The lane and everybody else ask the same rules (kvd_core/permits.hpp) before a body is read. Here
 are the words in which a request is refused, and the counts.
 """
 
@@ -13,7 +13,7 @@ from ipaddress import IPv6Address, ip_address
 
 from kvd.http.errors import Refusal
 from kvd.http.types import Headers, Route, Scope
-from kvd_core.access import VERDICTS, AccessRules
+from kvd_core.permits import VERDICTS, PermitRules
 
 GRANTED = VERDICTS.index("granted")
 _CHALLENGE: Headers = [(b"www-authenticate", b"Bearer")]
@@ -45,11 +45,11 @@ class Policy:
     allowed_origins: tuple[str, ...] = ()
 
 
-class Access:
+class Permits:
     """The rules of one face, and how often they have refused a request, by reason."""
 
     def __init__(self, policy: Policy) -> None:
-        self.rules = AccessRules()
+        self.rules = PermitRules()
         self.refused = dict.fromkeys(_REFUSALS, 0)
         self._names: tuple[str, ...] = ()
         self.follow(policy)

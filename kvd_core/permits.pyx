@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""The rules who may ask, as a lane and everybody else asks them; see access.hpp."""
+"""The rules who may ask, as a lane and everybody else asks them; see permits.hpp."""
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
 MAX_TOKEN_BYTES = 128
@@ -15,7 +15,7 @@ cdef Text as_text(bytes data):
     return text
 
 
-cdef class AccessRules:
+cdef class PermitRules:
     """Tokens and names; none at first."""
 
     def replace(self, list tokens not None, list hosts not None, list origins not None):

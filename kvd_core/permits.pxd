@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Data sheet of the rules who may ask (access.pyx)."""
+"""Data sheet of the rules who may ask (permits.pyx)."""
 from libcpp cimport bool as cbool
 
 
@@ -12,11 +12,11 @@ cdef extern from "plain_head.hpp" namespace "kvd" nogil:
         void take(const Text& name, const Text& text)
 
 
-cdef extern from "access.hpp" namespace "kvd" nogil:
+cdef extern from "permits.hpp" namespace "kvd" nogil:
     enum class Pass(int):
         granted
 
-    cppclass Access:
+    cppclass Permits:
         void clear()
         void add_token(const char* text, size_t size, unsigned scopes)
         void add_host(const char* name, size_t size)
@@ -26,5 +26,5 @@ cdef extern from "access.hpp" namespace "kvd" nogil:
         Pass judge(const Claims& claims, unsigned scope, cbool checks_host)
 
 
-cdef class AccessRules:
-    cdef Access core
+cdef class PermitRules:
+    cdef Permits core
