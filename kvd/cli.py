@@ -144,6 +144,8 @@ def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_file(parser)
+    for setting in settings.SECURITY_SETTINGS:
+        add_setting(parser, setting)
     return parser
 
 
@@ -264,7 +266,7 @@ def indexer_settings(
             parser.error("--tenant-id and --routing-group are one setting and differ")
         given["tenant_id"] = args.routing_group
     given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
-    return only(given, "indexer_bind")
+    return only(given, args, "indexer_bind")
 
 
 def slot_tracker_settings(
@@ -272,7 +274,7 @@ def slot_tracker_settings(
 ) -> dict[str, object]:
     given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
     given["slot_tracker_bind"] = address(args, settings.DEFAULT_SLOT_TRACKER_BIND)
-    return only(given, "slot_tracker_bind")
+    return only(given, args, "slot_tracker_bind")
 
 
 def select_service_settings(
@@ -282,7 +284,7 @@ def select_service_settings(
     given = {setting.name: getattr(args, setting.name) for setting in chosen}
     given["peers"] = args.indexer_peers
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
-    return only(given, "selection_bind")
+    return only(given, args, "selection_bind")
 
 
 def conductor_settings(
@@ -290,20 +292,21 @@ def conductor_settings(
 ) -> dict[str, object]:
     given = {setting.name: getattr(args, setting.name) for setting in settings.CONDUCTOR_SETTINGS}
     given["conductor_bind"] = address(args, settings.DEFAULT_CONDUCTOR_BIND)
-    return only(given, "conductor_bind")
+    return only(given, args, "conductor_bind")
 
 
-def only(given: dict[str, object], bind: str) -> dict[str, object]:
-    """Switches off every face but the one of `bind`."""
+def only(given: dict[str, object], args: argparse.Namespace, bind: str) -> dict[str, object]:
+    """Adds who may connect, and switches off every face but the one of `bind`."""
+    given |= {each.name: getattr(args, each.name) for each in settings.SECURITY_SETTINGS}
     return given | {name: parsers.OFF for name in config.FACE_BINDS if name != bind}
 
 
-def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.TcpBind | None:
+def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.Binds | None:
     """Returns where a command's only face is to listen; None if the flags do not say."""
     if args.host is None and args.port is None:
         return None
     port = default.port if args.port is None else args.port
-    return parsers.TcpBind(args.host or default.host, port)
+    return parsers.Binds((parsers.TcpBind(args.host or default.host, port),))
 
 
 def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:

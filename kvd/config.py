@@ -8,15 +8,17 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvd import configfile
+from kvd import configfile, tokens
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
+from kvd.http.options import TlsFiles, UnixRights
+from kvd.http.permits import Policy
 from kvd.model import PartitionKey, RankKey
-from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
+from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import SETTINGS
 from kvd.wire.endpoints import check_endpoint
@@ -34,15 +36,6 @@ CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 class StartError(Exception):
     """kvd cannot start; the text is the one line that the operator reads (exit code 1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class TlsListener:
-    """The HTTPS listener beside a face's plain one."""
-
-    bind: TcpBind
-    certfile: Path
-    keyfile: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +69,14 @@ class EngineLimits:
 class Config:
     """Everything the daemon is told; a reload makes another one."""
 
-    indexer_bind: Bind | None  # None: not served
-    indexer_tls: TlsListener | None
-    slot_tracker_bind: Bind | None
-    selection_bind: Bind | None
-    conductor_bind: Bind | None
+    indexer_bind: Binds | None  # None: not served
+    slot_tracker_bind: Binds | None
+    selection_bind: Binds | None
+    conductor_bind: Binds | None
+    tls: TlsFiles | None  # of all binds that want it
+    unix_rights: UnixRights
+    policy: Policy
+    allow_unauthenticated: bool
     hash_seed: int  # of sequence hashes
     router: RouterOptions
     request_expiry_s: int
@@ -88,6 +84,7 @@ class Config:
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
     peers: tuple[str, ...]  # base URLs, to be asked in this order
+    peers_token: bytes = field(repr=False)  # shown to them; empty: none
     recovery_delay_s: float
     min_initial_workers: int  # instances; 0 waits for none
     http: HttpLimits
@@ -154,21 +151,26 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
 
 def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool = False) -> Config:
     """Returns the configuration of these values, one for every setting; raises `StartError`."""
-    if demo and not isinstance(values["indexer_bind"], TcpBind):
-        raise StartError("--demo needs an --indexer-bind of HOST:PORT")
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
     if not any(binds.values()):
         raise StartError("every face is off")
+    policy = _policy(values, environ)
+    if demo:
+        _check_demo(binds["indexer_bind"], policy)
     return Config(
         **binds,
         hash_seed=values["hash_seed"],
-        indexer_tls=_tls(values),
+        tls=_tls(values, [bind for each in binds.values() if each for bind in each.each]),
+        unix_rights=UnixRights(int(values["unix_socket_mode"], 8), values["unix_socket_group"]),
+        policy=policy,
+        allow_unauthenticated=values["allow_unauthenticated"],
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],
         metrics_ranks=values["metrics_ranks"],
         replica_sync=_replica_sync(values),
         workers=_workers(values),
         peers=values["peers"] or (),
+        peers_token=_peers_token(values["peers_token_file"]),
         recovery_delay_s=values["recovery_delay_s"],
         min_initial_workers=values["min_initial_workers"],
         http=HttpLimits(
@@ -184,22 +186,53 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
     )
 
 
-def _tls(values: Mapping[str, Any]) -> TlsListener | None:
-    bind, certfile, keyfile = (
-        values[name] for name in ("indexer_tls_bind", "tls_certfile", "tls_keyfile")
+def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
+    certfile, keyfile, client_ca = (
+        values[name] for name in ("tls_certfile", "tls_keyfile", "tls_client_ca")
     )
-    if bind is None and certfile is None and keyfile is None:
+    given = [path for path in (certfile, keyfile, client_ca) if path is not None]
+    wanted = any(bind.tls for bind in binds)
+    if not given and not wanted:
         return None
-    if bind is None or certfile is None or keyfile is None:
-        raise StartError("TLS needs all of --indexer-tls-bind, --tls-certfile and --tls-keyfile")
-    if values["indexer_bind"] == OFF:
-        raise StartError("--indexer-tls-bind needs the indexer, which is off")
-    for path in (certfile, keyfile):
+    if not wanted:
+        raise StartError("TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's")
+    if certfile is None or keyfile is None:
+        raise StartError("TLS needs both --tls-certfile and --tls-keyfile")
+    for path in given:
         try:
             path.open("rb").close()
         except OSError as error:
             raise StartError(f"cannot read {path}: {error.strerror}") from None
-    return TlsListener(bind, certfile, keyfile)
+    return TlsFiles(certfile, keyfile, client_ca)
+
+
+def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
+    path = values["tokens_file"] or tokens.credential(environ)
+    try:
+        known = () if path is None else tokens.read(path)
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
+    return Policy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
+
+
+def _peers_token(path: Path | None) -> bytes:
+    try:
+        return b"" if path is None else tokens.read_one(path)
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
+
+
+def _check_demo(binds: Binds | None, policy: Policy) -> None:
+    """Raises StartError if the demo could not use the indexer's first address."""
+    first = None if binds is None else binds.each[0]
+    if not isinstance(first, TcpBind) or first.tls:
+        raise StartError("--demo needs an --indexer-bind of HOST:PORT")
+    if policy.tokens:
+        raise StartError("--demo has no token: it needs a kvd without --tokens-file")
 
 
 def _router(values: Mapping[str, Any]) -> RouterOptions:

@@ -49,9 +49,9 @@ def _value(key: str, said: object) -> Any:  # typed by the table's own parse fun
 
 def _text(setting: Setting, said: object) -> str:
     """Returns what the setting's flag would say."""
-    if setting.many:
+    if setting.many or (setting.listed and isinstance(said, list)):
         if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
-            raise ValueError(f"expected an array of {setting.metavar.removesuffix(',...')} texts")
+            raise ValueError(f"expected an array of {setting.metavar.partition(',...')[0]} texts")
         if any("," in each for each in said):
             raise ValueError("a text with a comma in it")
         return ",".join(said)

@@ -40,6 +40,8 @@ from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
+from kvd.http.listeners import split_host_port
+from kvd.http.permits import is_loopback
 from kvd.http.types import Route
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
@@ -114,10 +116,10 @@ class _Daemon:
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers)
         self._selections: Selections | None = None
         self._replica_counts = ReplicaCounts()
-        self._indexer = FaceServer("indexer", "dynamo_kvindexer", config.http)
-        self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
-        self._selection = FaceServer("selection", "kvd_selection", config.http)
-        self._conductor = FaceServer("conductor", "kvd_conductor", config.http, conductor.REASONS)
+        self._indexer = FaceServer("indexer", "dynamo_kvindexer", config)
+        self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config)
+        self._selection = FaceServer("selection", "kvd_selection", config)
+        self._conductor = FaceServer("conductor", "kvd_conductor", config, conductor.REASONS)
         self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._signalled = trio.Event()
@@ -125,14 +127,10 @@ class _Daemon:
     async def run(self, passed: activation.Passed) -> int:
         config = self._config
         with ExitStack() as opened:
-            if config.indexer_bind is not None:
-                await self._indexer.open(opened, config.indexer_bind, config.indexer_tls, passed)
-            if config.slot_tracker_bind is not None:
-                await self._slot_tracker.open(opened, config.slot_tracker_bind, None, passed)
-            if config.selection_bind is not None:
-                await self._selection.open(opened, config.selection_bind, None, passed)
-            if config.conductor_bind is not None:
-                await self._conductor.open(opened, config.conductor_bind, None, passed)
+            await self._indexer.open(opened, config, config.indexer_bind, passed)
+            await self._slot_tracker.open(opened, config, config.slot_tracker_bind, passed)
+            await self._selection.open(opened, config, config.selection_bind, passed)
+            await self._conductor.open(opened, config, config.conductor_bind, passed)
             if passed.left():  # their clients would wait for ever
                 raise StartError(
                     "the service manager passes sockets that belong to no face: "
@@ -145,7 +143,8 @@ class _Daemon:
         context = make_context()
         try:
             publisher = await self._open_publisher(context)
-            reload = (signal.SIGHUP,) if self._reader.has_file else ()
+            reloads = self._reader.has_file or config.policy.tokens
+            reload = (signal.SIGHUP,) if reloads else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:
                     ready = trio.Event()
@@ -215,6 +214,8 @@ class _Daemon:
         sdnotify.tell_reloading()
         try:
             reloaded = self._reader.again(self._config)
+            for face in self._served:
+                face.check_open(reloaded.config)
         except StartError as error:
             self._reloads["refused"] += 1
             log.error("reload_refused", reason=error)
@@ -231,6 +232,7 @@ class _Daemon:
         logs.set_level(config.log_level)
         for face in self._served:
             face.limit(config.http)
+            face.admit(config)
         self._slots.expiry_s = config.request_expiry_s
         if self._selections is not None:
             self._selections.reload(config.router, config.request_expiry_s)
@@ -260,7 +262,8 @@ class _Daemon:
         config = self._config
         if config.peers:
             await trio.sleep(config.recovery_delay_s)
-            recovered = await recover(self._state, config.peers, self._recovery) is not None
+            asked = self._state, config.peers, self._recovery
+            recovered = await recover(*asked, token=config.peers_token) is not None
             if not recovered:
                 log.warning("no peer to recover from", peers=len(config.peers))
             self._note_recovery(recovered)
@@ -286,9 +289,23 @@ class _Daemon:
         if sync is None or (config.slot_tracker_bind is None and config.selection_bind is None):
             return None
         try:
-            return await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
+            publisher = await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
         except OSError as error:
             raise StartError(str(error.strerror)) from None
+        self._check_publisher(publisher)
+        return publisher
+
+    def _check_publisher(self, publisher: Publisher) -> None:
+        """Raises StartError if strangers could hear of requests, and nobody has said they may."""
+        if self._config.allow_unauthenticated:
+            return
+        for endpoint in publisher.endpoints:
+            host, _ = split_host_port(endpoint.removeprefix("tcp://"))
+            if not is_loopback(host):
+                raise StartError(
+                    f"whoever reaches {endpoint} would hear of all requests: replica sync beyond "
+                    "this machine takes --allow-unauthenticated"
+                )
 
     def _replicate(
         self, nursery: trio.Nursery, context: Context, publisher: Publisher | None

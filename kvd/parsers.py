@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from kvd.errors import BadRequest
 from kvd.logs import LEVELS
@@ -31,9 +32,14 @@ class TcpBind:
 
     host: str
     port: int
+    tls: bool = False
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{TLS_PREFIX}{self.address}" if self.tls else self.address
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +47,37 @@ class UnixBind:
     """A listening unix-domain socket."""
 
     path: str
+    tls: Literal[False] = False
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.path}"
 
     def __str__(self) -> str:
-        return f"unix:{self.path}"
+        return self.address
 
 
 Bind = TcpBind | UnixBind
 
+
+@dataclass(frozen=True, slots=True)
+class Binds:
+    """Where one face listens: one address at least."""
+
+    each: tuple[Bind, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.each))
+
+
+TLS_PREFIX = "tls:"
 OFF = "off"  # the bind of a face that is not to be served
 
 
 def parse_bind(text: str) -> Bind:
-    """Reads `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`; ValueError says what is wrong."""
+    """Reads `HOST:PORT`, `[IPV6]:PORT`, these behind `tls:`, or `unix:PATH`; raises ValueError."""
+    if text.startswith(TLS_PREFIX):
+        return replace(parse_tcp_bind(text.removeprefix(TLS_PREFIX)), tls=True)
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path or "\0" in path:
@@ -61,9 +86,39 @@ def parse_bind(text: str) -> Bind:
     return parse_tcp_bind(text)
 
 
-def parse_face_bind(text: str) -> Bind | str:
-    """Reads a bind, or OFF."""
-    return OFF if text == OFF else parse_bind(text)
+def parse_face_binds(text: str) -> Binds | str:
+    """Reads binds between commas, or OFF."""
+    if text == OFF:
+        return OFF
+    binds = tuple(map(parse_bind, parse_list(text)))
+    if not binds:
+        raise ValueError("expected HOST:PORT, tls:HOST:PORT, unix:PATH or off")
+    if len(set(binds)) < len(binds):
+        raise ValueError("an address twice")
+    return Binds(binds)
+
+
+def parse_file_mode(text: str) -> str:
+    """Reads the mode of a file as `chmod` does, with its leading zero."""
+    if not re.fullmatch("0[0-7]{3}", text):
+        raise ValueError('expected a mode of four octal digits: "0660"')
+    return text
+
+
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Splits names of hosts, without ports."""
+    for name in (names := parse_list(text)):
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
+            raise ValueError(f"{name!r} is no name of a host")
+    return names
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Splits origins as browsers write them: scheme and host, and a port that is not usual."""
+    for origin in (origins := parse_list(text)):
+        if not re.fullmatch(r"null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]{1,253}", origin):
+            raise ValueError(f"{origin!r} is no origin, as https://a.example:8443 is")
+    return origins
 
 
 def parse_tcp_bind(text: str) -> TcpBind:
@@ -73,7 +128,7 @@ def parse_tcp_bind(text: str) -> TcpBind:
     elif ":" in host:
         raise ValueError("an IPv6 address needs brackets: [::1]:8090")
     if not colon or not host:
-        raise ValueError("expected HOST:PORT or unix:PATH")
+        raise ValueError("expected HOST:PORT, tls:HOST:PORT or unix:PATH")
     return TcpBind(host, parse_port(port))
 
 
@@ -246,6 +301,11 @@ class Setting:
     def many(self) -> bool:
         """Whether it takes several values, which a flag separates by commas."""
         return self.metavar.endswith(",...")
+
+    @property
+    def listed(self) -> bool:
+        """Whether a file may give it as an array."""
+        return ",..." in self.metavar
 
     @property
     def variable(self) -> str:

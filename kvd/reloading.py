@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kvd.config import CONFIG, CONFIG_VARIABLE, Config, build, resolve
 from kvd.settings import SETTINGS
 
+TOKENS = "tokens_file"
+
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
@@ -28,6 +30,7 @@ class Reader:
 
     @property
     def has_file(self) -> bool:
+        """Whether there is a file of settings."""
         return bool(self.given.get(CONFIG) or self.environ.get(CONFIG_VARIABLE))
 
     def again(self, running: Config) -> Reloaded:
@@ -39,8 +42,12 @@ class Reader:
         build(said, self.environ, demo=self.demo)
         differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
         changes = {each.name: said[each.name] for each in differ if each.live}
+        config = build({**running.values, **changes}, self.environ, demo=self.demo)
+        changed = list(changes)
+        if config.policy.tokens != running.policy.tokens and TOKENS not in changes:
+            changed.append(TOKENS)  # the same file says something else
         return Reloaded(
-            build({**running.values, **changes}, self.environ, demo=self.demo),
-            tuple(changes),
+            config,
+            tuple(changed),
             tuple(each.name for each in differ if not each.live),
         )

@@ -1,4 +1,4 @@
-"""Serves one face: its plain port, its TLS port, and /metrics over all that is known of it."""
+"""Serves one face: its addresses, with and without TLS, and /metrics over all that is known."""
 
 from __future__ import annotations
 
@@ -10,60 +10,100 @@ from types import MappingProxyType
 
 import trio
 
-from kvd.config import StartError, TlsListener
+from kvd.config import Config, StartError
 from kvd.faces.monitoring import metrics_route
 from kvd.http.app import build_app
 from kvd.http.errors import Failures
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits, HttpStats
 from kvd.http.listeners import open_listeners
+from kvd.http.options import TlsFiles, UnixRights
+from kvd.http.permits import Permits, is_local
 from kvd.http.tls import TlsServer
 from kvd.http.types import Route
-from kvd.metrics import Family, RequestMetrics, Source, memory_families, stats_families
+from kvd.metrics import (
+    Family,
+    RequestMetrics,
+    Source,
+    by_label,
+    memory_families,
+    stats_families,
+)
 from kvd.net.activation import Passed, address
-from kvd.parsers import Bind
+from kvd.parsers import TLS_PREFIX, Bind, Binds, TcpBind
 
 
 class FaceServer:
-    """One API on its ports. `sources` say what /metrics shows; more may be added."""
+    """One API on its addresses. `sources` say what /metrics shows; more may be added."""
 
     def __init__(
         self,
         name: str,
         metrics_prefix: str,
-        limits: HttpLimits,
+        config: Config,
         reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """Takes the codes that this face's failures have besides their text, by status."""
         self.name = name
-        self.stats = HttpStats()  # of the plain port, once that is served
+        self.stats = HttpStats()  # of the addresses without TLS, once they are served
         self.requests = RequestMetrics(metrics_prefix)
-        self.sources: list[Source] = [self.requests.families, memory_families]
-        self._limits = limits
+        self.sources: list[Source] = [
+            self.requests.families,
+            memory_families,
+            self._refusal_families,
+        ]
+        self._limits = config.http
+        self._permits = Permits(config.policy)
         self._failures = Failures(reasons)
-        self._tls: TlsListener | None = None
+        self._tls: TlsFiles | None = None
         self._servers: list[Front | TlsServer] = []
         self._sockets: list[socket.socket] = []
         self._tls_sockets: list[socket.socket] = []
 
     async def open(
-        self, opened: ExitStack, bind: Bind, tls: TlsListener | None, passed: Passed
+        self, opened: ExitStack, config: Config, binds: Binds | None, passed: Passed
     ) -> None:
         """Listens, so that an address in use is one line at the start; raises StartError.
 
-        Sockets of the service manager go before `bind`: those named after the face, or with `-tls`
-        behind that, and those on the same address.
+        Sockets of the service manager go before `binds`: those named after the face in place of
+        all without TLS, those with `-tls` behind that in place of all with it, and those on the
+        same address.
         """
-        self._sockets = await _open(opened, bind, passed.take(self.name, str(bind)))
-        if tls is not None:
-            _check_certificate(tls)
-            given = passed.take(f"{self.name}-tls", str(tls.bind))
-            self._tls_sockets = await _open(opened, tls.bind, given)
-            self._tls = tls
+        if binds is None:
+            return
+        plain: list[Bind] = [bind for bind in binds.each if not bind.tls]
+        secured: list[Bind] = [bind for bind in binds.each if bind.tls]
+        rights = config.unix_rights
+        self._sockets = await _open(opened, plain, rights, passed, self.name)
+        self._tls_sockets = await _open(opened, secured, rights, passed, f"{self.name}-tls")
+        if self._tls_sockets:
+            self._tls = config.tls
+            _check_files(config.tls)
+        self._permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
+        self.check_open(config)
+
+    def check_open(self, config: Config) -> None:
+        """Raises StartError if strangers can reach what `config` lets them ask."""
+        if config.allow_unauthenticated or config.policy.tokens:
+            return
+        exposed = list(self._sockets)
+        if config.tls is None or config.tls.client_ca is None:
+            exposed += self._tls_sockets
+        for sock in exposed:
+            if not is_local(sock):
+                raise StartError(
+                    f"whoever reaches {address(sock)} could use the {self.name}: that takes "
+                    "--tokens-file, tls: with --tls-client-ca, or --allow-unauthenticated"
+                )
 
     def addresses(self) -> list[str]:
-        """Returns where the plain port listens, in the form of a bind address."""
-        return [address(sock) for sock in self._sockets]
+        """Returns where the face listens, in the form of bind addresses."""
+        secured = [f"{TLS_PREFIX}{address(sock)}" for sock in self._tls_sockets]
+        return [*map(address, self._sockets), *secured]
+
+    def admit(self, config: Config) -> None:
+        """Has other tokens and names hold from the next request on."""
+        self._permits.follow(config.policy)
 
     def limit(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on, for waits that begin and connections that come."""
@@ -80,39 +120,66 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = (*routes, metrics_route(self.sources))
-        told = self._limits, self.requests.observe, self._failures
-        app = build_app(routes, *told)
-        front = Front(routes, app, *told)
-        self._servers.append(front)
-        self.stats = front.stats
-        self.sources.append(lambda: _families("kvd_http", "HTTP server, plain port", front.stats))
+        told = self.requests.observe, self._failures
+        app = build_app(routes, self._limits, *told)
         async with trio.open_nursery() as nursery:
-            await nursery.start(front.serve, self._sockets, stop)
-            if self._tls is not None:
-                tls = self._tls
-                server = TlsServer(app, tls.certfile, tls.keyfile, self._limits, self._failures)
-                self._servers.append(server)
-                help = "HTTP server, TLS port"
-                self.sources.append(lambda: _families("kvd_https", help, server.stats))
-                await nursery.start(server.serve, self._tls_sockets, stop)
+            if self._sockets:
+                front = Front(routes, app, self._limits, self._permits, *told)
+                self.stats = front.stats
+                await self._start(nursery, front, self._sockets, stop, "kvd_http", "no TLS")
+            if self._tls_sockets and self._tls is not None:
+                server = TlsServer(routes, app, self._tls, self._limits, self._permits, *told)
+                await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
             task_status.started()
 
+    async def _start(
+        self,
+        nursery: trio.Nursery,
+        server: Front | TlsServer,
+        sockets: list[socket.socket],
+        stop: trio.Event,
+        prefix: str,
+        what: str,
+    ) -> None:
+        self._servers.append(server)
+        help = f"HTTP server, addresses with {what}"
+        self.sources.append(lambda: _families(prefix, help, server.stats))
+        await nursery.start(server.serve, sockets, stop)
 
-async def _open(opened: ExitStack, bind: Bind, given: list[socket.socket]) -> list[socket.socket]:
-    try:
-        sockets = given or await open_listeners(str(bind))
-    except (OSError, ValueError) as error:
-        raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
+    def _refusal_families(self) -> Iterator[Family]:
+        name, help = "kvd_http_refusals_total", "Requests of those who may not ask, by reason"
+        yield by_label(name, "counter", help, "reason", self._permits.refused)
+
+
+async def _open(
+    opened: ExitStack, binds: list[Bind], rights: UnixRights, passed: Passed, name: str
+) -> list[socket.socket]:
+    """Returns the sockets of these binds, or in their place those that are passed by `name`."""
+    sockets = passed.named(name) if binds else []
     for sock in sockets:
         opened.enter_context(sock)
+    for bind in [] if sockets else binds:
+        try:
+            found = passed.at(bind.address) or await open_listeners(bind.address, rights)
+        except (OSError, ValueError) as error:
+            raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
+        for sock in found:
+            sockets.append(opened.enter_context(sock))
     return sockets
 
 
-def _check_certificate(tls: TlsListener) -> None:
+def _check_files(tls: TlsFiles | None) -> None:
+    assert tls is not None  # there is a bind that wants it
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certfile, tls.keyfile)
+        context.load_cert_chain(tls.certfile, tls.keyfile)
     except OSError as error:
         raise StartError(f"cannot use {tls.certfile} with {tls.keyfile}: {error}") from None
+    if tls.client_ca is not None:
+        try:
+            context.load_verify_locations(tls.client_ca)
+        except OSError as error:
+            raise StartError(f"cannot use {tls.client_ca}: {error}") from None
 
 
 def _families(prefix: str, help: str, stats: HttpStats) -> Iterator[Family]:

@@ -12,7 +12,7 @@ from kvd import parsers
 from kvd.http.limits import HttpLimits
 from kvd.logs import LEVELS
 from kvd.model import DEFAULT_TENANT
-from kvd.parsers import OFF, Parse, Setting, TcpBind
+from kvd.parsers import OFF, Binds, Parse, Setting, TcpBind
 from kvd.scheduling.options import (
     DEFAULT_MAX_TREE_SIZE,
     DEFAULT_PRUNE_TARGET_RATIO,
@@ -28,6 +28,8 @@ DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
 DEFAULT_SLOT_TRACKER_BIND = TcpBind("127.0.0.1", 8091)
 DEFAULT_SELECTION_BIND = TcpBind("127.0.0.1", 8092)
 DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
+
+BINDS = "[tls:]HOST:PORT|unix:PATH,...|off"
 
 HTTP_DEFAULTS = HttpLimits()
 
@@ -263,6 +265,60 @@ PEER_SETTINGS = (
     Setting(
         "peers", parsers.parse_urls, None, "URL,...", "indexers to take the state from at the start"
     ),
+    Setting(
+        "peers_token_file", Path, None, "FILE", "a bearer token, with the scope admin at the peers"
+    ),
+)
+
+SECURITY_SETTINGS = (
+    Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain of addresses with tls:"),
+    Setting("tls_keyfile", Path, None, "FILE", "PEM private key of that"),
+    Setting(
+        "tls_client_ca",
+        Path,
+        None,
+        "FILE",
+        "PEM certificates: on addresses with tls: clients need one that these have signed",
+    ),
+    Setting(
+        "unix_socket_mode",
+        parsers.parse_file_mode,
+        "0660",
+        "MODE",
+        "of the sockets of addresses with unix:",
+    ),
+    Setting("unix_socket_group", str, None, "GROUP", "name or number of the group they belong to"),
+    Setting(
+        "tokens_file",
+        Path,
+        None,
+        "FILE",
+        "bearer tokens that clients need, each with its scopes; see security.md",
+        live=True,
+    ),
+    Setting(
+        "allow_unauthenticated",
+        parsers.parse_switch,
+        False,
+        "BOOL",
+        "whether addresses beyond this machine may be open to whoever reaches them",
+    ),
+    Setting(
+        "allowed_hosts",
+        parsers.parse_hosts,
+        None,
+        "NAME,...",
+        "names of this machine that clients of its loopback interface may use",
+        live=True,
+    ),
+    Setting(
+        "allowed_origins",
+        parsers.parse_origins,
+        None,
+        "ORIGIN,...",
+        "of pages whose requests are served",
+        live=True,
+    ),
 )
 
 DAEMON_SETTINGS = (
@@ -284,30 +340,30 @@ DAEMON_SETTINGS = (
     ),
     Setting(
         "indexer_bind",
-        parsers.parse_face_bind,
-        DEFAULT_INDEXER_BIND,
-        "HOST:PORT|unix:PATH|off",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_INDEXER_BIND,)),
+        BINDS,
         "where the KV indexer listens",
     ),
     Setting(
         "slot_tracker_bind",
-        parsers.parse_face_bind,
-        DEFAULT_SLOT_TRACKER_BIND,
-        "HOST:PORT|unix:PATH|off",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_SLOT_TRACKER_BIND,)),
+        BINDS,
         "where the slot tracker listens",
     ),
     Setting(
         "selection_bind",
-        parsers.parse_face_bind,
-        DEFAULT_SELECTION_BIND,
-        "HOST:PORT|unix:PATH|off",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_SELECTION_BIND,)),
+        BINDS,
         "where the selection service listens",
     ),
     Setting(
         "conductor_bind",
-        parsers.parse_face_bind,
-        DEFAULT_CONDUCTOR_BIND,
-        "HOST:PORT|unix:PATH|off",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_CONDUCTOR_BIND,)),
+        BINDS,
         "where the conductor listens",
     ),
     Setting(
@@ -327,11 +383,6 @@ DAEMON_SETTINGS = (
         "/metrics shows loads rank by rank while no more ranks are registered than",
         live=True,
     ),
-    Setting(
-        "indexer_tls_bind", parsers.parse_tcp_bind, None, "HOST:PORT", "where it listens with TLS"
-    ),
-    Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain for TLS"),
-    Setting("tls_keyfile", Path, None, "FILE", "PEM private key for TLS"),
     Setting(
         "http_connections",
         parsers.parse_positive,
@@ -389,6 +440,7 @@ GROUPS = {
     "Replicas": REPLICA_SETTINGS,
     "Routing": ROUTER_SETTINGS,
     "The conductor": CONDUCTOR_SETTINGS,
+    "Who may connect": SECURITY_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

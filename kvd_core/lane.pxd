@@ -3,12 +3,9 @@
 from libc.stdint cimport int64_t
 from libcpp cimport bool as cbool
 
+from kvd_core.permits cimport Claims, PermitRules, Text
 
 cdef extern from "plain_head.hpp" namespace "kvd" nogil:
-    cppclass Text:
-        const char* begin
-        size_t size
-
     cppclass PlainHeader:
         Text name
         Text value
@@ -22,6 +19,7 @@ cdef extern from "plain_head.hpp" namespace "kvd" nogil:
         size_t length       # of the body
         cbool json          # which is announced as exactly application/json
         cbool keyed         # there is an Idempotency-Key
+        Claims claims       # of who asks
 
     cbool read_plain_head(const char* data, size_t n, PlainHead& head)
 
@@ -43,6 +41,7 @@ cdef class Lane:
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
     cdef object _serve, _note, _wake
+    cdef PermitRules _permits
     cdef bint _dry  # the last receive found nothing
     # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
     cdef public bytes lines, created_lines
@@ -50,6 +49,7 @@ cdef class Lane:
     cdef int _turn(self, int64_t budget_ns) except -1
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
+    cdef bint _granted(self, connection, route)
     cdef _find(self, Text* captured)
     cdef bint _suits(self, Answerer answerer)
     cdef _send_answer(self, int fd, bytes head, bytes body)

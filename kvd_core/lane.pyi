@@ -1,6 +1,8 @@
 from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
+from kvd_core.permits import PermitRules
+
 class Leftover(NamedTuple):
     received: bytes
     unsent: bytes
@@ -29,6 +31,7 @@ class Lane:
         ],
         note: Callable[[Any, Any, int, float], None],
         wake: Callable[[Any, Leftover | Exception], None],
+        permits: PermitRules,
     ) -> None: ...
     def fileno(self) -> int: ...
     def add(self, fd: int) -> None: ...

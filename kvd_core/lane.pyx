@@ -9,10 +9,11 @@
                              woken with what it received        woken with what is unsent
 
 A connection between two requests is *parked* here: one epoll set watches all of them, and the task
-of the connection sleeps. A request that came in one piece, is plain (plain_head.hpp) and of a hot
-route is answered on the spot: by the route's Answerer if it has one and that takes the request, else
-by one call of `serve`. Whatever else happens on the connection is its task's business, which is
-woken for it. So this module knows nothing of errors, deadlines or unusual HTTP.
+of the connection sleeps. A request that came in one piece, is plain (plain_head.hpp), of a hot
+route and granted (permits.hpp) is answered on the spot: by the route's Answerer if it has one and
+that takes the request, else by one call of `serve`. Whatever else happens on the connection is its
+task's business, which is woken for it. So this module knows nothing of errors, refusals, deadlines
+or unusual HTTP.
 
 1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
 2. Nothing is lost: what was received and not served is handed to the task, in order.
@@ -32,6 +33,8 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport close
 
 import os
+
+from kvd_core.permits cimport Pass
 
 cdef extern from "<sys/epoll.h>" nogil:
     enum:
@@ -149,13 +152,14 @@ cdef class Lane:
     """The parked connections of one listener."""
 
     def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None,
-                  wake not None):
+                  wake not None, PermitRules permits not None):
         """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
 
         `patterns` are those with a placeholder: what their requests begin with before it, what
         follows it, and the route. A route has `body_limit` (bytes), `answerer` (an Answerer or
-        None) and `waits`. What the answerer answers is told to `note(connection, route, status,
-        seconds)`; for the rest `serve(connection, route, captured, query, headers, body)` returns
+        None), `scope` and `waits`. What `permits` do not grant is left to the task, which refuses it;
+        a connection has `checks_host` (permits.hpp). What the answerer answers is told to
+        `note(connection, route, status, seconds)`; for the rest `serve(connection, route, captured, query, headers, body)` returns
         the response, and whether the connection persists; routes that wait are left to the task.
         A connection that is not parked any more is told so by `wake(connection, outcome)`.
         """
@@ -164,6 +168,7 @@ cdef class Lane:
         self._serve = serve
         self._note = note
         self._wake = wake
+        self._permits = permits
         self._parked = {}
         self._buffer = <char*>malloc(kBuffer)
         if self._buffer == NULL:
@@ -263,11 +268,17 @@ cdef class Lane:
                 route is not None
                 and self._head.size + self._head.length == <size_t>got
                 and self._head.length <= <size_t>route.body_limit
+                and self._granted(connection, route)
             ):
                 outcome = self._answer(connection, fd, route, captured)
                 if outcome is not _LEFT:
                     return outcome
         return Leftover(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
+
+    cdef bint _granted(self, connection, route):
+        return self._permits.core.judge(
+            self._head.claims, route.scope, connection.checks_host
+        ) == Pass.granted
 
     cdef _find(self, Text* captured):
         """Returns the route with a placeholder that the head's path is of, None if there is none."""

@@ -32,6 +32,38 @@ struct PlainHeader {
   Text name, value;
 };
 
+// A header that says something of who asks: its last value, and how often it came.
+struct Claim {
+  Text value;
+  unsigned times = 0;
+
+  void take(const Text& text) {
+    value = text;
+    ++times;
+  }
+};
+
+// What a head says of who asks, and on behalf of which page; permits.hpp judges it.
+struct Claims {
+  Claim authorization, host, origin;
+
+  void take(const Text& name, const Text& text) {
+    switch (name.size) {
+      case 4:
+        if (name.is("host", 4)) host.take(text);
+        break;
+      case 6:
+        if (name.is("origin", 6)) origin.take(text);
+        break;
+      case 13:
+        if (name.is("authorization", 13)) authorization.take(text);
+        break;
+      default:
+        break;
+    }
+  }
+};
+
 struct PlainHead {
   // Below every limit a listener may have on heads (kvd/http/limits.py).
   static constexpr size_t kMaxBytes = 4096;
@@ -46,6 +78,7 @@ struct PlainHead {
   size_t length = 0;  // of the body
   bool json = false;  // the body is announced as exactly application/json
   bool keyed = false;  // an Idempotency-Key may change what the request means
+  Claims claims;
 };
 
 class PlainHeadReader {
@@ -59,12 +92,14 @@ class PlainHeadReader {
     if (!request_line(head)) return false;
     head.n_headers = head.length = 0;
     head.json = head.keyed = false;
+    head.claims = Claims();
     bool has_length = false, has_type = false;
     while (!skip("\r\n", 2)) {
       if (head.n_headers == PlainHead::kMaxHeaders) return false;
       PlainHeader& header = head.headers[head.n_headers];
       if (!header_line(header)) return false;
       if (!note(header, head, has_length, has_type)) return false;
+      head.claims.take(header.name, header.value);
       ++head.n_headers;
     }
     head.size = static_cast<size_t>(p_ - begin);

@@ -25,7 +25,7 @@ from kvd.cli import (
     serve_settings,
     slot_tracker_settings,
 )
-from kvd.parsers import OFF, TcpBind
+from kvd.parsers import OFF, parse_face_binds
 from kvd.settings import SETTINGS
 
 ENDPOINT = "tcp://127.0.0.1:5557"
@@ -165,9 +165,11 @@ def test_the_documented_flags_mean_what_they_say() -> None:
     alone = {"slot_tracker_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
     assert given("indexer") == alone
     assert given("indexer", "--port", "8091", "--threads", "4") == alone | {
-        "indexer_bind": TcpBind("127.0.0.1", 8091)
+        "indexer_bind": parse_face_binds("127.0.0.1:8091")
     }
-    assert given("indexer", "--host", "::1") == alone | {"indexer_bind": TcpBind("::1", 8090)}
+    assert given("indexer", "--host", "::1") == alone | {
+        "indexer_bind": parse_face_binds("[::1]:8090")
+    }
     of_tenant = alone | {"tenant_id": "a"}
     assert given("indexer", "--routing-group", "a", "--tenant-id", "a") == of_tenant
     assert given("indexer", "--routing-group", "a") == of_tenant
@@ -177,10 +179,10 @@ def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
     alone = {"indexer_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
     assert given("slot-tracker") == alone
     assert given("slot-tracker", "--port", "1", "--replica-sync-port", "5600") == alone | {
-        "slot_tracker_bind": TcpBind("127.0.0.1", 1),
+        "slot_tracker_bind": parse_face_binds("127.0.0.1:1"),
         "replica_sync_port": 5600,
     }
-    elsewhere = alone | {"slot_tracker_bind": TcpBind("::1", 8091)}
+    elsewhere = alone | {"slot_tracker_bind": parse_face_binds("[::1]:8091")}
     assert given("slot-tracker", "--host", "::1") == elsewhere
     peers = "tcp://a:1, tcp://b:2,,tcp://a:1"
     assert given("slot-tracker", "--replica-sync-peers", peers) == alone | {
@@ -192,7 +194,7 @@ def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
     alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "conductor_bind": OFF}
     assert given("select-service") == alone
     assert given("select-service", "--port", "1", "--threads", "4") == alone | {
-        "selection_bind": TcpBind("127.0.0.1", 1)
+        "selection_bind": parse_face_binds("127.0.0.1:1")
     }
     peers = given("select-service", "--indexer-peers", "http://a:1,http://b:2")
     assert peers == alone | {"peers": ("http://a:1", "http://b:2")}
@@ -204,7 +206,7 @@ def test_the_flags_of_the_conductor_mean_what_they_say() -> None:
     alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "selection_bind": OFF}
     assert given("conductor") == alone
     assert given("conductor", "--port", "1", "--hash-seed", "42") == alone | {
-        "conductor_bind": TcpBind("127.0.0.1", 1),
+        "conductor_bind": parse_face_binds("127.0.0.1:1"),
         "hash_seed": 42,
     }
 
@@ -235,7 +237,9 @@ def test_every_setting_is_a_flag_of_serve() -> None:
     parser = build_parser()
     settings = serve_settings(parser, parser.parse_args(["serve"]))
     assert settings == {setting.name: None for setting in SETTINGS}
-    assert given("serve", "--indexer-bind", "[::1]:1") == {"indexer_bind": TcpBind("::1", 1)}
+    assert given("serve", "--indexer-bind", "[::1]:1") == {
+        "indexer_bind": parse_face_binds("[::1]:1")
+    }
     for command, alone in (
         ("indexer", indexer_settings),
         ("slot-tracker", slot_tracker_settings),
@@ -273,10 +277,9 @@ def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
     subprocess.run([*command.split(), *files], cwd=tmp_path, check=True, capture_output=True)
     pems = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
 
-    def start(tls_bind: str, cert: str) -> str:
-        flags = ("--indexer-tls-bind", tls_bind, "--tls-certfile", cert)
-        binds = ("--indexer-bind", "127.0.0.1:0", *OTHERS_OFF)
-        ended = run("serve", *binds, *flags, "--tls-keyfile", pems["key"])
+    def start(bind: str, cert: str) -> str:
+        binds = ("--indexer-bind", f"127.0.0.1:0,tls:{bind}", *OTHERS_OFF)
+        ended = run("serve", *binds, "--tls-certfile", cert, "--tls-keyfile", pems["key"])
         assert ended.returncode == 1
         assert ended.stderr.count("\n") == 1, ended.stderr
         return ended.stderr

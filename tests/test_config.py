@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config import FACE_BINDS, ReplicaSync, StartError, StaticWorker, TlsListener, load
+from kvd.config import FACE_BINDS, ReplicaSync, StartError, StaticWorker, load
+from kvd.http.options import TlsFiles, UnixRights
 from kvd.model import PartitionKey, RankKey
-from kvd.parsers import OFF, Setting, TcpBind, UnixBind, parse_bind, parse_list, parse_uint
+from kvd.parsers import (
+    OFF,
+    Setting,
+    TcpBind,
+    UnixBind,
+    parse_bind,
+    parse_face_binds,
+    parse_list,
+    parse_uint,
+)
 from kvd.peers import MAX_PEERS
 from kvd.settings import DEFAULT_INDEXER_BIND, DEFAULT_SLOT_TRACKER_BIND, SETTINGS
 
@@ -25,11 +35,13 @@ def workers(text: str, **given: object) -> list[tuple[int, int, str]]:
 
 def test_defaults_are_local_and_quiet() -> None:
     config = load({}, {})
-    assert config.indexer_bind == TcpBind("127.0.0.1", 8090)
-    assert config.indexer_tls is None
-    assert config.slot_tracker_bind == TcpBind("127.0.0.1", 8091)
-    assert config.selection_bind == TcpBind("127.0.0.1", 8092)
-    assert config.conductor_bind == TcpBind("127.0.0.1", 13333)
+    assert config.indexer_bind == parse_face_binds("127.0.0.1:8090")
+    assert config.tls is None
+    assert config.unix_rights == UnixRights(0o660, None)
+    assert not config.policy.tokens and not config.allow_unauthenticated
+    assert config.slot_tracker_bind == parse_face_binds("127.0.0.1:8091")
+    assert config.selection_bind == parse_face_binds("127.0.0.1:8092")
+    assert config.conductor_bind == parse_face_binds("127.0.0.1:13333")
     assert config.hash_seed == 1337
     assert config.request_expiry_s == 300
     assert config.replica_sync is None
@@ -46,7 +58,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_default() 
     }
     config = load({"log_level": "debug", "indexer_bind": None}, environ)
     assert config.log_level == "debug"
-    assert config.indexer_bind == TcpBind("0.0.0.0", 9000)
+    assert config.indexer_bind == parse_face_binds("0.0.0.0:9000")
     assert config.http == load({}, {}).http
 
 
@@ -69,6 +81,7 @@ def test_nothing_in_a_config_can_be_changed() -> None:
         ("127.0.0.1:8090", TcpBind("127.0.0.1", 8090)),
         ("localhost:0", TcpBind("localhost", 0)),
         ("[::1]:65535", TcpBind("::1", 65535)),
+        ("tls:[::1]:8443", TcpBind("::1", 8443, tls=True)),
         ("unix:/run/kvd.sock", UnixBind("/run/kvd.sock")),
     ],
 )
@@ -78,11 +91,34 @@ def test_binds_are_read_and_written_alike(text: str, bind: TcpBind | UnixBind) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8090", ":8090", "host:", "host:65536", "host:-1", "::1:80", "unix:", "a:b:1"]
+    "text",
+    [
+        "",
+        "8090",
+        ":8090",
+        "host:",
+        "host:65536",
+        "host:-1",
+        "::1:80",
+        "unix:",
+        "a:b:1",
+        "tls:",
+        "tls:unix:/x",
+    ],
 )
 def test_bad_binds_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_bind(text)
+
+
+def test_a_face_has_a_list_of_binds() -> None:
+    text = "127.0.0.1:1,tls:[::]:2,unix:/run/kvd.sock"
+    assert str(parse_face_binds(text)) == text
+    assert parse_face_binds(text.replace(",", " , ") + ",") == parse_face_binds(text)
+    assert parse_face_binds(OFF) == OFF
+    for bad in ("", ",", "127.0.0.1:1,off", "127.0.0.1:1,127.0.0.1:1"):
+        with pytest.raises(ValueError):
+            parse_face_binds(bad)
 
 
 @given(st.text(max_size=30))
@@ -170,14 +206,17 @@ def test_peers_are_bounded_and_each_is_asked_once() -> None:
 
 def test_either_face_can_be_off() -> None:
     config = load({}, {"KVD_SLOT_TRACKER_BIND": "off"})
-    assert (config.indexer_bind, config.slot_tracker_bind) == (TcpBind("127.0.0.1", 8090), None)
+    assert (config.indexer_bind, config.slot_tracker_bind) == (
+        parse_face_binds("127.0.0.1:8090"),
+        None,
+    )
     config = load({"indexer_bind": OFF}, {})
-    assert (config.indexer_bind, config.slot_tracker_bind) == (None, TcpBind("127.0.0.1", 8091))
+    assert (config.indexer_bind, config.slot_tracker_bind) == (
+        None,
+        parse_face_binds("127.0.0.1:8091"),
+    )
     with pytest.raises(StartError, match="every face is off"):
         load(dict.fromkeys(FACE_BINDS, OFF), {})
-    tls = {"indexer_tls_bind": TcpBind("h", 1), "tls_certfile": Path("c"), "tls_keyfile": Path("k")}
-    with pytest.raises(StartError, match="needs the indexer"):
-        load({"indexer_bind": OFF, **tls}, {})
     with pytest.raises(StartError, match="--demo"):
         load({"indexer_bind": OFF}, {}, demo=True)
 
@@ -209,20 +248,31 @@ def test_heartbeats_must_fit_their_timeout() -> None:
 
 
 def test_tls_is_all_or_nothing_and_its_files_are_readable(tmp_path: Path) -> None:
-    bind, present = TcpBind("127.0.0.1", 8443), tmp_path / "present.pem"
+    present = tmp_path / "present.pem"
     present.write_bytes(b"")
-    whole = {"indexer_tls_bind": bind, "tls_certfile": present, "tls_keyfile": present}
-    assert load(whole, {}).indexer_tls == TlsListener(bind, present, present)
-    with pytest.raises(StartError, match="needs all of"):
-        load(whole | {"tls_keyfile": None}, {})
-    with pytest.raises(StartError, match=r"cannot read .*absent\.pem: No such file"):
-        load(whole | {"tls_keyfile": tmp_path / "absent.pem"}, {})
+    for face in FACE_BINDS:
+        binds = parse_face_binds("127.0.0.1:1,tls:[::1]:2")
+        whole = {face: binds, "tls_certfile": present, "tls_keyfile": present}
+        assert load(whole, {}).tls == TlsFiles(present, present)
+        assert load(whole | {"tls_client_ca": present}, {}).tls == TlsFiles(*[present] * 3)
+        for missing in ("tls_certfile", "tls_keyfile"):
+            with pytest.raises(StartError, match="needs both"):
+                load(whole | {missing: None}, {})
+        for name in ("tls_certfile", "tls_keyfile", "tls_client_ca"):
+            with pytest.raises(StartError, match=r"cannot read .*absent\.pem: No such file"):
+                load(whole | {name: tmp_path / "absent.pem"}, {})
+            with pytest.raises(StartError, match="TLS needs an address"):
+                load({name: present}, {})
+        with pytest.raises(StartError, match="TLS needs an address"):
+            load({**whole, face: OFF}, {})
 
 
 def test_the_demo_needs_a_port() -> None:
     assert load({}, {}, demo=True).demo
     with pytest.raises(StartError, match="--demo"):
-        load({"indexer_bind": UnixBind("/tmp/kvd.sock")}, {}, demo=True)
+        load({"indexer_bind": parse_face_binds("unix:/tmp/kvd.sock")}, {}, demo=True)
+    with pytest.raises(StartError, match="--demo"):
+        load({"indexer_bind": parse_face_binds("tls:127.0.0.1:1")}, {}, demo=True)
 
 
 def test_the_default_bind_is_the_one_of_the_original_on_loopback() -> None:

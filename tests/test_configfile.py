@@ -16,7 +16,7 @@ from kvd import configfile
 from kvd.cli import main
 from kvd.config import CONFIG, Said, StartError, load, resolve
 from kvd.configpage import TITLE
-from kvd.parsers import Setting, TcpBind
+from kvd.parsers import Setting, parse_face_binds
 from kvd.settings import SETTINGS
 
 WORKER = "1=tcp://127.0.0.1:5557"
@@ -103,8 +103,9 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     text = 'log_level = "error"\nindexer_bind = "127.0.0.1:1"\nhttp_connections = 7\n'
     said = write(tmp_path / "kvd.toml", text)
     environ = {"KVD_LOG_LEVEL": "warning", "KVD_INDEXER_BIND": "127.0.0.1:2"}
-    held = resolve({**said, "indexer_bind": TcpBind("127.0.0.1", 3)}, environ)
-    assert held["indexer_bind"] == Said(TcpBind("127.0.0.1", 3), "--indexer-bind")
+    third = parse_face_binds("127.0.0.1:3")
+    held = resolve({**said, "indexer_bind": third}, environ)
+    assert held["indexer_bind"] == Said(third, "--indexer-bind")
     assert held["log_level"] == Said("warning", "KVD_LOG_LEVEL")
     assert held["http_connections"] == Said(7, str(tmp_path / "kvd.toml"))
     assert held["http_idle_s"].source == "default"

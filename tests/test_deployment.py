@@ -29,7 +29,8 @@ MOST_EXPOSED = 1.2
 DEFAULTS = {each.name: each.default for each in SETTINGS}
 # By the name of the face: slot-tracker, for example.
 BINDS = {name.removesuffix("_bind").replace("_", "-"): DEFAULTS[name] for name in FACE_BINDS}
-PORTS = {face: bind.port for face, bind in BINDS.items() if isinstance(bind, TcpBind)}
+FIRST = {face: binds.each[0] for face, binds in BINDS.items()}
+PORTS = {face: bind.port for face, bind in FIRST.items() if isinstance(bind, TcpBind)}
 
 
 def said(path: Path, key: str) -> list[str]:
@@ -98,14 +99,18 @@ def test_ports_are_those_of_the_settings(manifests: dict[str, Any]) -> None:
 def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -> None:
     (name,) = (text for text in manifests["ConfigMap"]["data"] if text.endswith(".toml"))
     text = manifests["ConfigMap"]["data"][name]
+    tokens = tmp_path / "tokens"
+    tokens.write_text("operator read,lifecycle,admin 0123456789abcdef\n")
+    (told,) = re.findall(r'^tokens_file = "(.*)"$', text, re.MULTILINE)
     path = tmp_path / name
-    path.write_text(text)
+    path.write_text(text.replace(told, str(tokens)))
     assert main(["config", "check", "--config", str(path)]) == 0
     binds = dict(re.findall(r'^(\w+_bind) = "0\.0\.0\.0:(\d+)"$', text, re.MULTILINE))
     assert list(binds) == list(FACE_BINDS)
     assert list(map(int, binds.values())) == list(PORTS.values())
     one = container(manifests["Deployment"])
-    (mount,) = one["volumeMounts"]
+    mount, secret = one["volumeMounts"]
+    assert str(Path(told).parent) == secret["mountPath"]
     assert one["args"] == ["serve", "--config", f"{mount['mountPath']}/{name}"]
 
 

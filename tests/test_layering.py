@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.daemon",),
     ("kvd.serving", "kvd.reloading"),
     ("kvd.config", "kvd.demo"),
-    ("kvd.configfile", "kvd.configpage"),
+    ("kvd.configfile", "kvd.configpage", "kvd.tokens"),
     ("kvd.settings",),
     ("kvd.parsers",),
     ("kvd.http", "kvd.net", "kvd.faces"),

@@ -35,6 +35,8 @@ OTHERS = {  # values that are no default and leave the rest valid
     "indexer_bind": '"127.0.0.1:1"',
     "router_use_kv_events": "false",
     "peers": '["http://10.0.0.9:8090"]',
+    "allowed_hosts": '["kvd.example"]',
+    "allowed_origins": '["https://kvd.example"]',
 }
 
 
@@ -58,9 +60,12 @@ def reader(path: Path, text: str = "", **given_: object) -> Reader:
 )
 def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: str) -> None:
     (setting,) = (each for each in SETTINGS if each.name == name)
+    tokens = path.parent / "tokens"
+    tokens.write_text("operator admin 0123456789abcdef\n")
     again = reader(path)
     before = load(again.given, {})
-    path.write_text(f"{name} = {other(setting)}\n")
+    value = f'"{tokens}"' if name == "tokens_file" else other(setting)
+    path.write_text(f"{name} = {value}\n")
     wanted = load(again.given, {})
     assert wanted.values != before.values
     reloaded = again.again(before)
@@ -87,7 +92,7 @@ def test_what_a_flag_says_stays(path: Path) -> None:
         ("log_levle = 'info'", "log_levle: no such setting; log_level"),
         ("http_connections = 0", "http_connections: expected a number greater than 0"),
         ("http_connections = 5\nengine_heartbeat_s = 99", "heartbeat timeout"),  # put off, but bad
-        ("tls_keyfile = 'nowhere'", "TLS needs all of"),
+        ("tls_keyfile = 'nowhere'", "TLS needs an address"),
         ("[", "Invalid|Expected"),
     ],
 )

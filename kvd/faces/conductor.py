@@ -31,7 +31,7 @@ from kvd.faces.conductor_members import (
     wrong_type,
 )
 from kvd.faces.monitoring import HEALTH
-from kvd.http.types import Handler, Request, Response, Route
+from kvd.http.types import Handler, Request, Response, Route, Scope
 from kvd.model import DEFAULT_TENANT
 from kvd.publishers import Described, Narrowing, Publishers
 from kvd.state import State
@@ -72,12 +72,15 @@ UNREGISTERED = "unregistered successfully"
 # What a failure is called that does not call itself anything, by its status.
 REASONS = {
     400: "invalid_request",
+    401: "unauthenticated",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     408: "timeout",
     413: "too_large",
     414: "invalid_request",
     417: "invalid_request",
+    421: "misdirected",
     431: "invalid_request",
     500: "internal",
     503: "unavailable",
@@ -98,21 +101,25 @@ def routes(state: State, publishers: Publishers) -> tuple[Route, ...]:
         HEALTH,
         _hot("/query", partial(query, state), PlainHoldings(QUERY, *known)),
         _hot("/query_by_hash", by_hash, PlainHoldings(QUERY_BY_HASH, *known)),
-        Route("POST", "/register", partial(register, publishers), any_type=True),
-        Route("POST", "/unregister", partial(unregister, publishers), any_type=True),
+        Route("POST", "/register", partial(register, publishers), any_type=True, scope=Scope.ADMIN),
+        Route(
+            "POST", "/unregister", partial(unregister, publishers), any_type=True, scope=Scope.ADMIN
+        ),
         Route("GET", "/services", partial(services, publishers)),
         Route("GET", "/global_view", partial(global_view, state, publishers)),
     )
 
 
 def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
-    return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT, any_type=True)
+    return Route(
+        "POST", path, handler, True, answerer, QUERY_BODY_LIMIT, any_type=True, scope=Scope.READ
+    )
 
 
 # ---- questions
 
 
-class Scope(NamedTuple):
+class Topic(NamedTuple):
     """Which blocks a question is about, and whose."""
 
     model: str
@@ -127,11 +134,11 @@ def query(state: State, request: Request) -> Response:
     """Says what every instance holds of a prompt given as token ids."""
     members = scan(QUERY, request)
     require(members, "token_ids")
-    scope = _scope(members)
-    partition = state.sized.get(scope[:3])
+    topic = _topic(members)
+    partition = state.sized.get(topic[:3])
     if partition is None:
-        return _no_rows(scope)
-    asked = scope.lora_name, scope.cache_salt, scope.tenant, scope.instance
+        return _no_rows(topic)
+    asked = topic.lora_name, topic.cache_salt, topic.tenant, topic.instance
     return Response(200, partition.conductor.query_tokens(QUERY, 0, *asked))
 
 
@@ -141,20 +148,20 @@ async def query_by_hash(state: State, making: trio.Lock, request: Request) -> Re
     The first question to a partition waits until its blocks have theirs; of several that wait, the
     one that has the lock makes them.
     """
-    at, scope = _scan_scope(request)
-    partition = state.sized.get(scope[:3])
+    at, topic = _scan_topic(request)
+    partition = state.sized.get(topic[:3])
     if partition is None:
-        return _no_rows(scope)
+        return _no_rows(topic)
     if not partition.conductor.sequence(0):
         async with making:
             while not partition.conductor.sequence(SEQUENCE_STEPS):
                 await trio.lowlevel.checkpoint()
         return await query_by_hash(state, making, request)  # others have used the scanner
-    asked = scope.lora_name, scope.cache_salt, scope.tenant, scope.instance
+    asked = topic.lora_name, topic.cache_salt, topic.tenant, topic.instance
     return Response(200, partition.conductor.query_hashes(QUERY_BY_HASH, at, *asked))
 
 
-def _scan_scope(request: Request) -> tuple[int, Scope]:
+def _scan_topic(request: Request) -> tuple[int, Topic]:
     """Scans hashes; returns also which of their names they have, as a position in HASHES."""
     members = _scan_hashes(request)
     given = [name for name in HASHES if name in members]
@@ -163,11 +170,11 @@ def _scan_scope(request: Request) -> tuple[int, Scope]:
     lists = [QUERY_BY_HASH.array(name) for name in given]
     if any(each != lists[0] for each in lists):
         raise invalid(f"`{'` and `'.join(given)}` are the same member and differ", given[1])
-    return HASHES.index(given[0]), _scope(members)
+    return HASHES.index(given[0]), _topic(members)
 
 
-def _scope(members: Members) -> Scope:
-    return Scope(
+def _topic(members: Members) -> Topic:
+    return Topic(
         model_name(members),
         text(members, "tenant_id") or DEFAULT_TENANT,
         uint(members, "block_size", 1),
@@ -177,8 +184,8 @@ def _scope(members: Members) -> Scope:
     )
 
 
-def _no_rows(scope: Scope) -> Response:
-    return json_response({scope.tenant: {}})
+def _no_rows(topic: Topic) -> Response:
+    return json_response({topic.tenant: {}})
 
 
 def _adapter(members: Members) -> str:

@@ -12,7 +12,7 @@ from kvd.faces import bodies
 from kvd.faces.dumps import binary_dump, sliced, text_dump
 from kvd.faces.monitoring import HEALTH
 from kvd.faces.workers import listed
-from kvd.http.types import Admission, Handler, Request, Response, Route
+from kvd.http.types import Admission, Handler, Request, Response, Route, Scope
 from kvd.metrics import Family, counter, gauge, listener_families, state_families
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
@@ -69,20 +69,22 @@ def routes(
 ) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's state, with `test_endpoints` all of them."""
     control = (
-        Route("POST", "/test/pause_listener", partial(pause_listener, registry)),
-        Route("POST", "/test/resume_listener", partial(resume_listener, registry)),
+        Route("POST", "/test/pause_listener", partial(pause_listener, registry), scope=Scope.ADMIN),
+        Route(
+            "POST", "/test/resume_listener", partial(resume_listener, registry), scope=Scope.ADMIN
+        ),
     )
     known = state.partitions, DEFAULT_TENANT
     return (
         HEALTH,
         _hot("/query", partial(query, state), PlainQuery(QUERY, *known)),
         _hot("/query_by_hash", partial(query_by_hash, state), PlainQuery(QUERY_BY_HASH, *known)),
-        Route("POST", "/register", partial(register, registry)),
-        Route("POST", "/unregister", partial(unregister, registry)),
+        Route("POST", "/register", partial(register, registry), scope=Scope.ADMIN),
+        Route("POST", "/unregister", partial(unregister, registry), scope=Scope.ADMIN),
         Route("GET", "/workers", partial(workers, state, registry)),
         dump_route(state, dumps),
-        Route("POST", "/register_peer", partial(register_peer, peers)),
-        Route("POST", "/deregister_peer", partial(deregister_peer, peers)),
+        Route("POST", "/register_peer", partial(register_peer, peers), scope=Scope.ADMIN),
+        Route("POST", "/deregister_peer", partial(deregister_peer, peers), scope=Scope.ADMIN),
         Route("GET", "/peers", partial(list_peers, peers)),
         *(control if test_endpoints else ()),
     )
@@ -90,11 +92,11 @@ def routes(
 
 def dump_route(state: State, dumps: Admission) -> Route:
     """Returns the route that any face with an index has."""
-    return Route("GET", "/dump", partial(dump, state), admission=dumps)
+    return Route("GET", "/dump", partial(dump, state), admission=dumps, scope=Scope.ADMIN)
 
 
 def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
-    return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT)
+    return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT, scope=Scope.READ)
 
 
 def query(state: State, request: Request) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvd.faces.dumps import sliced
-from kvd.http.types import Request, Response, Route
+from kvd.http.types import Request, Response, Route, Scope
 from kvd.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
 
 
@@ -25,7 +25,7 @@ def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
         yield from source()
 
 
-HEALTH = Route("GET", "/health", health, hot=True)
+HEALTH = Route("GET", "/health", health, hot=True, scope=Scope.OPEN)
 
 
 def metrics_route(sources: Sequence[Source]) -> Route:

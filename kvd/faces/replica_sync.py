@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvd.faces import bodies
-from kvd.http.types import Request, Response, Route
+from kvd.http.types import Request, Response, Route, Scope
 from kvd.replicas import Replicas
 from kvd_core.scan import BodyScanner
 
@@ -16,8 +16,18 @@ PEER = BodyScanner({}, ("endpoint",))
 
 def routes(replicas: Replicas) -> tuple[Route, ...]:
     return (
-        Route("POST", "/replica_sync/register_peer", partial(register_peer, replicas)),
-        Route("POST", "/replica_sync/deregister_peer", partial(deregister_peer, replicas)),
+        Route(
+            "POST",
+            "/replica_sync/register_peer",
+            partial(register_peer, replicas),
+            scope=Scope.ADMIN,
+        ),
+        Route(
+            "POST",
+            "/replica_sync/deregister_peer",
+            partial(deregister_peer, replicas),
+            scope=Scope.ADMIN,
+        ),
         Route("GET", "/replica_sync/peers", partial(list_peers, replicas)),
     )
 

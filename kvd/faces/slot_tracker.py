@@ -10,7 +10,7 @@ from kvd.errors import Invalid, NotFound
 from kvd.faces import bodies
 from kvd.faces.dumps import sliced
 from kvd.faces.monitoring import HEALTH
-from kvd.http.types import Handler, Request, Response, Route
+from kvd.http.types import Handler, Request, Response, Route, Scope
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.slots import SlotTrackers, Tracker, WorkerRow
 from kvd_core.lane import Answerer
@@ -44,30 +44,32 @@ def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
     known = slots, DEFAULT_TENANT
     return (
         HEALTH,
-        Route("POST", "/register", partial(register, slots)),
-        Route("POST", "/unregister", partial(unregister, slots)),
+        Route("POST", "/register", partial(register, slots), scope=Scope.ADMIN),
+        Route("POST", "/unregister", partial(unregister, slots), scope=Scope.ADMIN),
         Route("GET", "/workers", partial(workers, slots)),
-        _hot("POST", "/add", partial(add, slots, clock), PlainAdd(ADD, *known, clock)),
-        _hot(
-            "POST",
+        _step("/add", partial(add, slots, clock), PlainAdd(ADD, *known, clock)),
+        _step(
             "/prefill_complete",
             partial(prefill_complete, slots),
             PlainPrefillComplete(STEP, *known),
         ),
-        _hot("POST", "/free", partial(free, slots), PlainFree(STEP, *known)),
-        _hot("GET", "/loads", partial(loads, slots), PlainLoads(ALL, *known)),
-        _hot(
+        _step("/free", partial(free, slots), PlainFree(STEP, *known)),
+        Route("GET", "/loads", partial(loads, slots), True, PlainLoads(ALL, *known)),
+        Route(
             "POST",
             "/potential_loads",
             partial(potential_loads, slots),
+            True,
             PlainProjection(PROJECT, *known),
+            scope=Scope.READ,
         ),
         Route("GET", "/requests/{request_id}", partial(show_request, slots, clock)),
     )
 
 
-def _hot(method: str, path: str, handler: Handler, answerer: Answerer) -> Route:
-    return Route(method, path, handler, True, answerer)
+def _step(path: str, handler: Handler, answerer: Answerer) -> Route:
+    """Returns the route of a step in a request's life."""
+    return Route("POST", path, handler, True, answerer, scope=Scope.LIFECYCLE)
 
 
 def register(slots: SlotTrackers, request: Request) -> Response:

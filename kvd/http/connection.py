@@ -22,6 +22,7 @@ from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.errors import Failures, Refusal
 from kvd.http.head import HEAD_END, Head, HeadParser
+from kvd.http.permits import Permits
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
@@ -47,10 +48,16 @@ class Service:
     """What a listener serves, and the lane its connections are parked in."""
 
     def __init__(
-        self, table: RouteTable, app: AsgiApp, observe: Observer | None, failures: Failures
+        self,
+        table: RouteTable,
+        app: AsgiApp,
+        observe: Observer | None,
+        permits: Permits,
+        failures: Failures,
     ) -> None:
         self.table = table
         self.app = app
+        self.permits = permits
         self.failures = failures
         self._too_long = failures.response(503, "the request took too long")
         self.lane = Lane(
@@ -59,6 +66,7 @@ class Service:
             Connection.serve_parked,
             Connection.note_answered,
             Connection.wake,
+            permits.rules,
         )
         self.observe = observe
 
@@ -103,11 +111,14 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_outcome", "_service", "_task")
+    __slots__ = ("_outcome", "_service", "_task", "checks_host")
 
-    def __init__(self, sock: socket.socket, shared: Shared, service: Service) -> None:
+    def __init__(
+        self, sock: socket.socket, shared: Shared, service: Service, checks_host: bool
+    ) -> None:
         super().__init__(sock, shared)
         self._service = service
+        self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Leftover | Exception | None = None  # what it was woken with
 
@@ -230,6 +241,7 @@ class Connection(Transport):
         self.shared.stats.requests += 1
         found = self._service.table.find(head.method, head.path)
         route = None if found is None else found.route
+        self._check_permit(head, route)
         body = await self._read_body(head, route) if head.length else b""
         if found is not None and found.route.hot:
             if found.route.waits:
@@ -275,14 +287,24 @@ class Connection(Transport):
         except OSError:
             return True  # reset
 
+    def _check_permit(self, head: Head, route: Route | None) -> None:
+        """Raises Refusal before a byte of the body is kept that nobody may send."""
+        refusal = self._service.permits.refusal(head.headers, route, self.checks_host)
+        if refusal is not None:
+            self._observe(head, route, refusal)
+            raise refusal
+
     async def _read_body(self, head: Head, route: Route | None) -> bytes:
         limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit
         try:
             return await read_body(self, head, limit)
         except Refusal as refusal:
-            if self._service.observe is not None and route is not None:
-                self._service.observe(route.path, head.method, refusal.status, 0.0)
+            self._observe(head, route, refusal)
             raise
+
+    def _observe(self, head: Head, route: Route | None, refusal: Refusal) -> None:
+        if self._service.observe is not None and route is not None:
+            self._service.observe(route.path, head.method, refusal.status, 0.0)
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
@@ -296,7 +318,7 @@ class Connection(Transport):
         stats = self.shared.stats
         if counter := _REFUSAL_COUNTERS.get(refusal.status):
             setattr(stats, counter, getattr(stats, counter) + 1)
-        response = self._service.failures.response(refusal.status, str(refusal))
+        response = self._service.failures.refused(refusal)
         assert isinstance(response.body, bytes)
         lines = self.shared.date_line + CLOSE_LINE
         await self.send(whole_response(response, response.body, lines, silent=False))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvd.errors import KvdError, Unavailable
-from kvd.http.types import Response
+from kvd.http.types import Headers, Response
 
 INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback
 
@@ -19,9 +19,10 @@ INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log ha
 class Refusal(Exception):
     """The server itself refuses a request and closes the connection; `str()` is for the client."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, headers: Headers | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.headers = headers or []
 
 
 class Failures:
@@ -42,6 +43,12 @@ class Failures:
     ) -> Response:
         """Returns a response with that body."""
         return Response(status, self.body(status, text, details))
+
+    def refused(self, refusal: Refusal) -> Response:
+        """Returns the response to what the server itself refuses."""
+        response = self.response(refusal.status, str(refusal))
+        response.headers.extend(refusal.headers)
+        return response
 
     def too_large(self, limit: int) -> Response:
         """Returns the response to a body of more than `limit` bytes."""

@@ -22,6 +22,7 @@ from kvd.http.connection import Connection, Service
 from kvd.http.errors import PLAIN, Failures
 from kvd.http.interlude import interlude
 from kvd.http.limits import HttpLimits
+from kvd.http.permits import Permits, is_local
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
@@ -44,12 +45,13 @@ class Front(Server[Connection]):
         routes: tuple[Route, ...],
         app: AsgiApp,
         limits: HttpLimits,
+        permits: Permits,
         observe: Observer | None = None,
         failures: Failures = PLAIN,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, observe, failures)
+        self._service = Service(RouteTable(routes), app, observe, permits, failures)
         self._busy_body = failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
@@ -58,7 +60,8 @@ class Front(Server[Connection]):
         self._shared.limits, self._shared.tick = limits, limits.tick_seconds()
 
     def _connect(self, sock: socket.socket) -> Connection:
-        return Connection(sock, self._shared, self._service)
+        loopback = sock.family != socket.AF_UNIX and is_local(sock)
+        return Connection(sock, self._shared, self._service, checks_host=loopback)
 
     def _turn_away(self, sock: socket.socket) -> None:
         lines = self._shared.date_line + CLOSE_LINE

@@ -1,4 +1,7 @@
-"""What an ASGI application needs around it: `observed`, `admitted`; `guarded` under hypercorn."""
+"""What an ASGI application needs around it: `observed`, `admitted`.
+
+Under hypercorn besides: `guarded`, and `restricted`, as the front asks who may ask by itself.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from typing import Any
 import trio
 
 from kvd.http.asgi import AsgiApp, Message
-from kvd.http.errors import Failures
+from kvd.http.errors import Failures, Refusal
+from kvd.http.permits import Permits, is_loopback
 from kvd.http.table import RouteTable
-from kvd.http.types import Observer
+from kvd.http.types import Headers, Observer
 
 
 def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
@@ -55,7 +59,7 @@ def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
             await app(scope, receive, send)
         elif admission.inside >= admission.limit:
             admission.refused += 1
-            await _send_failure(send, failures.body(503, admission.text))
+            await _send_refusal(send, failures, Refusal(503, admission.text))
         else:
             admission.inside += 1
             try:
@@ -64,6 +68,36 @@ def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
                 admission.inside -= 1
 
     return admitted_app
+
+
+def restricted(
+    app: AsgiApp,
+    table: RouteTable,
+    permits: Permits,
+    failures: Failures,
+    observe: Observer | None,
+    *,
+    checks_host: bool,
+) -> AsgiApp:
+    """Returns `app` for those who may ask; the others are refused before a body is read.
+
+    With `checks_host` requests to the loopback interface are, that are for another host.
+    """
+
+    async def restricted_app(scope: Any, receive: Any, send: Any) -> None:
+        found = table.find(scope["method"], scope["raw_path"])
+        server = scope.get("server")
+        loopback = checks_host and server is not None and is_loopback(server[0])
+        route = None if found is None else found.route
+        refusal = permits.refusal(list(scope["headers"]), route, loopback)
+        if refusal is None:
+            await app(scope, receive, send)
+            return
+        if observe is not None and route is not None:
+            observe(route.path, scope["method"], refusal.status, 0.0)
+        await _send_refusal(send, failures, refusal, (b"connection", b"close"))
+
+    return restricted_app
 
 
 def guarded(app: AsgiApp, handler_seconds: float, failures: Failures) -> AsgiApp:
@@ -96,8 +130,8 @@ class _Exchange:
             await app(scope, self.receive, self.send)
         if self._scope.cancelled_caught and not self._started:
             closing = (b"connection", b"close")
-            body = self._failures.body(503, "the request took too long")
-            await _send_failure(self._send, body, closing)
+            refusal = Refusal(503, "the request took too long")
+            await _send_refusal(self._send, self._failures, refusal, closing)
 
     async def receive(self) -> Message:
         """Withholds the disconnection until the response is sent.
@@ -119,12 +153,16 @@ class _Exchange:
             self._ended.set()
 
 
-async def _send_failure(send: Any, body: bytes, *headers: tuple[bytes, bytes]) -> None:
-    """Answers 503."""
-    headers = (
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        *headers,
-    )
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def _send_refusal(
+    send: Any, failures: Failures, refusal: Refusal, *more: tuple[bytes, bytes]
+) -> None:
+    response = failures.refused(refusal)
+    assert isinstance(response.body, bytes)
+    headers: Headers = [
+        (b"content-type", response.content_type),
+        (b"content-length", b"%d" % len(response.body)),
+        *response.headers,
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body})

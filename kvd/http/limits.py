@@ -60,6 +60,7 @@ class HttpStats:
     send_timeouts: int = 0
     idle_timeouts: int = 0
     linger_timeouts: int = 0
+    handshakes_failed: int = 0  # TLS: no TLS, no certificate where one is needed, too slow
     client_gone: int = 0  # reset or closed while a request or response was under way
     cut_at_stop: int = 0  # connections still busy when the graceful deadline passed
     handler_bugs: int = 0  # exceptions no handler should raise: answered 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
 import socket
 import stat
@@ -11,25 +12,29 @@ from pathlib import Path
 
 import trio
 
+from kvd.http.options import UnixRights
+
 BACKLOG = 1024  # a fleet reconnecting at once; the kernel caps it at net.core.somaxconn
-UNIX_MODE = 0o660  # the socket's owner and group: a group is how a sidecar is let in
+
+OWN_RIGHTS = UnixRights()
 
 _UNIX_PREFIX = "unix:"
 
 _Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # as getaddrinfo's
 
 
-async def open_listeners(bind: str) -> list[socket.socket]:
+async def open_listeners(bind: str, rights: UnixRights = OWN_RIGHTS) -> list[socket.socket]:
     """Returns non-blocking listening sockets for `host:port`, `[v6]:port` or `unix:/path`.
 
-    Port 0 takes any free port. A host name opens every address it resolves to.
+    Port 0 takes any free port. A host name opens every address it resolves to. `rights` are those
+    of a Unix socket.
 
     Raises:
         ValueError: `bind` has none of these forms.
         OSError: the address cannot be listened on; the text names it and the reason.
     """
     if bind.startswith(_UNIX_PREFIX):
-        return [_open_unix(bind.removeprefix(_UNIX_PREFIX))]
+        return [_open_unix(bind.removeprefix(_UNIX_PREFIX), rights)]
     host, port = split_host_port(bind)
     try:
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -68,16 +73,29 @@ def _open_tcp(family: int, address: _Address, bind: str) -> socket.socket:
         raise _explained(error, bind) from None
 
 
-def _open_unix(path: str) -> socket.socket:
+def _open_unix(path: str, rights: UnixRights) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
         sock.bind(path)
-        os.chmod(path, UNIX_MODE)  # before listen(), so nobody connects with the umask's mode
+        # Nobody can connect before listen(), whatever the file says until then. The group first:
+        # a change of that may take bits of the mode away.
+        if rights.group is not None:
+            os.chown(path, -1, _group_number(rights.group))
+        os.chmod(path, rights.mode)
         return _listening(sock)
     except OSError as error:
         sock.close()
         raise _explained(error, _UNIX_PREFIX + path) from None
+
+
+def _group_number(group: str) -> int:
+    if group.isascii() and group.isdigit():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise OSError(errno.EINVAL, f"there is no group {group}") from None
 
 
 def _listening(sock: socket.socket) -> socket.socket:

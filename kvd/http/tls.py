@@ -8,7 +8,7 @@ nursery. Here a connection has one cancel scope, whose deadline moves whenever b
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+import ssl
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -22,10 +22,14 @@ from hypercorn.utils import parse_socket_addr
 
 from kvd.http.asgi import AsgiApp
 from kvd.http.errors import PLAIN, Failures
-from kvd.http.guard import guarded
+from kvd.http.guard import guarded, restricted
 from kvd.http.limits import HttpLimits
+from kvd.http.options import TlsFiles
+from kvd.http.permits import Permits
 from kvd.http.server import Server
+from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES
+from kvd.http.types import Observer, Route
 from kvd.logs import RateLimit, get_logger
 
 log = get_logger(__name__)
@@ -35,20 +39,26 @@ UNLIMITED_REQUESTS = 2**63  # hypercorn closes a connection after 1,000
 
 
 class TlsServer(Server["TlsConnection"]):
-    """Serves an ASGI application over TLS."""
+    """Serves an ASGI application over TLS, to those who may ask."""
 
     def __init__(
         self,
+        routes: tuple[Route, ...],
         app: AsgiApp,
-        certfile: Path,
-        keyfile: Path,
+        files: TlsFiles,
         limits: HttpLimits,
+        permits: Permits,
+        observe: Observer | None = None,
         failures: Failures = PLAIN,
     ) -> None:
         """Loads the certificate; raises OSError if a file is unreadable or no PEM."""
         super().__init__(limits)
-        self.config = _config(certfile, keyfile, limits)
+        self.config = _config(files, limits)
         self.context = WorkerContext(max_requests=None)
+        table = RouteTable(routes)
+        # Who shows a certificate is no browser that a page has led here.
+        checks_host = files.client_ca is None
+        app = restricted(app, table, permits, failures, observe, checks_host=checks_host)
         self.app = ASGIWrapper(guarded(app, limits.handler_seconds, failures))
         ssl_context = self.config.create_ssl_context()
         assert ssl_context is not None  # a certificate and a key are set
@@ -76,10 +86,13 @@ class TlsServer(Server["TlsConnection"]):
         await super()._drain()
 
 
-def _config(certfile: Path, keyfile: Path, limits: HttpLimits) -> Config:
+def _config(files: TlsFiles, limits: HttpLimits) -> Config:
     config = Config()
-    config.certfile = str(certfile)
-    config.keyfile = str(keyfile)
+    config.certfile = str(files.certfile)
+    config.keyfile = str(files.keyfile)
+    if files.client_ca is not None:
+        config.ca_certs = str(files.client_ca)
+        config.verify_mode = ssl.CERT_REQUIRED
     config.alpn_protocols = ["http/1.1"]
     config.include_server_header = False
     config.h11_max_incomplete_size = limits.head_bytes
@@ -120,8 +133,12 @@ class TlsConnection:
             self._scope.cancel()
 
     async def _serve(self) -> None:
-        with trio.fail_after(self._server.limits.head_seconds):  # hypercorn grants 60
-            await self._stream.do_handshake()
+        try:
+            with trio.fail_after(self._server.limits.head_seconds):  # hypercorn grants 60
+                await self._stream.do_handshake()
+        except (trio.BrokenResourceError, trio.TooSlowError):
+            self._server.stats.handshakes_failed += 1
+            raise
         sock = self._stream.transport_stream.socket
         async with TaskGroup() as requests:
             self._protocol = _Http11(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from enum import IntFlag
 from inspect import iscoroutinefunction
 
 from kvd_core.lane import Answerer
@@ -16,6 +17,16 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework grants by default
+
+
+class Scope(IntFlag):
+    """What a bearer token is good for, and what a route asks for."""
+
+    OPEN = 0  # of a route that answers without a token
+    READ = 1  # questions, lists, metrics: what changes nothing
+    LIFECYCLE = 2  # bookings, and what becomes of them: what moves loads and sessions
+    ADMIN = 4  # who serves, how it is chosen, what others copy
+    ANY = READ | LIFECYCLE | ADMIN
 
 
 @dataclass(slots=True)
@@ -74,7 +85,8 @@ class Route:
     `answerer` may answer in the handler's place, the same as that would. `body_limit` is in bytes;
     a longer body is answered 413 before anyone sees it.
     `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
-    a body is read as JSON whatever type it is announced as.
+    a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
+    it is said, which every route has to that is not a GET.
     """
 
     method: str
@@ -85,9 +97,14 @@ class Route:
     body_limit: int = DEFAULT_BODY_LIMIT
     admission: Admission | None = None
     any_type: bool = False
+    scope: Scope = None  # type: ignore[assignment]
     waits: bool = field(init=False)  # the handler is asynchronous
 
     def __post_init__(self) -> None:
+        if self.scope is None:
+            if self.method != "GET":
+                raise ValueError(f"the scope of {self.method} {self.path} is not said")
+            object.__setattr__(self, "scope", Scope.READ)
         object.__setattr__(self, "waits", iscoroutinefunction(self.handler))
 
 

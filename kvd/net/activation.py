@@ -24,11 +24,15 @@ class Passed:
     def __init__(self, sockets: Iterable[tuple[str, socket.socket]] = ()) -> None:
         self._sockets = list(sockets)
 
-    def take(self, name: str, bind: str) -> list[socket.socket]:
-        """Returns the sockets of this name, or without any those that listen on this address."""
-        chosen = [sock for given, sock in self._sockets if given == name]
-        if not chosen:
-            chosen = [sock for _, sock in self._sockets if address(sock) == bind]
+    def named(self, name: str) -> list[socket.socket]:
+        """Takes the sockets of this name."""
+        return self._take([sock for given, sock in self._sockets if given == name])
+
+    def at(self, bind: str) -> list[socket.socket]:
+        """Takes the sockets that listen on this address, whatever their name."""
+        return self._take([sock for _, sock in self._sockets if address(sock) == bind])
+
+    def _take(self, chosen: list[socket.socket]) -> list[socket.socket]:
         self._sockets = [each for each in self._sockets if each[1] not in chosen]
         return chosen
 

@@ -51,12 +51,18 @@ class _Target:
 
 
 async def fetch(
-    url: str, accept: bytes, limits: FetchLimits, begin: Callable[[Headers], Sink]
+    url: str,
+    accept: bytes,
+    limits: FetchLimits,
+    begin: Callable[[Headers], Sink],
+    *,
+    token: bytes = b"",
 ) -> None:
     """Gives the document at `url` to the sink that `begin` returns for its headers.
 
-    Raises FetchError unless the answer is 200, uncompressed and complete; by then the sink may
-    have been given a part. What `begin` and the sink raise comes through.
+    A bearer `token` goes with the request if there is one. Raises FetchError unless the answer is
+    200, uncompressed and complete; by then the sink may have been given a part. What `begin` and
+    the sink raise comes through.
     """
     target = _parse(url)
     try:
@@ -64,7 +70,7 @@ async def fetch(
             with trio.fail_after(limits.connect_s):
                 stream = await _connect(target)
             async with stream:
-                await stream.send_all(_request(target, accept))
+                await stream.send_all(_request(target, accept, token))
                 await _receive(stream, limits, begin)
     except trio.TooSlowError:
         raise FetchError("took too long") from None
@@ -98,11 +104,12 @@ async def _connect(target: _Target) -> trio.abc.Stream:
     )
 
 
-def _request(target: _Target, accept: bytes) -> bytes:
+def _request(target: _Target, accept: bytes, token: bytes) -> bytes:
+    shown = b"authorization: Bearer %b\r\n" % token if token else b""
     return (
         b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: %b\r\naccept-encoding: identity\r\n"
-        b"user-agent: kvd/%b\r\nconnection: close\r\n\r\n"
-        % (target.path.encode(), target.authority.encode(), accept, VERSION.encode())
+        b"user-agent: kvd/%b\r\n%bconnection: close\r\n\r\n"
+        % (target.path.encode(), target.authority.encode(), accept, VERSION.encode(), shown)
     )
 
 

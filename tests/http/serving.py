@@ -15,7 +15,8 @@ from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
-from kvd.http.types import Request, Response, Route
+from kvd.http.permits import Permits, Policy
+from kvd.http.types import Request, Response, Route, Scope
 
 QUICK = HttpLimits(
     head_seconds=0.15,
@@ -27,6 +28,7 @@ QUICK = HttpLimits(
     graceful_seconds=0.4,
 )
 PATIENT = HttpLimits(linger_seconds=0.1, graceful_seconds=0.5)
+PUBLIC = Policy(allowed_hosts=("kvd",))
 TEST_SECONDS = 10  # for any one of these tests, most of which take milliseconds
 BIG = b"x" * (16 * 1024 * 1024)  # more than loopback buffers hold
 
@@ -92,8 +94,8 @@ def unnamed(request: Request) -> Response:
 def both(method: str, path: str, handler: object, limit: int = 2 * 1024 * 1024) -> list[Route]:
     """Returns a hot route, and a cold one under /app."""
     return [
-        Route(method, path, handler, hot=True, body_limit=limit),  # type: ignore[arg-type]
-        Route(method, "/app" + path, handler, body_limit=limit),  # type: ignore[arg-type]
+        Route(method, path, handler, hot=True, body_limit=limit, scope=Scope.READ),  # type: ignore[arg-type]
+        Route(method, "/app" + path, handler, body_limit=limit, scope=Scope.READ),  # type: ignore[arg-type]
     ]
 
 
@@ -113,7 +115,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/broken", broken_off),
     Route("GET", "/slow", slow),
     Route("GET", "/waiting", slow, hot=True),
-    Route("DELETE", "/gone/{name}", named, hot=True),
+    Route("DELETE", "/gone/{name}", named, hot=True, scope=Scope.LIFECYCLE),
 )
 
 
@@ -239,7 +241,10 @@ class Running:
 
 @asynccontextmanager
 async def serving(
-    limits: HttpLimits = PATIENT, routes: tuple[Route, ...] = ROUTES, **changes: float
+    limits: HttpLimits = PATIENT,
+    routes: tuple[Route, ...] = ROUTES,
+    policy: Policy = PUBLIC,
+    **changes: float,
 ) -> AsyncIterator[Running]:
     """Runs a front on a free port; `changes` are limits that differ."""
     limits = replace(limits, **changes)  # type: ignore[arg-type]
@@ -249,7 +254,8 @@ async def serving(
         assert seconds >= 0
         running.observed.append((method, path, status))
 
-    front = Front(routes, build_app(routes, limits, observe), limits, observe)
+    permits = Permits(policy)
+    front = Front(routes, build_app(routes, limits, observe), limits, permits, observe)
     running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event())
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:

@@ -12,6 +12,7 @@ from serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, serving
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
+from kvd.http.permits import Permits, Policy
 from kvd.http.types import Response, Route
 
 PREFIXES = pytest.mark.parametrize("prefix", ["", "/app"], ids=["hot", "app"])
@@ -230,7 +231,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 async def test_a_request_may_come_byte_by_byte() -> None:
     async with serving() as running, running.client() as client:
-        request = b"\r\nPOST /echo?x HTTP/1.1\r\nHost: a\r\nempty:\r\ncontent-length: 2\r\n"
+        request = b"\r\nPOST /echo?x HTTP/1.1\r\nHost: kvd\r\nempty:\r\ncontent-length: 2\r\n"
         for byte in request + b"content-type: application/json\r\n\r\n{}":
             await client.send(bytes([byte]))
         assert (await client.read_reply()).body == b"{}"
@@ -304,7 +305,7 @@ def test_a_table_of_routes_that_cannot_be_served_is_a_mistake() -> None:
     route = Route("GET", "/a", lambda request: Response(200, b""))
     app = build_app((route,), HttpLimits())
     with pytest.raises(ValueError, match="two routes for GET /a"):
-        Front((route, route), app, HttpLimits())
+        Front((route, route), app, HttpLimits(), Permits(Policy()))
 
 
 class Unwilling(list[tuple[str, str, int]]):

@@ -15,6 +15,7 @@ import trio
 from kvd.http.interlude import interlude
 from kvd.http.types import Request, Response, Route
 from kvd_core.lane import Lane
+from kvd_core.permits import PermitRules
 from tests.http.serving import PATIENT, ROUTES, Running, serving
 
 REQUEST = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
@@ -128,7 +129,7 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
 
 
 def lane_of(wake: Any) -> Lane:
-    return Lane({}, [], print, print, wake)
+    return Lane({}, [], print, print, wake, PermitRules())
 
 
 async def test_the_instrument_goes_with_the_last_lane() -> None:

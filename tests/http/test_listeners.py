@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import socket
 import stat
@@ -11,10 +12,13 @@ import pytest
 import trio
 from serving import ROUTES, Client
 
+from kvd.config import StartError, load
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners, split_host_port
+from kvd.http.options import UnixRights
+from kvd.http.permits import Permits, Policy
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ async def test_a_host_that_does_not_resolve_is_named() -> None:
 
 async def test_a_unix_socket_serves_its_owner_and_group(tmp_path: Path) -> None:
     path = tmp_path / "kvd.sock"
-    front = Front(ROUTES, build_app(ROUTES, HttpLimits()), HttpLimits())
+    front = Front(ROUTES, build_app(ROUTES, HttpLimits()), HttpLimits(), Permits(Policy()))
     stop = trio.Event()
     listeners = await open_listeners(f"unix:{path}")
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -92,3 +96,27 @@ async def test_only_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
 async def test_an_impossible_socket_file_is_named(path: str) -> None:
     with pytest.raises(OSError, match=f"cannot listen on unix:{path}"):
         await open_listeners(f"unix:{path}")
+
+
+async def test_a_unix_socket_has_the_rights_it_is_given(tmp_path: Path) -> None:
+    path, own = tmp_path / "s", os.getgid()
+    before = os.umask(0o077)
+    try:
+        for mode, group in ((0o600, None), (0o666, str(own)), (0o660, grp.getgrgid(own).gr_name)):
+            (listener,) = await open_listeners(f"unix:{path}", UnixRights(mode, group))
+            with listener:
+                assert stat.S_IMODE(path.stat().st_mode) == mode
+                assert path.stat().st_gid == own
+            path.unlink()
+    finally:
+        os.umask(before)
+    with pytest.raises(OSError, match="there is no group nobodies-group"):
+        await open_listeners(f"unix:{path}", UnixRights(0o660, "nobodies-group"))
+
+
+def test_rights_are_said_in_octal() -> None:
+    said = load({}, {"KVD_UNIX_SOCKET_MODE": "0600", "KVD_UNIX_SOCKET_GROUP": "kvd"})
+    assert said.unix_rights == UnixRights(0o600, "kvd")
+    for bad in ("600", "0o600", "0800", "432", "00600"):  # as TOML would hand on a number
+        with pytest.raises(StartError, match="four octal digits"):
+            load({}, {"KVD_UNIX_SOCKET_MODE": bad})

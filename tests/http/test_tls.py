@@ -13,6 +13,7 @@ import trio
 from serving import (
     ECHO_LIMIT,
     PATIENT,
+    PUBLIC,
     QUICK,
     ROUTES,
     TEST_SECONDS,
@@ -25,13 +26,16 @@ from serving import (
 from kvd.http.app import build_app
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
+from kvd.http.options import TlsFiles
+from kvd.http.permits import Permits
 from kvd.http.tls import TlsServer
 
 
 class RunningTls:
     def __init__(self, certificate: Path, limits: HttpLimits) -> None:
         app = build_app(ROUTES, limits)
-        self.server = TlsServer(app, certificate / "cert.pem", certificate / "key.pem", limits)
+        files = TlsFiles(certificate / "cert.pem", certificate / "key.pem")
+        self.server = TlsServer(ROUTES, app, files, limits, Permits(PUBLIC))
         self.stop = trio.Event()
         self.ended = trio.Event()
         self.address = ("", 0)

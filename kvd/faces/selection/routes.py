@@ -7,7 +7,7 @@ from functools import partial
 from kvd.catalog import DEFAULT_MODEL
 from kvd.faces.selection import choosing, inspection, reservations, tuning, workers
 from kvd.faces.selection.prompts import ASK
-from kvd.http.types import Handler, Route
+from kvd.http.types import DEFAULT_BODY_LIMIT, Handler, Route, Scope
 from kvd.model import DEFAULT_TENANT
 from kvd.selection.service import Selections
 from kvd_core.lane import Answerer
@@ -27,26 +27,30 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
     bound = partial(partial, selections=selections)
     known = selections, DEFAULT_MODEL, DEFAULT_TENANT
     return (
-        Route("GET", "/health", inspection.health, hot=True),
-        Route("GET", "/ready", bound(workers.ready)),
+        Route("GET", "/health", inspection.health, hot=True, scope=Scope.OPEN),
+        Route("GET", "/ready", bound(workers.ready), scope=Scope.OPEN),
         Route("GET", "/workers", bound(workers.list_workers)),
-        Route("POST", "/workers", bound(workers.post_worker), body_limit=BODY_LIMIT),
-        Route("PUT", "/workers", bound(workers.put_workers), body_limit=BODY_LIMIT),
-        Route("PATCH", "/workers/{worker_id}", bound(workers.patch_worker), body_limit=BODY_LIMIT),
-        Route("DELETE", "/workers/{worker_id}", bound(workers.delete_worker)),
-        _hot("/select", bound(choosing.select), PlainSelect(choosing.SELECT, *known, books=False)),
-        _hot(
+        _admin("POST", "/workers", bound(workers.post_worker), BODY_LIMIT),
+        _admin("PUT", "/workers", bound(workers.put_workers), BODY_LIMIT),
+        _admin("PATCH", "/workers/{worker_id}", bound(workers.patch_worker), BODY_LIMIT),
+        _admin("DELETE", "/workers/{worker_id}", bound(workers.delete_worker)),
+        _question(
+            "/select",
+            bound(choosing.select),
+            PlainSelect(choosing.SELECT, *known, books=False),
+        ),
+        _step(
             "/select_and_reserve",
             bound(choosing.select_and_reserve),
             PlainSelect(choosing.SELECT, *known, books=True),
         ),
-        _hot("/reservations", bound(reservations.reserve)),
-        _hot(
+        _step("/reservations", bound(reservations.reserve)),
+        _step(
             "/reservations/{reservation_id}/prefill_complete",
             bound(reservations.prefill_complete),
             PlainPrefillComplete(selections),
         ),
-        _hot("/reservations/{reservation_id}/output_block", bound(reservations.output_block)),
+        _step("/reservations/{reservation_id}/output_block", bound(reservations.output_block)),
         Route("GET", "/reservations/{reservation_id}", bound(reservations.show_reservation)),
         Route(
             "DELETE",
@@ -54,18 +58,30 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
             bound(reservations.free),
             True,
             PlainFree(selections),
+            scope=Scope.LIFECYCLE,
         ),
         Route("GET", "/loads", bound(inspection.loads), True, PlainAllLoads(selections)),
-        _hot("/potential_loads", bound(inspection.potential_loads), PlainLoads(ASK, *known)),
-        _hot("/overlap_scores", bound(inspection.overlap_scores)),
+        _question("/potential_loads", bound(inspection.potential_loads), PlainLoads(ASK, *known)),
+        _question("/overlap_scores", bound(inspection.overlap_scores)),
         Route("GET", "/busy_threshold", bound(tuning.list_thresholds)),
-        Route("POST", "/busy_threshold", bound(tuning.post_thresholds)),
-        Route("DELETE", "/busy_threshold", bound(tuning.delete_thresholds)),
+        _admin("POST", "/busy_threshold", bound(tuning.post_thresholds)),
+        _admin("DELETE", "/busy_threshold", bound(tuning.delete_thresholds)),
         Route("GET", "/router_mode", bound(tuning.list_modes)),
-        Route("POST", "/router_mode", bound(tuning.post_mode)),
-        Route("DELETE", "/router_mode", bound(tuning.delete_mode)),
+        _admin("POST", "/router_mode", bound(tuning.post_mode)),
+        _admin("DELETE", "/router_mode", bound(tuning.delete_mode)),
     )
 
 
-def _hot(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
-    return Route("POST", path, handler, True, answerer, BODY_LIMIT)
+def _question(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
+    """Returns the route of a question that books nothing."""
+    return Route("POST", path, handler, True, answerer, BODY_LIMIT, scope=Scope.READ)
+
+
+def _step(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
+    """Returns the route of a booking, or a step in its life."""
+    return Route("POST", path, handler, True, answerer, BODY_LIMIT, scope=Scope.LIFECYCLE)
+
+
+def _admin(method: str, path: str, handler: Handler, body_limit: int = DEFAULT_BODY_LIMIT) -> Route:
+    """Returns the route of a change to who serves, or how it is chosen."""
+    return Route(method, path, handler, body_limit=body_limit, scope=Scope.ADMIN)

@@ -1,0 +1,8 @@
+MAX_TOKEN_BYTES: int
+VERDICTS: tuple[str, ...]
+
+class PermitRules:
+    def replace(
+        self, tokens: list[tuple[bytes, int]], hosts: list[bytes], origins: list[bytes]
+    ) -> None: ...
+    def judge(self, headers: list[tuple[bytes, bytes]], scope: int, checks_host: bool) -> int: ...
