@@ -31,11 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is not None:
             return int(args.command(given))
         loaded = config.load(given, os.environ, demo=args.demo)
-        logs.setup(loaded.log_level)
+        logs.setup(loaded.log_level, loaded.log_format)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
         from kvd.reloading import Reader
 
-        return run(loaded, Reader(given, os.environ, args.demo))
+        try:
+            return run(loaded, Reader(given, os.environ, args.demo))
+        finally:
+            logs.finish()
     except config.StartError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return EXIT_START_ERROR

@@ -11,6 +11,7 @@ import trio
 
 from kvd.config import StartError, TlsListener
 from kvd.faces.monitoring import metrics_route
+from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits, HttpStats
@@ -30,6 +31,7 @@ class FaceServer:
         self.stats = HttpStats()  # of the plain port, once that is served
         self.requests = RequestMetrics(metrics_prefix)
         self.sources: list[Source] = [self.requests.families, memory_families]
+        self._access = AccessLog(name)
         self._limits = limits
         self._tls: TlsListener | None = None
         self._servers: list[Front | TlsServer] = []
@@ -61,6 +63,10 @@ class FaceServer:
         for server in self._servers:
             server.limit(limits)
 
+    def log_requests(self, on: bool) -> None:
+        """Has each request be a line of the log, or none, half a second from now at the latest."""
+        self._access.on = on
+
     async def serve(
         self,
         routes: tuple[Route, ...],
@@ -70,8 +76,8 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = (*routes, metrics_route(self.sources))
-        app = build_app(routes, self._limits, self.requests.observe)
-        front = Front(routes, app, self._limits, self.requests.observe)
+        app = build_app(routes, self._limits, self.requests.observe, self._access)
+        front = Front(routes, app, self._limits, self.requests.observe, self._access)
         self._servers.append(front)
         self.stats = front.stats
         self.sources.append(lambda: _families("kvd_http", "HTTP server, plain port", front.stats))

@@ -175,12 +175,16 @@ def sandbox(folder: Path) -> str:
 
 @step
 def query_every_face(folder: Path) -> str:
-    """An engine publishes four blocks; each face answers about them, or about what it books."""
+    """An engine publishes four blocks; each face answers about them, or about what it books.
+
+    It is registered on the indexer, and on the conductor as a publisher under another model.
+    """
     sys.path.insert(0, "/usr/lib/kvd")
     import msgpack
     import zmq
 
-    indexer, tracker, selection = (PORTS[face] for face in ("indexer", "slot_tracker", "selection"))
+    faces = ("indexer", "slot_tracker", "selection", "conductor")
+    indexer, tracker, selection, conductor = (PORTS[face] for face in faces)
     with zmq.Context() as context, context.socket(zmq.PUB) as engine:
         engine.linger = 0
         port = engine.bind_to_random_port("tcp://127.0.0.1")
@@ -191,6 +195,15 @@ def query_every_face(folder: Path) -> str:
             "block_size": 4,
         }
         said(indexer, "POST", "/register", body)
+        publisher = {
+            "instance_id": "engine",
+            "type": "vLLM",
+            "endpoint": f"tcp://127.0.0.1:{port}",
+            "model": "k",
+            "block_size": 4,
+            "dp_rank": 0,
+        }
+        said(conductor, "POST", "/register", publisher)
         tokens = list(range(16))
         event = ["BlockStored", [11, 12, 13, 14], None, tokens, 4, None]
         batch = msgpack.packb([0.0, [event], 0])
@@ -199,9 +212,12 @@ def query_every_face(folder: Path) -> str:
         def found() -> bool:
             engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), batch])
             answer = said(indexer, "POST", "/query", {"model_name": "m", "token_ids": tokens})
-            return answer["scores"].get("7") == {"0": 16}
+            asked = {"model": "k", "block_size": 4, "token_ids": tokens}
+            rows = said(conductor, "POST", "/query", asked).get("default", {})
+            (row,) = rows.values() or ({"GPU": 0},)
+            return answer["scores"].get("7") == {"0": 16} and row["GPU"] == 16
 
-        seen = until(found, "seen by the indexer")
+        seen = until(found, "seen by the indexer and the conductor")
     body = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 1}
     said(tracker, "POST", "/register", body)
     body = {

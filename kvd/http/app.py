@@ -10,17 +10,21 @@ import quart
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
+from kvd.http.access import AccessLog
 from kvd.http.answer import answer
 from kvd.http.asgi import AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, error_response, too_large
-from kvd.http.guard import admitted, observed
+from kvd.http.guard import admitted, logged, observed
 from kvd.http.limits import HttpLimits
 from kvd.http.table import Found, RouteTable
 from kvd.http.types import Observer, Request, Response, Route
 
 
 def build_app(
-    routes: tuple[Route, ...], limits: HttpLimits, observe: Observer | None = None
+    routes: tuple[Route, ...],
+    limits: HttpLimits,
+    observe: Observer | None = None,
+    access: AccessLog | None = None,
 ) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
     table = RouteTable(routes)
@@ -36,8 +40,10 @@ def build_app(
         return _refused(table.methods(path)) if found is None else await _answered(found)
 
     app.register_error_handler(HTTPException, _render_exception)
-    bounded = admitted(app, table)
-    return bounded if observe is None else observed(bounded, table, observe)
+    served = admitted(app, table)
+    if observe is not None:
+        served = observed(served, table, observe)
+    return served if access is None else logged(served, table, access)
 
 
 async def _answered(found: Found) -> quart.Response:

@@ -17,6 +17,7 @@ from time import perf_counter
 
 import trio
 
+from kvd.http.access import AccessLog, echoed_line
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
@@ -49,7 +50,9 @@ _TOO_LONG = error_response(503, "the request took too long")
 class Service:
     """What a listener serves, and the lane its connections are parked in."""
 
-    def __init__(self, table: RouteTable, app: AsgiApp, observe: Observer | None) -> None:
+    def __init__(
+        self, table: RouteTable, app: AsgiApp, observe: Observer | None, access: AccessLog
+    ) -> None:
         self.table = table
         self.app = app
         self.lane = Lane(
@@ -57,9 +60,11 @@ class Service:
             table.plain_patterns(),
             Connection.serve_parked,
             Connection.note_answered,
+            Connection.log_answered,
             Connection.wake,
         )
         self.observe = observe
+        self.access = access
 
     def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
         """Returns a plain handler's response, rendered, and whether the connection persists."""
@@ -85,12 +90,17 @@ class Service:
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
     ) -> tuple[bytes, bool]:
         status = response.status
+        seconds = perf_counter() - started
         if self.observe is not None:
-            self.observe(found.route.path, head.method, status, perf_counter() - started)
+            self.observe(found.route.path, head.method, status, seconds)
         shared.stats.handler_bugs += status == 500
         persists = persists_after(status, head, shared)
         lines = connection_lines(head, shared, persists)
         assert isinstance(response.body, bytes)
+        if self.access.on:
+            size = len(response.body)
+            self.access.note(head.method, found.route.path, status, seconds, size, head.headers)
+            lines += echoed_line(head.headers)
         return whole_response(response, response.body, lines, head.method == "HEAD"), persists
 
 
@@ -140,6 +150,13 @@ class Connection(Transport):
         self.deadline = self.shared.idle_deadline
         if self._service.observe is not None:
             self._service.observe(route.path, route.method, status, seconds)
+
+    def log_answered(
+        self, route: Route, status: int, seconds: float, size: int, headers: Headers
+    ) -> bytes:
+        """Writes the line of such a request; returns what it adds to the head of the answer."""
+        self._service.access.note(route.method, route.path, status, seconds, size, headers)
+        return echoed_line(headers)
 
     def wake(self, outcome: Leftover | Exception) -> None:
         """Ends the parked state of a connection that the lane has given up."""
@@ -281,6 +298,9 @@ class Connection(Transport):
         except Refusal as refusal:
             if self._service.observe is not None and route is not None:
                 self._service.observe(route.path, head.method, refusal.status, 0.0)
+            if self._service.access.on:
+                path = None if route is None else route.path
+                self._service.access.note(head.method, path, refusal.status, 0.0, 0, head.headers)
             raise
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:

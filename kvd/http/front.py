@@ -17,6 +17,7 @@ from email.utils import formatdate
 
 import trio
 
+from kvd.http.access import AccessLog
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
 from kvd.http.errors import error_body
@@ -48,10 +49,11 @@ class Front(Server[Connection]):
         app: AsgiApp,
         limits: HttpLimits,
         observe: Observer | None = None,
+        access: AccessLog | None = None,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, observe)
+        self._service = Service(RouteTable(routes), app, observe, access or AccessLog())
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def limit(self, limits: HttpLimits) -> None:
@@ -91,6 +93,7 @@ class Front(Server[Connection]):
         while True:
             date_line = _date_line()
             self._shared.sweep(trio.current_time(), date_line)
+            self._service.lane.logged = self._service.access.on
             if not self._shared.stopping:
                 self._service.lane.lines = start_lines(200, JSON) + date_line
                 self._service.lane.created_lines = start_lines(201, JSON) + date_line

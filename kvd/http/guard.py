@@ -1,4 +1,4 @@
-"""What an ASGI application needs around it: `observed`, `admitted`; `guarded` under hypercorn."""
+"""What an ASGI application needs around it, `guarded` under hypercorn, the others everywhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import trio
 
+from kvd.http.access import AccessLog, echoed
 from kvd.http.asgi import AsgiApp, Message
 from kvd.http.errors import error_body
 from kvd.http.table import RouteTable
@@ -39,6 +40,34 @@ def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
                 note(503)
 
     return observed_app
+
+
+def logged(app: AsgiApp, table: RouteTable, access: AccessLog) -> AsgiApp:
+    """Returns `app` with a line of the log for every request, while `access` is on."""
+
+    async def logged_app(scope: Any, receive: Any, send: Any) -> None:
+        if not access.on or scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        started = perf_counter()
+        headers = list(scope["headers"])
+        status, size = 503, 0  # the server answers in its place if it does not
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status, size
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *echoed(headers)]
+            size += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await app(scope, receive, counting_send)
+        finally:
+            path = table.label(scope.get("raw_path", b""))
+            access.note(scope["method"], path, status, perf_counter() - started, size, headers)
+
+    return logged_app
 
 
 def admitted(app: AsgiApp, table: RouteTable) -> AsgiApp:

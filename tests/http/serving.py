@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from kvd.errors import NotFound
+from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
@@ -239,7 +240,10 @@ class Running:
 
 @asynccontextmanager
 async def serving(
-    limits: HttpLimits = PATIENT, routes: tuple[Route, ...] = ROUTES, **changes: float
+    limits: HttpLimits = PATIENT,
+    routes: tuple[Route, ...] = ROUTES,
+    access: AccessLog | None = None,
+    **changes: float,
 ) -> AsyncIterator[Running]:
     """Runs a front on a free port; `changes` are limits that differ."""
     limits = replace(limits, **changes)  # type: ignore[arg-type]
@@ -249,7 +253,8 @@ async def serving(
         assert seconds >= 0
         running.observed.append((method, path, status))
 
-    front = Front(routes, build_app(routes, limits, observe), limits, observe)
+    app = build_app(routes, limits, observe, access)
+    front = Front(routes, app, limits, observe, access)
     running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event())
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:
