@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__",),
     ("kvd.cli",),
     ("kvd.daemon",),
-    ("kvd.serving", "kvd.reloading"),
+    ("kvd.serving", "kvd.reloading", "kvd.status"),
     ("kvd.config", "kvd.demo"),
     ("kvd.configfile", "kvd.configpage"),
     ("kvd.settings",),
