@@ -21,6 +21,7 @@ import re
 import time
 from collections.abc import Hashable, Mapping, Sized
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from kvd.outlet import Outlet
 
@@ -37,6 +38,7 @@ FINISH_SECONDS = 0.5  # for the last lines, when kvd ends: a reader that lives t
 MAX_VALUE_CHARS = 256  # a text field longer than this is cut: one line stays one screen line or two
 MAX_LIMITER_KEYS = 4096  # keys a rate limiter remembers, about 0.5 MB; the oldest is forgotten
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _BARE = re.compile(r"[A-Za-z0-9_.:/@+-]+|<[0-9]+>")
 
 
@@ -96,7 +98,7 @@ class Style:
             shown = {key: json_value(value) for key, value in members.items()}
             if traceback:
                 shown["traceback"] = traceback
-            text = json.dumps(shown, separators=(",", ":"))
+            text = _encode(shown)
         else:
             text = " ".join(f"{key}={render(value)}" for key, value in members.items())
             if traceback:
@@ -198,17 +200,15 @@ def is_journal(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 def json_value(value: object) -> object:
     """Returns what stands for a value in JSON: what `render` shows, numbers as such."""
-    if value is None or isinstance(value, bool | int):
-        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    return _text(value)
+    return value if value is None or isinstance(value, int) else _text(value)
 
 
 def render(value: object) -> str:
     """Returns the text of one field's value: never longer than one quoted, cut text."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true" if value else "false"
     if isinstance(value, int | float):
         return str(value)
     text = _text(value)
@@ -217,15 +217,19 @@ def render(value: object) -> str:
 
 def _text(value: object) -> str:
     """Returns a cut text, or the length of what else has one."""
-    if isinstance(value, Sized) and not isinstance(value, str):
+    if not isinstance(value, str) and isinstance(value, Sized):
         return f"<{len(value)}>"
     text = str(value)
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
 
 def _utc(seconds: float) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
+    return f"{_utc_second(int(seconds))}.{int(seconds * 1000) % 1000:03d}Z"
+
+
+@lru_cache(maxsize=2)  # lines of one second come in a row
+def _utc_second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 class RateLimit:

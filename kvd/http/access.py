@@ -45,8 +45,11 @@ class AccessLog:
         seconds: float,
         size: int,
         headers: Headers,
-    ) -> None:
-        """Writes a line; `size` is that of the answer's body, None as path that of no route."""
+    ) -> Headers:
+        """Writes a line; `size` is that of the answer's body, None as path that of no route.
+
+        Returns the headers with which the answer says which request it belongs to.
+        """
         trace, request = _ids(headers)
         fields = {
             "face": self.face,
@@ -61,17 +64,21 @@ class AccessLog:
         if request is not None:
             fields["request_id"] = request
         log.always("request", **fields)
+        return _echoed(request)
 
 
 def echoed(headers: Headers) -> Headers:
     """Returns the headers with which an answer says which request it belongs to."""
-    _, request = _ids(headers)
+    return _echoed(_ids(headers)[1])
+
+
+def rendered(headers: Headers) -> bytes:
+    """Returns header lines."""
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
+
+
+def _echoed(request: str | None) -> Headers:
     return [] if request is None else [(REQUEST_ID, request.encode())]
-
-
-def echoed_line(headers: Headers) -> bytes:
-    """Returns the same, rendered."""
-    return b"".join(b"%b: %b\r\n" % header for header in echoed(headers))
 
 
 def _ids(headers: Headers) -> tuple[str | None, str | None]:

@@ -17,7 +17,7 @@ from time import perf_counter
 
 import trio
 
-from kvd.http.access import AccessLog, echoed_line
+from kvd.http.access import AccessLog, rendered
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
@@ -99,8 +99,10 @@ class Service:
         assert isinstance(response.body, bytes)
         if self.access.on:
             size = len(response.body)
-            self.access.note(head.method, found.route.path, status, seconds, size, head.headers)
-            lines += echoed_line(head.headers)
+            path = found.route.path
+            lines += rendered(
+                self.access.note(head.method, path, status, seconds, size, head.headers)
+            )
         return whole_response(response, response.body, lines, head.method == "HEAD"), persists
 
 
@@ -155,8 +157,8 @@ class Connection(Transport):
         self, route: Route, status: int, seconds: float, size: int, headers: Headers
     ) -> bytes:
         """Writes the line of such a request; returns what it adds to the head of the answer."""
-        self._service.access.note(route.method, route.path, status, seconds, size, headers)
-        return echoed_line(headers)
+        access = self._service.access
+        return rendered(access.note(route.method, route.path, status, seconds, size, headers))
 
     def wake(self, outcome: Leftover | Exception) -> None:
         """Ends the parked state of a connection that the lane has given up."""

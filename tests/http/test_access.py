@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loglines import logged
 from serving import ECHO_LIMIT, Client, serving
 
-from kvd.http.access import AccessLog, echoed, echoed_line
+from kvd.http.access import AccessLog, echoed, rendered
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -143,7 +143,7 @@ async def test_a_trace_counts_in_its_proper_form_only(
 @given(st.binary(max_size=140))
 def test_no_id_adds_a_header_or_more_than_itself(value: bytes) -> None:
     headers = [(b"host", b"kvd"), (b"x-request-id", value)]
-    line = echoed_line(headers)
+    line = rendered(echoed(headers))
     if echoed(headers):
         assert line == b"x-request-id: " + value + b"\r\n"
         assert 1 <= len(value) <= 128 and not set(value) & set(b' \r\n\0"')
