@@ -82,8 +82,8 @@ def answers(port: int) -> bool:
         return False
 
 
-def journal() -> str:
-    return run("journalctl", "-u", "kvd", "-o", "cat", "--no-pager")
+def journal(*narrowed: str) -> str:
+    return run("journalctl", "-u", "kvd", "-o", "cat", "--no-pager", *narrowed)
 
 
 def restart() -> None:
@@ -264,6 +264,14 @@ def credentials(folder: Path) -> str:
 
 
 @step
+def status(folder: Path) -> str:
+    shown = json.loads(run("kvd", "status", "--json", "--interval", "0.1", "--config", str(CONFIG)))
+    assert len(shown["faces"]) == len(PORTS) and shown["resident_bytes"], shown
+    run("kvd", "status", "--indexer-bind", "127.0.0.1:1", fails=True)
+    return f"{shown['resident_bytes'] / 2**20:.0f} MiB resident"
+
+
+@step
 def reload(folder: Path) -> str:
     applied = 'kvd_config_reloads_total{outcome="applied"}'
     refused = 'kvd_config_reloads_total{outcome="refused"}'
@@ -279,7 +287,8 @@ def reload(folder: Path) -> str:
     assert samples(8090)[refused] == 0  # kvd was not told
     os.kill(int(pid), signal.SIGHUP)
     until(lambda: samples(8090)[refused] == 1, "refused")
-    assert "event=reload_refused" in journal()
+    until(lambda: "event=reload_refused" in journal("-p", "err"), "told the journal as an error")
+    assert "event=reloaded" not in journal("-p", "err")
     CONFIG.write_text(kept + '\nlog_level = "info"\n# edited\n')
     run("systemctl", "reload", "kvd")
     until(lambda: samples(8090)[applied] == 2, "reloaded")
@@ -337,6 +346,19 @@ def upgrade_under_load(folder: Path) -> str:
     version = run("dpkg-query", "-Wf", "${Version}", "kvd")
     count = asking.served
     return f"{version}, {count} of {count} answered, slowest {asking.slowest:.2f} s, file kept"
+
+
+@step
+def downgrade(folder: Path) -> str:
+    """The version before takes the file of the later one, and refuses a setting it has not."""
+    run("dpkg", "-i", "--force-confold", str(folder / "first.deb"))
+    assert shown("ActiveState") == "active" and all(map(answers, PORTS.values()))
+    kept = CONFIG.read_text()
+    CONFIG.write_text(kept + "\nof_a_later_version = 1\n")
+    run("systemctl", "reload", "kvd", fails=True)
+    assert all(map(answers, PORTS.values()))
+    CONFIG.write_text(kept)
+    return "the file kept, a setting of a later version refused"
 
 
 @step
