@@ -1,12 +1,14 @@
 """The command line: flags in, one daemon out, an exit code back.
 
 Exit codes: 0 done, 1 kvd could not start (one line on stderr says why), 2 the command line is
-wrong (unknown flag, bad number).
+wrong (unknown flag, bad number). `kvd status` has its own: 0 all streams exact, 1 some are not, 2
+something does not answer, or nothing could be asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is not None:
             return int(args.command(given))
         loaded = config.load(given, os.environ, demo=args.demo)
-        logs.setup(loaded.log_level)
+        logs.setup(loaded.log_level, loaded.log_format)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
         from kvd.reloading import Reader
 
-        return run(loaded, Reader(given, os.environ, args.demo))
+        try:
+            return run(loaded, Reader(given, os.environ, args.demo))
+        finally:
+            logs.finish()
     except config.StartError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return EXIT_START_ERROR
@@ -53,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_select_service(commands)
     add_conductor(commands)
     add_config(commands)
+    add_status(commands)
     return parser
 
 
@@ -197,6 +203,52 @@ def show_config(given: Mapping[str, object]) -> int:
     held = config.resolve(given, os.environ)
     print(render({name: (said.value, said.source) for name, said in held.items()}), end="")
     return 0
+
+
+def add_status(commands: Any) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="say how a running kvd is",
+        description="Asks the faces of a running kvd, where file, environment and flags say that "
+        "they listen, and says what is registered, indexed and running, how fast that changes, and "
+        "whether the streams of the workers can be believed.",
+        epilog="Exit codes: 0 all streams are exact, 1 some are not, 2 a face does not answer.",
+        allow_abbrev=False,
+    )
+    add_file(parser)
+    for setting in settings.SETTINGS:
+        if setting.name in config.FACE_BINDS:
+            add_setting(parser, setting)
+    parser.add_argument(
+        "--interval",
+        type=_usage(parsers.parse_pause),
+        default=1.0,
+        metavar="SECONDS",
+        help="time over which rates are taken (default 1.0)",
+    )
+    parser.add_argument("--json", action="store_true", help="write everything, as JSON")
+    parser.set_defaults(given=status_settings, demo=False, command=show_status)
+
+
+def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    binds = {name: getattr(args, name) for name in config.FACE_BINDS}
+    return binds | {"interval": args.interval, "json": args.json}
+
+
+def show_status(given: Mapping[str, object]) -> int:
+    from kvd import status  # here, because only this command needs a client
+
+    try:
+        held = config.resolve(given, os.environ)
+    except config.StartError as error:
+        print(f"kvd: {error}", file=sys.stderr)
+        return status.UNREACHABLE
+    binds = status.faces_of({name: said.value for name, said in held.items()})
+    # A rate over no time is that of a moment.
+    interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
+    shown = status.figures(status.look(binds, interval_s, {}), interval_s)
+    print(json.dumps(shown, indent=1) if given["json"] else "\n".join(status.text(shown)))
+    return status.exit_code(shown)
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:

@@ -90,6 +90,8 @@ class Config:
     http: HttpLimits
     engine: EngineLimits
     log_level: str
+    log_format: str
+    access_log: bool
     demo: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
     values: Mapping[str, Any]  # of all settings, by name: what this was made of
@@ -180,6 +182,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         ),
         engine=_engine(values),
         log_level=values["log_level"],
+        log_format=values["log_format"],
+        access_log=values["access_log"],
         demo=demo,
         test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
         values=values,

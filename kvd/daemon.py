@@ -229,16 +229,19 @@ class _Daemon:
     def _follow(self, config: Config) -> None:
         """Has the daemon go on with other values of settings that are live."""
         self._config = config
-        logs.set_level(config.log_level)
+        logs.follow(config.log_level, config.log_format)
         for face in self._served:
             face.limit(config.http)
             face.admit(config)
+            face.log_requests(config.access_log)
         self._slots.expiry_s = config.request_expiry_s
         if self._selections is not None:
             self._selections.reload(config.router, config.request_expiry_s)
 
     async def _sweep(self) -> None:
+        """Takes back memory of ranks that have gone, and writes lines of the log that wait."""
         while True:
+            logs.flush()
             states = {self._state}
             if self._selections is not None:
                 states.add(self._selections.state)
@@ -394,16 +397,20 @@ class _Daemon:
         help = "Peers refused at the bound"
         yield counter("kvd_peers_refused_total", help, self._peers.refused)
 
-    def _reload_families(self) -> Iterator[Family]:
+    def _own_families(self) -> Iterator[Family]:
+        """Yields what the process counts of itself, on every face."""
         name, help = "kvd_config_reloads_total", "Times that the configuration was read again"
         yield by_label(name, "counter", help, "outcome", self._reloads)
+        help = "Log lines dropped because nobody read them, or they could not be written"
+        yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
 
     async def _serve(self, faces: Iterator[tuple[FaceServer, tuple[Route, ...]]]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             for face, routes in faces:
-                face.sources.append(self._reload_families)
+                face.sources.append(self._own_families)
+                face.log_requests(self._config.access_log)
                 self._served.append(face)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvd.errors import BadRequest
-from kvd.logs import LEVELS
+from kvd.logs import FORMS, LEVELS
 from kvd.peers import MAX_PEERS
 from kvd.scheduling.options import RouterMode
 from kvd.scheduling.queue import QueuePolicy
@@ -236,6 +236,12 @@ def parse_tokens_threshold(text: str) -> int | str:
 def parse_level(text: str) -> str:
     if text.lower() not in LEVELS:
         raise ValueError(f"expected one of {', '.join(LEVELS)}")
+    return text.lower()
+
+
+def parse_log_form(text: str) -> str:
+    if text.lower() not in FORMS:
+        raise ValueError(f"expected one of {', '.join(FORMS)}")
     return text.lower()
 
 

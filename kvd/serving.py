@@ -12,6 +12,7 @@ import trio
 
 from kvd.config import Config, StartError
 from kvd.faces.monitoring import metrics_route
+from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.errors import Failures
 from kvd.http.front import Front
@@ -52,6 +53,7 @@ class FaceServer:
             memory_families,
             self._refusal_families,
         ]
+        self._access = AccessLog(name)
         self._limits = config.http
         self._permits = Permits(config.policy)
         self._failures = Failures(reasons)
@@ -111,6 +113,10 @@ class FaceServer:
         for server in self._servers:
             server.limit(limits)
 
+    def log_requests(self, on: bool) -> None:
+        """Has each request be a line of the log, or none, half a second from now at the latest."""
+        self._access.on = on
+
     async def serve(
         self,
         routes: tuple[Route, ...],
@@ -120,7 +126,7 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = (*routes, metrics_route(self.sources))
-        told = self.requests.observe, self._failures
+        told = self.requests.observe, self._failures, self._access
         app = build_app(routes, self._limits, *told)
         async with trio.open_nursery() as nursery:
             if self._sockets:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvd import parsers
 from kvd.http.limits import HttpLimits
-from kvd.logs import LEVELS
+from kvd.logs import FORMS, LEVELS
 from kvd.model import DEFAULT_TENANT
 from kvd.parsers import OFF, Binds, Parse, Setting, TcpBind
 from kvd.scheduling.options import (
@@ -424,6 +424,22 @@ DAEMON_SETTINGS = (
     ),
     Setting(
         "log_level", parsers.parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}", live=True
+    ),
+    Setting(
+        "log_format",
+        parsers.parse_log_form,
+        "logfmt",
+        "|".join(FORMS),
+        "form of the lines on stderr",
+        live=True,
+    ),
+    Setting(
+        "access_log",
+        parsers.parse_switch,
+        False,
+        "BOOL",
+        "whether each HTTP request is a line of the log",
+        live=True,
     ),
 )
 

@@ -40,11 +40,12 @@ cdef class Lane:
     cdef dict _routes, _parked
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
-    cdef object _serve, _note, _wake
+    cdef object _serve, _note, _log, _wake
     cdef PermitRules _permits
     cdef bint _dry  # the last receive found nothing
     # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
     cdef public bytes lines, created_lines
+    cdef public bint logged  # whether answers are told to `log` as well
 
     cdef int _turn(self, int64_t budget_ns) except -1
     cdef _step(self, connection, int fd)

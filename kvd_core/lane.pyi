@@ -22,6 +22,7 @@ SOME: int
 class Lane:
     lines: bytes | None
     created_lines: bytes | None
+    logged: bool
     def __init__(
         self,
         routes: dict[bytes, Any],
@@ -30,6 +31,7 @@ class Lane:
             [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes], tuple[bytes, bool]
         ],
         note: Callable[[Any, Any, int, float], None],
+        log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],
         wake: Callable[[Any, Leftover | Exception], None],
         permits: PermitRules,
     ) -> None: ...

@@ -152,14 +152,16 @@ cdef class Lane:
     """The parked connections of one listener."""
 
     def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None,
-                  wake not None, PermitRules permits not None):
+                  log not None, wake not None, PermitRules permits not None):
         """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
 
         `patterns` are those with a placeholder: what their requests begin with before it, what
         follows it, and the route. A route has `body_limit` (bytes), `answerer` (an Answerer or
         None), `scope` and `waits`. What `permits` do not grant is left to the task, which refuses it;
         a connection has `checks_host` (permits.hpp). What the answerer answers is told to
-        `note(connection, route, status, seconds)`; for the rest `serve(connection, route, captured, query, headers, body)` returns
+        `note(connection, route, status, seconds)`, and while `logged` is set to `log(connection,
+        route, status, seconds, size, headers)`, which returns further lines for the head of the
+        answer; for the rest `serve(connection, route, captured, query, headers, body)` returns
         the response, and whether the connection persists; routes that wait are left to the task.
         A connection that is not parked any more is told so by `wake(connection, outcome)`.
         """
@@ -167,6 +169,7 @@ cdef class Lane:
         self._patterns = patterns
         self._serve = serve
         self._note = note
+        self._log = log
         self._wake = wake
         self._permits = permits
         self._parked = {}
@@ -312,10 +315,14 @@ cdef class Lane:
                 if response is not None:
                     created = (<Answerer>answerer).created
                     seconds = (_now_ns() - started) * 1e-9
-                    self._note(connection, route, 201 if created else 200, seconds)
-                    return self._send_answer(
-                        fd, self.created_lines if created else self.lines, response
-                    )
+                    status = 201 if created else 200
+                    self._note(connection, route, status, seconds)
+                    lines = self.created_lines if created else self.lines
+                    if self.logged:
+                        size = PyBytes_GET_SIZE(response)
+                        headers = headers_of(self._head)
+                        lines += self._log(connection, route, status, seconds, size, headers)
+                    return self._send_answer(fd, lines, response)
             if route.waits:
                 return _LEFT
             response, persists = self._serve(

@@ -82,8 +82,8 @@ def answers(port: int) -> bool:
         return False
 
 
-def journal() -> str:
-    return run("journalctl", "-u", "kvd", "-o", "cat", "--no-pager")
+def journal(*narrowed: str) -> str:
+    return run("journalctl", "-u", "kvd", "-o", "cat", "--no-pager", *narrowed)
 
 
 def restart() -> None:
@@ -175,12 +175,16 @@ def sandbox(folder: Path) -> str:
 
 @step
 def query_every_face(folder: Path) -> str:
-    """An engine publishes four blocks; each face answers about them, or about what it books."""
+    """An engine publishes four blocks; each face answers about them, or about what it books.
+
+    It is registered on the indexer, and on the conductor as a publisher under another model.
+    """
     sys.path.insert(0, "/usr/lib/kvd")
     import msgpack
     import zmq
 
-    indexer, tracker, selection = (PORTS[face] for face in ("indexer", "slot_tracker", "selection"))
+    faces = ("indexer", "slot_tracker", "selection", "conductor")
+    indexer, tracker, selection, conductor = (PORTS[face] for face in faces)
     with zmq.Context() as context, context.socket(zmq.PUB) as engine:
         engine.linger = 0
         port = engine.bind_to_random_port("tcp://127.0.0.1")
@@ -191,6 +195,15 @@ def query_every_face(folder: Path) -> str:
             "block_size": 4,
         }
         said(indexer, "POST", "/register", body)
+        publisher = {
+            "instance_id": "engine",
+            "type": "vLLM",
+            "endpoint": f"tcp://127.0.0.1:{port}",
+            "model": "k",
+            "block_size": 4,
+            "dp_rank": 0,
+        }
+        said(conductor, "POST", "/register", publisher)
         tokens = list(range(16))
         event = ["BlockStored", [11, 12, 13, 14], None, tokens, 4, None]
         batch = msgpack.packb([0.0, [event], 0])
@@ -199,9 +212,12 @@ def query_every_face(folder: Path) -> str:
         def found() -> bool:
             engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), batch])
             answer = said(indexer, "POST", "/query", {"model_name": "m", "token_ids": tokens})
-            return answer["scores"].get("7") == {"0": 16}
+            asked = {"model": "k", "block_size": 4, "token_ids": tokens}
+            rows = said(conductor, "POST", "/query", asked).get("default", {})
+            (row,) = rows.values() or ({"GPU": 0},)
+            return answer["scores"].get("7") == {"0": 16} and row["GPU"] == 16
 
-        seen = until(found, "seen by the indexer")
+        seen = until(found, "seen by the indexer and the conductor")
     body = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 1}
     said(tracker, "POST", "/register", body)
     body = {
@@ -248,6 +264,14 @@ def credentials(folder: Path) -> str:
 
 
 @step
+def status(folder: Path) -> str:
+    shown = json.loads(run("kvd", "status", "--json", "--interval", "0.1", "--config", str(CONFIG)))
+    assert len(shown["faces"]) == len(PORTS) and shown["resident_bytes"], shown
+    run("kvd", "status", "--indexer-bind", "127.0.0.1:1", fails=True)
+    return f"{shown['resident_bytes'] / 2**20:.0f} MiB resident"
+
+
+@step
 def reload(folder: Path) -> str:
     applied = 'kvd_config_reloads_total{outcome="applied"}'
     refused = 'kvd_config_reloads_total{outcome="refused"}'
@@ -263,7 +287,8 @@ def reload(folder: Path) -> str:
     assert samples(8090)[refused] == 0  # kvd was not told
     os.kill(int(pid), signal.SIGHUP)
     until(lambda: samples(8090)[refused] == 1, "refused")
-    assert "event=reload_refused" in journal()
+    until(lambda: "event=reload_refused" in journal("-p", "err"), "told the journal as an error")
+    assert "event=reloaded" not in journal("-p", "err")
     CONFIG.write_text(kept + '\nlog_level = "info"\n# edited\n')
     run("systemctl", "reload", "kvd")
     until(lambda: samples(8090)[applied] == 2, "reloaded")
@@ -321,6 +346,19 @@ def upgrade_under_load(folder: Path) -> str:
     version = run("dpkg-query", "-Wf", "${Version}", "kvd")
     count = asking.served
     return f"{version}, {count} of {count} answered, slowest {asking.slowest:.2f} s, file kept"
+
+
+@step
+def downgrade(folder: Path) -> str:
+    """The version before takes the file of the later one, and refuses a setting it has not."""
+    run("dpkg", "-i", "--force-confold", str(folder / "first.deb"))
+    assert shown("ActiveState") == "active" and all(map(answers, PORTS.values()))
+    kept = CONFIG.read_text()
+    CONFIG.write_text(kept + "\nof_a_later_version = 1\n")
+    run("systemctl", "reload", "kvd", fails=True)
+    assert all(map(answers, PORTS.values()))
+    CONFIG.write_text(kept)
+    return "the file kept, a setting of a later version refused"
 
 
 @step

@@ -111,6 +111,90 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     assert held["http_idle_s"].source == "default"
 
 
+# Texts of which every setting takes two at least.
+SPOKEN = [
+    "0",
+    "1",
+    "2",
+    "0.5",
+    "true",
+    "off",
+    "debug",
+    "info",
+    "json",
+    "logfmt",
+    "wspt",
+    "fcfs",
+    "random",
+    "kv",
+    "127.0.0.1:1",
+    "127.0.0.1:2",
+    "unix:/x",
+    "tcp://127.0.0.1:1",
+    "tcp://127.0.0.1:2",
+    "http://h:1",
+]
+
+
+def spoken(setting: Setting) -> list[str]:
+    """Returns texts that a setting takes, of different meanings."""
+    found: dict[object, str] = {}
+    for text in SPOKEN:
+        with suppress(ValueError):
+            found.setdefault(setting.parse(text), text)
+    assert len(found) > 1, setting.name
+    return list(found.values())
+
+
+def in_toml(setting: Setting, text: str) -> str:
+    return f"{setting.name} = {configfile.rendered(setting.parse(text))}\n"
+
+
+SAID = st.fixed_dictionaries(
+    {},
+    optional={
+        each.name: st.dictionaries(
+            st.sampled_from(("flag", "environment", "file")), st.sampled_from(spoken(each))
+        )
+        for each in SETTINGS
+    },
+)
+
+
+@given(said=SAID)
+def test_whatever_is_said_where_holds_by_one_rule(
+    said: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Any settings in file, environment and flags at once, against the rule in a few words."""
+    path = tmp_path_factory.getbasetemp() / "said.toml"
+    flags: dict[str, object] = {CONFIG: str(path)}
+    environ, lines, expected = {}, "", {}
+    for setting in SETTINGS:
+        places = said.get(setting.name, {})
+        if "file" in places:
+            lines += in_toml(setting, places["file"])
+        if "environment" in places:
+            environ[setting.variable] = places["environment"]
+        if "flag" in places:
+            flags[setting.name] = setting.parse(places["flag"])
+        for place, source in (
+            ("flag", setting.flag),
+            ("environment", setting.variable),
+            ("file", str(path)),
+        ):
+            if place in places:
+                expected[setting.name] = Said(setting.parse(places[place]), source)
+                break
+        else:
+            expected[setting.name] = Said(setting.default, "default")
+    path.write_text(lines)
+    held = resolve(flags, environ)
+    assert held == expected
+    # What is shown of it is a file that says the same.
+    path.write_text(configfile.render({name: (one.value, "") for name, one in held.items()}))
+    assert values(resolve({CONFIG: str(path)}, {})) == values(held)
+
+
 def test_the_environment_names_the_file(tmp_path: Path) -> None:
     write(tmp_path / "kvd.toml", 'log_level = "error"')
     assert load({}, {"KVD_CONFIG": str(tmp_path / "kvd.toml")}).log_level == "error"

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__",),
     ("kvd.cli",),
     ("kvd.daemon",),
-    ("kvd.serving", "kvd.reloading"),
+    ("kvd.serving", "kvd.reloading", "kvd.status"),
     ("kvd.config", "kvd.demo"),
     ("kvd.configfile", "kvd.configpage", "kvd.tokens"),
     ("kvd.settings",),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.metrics",),
     ("kvd.state", "kvd.scheduling", "kvd.ledgers"),
     ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors"),
-    ("kvd.model", "kvd.errors", "kvd._version"),
+    ("kvd.model", "kvd.errors", "kvd.outlet", "kvd._version"),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 

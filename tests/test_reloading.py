@@ -26,6 +26,7 @@ from kvd.settings import SETTINGS
 
 OTHERS = {  # values that are no default and leave the rest valid
     "log_level": '"error"',
+    "log_format": '"json"',
     "router_queue_policy": '"wspt"',
     "router_mode": '"random"',
     "router_queue_threshold": '"off"',

@@ -10,10 +10,11 @@ import quart
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
+from kvd.http.access import AccessLog
 from kvd.http.answer import answer
 from kvd.http.asgi import AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, PLAIN, Failures
-from kvd.http.guard import admitted, observed
+from kvd.http.guard import admitted, logged, observed
 from kvd.http.limits import HttpLimits
 from kvd.http.table import Found, RouteTable
 from kvd.http.types import Observer, Request, Response, Route
@@ -24,6 +25,7 @@ def build_app(
     limits: HttpLimits,
     observe: Observer | None = None,
     failures: Failures = PLAIN,
+    access: AccessLog | None = None,
 ) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
     table = RouteTable(routes)
@@ -47,8 +49,10 @@ def build_app(
         return _render(failures.response(status, text))
 
     app.register_error_handler(HTTPException, render_exception)
-    bounded = admitted(app, table, failures)
-    return bounded if observe is None else observed(bounded, table, observe)
+    served = admitted(app, table, failures)
+    if observe is not None:
+        served = observed(served, table, observe)
+    return served if access is None else logged(served, table, access)
 
 
 async def _answered(found: Found, failures: Failures) -> quart.Response:

@@ -17,6 +17,7 @@ from time import perf_counter
 
 import trio
 
+from kvd.http.access import AccessLog, rendered
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
@@ -54,6 +55,7 @@ class Service:
         observe: Observer | None,
         permits: Permits,
         failures: Failures,
+        access: AccessLog,
     ) -> None:
         self.table = table
         self.app = app
@@ -65,10 +67,12 @@ class Service:
             table.plain_patterns(),
             Connection.serve_parked,
             Connection.note_answered,
+            Connection.log_answered,
             Connection.wake,
             permits.rules,
         )
         self.observe = observe
+        self.access = access
 
     def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
         """Returns a plain handler's response, rendered, and whether the connection persists."""
@@ -94,12 +98,19 @@ class Service:
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
     ) -> tuple[bytes, bool]:
         status = response.status
+        seconds = perf_counter() - started
         if self.observe is not None:
-            self.observe(found.route.path, head.method, status, perf_counter() - started)
+            self.observe(found.route.path, head.method, status, seconds)
         shared.stats.handler_bugs += status == 500
         persists = persists_after(status, head, shared)
         lines = connection_lines(head, shared, persists)
         assert isinstance(response.body, bytes)
+        if self.access.on:
+            size = len(response.body)
+            path = found.route.path
+            lines += rendered(
+                self.access.note(head.method, path, status, seconds, size, head.headers)
+            )
         return whole_response(response, response.body, lines, head.method == "HEAD"), persists
 
 
@@ -152,6 +163,13 @@ class Connection(Transport):
         self.deadline = self.shared.idle_deadline
         if self._service.observe is not None:
             self._service.observe(route.path, route.method, status, seconds)
+
+    def log_answered(
+        self, route: Route, status: int, seconds: float, size: int, headers: Headers
+    ) -> bytes:
+        """Writes the line of such a request; returns what it adds to the head of the answer."""
+        access = self._service.access
+        return rendered(access.note(route.method, route.path, status, seconds, size, headers))
 
     def wake(self, outcome: Leftover | Exception) -> None:
         """Ends the parked state of a connection that the lane has given up."""
@@ -291,7 +309,7 @@ class Connection(Transport):
         """Raises Refusal before a byte of the body is kept that nobody may send."""
         refusal = self._service.permits.refusal(head.headers, route, self.checks_host)
         if refusal is not None:
-            self._observe(head, route, refusal)
+            self._note(head, route, refusal)
             raise refusal
 
     async def _read_body(self, head: Head, route: Route | None) -> bytes:
@@ -299,12 +317,16 @@ class Connection(Transport):
         try:
             return await read_body(self, head, limit)
         except Refusal as refusal:
-            self._observe(head, route, refusal)
+            self._note(head, route, refusal)
             raise
 
-    def _observe(self, head: Head, route: Route | None, refusal: Refusal) -> None:
+    def _note(self, head: Head, route: Route | None, refusal: Refusal) -> None:
+        """Tells of a request that is refused before its handler."""
         if self._service.observe is not None and route is not None:
             self._service.observe(route.path, head.method, refusal.status, 0.0)
+        if self._service.access.on:
+            path = None if route is None else route.path
+            self._service.access.note(head.method, path, refusal.status, 0.0, 0, head.headers)
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1

@@ -17,6 +17,7 @@ from email.utils import formatdate
 
 import trio
 
+from kvd.http.access import AccessLog
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
 from kvd.http.errors import PLAIN, Failures
@@ -48,10 +49,13 @@ class Front(Server[Connection]):
         permits: Permits,
         observe: Observer | None = None,
         failures: Failures = PLAIN,
+        access: AccessLog | None = None,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, observe, permits, failures)
+        self._service = Service(
+            RouteTable(routes), app, observe, permits, failures, access or AccessLog()
+        )
         self._busy_body = failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
@@ -94,6 +98,7 @@ class Front(Server[Connection]):
         while True:
             date_line = _date_line()
             self._shared.sweep(trio.current_time(), date_line)
+            self._service.lane.logged = self._service.access.on
             if not self._shared.stopping:
                 self._service.lane.lines = start_lines(200, JSON) + date_line
                 self._service.lane.created_lines = start_lines(201, JSON) + date_line

@@ -1,4 +1,4 @@
-"""What an ASGI application needs around it: `observed`, `admitted`.
+"""What an ASGI application needs around it: `observed`, `admitted`, `logged`.
 
 Under hypercorn besides: `guarded`, and `restricted`, as the front asks who may ask by itself.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import trio
 
+from kvd.http.access import AccessLog, echoed
 from kvd.http.asgi import AsgiApp, Message
 from kvd.http.errors import Failures, Refusal
 from kvd.http.permits import Permits, is_loopback
@@ -45,6 +46,34 @@ def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
     return observed_app
 
 
+def logged(app: AsgiApp, table: RouteTable, access: AccessLog) -> AsgiApp:
+    """Returns `app` with a line of the log for every request, while `access` is on."""
+
+    async def logged_app(scope: Any, receive: Any, send: Any) -> None:
+        if not access.on or scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        started = perf_counter()
+        headers = list(scope["headers"])
+        status, size = 503, 0  # the server answers in its place if it does not
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status, size
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *echoed(headers)]
+            size += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await app(scope, receive, counting_send)
+        finally:
+            path = table.label(scope.get("raw_path", b""))
+            access.note(scope["method"], path, status, perf_counter() - started, size, headers)
+
+    return logged_app
+
+
 def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
     """Returns `app` with the bounds that routes of `table` have on requests under way.
 
@@ -76,6 +105,7 @@ def restricted(
     permits: Permits,
     failures: Failures,
     observe: Observer | None,
+    access: AccessLog,
     *,
     checks_host: bool,
 ) -> AsgiApp:
@@ -95,6 +125,9 @@ def restricted(
             return
         if observe is not None and route is not None:
             observe(route.path, scope["method"], refusal.status, 0.0)
+        if access.on:
+            path = None if route is None else route.path
+            access.note(scope["method"], path, refusal.status, 0.0, 0, list(scope["headers"]))
         await _send_refusal(send, failures, refusal, (b"connection", b"close"))
 
     return restricted_app

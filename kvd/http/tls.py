@@ -20,6 +20,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
+from kvd.http.access import AccessLog
 from kvd.http.asgi import AsgiApp
 from kvd.http.errors import PLAIN, Failures
 from kvd.http.guard import guarded, restricted
@@ -50,6 +51,7 @@ class TlsServer(Server["TlsConnection"]):
         permits: Permits,
         observe: Observer | None = None,
         failures: Failures = PLAIN,
+        access: AccessLog | None = None,
     ) -> None:
         """Loads the certificate; raises OSError if a file is unreadable or no PEM."""
         super().__init__(limits)
@@ -58,7 +60,8 @@ class TlsServer(Server["TlsConnection"]):
         table = RouteTable(routes)
         # Who shows a certificate is no browser that a page has led here.
         checks_host = files.client_ca is None
-        app = restricted(app, table, permits, failures, observe, checks_host=checks_host)
+        access = access or AccessLog()
+        app = restricted(app, table, permits, failures, observe, access, checks_host=checks_host)
         self.app = ASGIWrapper(guarded(app, limits.handler_seconds, failures))
         ssl_context = self.config.create_ssl_context()
         assert ssl_context is not None  # a certificate and a key are set

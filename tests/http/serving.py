@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from kvd.errors import NotFound
+from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
@@ -244,6 +245,7 @@ async def serving(
     limits: HttpLimits = PATIENT,
     routes: tuple[Route, ...] = ROUTES,
     policy: Policy = PUBLIC,
+    access: AccessLog | None = None,
     **changes: float,
 ) -> AsyncIterator[Running]:
     """Runs a front on a free port; `changes` are limits that differ."""
@@ -255,7 +257,8 @@ async def serving(
         running.observed.append((method, path, status))
 
     permits = Permits(policy)
-    front = Front(routes, build_app(routes, limits, observe), limits, permits, observe)
+    app = build_app(routes, limits, observe, access=access)
+    front = Front(routes, app, limits, permits, observe, access=access)
     running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event())
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:

@@ -129,7 +129,7 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
 
 
 def lane_of(wake: Any) -> Lane:
-    return Lane({}, [], print, print, wake, PermitRules())
+    return Lane({}, [], print, print, print, wake, PermitRules())
 
 
 async def test_the_instrument_goes_with_the_last_lane() -> None:

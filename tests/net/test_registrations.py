@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from collections.abc import Callable, Iterator
 
 import msgpack
@@ -11,11 +9,11 @@ import pytest
 import trio
 import zmq
 from listening import HASTY
+from loglines import logged
 from replay_servers import ReplayServer, one_and_silence, silent, three_frames
 from zmtp_fakes import Publisher, until
 
 from kvd.errors import Conflict, NotFound
-from kvd.logs import LogfmtFormatter
 from kvd.model import PartitionKey, RankKey
 from kvd.net.listeners import ListenerTasks
 from kvd.net.replay import ReplayOptions
@@ -187,30 +185,22 @@ async def test_an_engine_restarted_while_not_registered_is_recognised(daemon: Da
 
 
 @pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """What the listeners log."""
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(LogfmtFormatter())
-    logger = logging.getLogger("kvd.net")
-    level = logger.level
-    logger.setLevel("INFO")
-    logger.addHandler(handler)
-    yield stream
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+def log() -> Iterator[Callable[[], str]]:
+    """What is logged."""
+    with logged() as lines:
+        yield lines
 
 
-async def test_a_loss_is_said_once(daemon: Daemon, log: io.StringIO) -> None:
+async def test_a_loss_is_said_once(daemon: Daemon, log: Callable[[], str]) -> None:
     daemon.server.buffer.clear()
     daemon.publish(0)
-    await until(lambda: "health=exact" in log.getvalue())
+    await until(lambda: "health=exact" in log())
     daemon.worker.seq = 4
     daemon.worker.send(stored(4))
     daemon.server.buffer = {2: stored(2)}
     await daemon.reaches(4)
-    await until(lambda: "health=degraded" in log.getvalue())
-    lines = log.getvalue().splitlines()
+    await until(lambda: "health=degraded" in log())
+    lines = log().splitlines()
     [lost] = [line for line in lines if 'event="batches lost"' in line]
     assert 'listener=m:default/1:0 missing="1,3" lost=2' in lost
     [degraded] = [line for line in lines if "health=degraded" in line]
@@ -218,7 +208,7 @@ async def test_a_loss_is_said_once(daemon: Daemon, log: io.StringIO) -> None:
 
 
 async def test_a_batch_that_is_not_understood_is_named_with_the_reason(
-    daemon: Daemon, log: io.StringIO
+    daemon: Daemon, log: Callable[[], str]
 ) -> None:
     """Also when a batch of the same turn ends the loss, and behind a gap."""
     cleared = msgpack.packb([1.5, [{"type": "AllBlocksCleared"}], None])
@@ -226,19 +216,19 @@ async def test_a_batch_that_is_not_understood_is_named_with_the_reason(
     daemon.worker.send(stored(0), b"\xc1", cleared)
     await daemon.reaches(2)
     assert daemon.listener.health(trio.current_time()) == "exact"
-    [line] = [line for line in log.getvalue().splitlines() if "not understood" in line]
+    [line] = [line for line in log().splitlines() if "not understood" in line]
     assert "batch=1 reason=not_msgpack" in line
 
 
 async def test_a_batch_behind_a_gap_that_is_not_understood_is_named(
-    daemon: Daemon, log: io.StringIO
+    daemon: Daemon, log: Callable[[], str]
 ) -> None:
     daemon.publish(0)
     await daemon.reaches(0)
     daemon.worker.seq = 5
     daemon.worker.send(stored(5)[:-8])
     await daemon.reaches(5)
-    assert "batch=5 reason=truncated" in log.getvalue()
+    assert "batch=5 reason=truncated" in log()
 
 
 async def test_an_old_removal_never_ends_a_new_registration(

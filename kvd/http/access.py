@@ -1,0 +1,92 @@
+"""One line of the log for each request, for those who want that.
+
+    event=request face=indexer method=POST path=/query status=200 duration_ms=0.142 bytes=312
+        trace_id=4bf92f3577b34da6a3ce929d0e0e4736 request_id=...
+
+Names of clients and engines, query values and bodies are not in it: `path` is the route's, or `-`
+where there is none. The ids are those that a client gave, if they have their proper form: that of
+`traceparent` (W3C Trace Context, level 1), and `x-request-id`, which the answer repeats.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvd.http.types import Headers
+from kvd.logs import get_logger
+
+NO_ROUTE = "-"
+REQUEST_ID = b"x-request-id"
+
+# Version, trace, parent, flags, and more in later versions; zeros are no trace, ff is no version.
+_TRACEPARENT = re.compile(
+    rb"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
+)
+# UUIDs, and what proxies and gateways make of them: no text that has to be quoted anywhere.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/@+=-]{1,128}")
+
+log = get_logger("kvd.access")
+
+
+class AccessLog:
+    """The lines of one face, while it is on."""
+
+    __slots__ = ("face", "on")
+
+    def __init__(self, face: str = "") -> None:
+        self.face = face
+        self.on = False
+
+    def note(
+        self,
+        method: str,
+        path: str | None,
+        status: int,
+        seconds: float,
+        size: int,
+        headers: Headers,
+    ) -> Headers:
+        """Writes a line; `size` is that of the answer's body, None as path that of no route.
+
+        Returns the headers with which the answer says which request it belongs to.
+        """
+        trace, request = _ids(headers)
+        fields = {
+            "face": self.face,
+            "method": method,
+            "path": path or NO_ROUTE,
+            "status": status,
+            "duration_ms": round(seconds * 1000, 3),
+            "bytes": 0 if method == "HEAD" else size,
+        }
+        if trace is not None:
+            fields["trace_id"] = trace
+        if request is not None:
+            fields["request_id"] = request
+        log.always("request", **fields)
+        return _echoed(request)
+
+
+def echoed(headers: Headers) -> Headers:
+    """Returns the headers with which an answer says which request it belongs to."""
+    return _echoed(_ids(headers)[1])
+
+
+def rendered(headers: Headers) -> bytes:
+    """Returns header lines."""
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
+
+
+def _echoed(request: str | None) -> Headers:
+    return [] if request is None else [(REQUEST_ID, request.encode())]
+
+
+def _ids(headers: Headers) -> tuple[str | None, str | None]:
+    """Returns the ids of trace and request, None for one that has not its proper form."""
+    trace = request = None
+    for name, value in headers:
+        if name == b"traceparent" and (match := _TRACEPARENT.fullmatch(value)):
+            trace = match[1].decode()
+        elif name == REQUEST_ID and _REQUEST_ID.fullmatch(value):
+            request = value.decode()
+    return trace, request

@@ -1,0 +1,141 @@
+"""Where log lines go: a descriptor that is never waited for.
+
+    line ──> waiting, MAX_WAITING_BYTES ──> as much as the reader takes at once
+                   │ full, or it cannot be written
+                   v
+              dropped, counted, and told of by a line as soon as there is room for one
+
+The thread that logs is the one that answers requests: a pipe that nobody empties, or a journal that
+is busy, must not hold it up. How that is avoided depends on what the descriptor is:
+
+    socket (journald)   send(2) with MSG_DONTWAIT
+    pipe, terminal      opened once more, non-blocking: the description that we were given may be
+                        shared with other processes, whose own writes would begin to fail
+      if that fails     poll(2) first, then PIPE_BUF bytes at most: a pipe that is writable has room
+      (another user's)  for these
+    anything else       write(2), which does not wait for a reader; a slow disk can hold it up
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Callable
+
+# Held for a reader that is behind: some 5,000 lines, 16 times what a pipe holds.
+MAX_WAITING_BYTES = 1024 * 1024
+FLUSH_LINES = 256  # written in a row: about 0.5 ms
+PIPE_BUF = 4096  # bytes that a writable pipe takes without waiting, on Linux
+
+Put = Callable[[bytes], int]  # returns how many bytes were taken; raises BlockingIOError for none
+
+
+class Outlet:
+    """The lines of one process on their way to `descriptor`."""
+
+    def __init__(self, descriptor: int, notice: Callable[[int], bytes]) -> None:
+        """`notice` words that so many lines were dropped."""
+        self.dropped = 0
+        self._told = 0  # of these, told of
+        self._notice = notice
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._descriptor = descriptor
+        self._opened = contextlib.ExitStack()
+        self._put: Put | None = None  # until the first line
+
+    def write(self, line: bytes) -> None:
+        """Writes a line now, later or never; never waits, never raises."""
+        if self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
+            self.flush()
+        if self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
+            self.dropped += 1
+            return
+        self._wait(line)
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes what the reader takes at once of what waits, FLUSH_LINES at most."""
+        if self._put is None:
+            self._put = _without_waiting(self._descriptor, self._opened)
+        for _ in range(FLUSH_LINES):
+            if not self._waiting:
+                self._tell(self._put)
+                return
+            line = self._waiting.popleft()
+            try:
+                taken = self._put(line)
+            except BlockingIOError:
+                taken = 0
+            except OSError:  # no room on the disk, or nobody is left to read
+                self._waiting_bytes -= len(line)
+                self.dropped += 1
+                return
+            self._waiting_bytes -= taken
+            if taken < len(line):
+                self._waiting.appendleft(line[taken:])
+                return
+
+    def _tell(self, put: Put) -> None:
+        """Says how many lines are missing, once there is somebody who can hear it."""
+        if self.dropped == self._told:
+            return
+        line = self._notice(self.dropped - self._told)
+        with contextlib.suppress(OSError):
+            taken = put(line)
+            self._told = self.dropped
+            if taken < len(line):
+                self._wait(line[taken:])
+
+    def finish(self, seconds: float) -> None:
+        """Waits that long at most until everything is written."""
+        end = time.monotonic() + seconds
+        self.flush()
+        while self._waiting and (left := end - time.monotonic()) > 0:
+            _writable(self._descriptor, left)
+            self.flush()
+
+    def close(self) -> None:
+        """Closes what was opened beside the descriptor."""
+        self._opened.close()
+
+    def _wait(self, line: bytes) -> None:
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+
+
+def _without_waiting(descriptor: int, opened: contextlib.ExitStack) -> Put:
+    """Returns what writes to `descriptor` as far as that is possible without waiting."""
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:  # closed: every write says so
+        mode = 0
+    if stat.S_ISSOCK(mode):
+        sock = opened.enter_context(socket.socket(fileno=os.dup(descriptor)))
+        return lambda data: sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    if stat.S_ISFIFO(mode) or os.isatty(descriptor):
+        with contextlib.suppress(OSError):
+            again = os.open(
+                f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
+            )
+            opened.callback(os.close, again)
+            return lambda data: os.write(again, data)
+        return lambda data: _put_polled(descriptor, data)
+    return lambda data: os.write(descriptor, data)
+
+
+def _put_polled(descriptor: int, data: bytes) -> int:
+    if not _writable(descriptor, 0):
+        raise BlockingIOError
+    return os.write(descriptor, data[:PIPE_BUF])
+
+
+def _writable(descriptor: int, seconds: float) -> bool:
+    watched = select.poll()
+    watched.register(descriptor, select.POLLOUT)
+    return bool(watched.poll(seconds * 1000))

@@ -1,0 +1,294 @@
+"""Says how a running daemon is: `kvd status`.
+
+    /metrics of every face ── interval ── /metrics again ──> sizes, rates
+    /workers (indexer), /loads (slot tracker), /services (conductor) ──> who, how much, how well
+
+Nothing is asked that others could not ask; the daemon does not know that it is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+from kvd.parsers import Bind, TcpBind, UnixBind
+from kvd.wire.listener import StreamHealth
+
+EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
+
+TIMEOUT_S = 5.0  # for a connection and between two pieces of an answer
+SHORTEST_S = 0.01  # between two looks
+MOST_LINES = 20  # of streams that are not exact, in the text
+
+# Where a daemon that listens everywhere is to be found from here.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+# Lists of each face, and what becomes of them.
+LISTS = {
+    "indexer": {"workers": "/workers"},
+    "slot-tracker": {"loads": "/loads"},
+    "selection": {},
+    "conductor": {"publishers": "/services"},
+}
+
+_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+
+Samples = dict[tuple[str, str], float]  # by name and labels, as they are written
+
+
+class _UnixConnection(HTTPConnection):
+    """A connection to the unix socket whose path is the host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host)
+
+
+def ask(bind: Bind, path: str, headers: Mapping[str, str]) -> str:
+    """Returns what GET of a path answers; raises OSError or HTTPException if that is not 200."""
+    connection: HTTPConnection
+    if isinstance(bind, UnixBind):
+        connection = _UnixConnection(bind.path, timeout=TIMEOUT_S)
+        headers = {"Host": "localhost", **headers}
+    else:
+        host = EVERYWHERE.get(bind.host, bind.host)
+        connection = HTTPConnection(host, bind.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers=dict(headers))
+        answer = connection.getresponse()
+        text = answer.read().decode()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise OSError(f"{path}: {answer.status} {answer.reason}")
+    return text
+
+
+def read_samples(text: str) -> Samples:
+    """Returns the samples of a page in Prometheus' text format."""
+    found = map(_SAMPLE.fullmatch, text.splitlines())
+    return {(m["name"], m["labels"] or ""): float(m["value"]) for m in found if m}
+
+
+@dataclass
+class Face:
+    """What one face has answered."""
+
+    name: str
+    bind: Bind
+    error: str | None = None
+    before: Samples = field(default_factory=dict)
+    after: Samples = field(default_factory=dict)
+    lists: dict[str, Any] = field(default_factory=dict)
+
+    def value(self, name: str) -> float | None:
+        """Returns the sum of a metric over its labels, None if the face has no such."""
+        values = [value for (each, _), value in self.after.items() if each == name]
+        return sum(values) if values else None
+
+    def by_label(self, name: str) -> dict[str, float]:
+        """Returns a metric that has one label, by that."""
+        return {
+            labels.partition('"')[2].rstrip('"'): value
+            for (each, labels), value in self.after.items()
+            if each == name
+        }
+
+    def gained(self, name: str) -> float:
+        """Returns by how much a counter grew from the first to the second look."""
+        return sum(
+            value - self.before.get(key, 0.0)
+            for key, value in self.after.items()
+            if re.fullmatch(name, key[0])
+        )
+
+
+def look(binds: Mapping[str, Bind], interval_s: float, headers: Mapping[str, str]) -> list[Face]:
+    """Asks every face twice, `interval_s` apart."""
+    faces = [Face(name, bind) for name, bind in binds.items()]
+    begun = time.monotonic()
+    for face in faces:
+        _try(_look_first, face, headers)
+    time.sleep(max(0.0, begun + interval_s - time.monotonic()))
+    for face in faces:
+        _try(_look_again, face, headers)
+    return faces
+
+
+Look = Callable[[Face, Mapping[str, str]], None]
+
+
+def _try(look: Look, face: Face, headers: Mapping[str, str]) -> None:
+    """Looks at a face that has answered so far."""
+    if face.error is None:
+        try:
+            look(face, headers)
+        except (OSError, HTTPException, ValueError) as error:
+            face.error = str(error) or type(error).__name__
+
+
+def _look_first(face: Face, headers: Mapping[str, str]) -> None:
+    face.before = read_samples(ask(face.bind, "/metrics", headers))
+
+
+def _look_again(face: Face, headers: Mapping[str, str]) -> None:
+    face.after = read_samples(ask(face.bind, "/metrics", headers))
+    for name, path in LISTS[face.name].items():
+        face.lists[name] = json.loads(ask(face.bind, path, headers))
+
+
+def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
+    """Returns what `--json` writes."""
+    listening = [face for face in faces if face.by_label("kvd_streams")]
+    shown: dict[str, Any] = {
+        "faces": {face.name: _face(face, interval_s) for face in faces},
+        "streams": _streams(listening),
+        "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
+        "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
+        "log_lines_dropped": _first(faces, {"": "kvd_log_lines_dropped_total"})[""],
+    }
+    if listening:  # all of them show the same index
+        one = listening[0]
+        tiers = {tier: int(count) for tier, count in one.by_label("kvd_blocks").items()}
+        shown["index"] = _first([one], INDEX) | {"tiers": tiers}
+        shown["events_per_s"] = round(one.gained("kvd_events_total") / interval_s, 1)
+    for face in faces:
+        if face.error is None:
+            shown[face.name.replace("-", "_")] = _first([face], SIZES[face.name]) | face.lists
+    return shown
+
+
+def _streams(listening: list[Face]) -> dict[str, int]:
+    """Sums up listeners; indexer and selections have the same, the conductor its own."""
+    streams = dict.fromkeys(map(str, StreamHealth), 0)
+    by_registry = {face.name == "conductor": face for face in reversed(listening)}
+    for face in by_registry.values():
+        for state, count in face.by_label("kvd_streams").items():
+            streams[state] += int(count)
+    return streams
+
+
+INDEX = {"models": "dynamo_kvindexer_models", "blocks": "kvd_index_blocks"} | {
+    "bytes": "kvd_index_bytes",
+    "parked_blocks": "kvd_parked_blocks",
+}
+SIZES = {
+    "indexer": {"instances": "dynamo_kvindexer_workers"},
+    "slot-tracker": {
+        "workers": "kvd_slots_workers",
+        "ranks": "kvd_slots_ranks",
+        "requests": "kvd_slots_requests",
+    },
+    "selection": {
+        "ranks": "kvd_selection_ranks",
+        "waiting": "kvd_selection_waiting",
+        "reservations": "kvd_selection_reservations",
+        "sessions": "kvd_selection_sessions",
+    },
+    "conductor": {"registered": "kvd_conductor_publishers"},
+}
+
+
+def _first(faces: list[Face], names: Mapping[str, str]) -> dict[str, int | None]:
+    """Returns each metric as the first face has it that does."""
+    found = {}
+    for shown, name in names.items():
+        values = [value for face in faces if (value := face.value(name)) is not None]
+        found[shown] = int(values[0]) if values else None
+    return found
+
+
+def _requests(face: Face) -> float:
+    return face.gained(r"(dynamo_kvindexer|kvd_(slot_tracker|selection|conductor))_requests_total")
+
+
+def _face(face: Face, interval_s: float) -> dict[str, Any]:
+    if face.error is not None:
+        return {"bind": str(face.bind), "error": face.error}
+    rate = round(_requests(face) / interval_s, 1)
+    return {"bind": str(face.bind), "requests_per_s": rate}
+
+
+def exit_code(shown: Mapping[str, Any]) -> int:
+    """Returns what scripts look at: whether everything answers, and every stream is exact."""
+    if any("error" in face for face in shown["faces"].values()):
+        return UNREACHABLE
+    inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
+    return INEXACT if inexact else EXACT
+
+
+def text(shown: Mapping[str, Any]) -> Iterator[str]:
+    """Yields lines for people."""
+    for name, face in shown["faces"].items():
+        said = face.get("error") or f"{face['requests_per_s']:,} requests/s"
+        yield f"{name:13} {face['bind']}  {said}"
+    streams = ", ".join(f"{count:,} {state}" for state, count in shown["streams"].items() if count)
+    yield f"{'streams':13} {streams or 'none'}"
+    if "index" in shown:
+        index = shown["index"]
+        tiers = ", ".join(f"{tier} {count:,}" for tier, count in index["tiers"].items())
+        yield (
+            f"{'index':13} {index['blocks']:,} blocks, {index['models']:,} models, "
+            f"{_mib(index['bytes'])}; by rank and tier: {tiers or 'none'}"
+        )
+        yield f"{'events':13} {shown['events_per_s']:,}/s"
+    for name in ("slot_tracker", "selection"):
+        if name in shown:
+            sizes = {key: value for key, value in shown[name].items() if isinstance(value, int)}
+            said = ", ".join(f"{value:,} {key}" for key, value in sizes.items())
+            yield f"{name.replace('_', ' '):13} {said}"
+    yield from _loads(shown.get("slot_tracker", {}).get("loads", []))
+    if "conductor" in shown:
+        yield f"{'conductor':13} {shown['conductor']['registered']:,} publishers"
+    if shown["resident_bytes"] is not None:
+        yield f"{'memory':13} {_mib(shown['resident_bytes'])}"
+    if shown["log_lines_dropped"]:
+        yield f"{'log':13} {shown['log_lines_dropped']:,} lines dropped"
+    yield from _inexact(shown)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _loads(rows: list[dict[str, Any]]) -> Iterator[str]:
+    if rows:
+        tokens = sum(row["active_prefill_tokens"] for row in rows)
+        blocks = sum(row["active_decode_blocks"] for row in rows)
+        most = max(rows, key=lambda row: row["active_decode_blocks"])
+        yield (
+            f"{'loads':13} {tokens:,} tokens to prefill, {blocks:,} blocks in use; most: worker "
+            f"{most['worker_id']} rank {most['dp_rank']}, {most['active_decode_blocks']:,}"
+        )
+
+
+def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the streams that cannot be believed wholly, the first of them."""
+    rows = [
+        f"worker {each['instance_id']} of {each['model_name']}/{each['tenant_id']}: "
+        f"{each['stream']}, {each['status']}"
+        for each in shown.get("indexer", {}).get("workers", [])
+        if each["stream"] != StreamHealth.EXACT
+    ]
+    rows += [
+        f"publisher {each['InstanceID']} rank {each['DPRank']} of {each['ModelName']}: "
+        f"{each['stream']}, {each['status']}"
+        for each in shown.get("conductor", {}).get("publishers", {}).get("services", [])
+        if each["stream"] != StreamHealth.EXACT
+    ]
+    yield from (f"  {row}" for row in rows[:MOST_LINES])
+    if len(rows) > MOST_LINES:
+        yield f"  and {len(rows) - MOST_LINES:,} more"
+
+
+def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns where the faces are, by settings named after them, without those that are off."""
+    found = {name: values[f"{name.replace('-', '_')}_bind"] for name in LISTS}
+    return {name: b for name, b in found.items() if isinstance(b, TcpBind | UnixBind)}

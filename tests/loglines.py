@@ -1,0 +1,27 @@
+"""What a test has logged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvd import logs
+
+
+@contextmanager
+def logged(level: str = "info", form: str = "logfmt") -> Iterator[Callable[[], str]]:
+    """Yields what returns all lines since the beginning; logging is as before afterwards."""
+    root = logging.getLogger()
+    handlers, before = root.handlers[:], root.level
+    with tempfile.TemporaryFile() as file:
+        logs.setup(level, form, file.fileno())
+        try:
+            yield lambda: os.pread(file.fileno(), 2**20, 0).decode()
+        finally:
+            for handler in root.handlers:
+                handler.close()
+            root.handlers[:] = handlers
+            root.setLevel(before)

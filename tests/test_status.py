@@ -1,0 +1,171 @@
+"""`kvd status` against a running daemon: figures, rates, exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+import zmq
+from processes import find_free_port
+from running import running
+
+from kvd.cli import main
+from kvd.parsers import TcpBind, UnixBind
+from kvd.status import faces_of, read_samples
+
+TOKENS = list(range(16))
+STORED = msgpack.packb([0.0, [["BlockStored", [11, 12, 13, 14], None, TOKENS, 4, None]], 0])
+
+
+@pytest.fixture(scope="module")
+def binds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The flags with which a daemon runs, a unix socket among them."""
+    folder = tmp_path_factory.mktemp("status")
+    port = find_free_port()
+    flags = [
+        f"--indexer-bind=127.0.0.1:{port}",
+        f"--slot-tracker-bind=127.0.0.1:{find_free_port()}",
+        f"--selection-bind=unix:{folder}/selection.sock",
+        f"--conductor-bind=127.0.0.1:{find_free_port()}",
+    ]
+    with running(folder, port, "serve", *flags):
+        yield flags
+
+
+def status(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    code = main(["status", "--json", "--interval", "0", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def url(flag: str) -> str:
+    return f"http://{flag.partition('=')[2]}"
+
+
+def test_all_is_well(binds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = status(capsys, *binds)
+    assert code == 0
+    assert list(shown["faces"]) == ["indexer", "slot-tracker", "selection", "conductor"]
+    assert not any("error" in face for face in shown["faces"].values())
+    assert shown["resident_bytes"] > 2**20 and shown["log_lines_dropped"] == 0
+    assert sum(shown["streams"].values()) == 0
+    assert main(["status", "--interval=0", *binds]) == 0
+    assert "streams       none" in capsys.readouterr().out.splitlines()
+
+
+def test_streams_that_are_not_exact_are_named_until_they_are(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUB) as engine,
+        httpx.Client(base_url=url(binds[0]), trust_env=False, verify=False) as client,
+    ):
+        engine.linger = 0
+        endpoint = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
+        body: dict[str, Any] = {"instance_id": 7, "model_name": "m"}
+        registration = {**body, "endpoint": endpoint, "block_size": 4}
+        client.post("/register", json=registration).raise_for_status()
+        code, shown = status(capsys, *binds)
+        assert code == 1 and shown["streams"]["recovering"] == 1
+        assert main(["status", "--interval=0", *binds]) == 1
+        assert "worker 7 of m/default: recovering" in capsys.readouterr().out
+        for number in count():
+            engine.send_multipart([b"", number.to_bytes(8, "big"), STORED])
+            code, shown = status(capsys, *binds)
+            if shown["index"]["tiers"]["device"]:
+                break
+        # Numbers before the subscription are missing.
+        assert code == (0 if shown["streams"]["exact"] else 1)
+        assert shown["index"]["blocks"] == 4 and shown["index"]["models"] == 1
+        (worker,) = shown["indexer"]["workers"]
+        assert worker["instance_id"] == 7
+        client.post("/unregister", json=body).raise_for_status()
+    assert status(capsys, *binds)[0] == 0
+
+
+def test_loads_and_publishers_are_shown(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 2}
+    booked = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 1}
+    booked |= {"sequence_hashes": [1, 2, 3], "new_isl_tokens": 12}
+    publisher = {"instance_id": "store", "type": "vLLM", "endpoint": "tcp://127.0.0.1:9"}
+    publisher |= {"model": "k", "block_size": 4, "dp_rank": 0}
+    for flag, path, body in (
+        (binds[1], "/register", worker),
+        (binds[1], "/add", booked),
+        (binds[3], "/register", publisher),
+    ):
+        httpx.post(url(flag) + path, json=body, trust_env=False, verify=False).raise_for_status()
+    code, shown = status(capsys, *binds)
+    tracker = shown["slot_tracker"]
+    assert (tracker["workers"], tracker["ranks"], tracker["requests"]) == (1, 2, 1)
+    assert [row["active_decode_blocks"] for row in tracker["loads"]] == [0, 3]
+    assert shown["conductor"]["registered"] == 1 and code == 1
+    assert main(["status", "--interval=0", *binds]) == 1
+    text = capsys.readouterr().out
+    assert "12 tokens to prefill, 3 blocks in use; most: worker 7 rank 1, 3\n" in text
+    assert "publisher store rank 0 of k: recovering" in text
+    left = {"instance_id": "store"}
+    httpx.post(url(binds[3]) + "/unregister", json=left, trust_env=False, verify=False)
+
+
+def test_rates_are_taken_between_two_looks(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url(binds[0]), trust_env=False, verify=False) as client:
+            while not stop.is_set():
+                client.post("/query", json={"model_name": "none", "token_ids": TOKENS})
+
+    asking = Thread(target=ask)
+    asking.start()
+    try:
+        assert main(["status", "--json", "--interval=0.2", *binds]) == 0
+    finally:
+        stop.set()
+        asking.join()
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["faces"]["indexer"]["requests_per_s"] > 5
+    assert shown["requests_per_s"] >= shown["faces"]["indexer"]["requests_per_s"]
+
+
+def test_a_face_that_is_not_there_is_an_exit_code_of_its_own(
+    binds: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nobody = [*binds[:3], f"--conductor-bind=127.0.0.1:{find_free_port()}"]
+    code, shown = status(capsys, *nobody)
+    assert code == 2 and "refused" in shown["faces"]["conductor"]["error"]
+    assert "error" not in shown["faces"]["indexer"] and shown["indexer"]["workers"] == []
+    assert main(["status", "--interval=0", "--config", str(tmp_path / "none.toml")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_the_file_says_where_the_faces_are(
+    binds: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvd.toml"
+    off = '\nslot_tracker_bind = "off"\nselection_bind = "off"\nconductor_bind = "off"\n'
+    path.write_text(f'indexer_bind = "{binds[0].partition("=")[2]}"{off}')
+    code, shown = status(capsys, "--config", str(path))
+    assert code == 0 and list(shown["faces"]) == ["indexer"]
+
+
+def test_only_faces_that_are_on_are_asked() -> None:
+    values = {"indexer_bind": TcpBind("::1", 1), "slot_tracker_bind": "off"}
+    values |= {"selection_bind": UnixBind("/x"), "conductor_bind": "off"}
+    assert list(faces_of(values)) == ["indexer", "selection"]
+
+
+def test_samples_are_read() -> None:
+    text = '# HELP a b\na 1\nb{x="y z"} 2.5\nb{x="{}"} 3\n\n'
+    assert read_samples(text) == {("a", ""): 1, ("b", 'x="y z"'): 2.5, ("b", 'x="{}"'): 3}
