@@ -6,8 +6,9 @@
 //                                              v
 //                                          Conductor
 //
-// The hashes are the engine's: they mean what they mean in whatever namespace. An event about
-// anything but the blocks that a prefix consists of (a window group, a remote copy) has no effect.
+// The hashes are the engine's: they mean what they mean in whatever namespace. Cache groups and second
+// copies are as for workers: a hybrid model's window groups, on the device, end what can be reused. An
+// event about anything else than a prefix (a remote copy, a group of another kind) has no effect.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "cache_groups.hpp"
 #include "conductor.hpp"
 #include "events.hpp"
 
@@ -67,10 +69,7 @@ class EngineEvents {
   size_t flaw() const { return flaw_; }
 
   // Another engine process speaks from now on.
-  void forget() {
-    kinds_.clear();
-    main_groups_.clear();
-  }
+  void forget() { conductor_.forget_groups(*source_); }
 
   EngineCounters counters;
 
@@ -83,7 +82,7 @@ class EngineEvents {
 
   void stored(const StoredEvent& e) {
     ++counters.events;
-    if (!concerns(e, e.n_tokens != 0)) return;
+    if (is_elsewhere(e)) return;
     std::string_view adapter = e.lora_name;
     std::string number;
     if (adapter.empty() && e.has_lora_id && e.lora_id > 0) adapter = number = "#" + std::to_string(e.lora_id);
@@ -91,31 +90,42 @@ class EngineEvents {
       ++counters.lora_name;
       return;
     }
-    const LayerId layer = layer_of(e.medium);
-    const RankId id = holder(layer);
+    const LayerId medium = layer_of(e.medium);
+    const RankId id = holder(medium);
     if (id == kNone) return;
-    if (e.n_tokens == 0) {
-      if (!conductor_.store_named(source_, id, e.hashes, e.n_hashes, layer, source_->home, true)) ++counters.full;
-      return;
-    }
+    const Place place = place_of(id, e, medium);
     const uint32_t size = conductor_.index().block_size();
-    if (e.block_size != 0 && e.block_size != size) {
+    if (place.layer == kNone) {
+      ++counters.group;
+    } else if (place.by_name) {
+      store_names(id, e, place.layer);
+    } else if (e.block_size != 0 && e.block_size != size) {
       ++counters.block_size;
     } else if (e.pairs) {
       ++counters.pairs;
     } else {
-      store(e, id, layer, adapter, size);
+      store(e, id, place.layer, adapter, size);
+      for (const LayerId layer : groups_of_all(id, e, medium)) store_names(id, e, layer);
     }
   }
 
   void removed(const RemovedEvent& e) {
     ++counters.events;
-    if (!concerns(e, false)) return;
-    const LayerId layer = layer_of(e.medium);
-    const RankId id = holder(layer);
+    if (is_elsewhere(e)) return;
+    const LayerId medium = layer_of(e.medium);
+    const RankId id = holder(medium);
     if (id == kNone) return;
+    const LayerId layer = layer_of(id, e, medium);
+    if (layer == kNone) {
+      ++counters.group;
+      return;
+    }
+    const std::vector<LayerId>& groups = groups_of_all(id, e, medium);
     for (uint32_t i = 0; i < e.n_hashes; ++i) {
       conductor_.remove(source_, id, e.hashes[i], 1u << layer, source_->home, true);
+      for (const LayerId group : groups) {
+        conductor_.remove(source_, id, e.hashes[i], 1u << group, source_->home, true);
+      }
     }
   }
 
@@ -139,6 +149,13 @@ class EngineEvents {
   }
 
  private:
+  struct Place {
+    LayerId layer;
+    bool by_name;
+  };
+
+  static constexpr Place kNowhere{kNone, false};
+
   void store(const StoredEvent& e, RankId id, LayerId layer, std::string_view adapter, uint32_t size) {
     Told told{};
     told.hashes = e.hashes;
@@ -161,34 +178,55 @@ class EngineEvents {
     }
   }
 
-  // Whether an event is about blocks that a prefix consists of, here.
-  template <class Event>
-  bool concerns(const Event& e, bool has_tokens) {
-    if (e.remote) {
-      ++counters.remote;
-      return false;
+  void store_names(RankId id, const StoredEvent& e, LayerId layer) {
+    if (!conductor_.store_named(source_, id, e.hashes, e.n_hashes, layer, source_->home, true, e.has_parent)) {
+      ++counters.full;
     }
-    if (is_main(e.kind, e.group, has_tokens)) return true;
-    ++counters.group;
-    return false;
   }
 
-  bool is_main(Kind kind, int32_t group, bool has_tokens) {
-    if (group < 0) return kind == Kind::NONE || kind == Kind::FULL;
-    const std::pair<uint32_t, int32_t> key{rank_, group};
-    const auto known = kinds_.find(key);
-    if (kind != Kind::NONE) {
-      if (known != kinds_.end() || kinds_.size() < kMaxKnown) kinds_[key] = kind;
-    } else if (known != kinds_.end()) {
-      kind = known->second;
-    } else {
-      kind = group == 0 ? Kind::FULL : Kind::NONE;
+  template <class Event>
+  bool is_elsewhere(const Event& e) {
+    counters.remote += e.remote;
+    return e.remote;
+  }
+
+  // ---- cache groups
+
+  Place place_of(RankId id, const StoredEvent& e, LayerId medium) {
+    RankTraits& traits = conductor_.traits(id);
+    learn_group(traits, e);
+    const Kind kind = kind_of(traits, e);
+    uint32_t blocks = kNone;  // a further full-attention group must hold a prefix whole
+    if (kind == Kind::WINDOW) {
+      if (!window_blocks(traits, e, conductor_.index().block_size(), &blocks)) return kNowhere;
+    } else if (kind != Kind::FULL) {
+      return kNowhere;
+    } else if (!is_further_group(traits, e.group)) {
+      if (e.n_tokens != 0 && traits.main_group < 0) traits.main_group = std::max(0, e.group);
+      return {medium, e.n_tokens == 0};
     }
-    if (kind != Kind::FULL) return false;
-    const auto main = main_groups_.find(rank_);
-    if (main != main_groups_.end()) return group == 0 || group == main->second;
-    if (has_tokens && main_groups_.size() < kMaxKnown) main_groups_[rank_] = group;
-    return true;
+    // Where a prefix ends is a matter of the device.
+    if (medium != kDeviceLayer) return kNowhere;
+    return {conductor_.device_group(id, e.group, blocks), true};
+  }
+
+  LayerId layer_of(RankId id, const RemovedEvent& e, LayerId medium) {
+    const RankTraits& traits = conductor_.traits(id);
+    const Kind kind = kind_of(traits, e);
+    if (e.group >= 0 && (kind == Kind::WINDOW || is_further_group(traits, e.group))) {
+      return medium == kDeviceLayer ? conductor_.device_group(e.group) : kNone;
+    }
+    return kind == Kind::FULL ? medium : kNone;
+  }
+
+  // The layers of all groups beside the main one, if an event names no group and so is about all.
+  template <class Event>
+  const std::vector<LayerId>& groups_of_all(RankId id, const Event& e, LayerId medium) {
+    groups_.clear();
+    if (e.group < 0 && medium == kDeviceLayer) {
+      for (const Window& window : conductor_.traits(id).windows) groups_.push_back(window.layer);
+    }
+    return groups_;
   }
 
   // The holder of the batch's rank, if there is a layer; counts why there is none.
@@ -221,17 +259,16 @@ class EngineEvents {
     return layer;
   }
 
-  // Cache groups, ranks and spellings remembered; a publisher has a handful.
+  // Spellings remembered; a publisher has a handful.
   static constexpr size_t kMaxKnown = 4096;
 
   Conductor& conductor_;
   Source* source_;
   std::string lora_name_;
   std::string salt_;
-  std::map<std::pair<uint32_t, int32_t>, Kind> kinds_;  // of cache groups, by rank
-  std::map<uint32_t, int32_t> main_groups_;             // the group that is the prefix, by rank
   std::map<std::string, LayerId, std::less<>> layers_;  // by medium as it is spelled
   Scratch scratch_;
+  std::vector<LayerId> groups_;
   uint32_t bad_[kReasons] = {};
   size_t flaw_ = kReasons;
   uint32_t rank_ = 0;
