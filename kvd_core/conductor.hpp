@@ -29,7 +29,8 @@
 // Invariants
 //   1. a parked block of a holder has an entry for each thing it waits for; entries of blocks that
 //      are parked no longer are recognised by their stamp, and dropped with time;
-//   2. no holder has copies: storing a hash again changes nothing.
+//   2. only an engine's own events make second copies (index.hpp); in a standard event storing a hash
+//      again changes nothing, and its removal takes all copies.
 //
 // Costs: those of the index, a look-up a block while anything is loose, and for a hash that nobody of
 // the instance has announced one look-up a rank of the index. A loose block takes about 300 bytes.
@@ -252,6 +253,7 @@ class Conductor final : public Placements {
   // `settle` has to follow.
   Outcome store(Source* source, RankId id, const Told& e) {
     if (!index_.has_room(id, e.n)) return Outcome::FULL;
+    index_.ranks_[id].settling = !e.by_engine;
     BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
     uint64_t space = e.space;
     if (below != kNone && e.inherits) space = sequences().space_of(below);
@@ -287,12 +289,14 @@ class Conductor final : public Placements {
   // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns how
   // far it has come, kNone when they are refused because the index is full. `settle` has to follow.
   uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
-                       LayerId layer, uint64_t space, bool by_engine, Steps& steps) {
+                       LayerId layer, uint64_t space, bool by_engine, bool has_parent, Steps& steps) {
     if (!index_.has_room(id, n - from)) return kNone;
+    index_.ranks_[id].settling = !by_engine;
+    const bool copy = index_.is_copy(id, n, has_parent);
     note(*source, id, space);
     if (from == n) return n;
     do {
-      credit(*source, id, hashes[from], layer, space, by_engine);
+      credit(*source, id, hashes[from], layer, space, by_engine, copy);
       steps.take(kStepsACredit + looked_up());
     } while (++from != n && steps.left());
     return from;
@@ -313,6 +317,7 @@ class Conductor final : public Placements {
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((mask >> layer & 1) == 0 || layer == kGhostLayer) continue;
       if (mask != 1u << layer && !has(index_.ranks_[id], name, layer)) continue;
+      if (!by_engine && rank.has_copies()) index_.ranks_[id].rare->copies.erase({name, layer});
       index_.remove(id, name, layer);
     }
   }
@@ -320,6 +325,9 @@ class Conductor final : public Placements {
   // Drops what the holder has on the layers of `mask` in one namespace, or with `all` in all.
   void clear(Source* source, RankId id, LayerMask mask, uint64_t space, bool all) {
     Holder& holder = holder_of(*source, id);
+    for (LayerId tier = 0; tier < kTierLayers; ++tier) {
+      if ((mask >> tier & 1) != 0) mask |= index_.tier_mask(tier);
+    }
     if (!holder.used || (!all && !holder.several && holder.space != space)) return;
     if (!all && holder.several) return clear_space(id, mask, space);
     const RankId now = index_.clear(id, mask);
@@ -329,6 +337,30 @@ class Conductor final : public Placements {
     owners_[id] = nullptr;
     own(now, source);
     list_rows(*source->instance);
+  }
+
+  // ---- cache groups
+
+  RankTraits& traits(RankId id) { return index_.rank(id); }
+
+  // The layer of a cache group of the holder's device, of which a prefix needs the last `blocks`
+  // blocks; kNone when there are too many.
+  LayerId device_group(RankId id, int32_t group, uint32_t blocks) {
+    const LayerId layer = device_group(group);
+    if (layer != kNone && blocks != 0) index_.set_window(id, layer, blocks);
+    return layer;
+  }
+
+  LayerId device_group(int32_t group) { return index_.group_layer(kDeviceLayer, static_cast<uint32_t>(group)); }
+
+  // Another engine process speaks from now on.
+  void forget_groups(const Source& source) {
+    for (const Holder& holder : source.holders) {
+      RankTraits& traits = index_.rank(holder.id);
+      traits.groups.clear();
+      traits.windows.clear();
+      traits.main_group = -1;
+    }
   }
 
   // ---- questions
@@ -412,7 +444,6 @@ class Conductor final : public Placements {
     for (RankId id = 0; id < index_.rank_end(); ++id) {
       const Rank& rank = index_.rank(id);
       if (!rank.live || id >= owners_.size() || owners_[id] == nullptr) continue;
-      require(!rank.has_copies(), "conductor 2: no holder has copies");
       if (rank.rare == nullptr) continue;
       for (const auto& [name, p] : rank.rare->parked) {
         const uint64_t key = Sequences::key(p.space, p.has_content ? p.parent : p.hash);
@@ -698,17 +729,20 @@ class Conductor final : public Placements {
     }
   }
 
-  void credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine) {
+  // With `copy` a block that is held already is a second copy of it.
+  void credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine, bool copy) {
     const uint64_t name = name_of(source, hash, space, by_engine);
     uint32_t slot = slot_of(source, id, hash, space, by_engine);
     // A holder's own name stands, even where it has told of it in another namespace.
     if (slot == Names::kAbsent) slot = index_.ranks_[id].names.find(name, keys());
     if (slot != Names::kAbsent) {
       const uint32_t value = index_.ranks_[id].names.value(slot);
-      if ((keys().layers(value) >> layer & 1) != 0) {
-        ++index_.tally_.refreshed;
-      } else {
+      if ((keys().layers(value) >> layer & 1) == 0) {
         index_.gain_name(id, slot, layer);
+      } else if (copy) {
+        index_.add_copy(id, keys().name(value), layer);
+      } else {
+        ++index_.tally_.refreshed;
       }
       return;
     }
@@ -884,6 +918,7 @@ class Conductor final : public Placements {
     if (below != kNone) {
       const Parked was = parked;
       take_out(loose);
+      index_.ranks_[loose.rank].settling = true;  // what has waited is no second copy
       if (sequences().space_of(below) != was.space) ++index_.tally_.parked_unsalted;
       for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
         if ((was.layers >> layer & 1) == 0) continue;
@@ -930,7 +965,7 @@ class Conductor final : public Placements {
     for (const uint64_t name : names) {
       for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
         if ((mask >> layer & 1) == 0 || layer == kGhostLayer) continue;
-        if (has(index_.ranks_[id], name, layer)) index_.remove(id, name, layer);
+        while (has(index_.ranks_[id], name, layer)) index_.remove(id, name, layer);  // copies, too
       }
     }
   }

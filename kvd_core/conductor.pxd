@@ -59,7 +59,7 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
         LayerId medium(const string&, const string&) except +
         COutcome store(CSource*, RankId, const CTold&) except +
         uint32_t store_named(
-            CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, CSteps&
+            CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool, CSteps&
         ) except +
         cbool settle(CSteps&) except +
         void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +

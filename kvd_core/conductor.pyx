@@ -271,7 +271,7 @@ cdef class Source:
         all = new CSteps(INT64_MAX)
         try:
             came = self.conductor.c.store_named(
-                self.c, id, named.data(), 0, <uint32_t>named.size(), layer, space, by_engine, all[0]
+                self.c, id, named.data(), 0, <uint32_t>named.size(), layer, space, by_engine, False, all[0]
             )
         finally:
             self.spent += INT64_MAX - all.rest()

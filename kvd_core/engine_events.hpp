@@ -6,8 +6,9 @@
 //                                              v
 //                                          Conductor
 //
-// The hashes are the engine's: they mean what they mean in whatever namespace. An event about
-// anything but the blocks that a prefix consists of (a window group, a remote copy) has no effect.
+// The hashes are the engine's: they mean what they mean in whatever namespace. Cache groups and second
+// copies are as for workers: a hybrid model's window groups, on the device, end what can be reused. An
+// event about anything else than a prefix (a remote copy, a group of another kind) has no effect.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "cache_groups.hpp"
 #include "conductor.hpp"
 #include "events.hpp"
 
@@ -78,8 +80,7 @@ class EngineEvents {
   // Another engine process speaks from now on.
   void forget() {
     batch_.drop();
-    kinds_.clear();
-    main_groups_.clear();
+    conductor_.forget_groups(*source_);
   }
 
   EngineCounters counters;
@@ -94,7 +95,7 @@ class EngineEvents {
 
   uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
     if (from == 0) ++counters.events;
-    if (!concerns(e, e.n_tokens != 0)) return e.n_hashes;
+    if (is_elsewhere(e)) return e.n_hashes;
     std::string_view adapter = e.lora_name;
     std::string number;
     if (adapter.empty() && e.has_lora_id && e.lora_id > 0) adapter = number = "#" + std::to_string(e.lora_id);
@@ -102,37 +103,49 @@ class EngineEvents {
       ++counters.lora_name;
       return e.n_hashes;
     }
-    const LayerId layer = layer_of(e.medium);
-    const RankId id = holder(layer);
+    const LayerId medium = layer_of(e.medium);
+    const RankId id = holder(medium);
     if (id == kNone) return e.n_hashes;
-    if (e.n_tokens == 0) {
-      const uint32_t to = conductor_.store_named(source_, id, e.hashes, from, e.n_hashes, layer,
-                                                 source_->home, true, steps);
-      counters.full += to == kNone;
-      return to;
-    }
+    const Place place = place_of(id, e, medium);
     const uint32_t size = conductor_.index().block_size();
-    if (e.block_size != 0 && e.block_size != size) {
+    if (place.layer == kNone) {
+      ++counters.group;
+    } else if (place.by_name) {
+      return store_names(id, e, place.layer, from, e.n_hashes, steps);
+    } else if (e.block_size != 0 && e.block_size != size) {
       ++counters.block_size;
     } else if (e.pairs) {
       ++counters.pairs;
     } else {
-      return store(e, from, id, layer, adapter, size, steps);
+      const uint32_t to = store(e, from, id, place.layer, adapter, size, steps);
+      Steps all{kNone};
+      for (const LayerId layer : groups_of_all(id, e, medium)) store_names(id, e, layer, from, to, all);
+      steps.take(kNone - all.rest());
+      return to;
     }
     return e.n_hashes;
   }
 
   uint32_t removed(const RemovedEvent& e, uint32_t from, Steps& steps) {
     if (from == 0) ++counters.events;
-    if (!concerns(e, false)) return e.n_hashes;
-    const LayerId layer = layer_of(e.medium);
-    const RankId id = holder(layer);
+    if (is_elsewhere(e)) return e.n_hashes;
+    const LayerId medium = layer_of(e.medium);
+    const RankId id = holder(medium);
     if (id == kNone) return e.n_hashes;
+    const LayerId layer = layer_of(id, e, medium);
+    if (layer == kNone) {
+      ++counters.group;
+      return e.n_hashes;
+    }
+    const std::vector<LayerId>& groups = groups_of_all(id, e, medium);
     const uint32_t to = from + std::min(kHashesAtOnce, e.n_hashes - from);
     for (uint32_t i = from; i < to; ++i) {
       conductor_.remove(source_, id, e.hashes[i], 1u << layer, source_->home, true);
+      for (const LayerId group : groups) {
+        conductor_.remove(source_, id, e.hashes[i], 1u << group, source_->home, true);
+      }
     }
-    steps.take(kStepsARemoval * (to - from));
+    steps.take(kStepsARemoval * (to - from) * (1 + groups.size()));
     return to;
   }
 
@@ -159,12 +172,20 @@ class EngineEvents {
   }
 
  private:
+  struct Place {
+    LayerId layer;
+    bool by_name;
+  };
+
+  static constexpr Place kNowhere{kNone, false};
+
   uint32_t store(const StoredEvent& e, uint32_t from, RankId id, LayerId layer, std::string_view adapter,
                  uint32_t size, Steps& steps) {
     const uint32_t whole = size == 0 ? 0 : std::min(e.n_hashes, e.n_tokens / size);
     Told told{};
     told.hashes = e.hashes + from;
-    told.n = std::min(kBlocksAtOnce, whole - from);
+    // A lone last block would be one below a parent, which means something else.
+    told.n = whole - from > kBlocksAtOnce + 1 ? kBlocksAtOnce : whole - from;
     told.has_parent = from != 0 || e.has_parent;
     told.parent = from != 0 ? e.hashes[from - 1] : e.parent;
     told.tokens = e.tokens + from * size_t{size};
@@ -184,34 +205,57 @@ class EngineEvents {
     return kept && from + told.n != whole ? from + told.n : e.n_hashes;
   }
 
-  // Whether an event is about blocks that a prefix consists of, here.
-  template <class Event>
-  bool concerns(const Event& e, bool has_tokens) {
-    if (e.remote) {
-      ++counters.remote;
-      return false;
-    }
-    if (is_main(e.kind, e.group, has_tokens)) return true;
-    ++counters.group;
-    return false;
+  // Stores blocks by hash alone until the steps are used up; returns how far it has come.
+  uint32_t store_names(RankId id, const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, Steps& steps) {
+    const uint32_t reached = conductor_.store_named(source_, id, e.hashes, from, to, layer, source_->home,
+                                                    true, e.has_parent, steps);
+    counters.full += reached == kNone;
+    return reached;
   }
 
-  bool is_main(Kind kind, int32_t group, bool has_tokens) {
-    if (group < 0) return kind == Kind::NONE || kind == Kind::FULL;
-    const std::pair<uint32_t, int32_t> key{rank_, group};
-    const auto known = kinds_.find(key);
-    if (kind != Kind::NONE) {
-      if (known != kinds_.end() || kinds_.size() < kMaxKnown) kinds_[key] = kind;
-    } else if (known != kinds_.end()) {
-      kind = known->second;
-    } else {
-      kind = group == 0 ? Kind::FULL : Kind::NONE;
+  template <class Event>
+  bool is_elsewhere(const Event& e) {
+    counters.remote += e.remote;
+    return e.remote;
+  }
+
+  // ---- cache groups
+
+  Place place_of(RankId id, const StoredEvent& e, LayerId medium) {
+    RankTraits& traits = conductor_.traits(id);
+    learn_group(traits, e);
+    const Kind kind = kind_of(traits, e);
+    uint32_t blocks = kNone;  // a further full-attention group must hold a prefix whole
+    if (kind == Kind::WINDOW) {
+      if (!window_blocks(traits, e, conductor_.index().block_size(), &blocks)) return kNowhere;
+    } else if (kind != Kind::FULL) {
+      return kNowhere;
+    } else if (!is_further_group(traits, e.group)) {
+      if (e.n_tokens != 0 && traits.main_group < 0) traits.main_group = std::max(0, e.group);
+      return {medium, e.n_tokens == 0};
     }
-    if (kind != Kind::FULL) return false;
-    const auto main = main_groups_.find(rank_);
-    if (main != main_groups_.end()) return group == 0 || group == main->second;
-    if (has_tokens && main_groups_.size() < kMaxKnown) main_groups_[rank_] = group;
-    return true;
+    // Where a prefix ends is a matter of the device.
+    if (medium != kDeviceLayer) return kNowhere;
+    return {conductor_.device_group(id, e.group, blocks), true};
+  }
+
+  LayerId layer_of(RankId id, const RemovedEvent& e, LayerId medium) {
+    const RankTraits& traits = conductor_.traits(id);
+    const Kind kind = kind_of(traits, e);
+    if (e.group >= 0 && (kind == Kind::WINDOW || is_further_group(traits, e.group))) {
+      return medium == kDeviceLayer ? conductor_.device_group(e.group) : kNone;
+    }
+    return kind == Kind::FULL ? medium : kNone;
+  }
+
+  // The layers of all groups beside the main one, if an event names no group and so is about all.
+  template <class Event>
+  const std::vector<LayerId>& groups_of_all(RankId id, const Event& e, LayerId medium) {
+    groups_.clear();
+    if (e.group < 0 && medium == kDeviceLayer) {
+      for (const Window& window : conductor_.traits(id).windows) groups_.push_back(window.layer);
+    }
+    return groups_;
   }
 
   // The holder of the batch's rank, if there is a layer; counts why there is none.
@@ -244,17 +288,16 @@ class EngineEvents {
     return layer;
   }
 
-  // Cache groups, ranks and spellings remembered; a publisher has a handful.
+  // Spellings remembered; a publisher has a handful.
   static constexpr size_t kMaxKnown = 4096;
 
   Conductor& conductor_;
   Source* source_;
   std::string lora_name_;
   std::string salt_;
-  std::map<std::pair<uint32_t, int32_t>, Kind> kinds_;  // of cache groups, by rank
-  std::map<uint32_t, int32_t> main_groups_;             // the group that is the prefix, by rank
   std::map<std::string, LayerId, std::less<>> layers_;  // by medium as it is spelled
   Scratch scratch_;
+  std::vector<LayerId> groups_;
   SlicedBatch<EngineEvents> batch_;
   uint32_t bad_[kReasons] = {};
   size_t flaw_ = kReasons;

@@ -10,6 +10,9 @@
 // medium. Within that, blocks are counted for each medium, and those of its own. An instance shows
 // the most of its ranks, each figure by itself. All figures are tokens.
 //
+// What a rank with window groups (hybrid models) holds on the device ends where they say, as in
+// match.hpp: at the deepest block behind which each such group still holds the blocks it has to.
+//
 // The tree's path is met first, chain by chain as in match.hpp; behind its end, blocks that nobody
 // has told the tokens of are looked up one by one, up to the first that nobody holds.
 //
@@ -114,10 +117,13 @@ class Holdings {
     spans_.clear();
     path_.clear();
     const Index& index = conductor.index();
+    index_ = &index;
     if (head_.size() < index.rank_end()) head_.resize(index.rank_end(), kNone);
     counted_ = (1u << kTierLayers) - 1;
+    groups_ = 0;
     for (LayerId layer = kFirstGroupLayer; layer < kMaxLayers && index.has_layer(layer); ++layer) {
       if (index.tier_of(layer) >= kFirstMedium) counted_ |= 1u << layer;
+      if (index.tier_of(layer) == kDeviceLayer) groups_ |= 1u << layer;
     }
   }
 
@@ -173,7 +179,8 @@ class Holdings {
       const Open& o = open[layer];
       if (o.set == RankSets::kEmptySet) return;
       for (const RankId id : index.tree().sets().members(o.set)) {
-        if (index.rank(id).live) add(id, layer, o.from, o.to);
+        const Rank& rank = index.rank(id);
+        if (rank.live && ((groups_ >> layer & 1) == 0 || !rank.windows.empty())) add(id, layer, o.from, o.to);
       }
     };
     for (const Step& step : path_) {
@@ -182,7 +189,7 @@ class Holdings {
       for (const Run& run : index.tree().node(step.node).runs) {
         if (run.layer != last) start = 0;
         last = run.layer;
-        if ((counted_ >> run.layer & 1) == 0 || start >= step.count) continue;
+        if (((counted_ | groups_) >> run.layer & 1) == 0 || start >= step.count) continue;
         const uint32_t end = std::min(run.end, step.count);
         Open& o = open[run.layer];
         if (o.set == run.set && o.to == step.start + start) {
@@ -232,12 +239,40 @@ class Holdings {
 
   // Returns whether the holder has the prompt's first block.
   bool collect(RankId id, bool own) {
+    if (head_[id] == kNone) return false;
+    const std::vector<Window>& windows = index_->rank(id).windows;
+    const uint32_t most = windows.empty() ? kNone : reusable(id, windows);
     bool first = false;
     for (uint32_t at = head_[id]; at != kNone; at = spans_[at].next) {
-      pieces_.push_back({spans_[at].from, spans_[at].to, spans_[at].layer, own});
-      first = first || spans_[at].from == 0;
+      const Span& span = spans_[at];
+      const uint32_t to = span.layer == kDeviceLayer ? std::min(span.to, most) : span.to;
+      if ((counted_ >> span.layer & 1) == 0 || span.from >= to) continue;
+      pieces_.push_back({span.from, to, span.layer, own});
+      first = first || span.from == 0;
     }
     return first;
+  }
+
+  // How much of a prompt's beginning on the device a rank's window groups let it use.
+  uint32_t reusable(RankId id, const std::vector<Window>& windows) const {
+    uint32_t most = deepest(id, {kDeviceLayer, kNone}, kNone), before;
+    do {  // shrinking for one group may break another's condition
+      before = most;
+      for (const Window& window : windows) most = deepest(id, window, most);
+    } while (most != before);
+    return most;
+  }
+
+  // The deepest length <= `limit` whose last window.blocks blocks the rank holds on a layer.
+  uint32_t deepest(RankId id, const Window& window, uint32_t limit) const {
+    uint32_t best = 0;
+    for (uint32_t at = head_[id]; at != kNone; at = spans_[at].next) {
+      const Span& span = spans_[at];
+      const uint32_t length = std::min(span.to, limit);
+      if (span.layer != window.layer || length <= span.from) continue;
+      if (span.from == 0 || length - span.from >= window.blocks) best = std::max(best, length);
+    }
+    return best;
   }
 
   // Counts `pieces_` into `most_`, each medium the larger of both.
@@ -385,8 +420,10 @@ class Holdings {
   std::vector<RankId> touched_;
   std::vector<Span> spans_;
   std::vector<uint64_t> locals_, plain_, sequences_;
-  LayerMask counted_ = 0;  // layers that are media
-  bool counts_ = false;    // the question is about a block or more
+  const Index* index_ = nullptr;  // of the question in progress
+  LayerMask counted_ = 0;         // layers that are media
+  LayerMask groups_ = 0;          // cache groups of the device
+  bool counts_ = false;           // the question is about a block or more
 
   // Of the row in progress.
   std::vector<Piece> pieces_;

@@ -11,6 +11,9 @@
 // A rank with window groups (hybrid models) can reuse a prefix only if each such group still
 // holds the last blocks of it: its device depth is the deepest that satisfies all of them.
 //
+// A conductor's rank with window groups that is seen as a worker's is met by itself first, and what
+// it can reuse is the worker's if that has less.
+//
 // Costs: path O(blocks), compared as plain arrays; then O(runs on the path x their members).
 // Nothing in the index changes, not even a counter.
 #pragma once
@@ -141,12 +144,12 @@ class Match {
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
         if (!counts(rank, only)) continue;
+        const bool alone = is_met_alone(rank);
         each_seen(index, member, rank, [&](RankId id) {
           holders += id == member || is_first(index, set, member, id);
-          if (from != 0 && depth_[id].depth.device != from) return;
-          touch(id).depth.device = to;
-          moved = true;
+          if (!alone) moved |= move(id, from, to);
         });
+        if (alone) moved |= move(member, from, to);
       }
       // Nobody stands at `from`, so nobody can go on behind it either.
       if (!moved) return false;
@@ -154,6 +157,14 @@ class Match {
       for (uint32_t i = from; i < to; ++i) frequencies_[i] += holders;
       return true;
     });
+  }
+
+  static bool is_met_alone(const Rank& rank) { return rank.seen_as != kNone && !rank.windows.empty(); }
+
+  bool move(RankId id, uint32_t from, uint32_t to) {
+    if (from != 0 && depth_[id].depth.device != from) return false;
+    touch(id).depth.device = to;
+    return true;
   }
 
   // Whether `member` is the first of a set that is seen as `id`.
@@ -214,6 +225,16 @@ class Match {
           depth.device = deepest(index, id, window, depth.device);
         }
       } while (depth.device != before);
+    }
+    for (size_t i = 0; i < touched_.size(); ++i) {
+      const RankId met = touched_[i];
+      const Rank& rank = index.rank(met);
+      if (!is_met_alone(rank) || !counts(rank, only)) continue;
+      const uint32_t device = depth_[met].depth.device;
+      each_seen(index, met, rank, [&](RankId id) {
+        Depth& depth = touch(id).depth;
+        depth.device = std::max(depth.device, device);
+      });
     }
   }
 

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "cache_groups.hpp"
 #include "events.hpp"
 #include "hash.hpp"
 #include "index.hpp"
@@ -270,46 +271,16 @@ class Stream {
     return true;
   }
 
-  CacheGroup* known_group(int32_t id) {
-    for (CacheGroup& group : traits().groups) {
-      if (group.id == id) return &group;
-    }
-    return nullptr;
-  }
-
-  void learn(const StoredEvent& e) {
-    if (e.kind == Kind::NONE || e.group < 0) return;
-    CacheGroup* group = known_group(e.group);
-    if (group == nullptr) {
-      if (traits().groups.size() == kMaxGroups) return;
-      traits().groups.push_back({e.group, e.kind, e.window});
-    } else {
-      group->kind = e.kind;
-      if (e.window > 0) group->window = e.window;
-    }
-  }
-
-  // The kind an event is about: its own, else what was taught about its group; the first group
-  // of an engine that does not say is the one that counts.
-  template <class Event>
-  Kind kind_of(const Event& e) {
-    if (e.kind != Kind::NONE) return e.kind;
-    if (e.group < 0) return Kind::FULL;
-    const CacheGroup* group = known_group(e.group);
-    if (group != nullptr) return group->kind;
-    return e.group == 0 ? Kind::FULL : Kind::NONE;
-  }
-
   Place place_of(const StoredEvent& e) {
     if (!ours(e)) return kNowhere;
-    learn(e);
-    const Kind kind = kind_of(e);
+    learn_group(traits(), e);
+    const Kind kind = kind_of(traits(), e);
     if (kind == Kind::WINDOW) return window_place(e);
     if (kind != Kind::FULL) {
       ignore(kind == Kind::NONE ? Ignored::GROUP : Ignored::KIND);
       return kNowhere;
     }
-    if (is_further_full_group(e.group)) return whole_prefix_place(e);
+    if (is_further_group(traits(), e.group)) return whole_prefix_place(e);
     if (e.n_tokens != 0) {
       if (traits().main_group < 0) traits().main_group = e.group < 0 ? 0 : e.group;
       return {static_cast<LayerId>(e.tier), false};
@@ -318,21 +289,13 @@ class Stream {
     return {static_cast<LayerId>(e.tier), true};
   }
 
-  bool is_further_full_group(int32_t group) const {
-    return group > 0 && traits().main_group >= 0 && group != traits().main_group;
-  }
-
   Place window_place(const StoredEvent& e) {
-    const CacheGroup* group = known_group(e.group);
-    const int64_t window = e.window > 0 ? e.window : group != nullptr ? group->window : 0;
-    if (e.group < 0 || window <= 0) {
+    uint32_t blocks = 0;
+    if (!window_blocks(traits(), e, index_.block_size(), &blocks)) {
       ignore(Ignored::KIND);
       return kNowhere;
     }
-    // The next token attends to itself and the window - 1 tokens before it.
-    const uint64_t size = index_.block_size();
-    const uint64_t blocks = (static_cast<uint64_t>(window) - 1 + size - 1) / size;
-    return group_place(e, static_cast<uint32_t>(std::min<uint64_t>(blocks, kNone)));
+    return group_place(e, blocks);
   }
 
   // A second full-attention group must hold a prefix whole.
@@ -350,8 +313,8 @@ class Stream {
 
   LayerId layer_of(const RemovedEvent& e) {
     if (!ours(e)) return kNone;
-    const Kind kind = kind_of(e);
-    const bool of_group = e.group >= 0 && (kind == Kind::WINDOW || is_further_full_group(e.group));
+    const Kind kind = kind_of(traits(), e);
+    const bool of_group = e.group >= 0 && (kind == Kind::WINDOW || is_further_group(traits(), e.group));
     if (of_group) {
       return index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
     }

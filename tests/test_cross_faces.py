@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgpack
@@ -312,6 +313,60 @@ def test_a_store_serves_every_rank_of_its_worker(fleet: Fleet) -> None:
     fleet.leave(source)
     fleet.leave(pool)
     assert not fleet.state.partitions
+
+
+def test_an_engine_s_second_copy_takes_a_second_removal(fleet: Fleet) -> None:
+    _, publication = fleet.publisher("7")
+    last = ["BlockStored", [3], 2, TOKENS[8:12], BLOCK_SIZE, None, "GPU"]
+    publication.apply(batch(STORED, last))
+    for left in (12, 8):
+        publication.apply(batch(["BlockRemoved", [3], "GPU"]))
+        assert fleet.rows()["7"]["GPU"] == left
+        assert fleet.workers() == {7: (left // 4,) * 3}
+    publication.apply(batch(last, last))
+    assert fleet.rows()["7"]["GPU"] == 12
+    # The standard's removed is about the hash, whatever has told of it.
+    publication.apply(batch({"event_type": "removed", "seq_hashes": [3], "medium": "gpu"}))
+    assert fleet.rows()["7"]["GPU"] == 8
+
+
+def grouped(hashes: list[int], parent: int | None, group: int, kind: str | None) -> dict[str, Any]:
+    """What vLLM tells of one cache group; the window of those that slide is 9 tokens: 2 blocks."""
+    event = {
+        "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent,
+        "token_ids": TOKENS[: len(hashes) * BLOCK_SIZE], "block_size": BLOCK_SIZE, "medium": "GPU",
+        "group_idx": group, "kv_cache_spec_kind": kind,
+    }  # fmt: skip
+    return event | ({"kv_cache_spec_sliding_window": 9} if kind == "sliding_window" else {})
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_window_group_ends_a_prefix_on_every_face(fleet: Fleet, published: bool) -> None:
+    take: Callable[[bytes], object]
+    if published:
+        take = fleet.publisher("7")[1].apply
+    else:
+        take = fleet.state.add_rank(RankKey(KEY, 7, 0), BLOCK_SIZE).apply
+    hashes = [1, 2, 3, 4]
+    take(batch(grouped(hashes, None, 0, "full_attention")))
+    assert fleet.rows() == {"7": row(16)}
+    take(batch(grouped(hashes, None, 1, "sliding_window")))
+    assert fleet.rows() == {"7": row(16)}
+    gone = {"type": "BlockRemoved", "block_hashes": [1, 3], "medium": "GPU", "group_idx": 1}
+    take(batch(gone))
+    # Behind the second block the window would be the first two, behind the fourth the last two.
+    assert fleet.rows() == {"7": row(0)}
+    assert fleet.workers() == {}
+    take(batch(grouped([1, 2], None, 1, "sliding_window")))
+    assert fleet.rows() == {"7": row(8)}
+    assert fleet.workers() == {7: (2, 2, 2)}
+    # What lies lower goes on from there.
+    lower = ["BlockStored", [1, 2, 3], None, TOKENS[:12], BLOCK_SIZE, None, "CPU"]
+    take(batch(lower))
+    assert fleet.rows() == {"7": row(8, longest_matched=12, CPU=12, DP={"0": 12})}
+    assert fleet.workers() == {7: (2, 3, 3)}
+    take(batch(["AllBlocksCleared"]))
+    assert fleet.rows()["7"]["GPU"] == 0
 
 
 def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet: Fleet) -> None:

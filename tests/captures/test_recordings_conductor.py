@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from recording import NAMES, Question, Recording, Tally, load
 
-from kvd.model import PartitionKey
+from kvd.model import PartitionKey, RankKey
 from kvd.state import State
 from kvd.wire.publication import Publication, Terms
+from kvd_core.hashing import local_hashes
 from tests.models.conductor_model import sequence_hashes
 
 KEY = PartitionKey("m", "default")
@@ -19,10 +22,6 @@ DIFFERENT = {
     "vllm-0.14.1-ident": Tally(agree=5, under=2),
     "vllm-0.33.0-offload-bare-chunk4": Tally(agree=18, under=17),
     "sglang-0.5.23-eagle-bigram": Tally(under=1),
-    # Of several cache groups this face counts one, as if the others kept all of it.
-    "vllm-0.33.0-hybrid": Tally(agree=1, under=11, over=5),
-    # Its engine keeps two copies of a block; here one removal takes both.
-    "vllm-0.33.0-twin": Tally(agree=8, under=12),
 }
 QUESTIONS = 1189  # without images
 
@@ -72,6 +71,31 @@ def test_answers_are_those_of_the_engine(name: str) -> None:
     asked = [question for question in recording.questions if not question.items]
     found = [(fed.held(question), wanted(question)) for question in asked]
     assert Tally.of(found) == DIFFERENT.get(name, Tally(agree=len(asked))), found
+
+
+@pytest.mark.parametrize("name", ["vllm-0.33.0-hybrid", "vllm-0.33.0-twin"])
+def test_window_groups_and_copies_are_the_same_across_faces(name: str) -> None:
+    """Told by a publisher and asked as the indexer, and the other way round."""
+    recording = load(name)
+    size = recording.block_size
+    published, registered = State(), State()
+    takers: dict[tuple[int, int], list[Callable[[bytes], object]]] = {}
+    for instance, rank in recording.ranks:
+        source = published.add_source(KEY, size, str(instance), "", "", rank, store=False)
+        publication = Publication(source, Terms(*KEY, size, "", "", rank, False))
+        stream = registered.add_rank(RankKey(KEY, instance, rank), size)
+        takers[instance, rank] = [publication.apply, stream.apply]
+    for message in recording.messages:
+        for take in takers[message.rank]:
+            take(message.payload)
+    index, part = published.partition(*KEY).index, registered.sized[(*KEY, size)].conductor
+    for question in recording.questions:
+        instance, rank = question.rank
+        depths, _ = index.match(local_hashes(question.tokens, size))
+        assert depths.get((instance, rank), (0, 0, 0))[0] * size == wanted(question)
+        row = part.match_tokens(question.tokens)[str(instance)]
+        assert row["DP"][str(rank)] == row["GPU"] == wanted(question)
+    index.verify()
 
 
 def test_no_question_is_missing() -> None:

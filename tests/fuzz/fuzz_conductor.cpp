@@ -64,7 +64,7 @@ class Life {
 
   void step(Bytes& in) {
     const size_t i = in.below(kSources);
-    switch (in.below(11)) {
+    switch (in.below(12)) {
       case 0: case 1: case 2: store(in, i); break;
       case 3: case 4: named(in, i); break;
       case 5: remove(in, i); break;
@@ -72,6 +72,7 @@ class Life {
       case 7: again(in, i); break;
       case 8: batch(in, i); break;
       case 9: tell(in); break;
+      case 10: grouped(in, i); break;
       default: index_.sweep(in.next()); break;
     }
     ask(in);
@@ -221,6 +222,47 @@ class Life {
     size_t size = in.next();
     const uint8_t* data = in.rest(&size);
     engines_[i]->apply(data, size);
+  }
+
+  // An engine's own event, about one of its cache groups or all.
+  void grouped(Bytes& in, size_t i) {
+    static constexpr kvd::Kind kKinds[] = {kvd::Kind::NONE, kvd::Kind::FULL, kvd::Kind::WINDOW};
+    const Prompt of = prompt(in);
+    const size_t from = in.below(static_cast<uint8_t>(of.plain.size()));
+    std::vector<uint64_t> hashes;
+    for (size_t k = from; k < of.plain.size(); ++k) hashes.push_back(1000 + of.sequences[k] % 1000);
+    const uint8_t how = in.next();
+    const int32_t group = static_cast<int32_t>(how % 4) - 1;
+    const kvd::Kind kind = kKinds[in.below(3)];
+    const std::string_view medium = (how & 16) != 0 ? "CPU" : "";
+    const auto n = static_cast<uint32_t>(hashes.size());
+    engines_[i]->begin((how & 32) != 0, how >> 6 & 1);
+    if ((how & 4) == 0) {
+      kvd::StoredEvent e{};
+      e.hashes = hashes.data();
+      e.n_hashes = n;
+      e.has_parent = from != 0;
+      if (from != 0) e.parent = 1000 + of.sequences[from - 1] % 1000;
+      e.tokens = of.tokens.data() + from * kBlockSize;
+      e.n_tokens = (how & 8) != 0 ? 0 : n * kBlockSize;
+      e.kind = kind;
+      e.group = group;
+      e.window = in.below(8);
+      e.medium = medium;
+      engines_[i]->stored(e);
+    } else if ((how & 8) == 0) {
+      kvd::RemovedEvent e{};
+      e.hashes = hashes.data();
+      e.n_hashes = n;
+      e.kind = kind;
+      e.group = group;
+      e.medium = medium;
+      engines_[i]->removed(e);
+    } else if ((how & 128) != 0) {
+      engines_[i]->forget();
+    } else {
+      engines_[i]->cleared({kvd::Tier::DEVICE, (how & 64) != 0, medium});
+    }
   }
 
   void ask(Bytes& in) {

@@ -8,6 +8,7 @@ after every event, all of it, until nothing changes.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,7 @@ class Holder:
     names: dict[Name, Held] = field(default_factory=dict)
     aside: dict[Name, Aside] = field(default_factory=dict)
     spaces: set[int] = field(default_factory=set)
+    copies: Counter[tuple[Name, str]] = field(default_factory=Counter)  # further ones, by medium
 
     def name(self, space: int, hash: int, by_engine: bool) -> Name:
         return (None if by_engine or space == self.home else space, hash)
@@ -162,13 +164,16 @@ class ConductorModel:
                     block = (space, above)
             known = block is not None
         holder.spaces.add(space)
+        run: list[tuple[Name, bool]] = []  # of one place: names, and whether they were held
+        follows = parent is not None
         for i, (hash, local) in enumerate(zip(hashes, locals_, strict=True)):
             name = holder.name(space, hash, by_engine)
             if not known and name in holder.names:
                 holder.names[name].media.add(medium)
-                block, known = holder.names[name].block, True
+                block, known, follows = holder.names[name].block, True, True
                 continue
             if known:
+                run.append((name, name in holder.names and medium in holder.names[name].media))
                 block = self.place(holder, name, block, local, {medium}, space)
                 continue
             above = None if above is None else next_hash(above, local, self.seed)
@@ -177,6 +182,10 @@ class ConductorModel:
             if aside.local is None:
                 aside.parent = parent if i == 0 else hashes[i - 1]
                 aside.local, aside.sequence, aside.by_engine = local, above, by_engine
+        again = [name for name, held in run if held]
+        # An engine reuses what it holds, but computes a prompt's last block again.
+        if by_engine and (len(again) < len(run) or (len(run) == 1 and follows)):
+            holder.copies.update((name, medium) for name in again)
         self.settle()
 
     def place(
@@ -266,7 +275,12 @@ class ConductorModel:
             name = (None, hash)
         if name in holder.names:
             held = holder.names[name]
-            held.media -= held.media if medium is None else {medium}
+            for each in held.media & ({medium} if medium is not None else held.media):
+                if by_engine and holder.copies[name, each]:
+                    holder.copies[name, each] -= 1
+                else:
+                    held.media.discard(each)
+                    del holder.copies[name, each]
             if holder.source is None and not held.media:
                 del holder.names[name]
         elif name in holder.aside:
@@ -279,6 +293,11 @@ class ConductorModel:
         several = len(holder.spaces) > 1
         if space is not None and not several and holder.spaces != {space}:
             return
+        for name, each_medium in list(holder.copies):
+            if medium in (None, each_medium) and (
+                not several or space in (None, holder.names[name].block[0])
+            ):
+                del holder.copies[name, each_medium]
         if space is not None and several:
             for held in holder.names.values():
                 if held.block[0] == space:
