@@ -4,8 +4,7 @@
 
 Prints CPU us of a query on both faces at equal sizes, CPU ns and bytes of an index's block with
 and without sequence hashes, and of a publisher's event; lowest of several rounds, taken in turns.
-Then how long batches hold the loop, and what a hash costs that nobody of its instance knows
-
+Then how long batches hold the loop, and what a hash costs that nobody of its instance knows.
 """
 
 from __future__ import annotations
