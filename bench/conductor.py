@@ -3,8 +3,9 @@
     python bench/conductor.py
 
 Prints CPU us of a query on both faces at equal sizes, CPU ns and bytes of an index's block with
-and without sequence hashes, and of a publisher's event; and how long the sequence hashes of a
-large partition take. Lowest of several rounds, taken in turns.
+and without sequence hashes, and of a publisher's event; how long the sequence hashes of a large
+partition take. Lowest of several rounds, taken in turns. Then how long batches hold the loop, and
+what a hash costs that nobody of its instance knows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvd.state import State
 from kvd.wire.publication import Publication, Terms
 from kvd_core.conductor import Conductor
 from kvd_core.hashing import local_hashes, sequence_hashes
-from kvd_core.index import IngestCounters, PrefixIndex
+from kvd_core.index import UNFINISHED, IngestCounters, PrefixIndex
 
 BLOCK_SIZE = 16
 KEY = PartitionKey("m", "default")
@@ -158,6 +159,69 @@ def opening() -> None:
     print(f"| {MANY:,} | {ms[0]:.0f} | {ms[1]:.1f} | {len(took) - 1} | {ms[2]:.2f} |")
 
 
+def hashes(n: int) -> list[int]:
+    return [random.getrandbits(63) | 1 << 62 for _ in range(n)]
+
+
+def long_batches() -> dict[str, bytes]:
+    """Batches as long as they may be, nearly."""
+    blocks = 17_000
+    prompt = [random.randrange(50_000) for _ in range(16 * blocks * BLOCK_SIZE)]
+    placed = {"event_type": "stored", "parent_hash": None, "base_block_idx": 0}
+    short = 64 * BLOCK_SIZE
+    many = [
+        placed | {"seq_hashes": hashes(64), "token_ids": prompt[at : at + short]}
+        for at in range(0, 1000 * short, short)
+    ]
+    named = {"event_type": "stored", "seq_hashes": hashes(115_000)}
+    one = placed | {"seq_hashes": hashes(blocks), "token_ids": prompt[: blocks * BLOCK_SIZE]}
+    by_name = ["BlockStored", hashes(1_600_000), None, [], BLOCK_SIZE, None, "CPU"]
+    told = ["BlockStored", hashes(16 * blocks), None, prompt, BLOCK_SIZE, None, "GPU"]
+    text = {"event_type": "stored", "seq_hashes": hashes(12_000)}
+    batches = {
+        "standard, one event without tokens": [0, [named]],
+        "standard, one event with tokens": [0, [one]],
+        "standard, events of 64 blocks": [0, many],
+        "standard, and empty maps": [0, [{"event_type": "cleared"}, *[{}] * 4_000_000]],
+        "an engine's, one event without tokens": [0, [by_name]],
+        "an engine's, one event with tokens": [0, [told]],
+    }
+    packed = {name: msgpack.packb(batch) for name, batch in batches.items()}
+    return packed | {"JSON, one event without tokens": compact({"events": [text]})}
+
+
+def slices() -> None:
+    for name, payload in long_batches().items():
+        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        source = Conductor(index).add_source("a", "", "", 0, False)
+        stream = Publication(source, Terms("m", "default", BLOCK_SIZE, "", "", 0, False))
+        took: list[float] = []
+        shown = UNFINISHED
+        while shown == UNFINISHED:
+            start = time.process_time()
+            shown = stream.go_on() if took else stream.apply(payload)
+            took.append(time.process_time() - start)
+        ms = [f"{1e3 * seconds:.1f}" for seconds in (sorted(took)[-len(took) // 20], max(took))]
+        size = f"{len(payload) / 2**20:.1f}"
+        print(f"| {name} | {size} | {sum(took) * 1e3:.0f} | {len(took)} | {ms[0]} | {ms[1]} |")
+
+
+def unknown() -> None:
+    """A store's hashes without tokens, of an instance of which nobody knows them."""
+    for ranks in (10, 100, 1000):
+        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        part = Conductor(index)
+        tokens = [random.randrange(50_000) for _ in range(64 * BLOCK_SIZE)]
+        for rank in range(ranks):
+            engine = part.add_source(f"i-{rank}", "", "", 0, False)
+            engine.store(0, 0, "GPU", hashes(64), tokens, None, 0)
+        pool = part.add_source("pool", "", "", 0, True)
+        said = hashes(2000)
+        start = time.process_time()
+        pool.store_named(0, None, "CPU", said, 0)
+        print(f"| {ranks} | {(time.process_time() - start) / len(said) * 1e6:.1f} |")
+
+
 def main() -> None:
     random.seed(1)
     print("| route | instances | blocks | held by | indexer, us | conductor, us | ratio |")
@@ -168,6 +232,11 @@ def main() -> None:
     ingest()
     print("\n| blocks | all, ms | at once, ms | slices | the longest, ms |\n|---|---|---|---|---|")
     opening()
+    print("\n| batch | MiB | CPU ms | slices | 19 of 20 below, ms | longest, ms |")
+    print("|---|---|---|---|---|---|")
+    slices()
+    print("\n| ranks | us a hash that none has announced |\n|---|---|")
+    unknown()
 
 
 if __name__ == "__main__":

@@ -190,7 +190,6 @@ class Conductor final : public Placements {
       list_rows(*instance);
     }
     drop_owned(sources_, source);
-    prune_if_stale();
   }
 
   Instance* find(const std::string& key) const {
@@ -224,7 +223,7 @@ class Conductor final : public Placements {
     if (holders.size() == kMaxHolders) return kNone;
     const RankId id = index_.add_rank(wanted.dp_rank);
     Rank& rank = index_.ranks_[id];
-    rank.settling = rank.offloads = rank.salted = rank.hidden = true;
+    rank.settling = rank.offloads = rank.salted = rank.hidden = rank.published = true;
     const auto made = holders.insert(at, wanted);
     made->id = id;
     own(id, source);
@@ -427,13 +426,8 @@ class Conductor final : public Placements {
     }
     if (looked_at_ != waiting_.size() || !work_.empty()) return false;
     if (waiting_.capacity() > kWaitingKept) std::vector<Loose>().swap(waiting_), looked_at_ = 0;
-    prune_if_stale();
+    prune(steps);
     return true;
-  }
-
-  // Frees what waited for those that are no more, once that is most of it.
-  void prune_if_stale() {
-    if (loose_.size() > 4 * index_.parked_ + 256) prune();
   }
 
   const Sequences& sequences() const { return *index_.sequences_; }
@@ -463,6 +457,8 @@ class Conductor final : public Placements {
   };
 
   static constexpr size_t kLooseBytes = 56;  // a hash node
+  // Entries of a parked block: its parent, its hash, its sequence hash, and one that is stale.
+  static constexpr size_t kMostALoose = 4;
   static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_`, 2 MB
 
   // What few blocks need of sequence hashes at the first source is made at once.
@@ -800,7 +796,7 @@ class Conductor final : public Placements {
     Parked* parked = parked_at(id, name);
     if (parked == nullptr || had_content) return;
     parked->stamp = ++index_.stamp_;  // what it was known by without content is over
-    index_.order_.push_back({name, parked->stamp, id});
+    index_.order_.push({name, parked->stamp, id});
     parked->hash = hash;
     parked->by_engine = by_engine;
     parked->sequence = sequence;
@@ -833,7 +829,12 @@ class Conductor final : public Placements {
   // beginning that has not been heard: nobody who asks what the key means is to meet them.
   static uint64_t behind(uint64_t key) { return mix64(~key); }
 
-  void enter(uint64_t key, const Loose& loose) { loose_.emplace(key, loose); }
+  void enter(uint64_t key, const Loose& loose) {
+    loose_.emplace(key, loose);
+    if (loose_.size() != kGrowsTo) return;
+    loose_.max_load_factor(kMostALoose);
+    loose_.reserve(kMostALoose * kMaxLoose);
+  }
 
   void await(uint64_t key) {
     for (const uint64_t each : {key, behind(key)}) {
@@ -877,9 +878,7 @@ class Conductor final : public Placements {
     }
     // All at once: erasing one of many equal keys walks over those before it.
     loose_.erase(range.first, range.second);
-    // The last first, as equal keys come the last one entered first: `Rarities::waiting` has them in
-    // the same order, and finds each at once when it is placed.
-    for (auto it = waiting_.rbegin(); it != waiting_.rend(); ++it) enter(key, *it);
+    for (const Loose& each : waiting_) enter(key, each);
   }
 
   void look_at(const Loose& loose) {
@@ -941,12 +940,23 @@ class Conductor final : public Placements {
     ++index_.tally_.unparked;
   }
 
-  void prune() {
-    decltype(loose_) kept;
-    for (const auto& [key, loose] : loose_) {
-      if (parked_of(loose) != nullptr) kept.emplace(key, loose);
+  // Frees what waited for those that are no more, while that is most of it; the sweep does so, too.
+  void prune(Steps& steps) {
+    for (; loose_.size() > kMostALoose * index_.parked_ + 256 && steps.left(); steps.take(1 + stale_.size())) {
+      prune_at_ = prune_at_ + 1 < loose_.bucket_count() ? prune_at_ + 1 : 0;
+      stale_.clear();
+      for (auto it = loose_.begin(prune_at_); it != loose_.end(prune_at_); ++it) {
+        if (parked_of(it->second) == nullptr) stale_.push_back(it->first);
+      }
+      for (const uint64_t key : stale_) drop_stale(key);
     }
-    loose_.swap(kept);
+  }
+
+  void drop_stale(uint64_t key) {
+    const auto range = loose_.equal_range(key);
+    for (auto it = range.first; it != range.second;) {
+      it = parked_of(it->second) == nullptr ? loose_.erase(it) : std::next(it);
+    }
   }
 
   void clear_space(RankId id, LayerMask mask, uint64_t space) {
@@ -982,6 +992,8 @@ class Conductor final : public Placements {
   std::vector<uint64_t> work_;   // keys whose meaning has changed
   std::vector<Loose> waiting_;   // what waited for one of them, to be looked at
   size_t looked_at_ = 0;         // so many of these have been
+  std::vector<uint64_t> stale_;  // scratch of `prune`
+  size_t prune_at_ = 0;          // bucket of `loose_` that it was at last
   mutable size_t looked_up_ = 0;  // names tables that `elsewhere` has asked since `looked_up`
 
   // Scratch of the operation in progress, kept for its capacity.

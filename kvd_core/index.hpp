@@ -79,6 +79,8 @@ constexpr size_t kMaxParked = 65536;
 // Dropped names remembered per rank that offloads: an offload event names its block by hash
 // alone and may come after the device copy went; engines keep them a few steps apart.
 constexpr size_t kMaxGhosts = 4096;
+// Entries that a table of what waits grows to step by step, 3 ms for the last one.
+constexpr size_t kGrowsTo = size_t{1} << 15;
 // Cache groups remembered per rank. A hybrid model has a handful.
 constexpr size_t kMaxGroups = 64;
 // A cache of so few names is cleared at once, in some microseconds: no more than a new rank costs.
@@ -125,6 +127,10 @@ struct Parked {
   uint64_t plain = 0;       // local hash by the seed of sequence hashes
   uint64_t sequence = 0;    // sequence hash, 0 unknown
   bool by_engine = false;   // an engine's own event has told of it
+  // The others of its rank that wait for the same parent; null where it waits for none (publishers').
+  uint64_t name = 0;  // its own
+  Parked* newer = nullptr;
+  Parked* older = nullptr;
 };
 
 // What few ranks have, or have little of.
@@ -142,7 +148,7 @@ struct Rarities {
   std::unordered_map<Key, uint32_t, Hash> copies;             // name and layer -> further copies
   std::unordered_map<Key, uint32_t, Hash> shared;             // block and layer -> further names
   std::unordered_map<uint64_t, Parked, Hash> parked;          // by name
-  std::unordered_multimap<uint64_t, uint64_t, Hash> waiting;  // parent -> parked children
+  std::unordered_map<uint64_t, Parked*, Hash> waiting;        // parent -> the newest that waits for it
   std::deque<uint64_t> ghosts;                                // names, oldest first
 
   size_t exceptions() const { return copies.size() + shared.size(); }
@@ -164,6 +170,7 @@ struct RankTraits {
   // A conductor's rank counts for workers as the rank that it stands for, kMany, or not at all.
   RankId seen_as = kNone;
   bool hidden = false;
+  bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
 };
 
 struct Rank : RankTraits {
@@ -527,6 +534,42 @@ class Index {
     RankId rank;
   };
 
+  // Parked blocks, oldest first, among entries of such as are parked no longer. These are taken out
+  // bit by bit: `kept_` has the entries before those of `rest_` that have been looked at.
+  class Queue {
+   public:
+    size_t size() const { return kept_.size() + rest_.size(); }
+    void push(const QueueEntry& entry) { rest_.push_back(entry); }
+
+    QueueEntry pop() {
+      std::deque<QueueEntry>& from = kept_.empty() ? rest_ : kept_;
+      const QueueEntry oldest = from.front();
+      from.pop_front();
+      return oldest;
+    }
+
+    template <class Wanted>
+    void compact(Wanted&& wanted) {
+      for (size_t n = 0; n < kLooks && !rest_.empty(); ++n) {
+        if (wanted(rest_.front())) kept_.push_back(rest_.front());
+        rest_.pop_front();
+      }
+      if (rest_.empty()) rest_.swap(kept_);
+    }
+
+    template <class Visit>
+    void each(Visit&& visit) const {
+      for (const std::deque<QueueEntry>* part : {&kept_, &rest_}) {
+        for (const QueueEntry& entry : *part) visit(entry);
+      }
+    }
+
+   private:
+    static constexpr size_t kLooks = 64;  // at once, for each block that is parked
+
+    std::deque<QueueEntry> kept_, rest_;
+  };
+
   static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry
   static constexpr size_t kExceptionBytes = 48;  // one hash node
   static constexpr size_t kRaritiesBytes = sizeof(Rarities) + 576;  // an empty deque's memory
@@ -817,9 +860,12 @@ class Index {
     auto it = rare.parked.find(name);
     if (it == rare.parked.end()) {
       it = rare.parked.emplace(name, Parked{false, 0, 0, 0, 0, ++stamp_}).first;
-      order_.push_back({name, stamp_, id});
+      it->second.name = name;
+      order_.push({name, stamp_, id});
       ++parked_;
       ++tally_.parked;
+      // What grows beyond that may have the whole bound, and growing is not done in slices.
+      if (rare.parked.size() == kGrowsTo && max_parked_ > kMaxParked) rare.parked.reserve(max_parked_);
     }
     Parked& p = it->second;
     p.layers |= 1u << layer;
@@ -830,26 +876,39 @@ class Index {
       p.term = content->term;
       p.plain = content->plain == nullptr ? 0 : content->plain[0];
       p.space = content->space;
-      rare.waiting.emplace(content->parent, name);
+      if (!ranks_[id].published) wait_for_parent(rare, p);
     }
     bound_parked();
   }
 
+  static void wait_for_parent(Rarities& rare, Parked& p) {
+    Parked*& newest = rare.waiting[p.parent];
+    p.older = newest;
+    if (newest != nullptr) newest->newer = &p;
+    newest = &p;
+  }
+
+  static void wait_no_more(Rarities& rare, Parked& p) {
+    if (p.older != nullptr) p.older->newer = p.newer;
+    if (p.newer != nullptr) {
+      p.newer->older = p.older;
+    } else if (p.older != nullptr) {
+      rare.waiting[p.parent] = p.older;
+    } else {
+      rare.waiting.erase(p.parent);
+    }
+  }
+
   void bound_parked() {
     while (parked_ > max_parked_) {
-      const QueueEntry oldest = order_.front();
-      order_.pop_front();
+      const QueueEntry oldest = order_.pop();
       if (!is_parked(oldest)) continue;
       forget_parked(oldest.rank, ranks_[oldest.rank].rare->parked.find(oldest.name));
       ++tally_.parked_dropped;
     }
     // Entries of blocks placed meanwhile are dropped from the queue before they outnumber it.
     if (order_.size() > 2 * parked_ + 64) {
-      std::deque<QueueEntry> kept;
-      for (const QueueEntry& entry : order_) {
-        if (is_parked(entry)) kept.push_back(entry);
-      }
-      order_.swap(kept);
+      order_.compact([&](const QueueEntry& entry) { return is_parked(entry); });
     }
   }
 
@@ -862,16 +921,7 @@ class Index {
 
   void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, Rarities::Hash>::iterator it) {
     Rarities& rare = *ranks_[id].rare;
-    if (it->second.has_content) {
-      // Without the end of the range: to find that walks over all that wait for the parent, and it
-      // is the first of them that is placed first.
-      for (auto w = rare.waiting.find(it->second.parent); w != rare.waiting.end(); ++w) {
-        if (w->second == it->first) {
-          rare.waiting.erase(w);
-          break;
-        }
-      }
-    }
+    if (it->second.has_content && !ranks_[id].published) wait_no_more(rare, it->second);
     --parked_;
     rare.parked.erase(it);
   }
@@ -904,7 +954,7 @@ class Index {
       while (true) {
         const auto child = ranks_[id].rare->waiting.find(name);
         if (child == ranks_[id].rare->waiting.end()) break;
-        settle_child(id, name, child->second);
+        settle_child(id, name, child->second->name);
       }
     }
     work_.clear();
@@ -1066,7 +1116,7 @@ class Index {
   bool linked_ = false;  // some rank is seen as another
   std::unordered_map<RankId, std::vector<RankId>> shared_with_;  // of those seen as kMany
   size_t max_parked_ = kMaxParked;
-  std::deque<QueueEntry> order_;  // parked blocks, oldest first
+  Queue order_;
   size_t parked_ = 0;             // of live ranks
   uint64_t stamp_ = 0;
   uint64_t held_[kTierLayers] = {};  // by live ranks

@@ -258,15 +258,16 @@ class Verifier {
     }
     require(parked == index_.parked_count(), "index 4: parked blocks are counted");
     require(parked <= index_.max_parked_, "index 4: parked blocks are bounded");
-    const auto queued = std::count_if(index_.order_.begin(), index_.order_.end(),
-                                      [&](const auto& entry) { return index_.is_parked(entry); });
-    require(static_cast<size_t>(queued) == parked, "index 4: parked blocks are in the queue");
+    size_t queued = 0;
+    index_.order_.each([&](const auto& entry) { queued += index_.is_parked(entry); });
+    require(queued == parked, "index 4: parked blocks are in the queue");
   }
 
   void check_parked_of(const Rank& rank) {
     size_t waiting = 0;
     for (const auto& [name, p] : rank.rare->parked) {
-      waiting += p.has_content;
+      waiting += p.has_content && !rank.published;
+      require(p.name == name, "index 4: a parked block knows its name");
       require(rank.names.find(name, index_.keys()) == Names::kAbsent,
               "index 4: a parked name is unknown");
       // A conductor's blocks wait for a parent in their namespace, by the hash that was announced.
@@ -274,7 +275,13 @@ class Verifier {
                   rank.names.find(p.parent, index_.keys()) == Names::kAbsent,
               "index 4: a parked block's parent is unknown");
     }
-    require(waiting == rank.rare->waiting.size(), "index 4: parked children are indexed");
+    for (const auto& [parent, newest] : rank.rare->waiting) {
+      const Parked* newer = nullptr;
+      for (const Parked* p = newest; p != nullptr; newer = p, p = p->older, --waiting) {
+        require(p->parent == parent && p->newer == newer, "index 4: parked children are linked");
+      }
+    }
+    require(waiting == 0, "index 4: parked children are indexed");
   }
 
   void check_predicted(const Predicted& p) {

@@ -151,14 +151,16 @@ def test_a_name_stands_in_whatever_namespace_it_was_told() -> None:
 
 
 def test_what_waited_for_a_source_goes_with_it() -> None:
-    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    index = PrefixIndex(4, IngestCounters())
+    conductor = Conductor(index)
     kept = conductor.add_source("a", "", "", 0, True)
     kept.store_named(0, None, "CPU", [1, 2, 3], 0)
     source = conductor.add_source("a", "", "", 0, True)
     source.store_named(0, None, "CPU", range(10, 100_000), 0)
     source.remove_all()
-    assert conductor.stats()["loose"] == 3
-    conductor.verify()
+    while index.sweep(10_000):
+        conductor.verify()
+    assert conductor.stats()["loose"] < 300
 
 
 def test_many_blocks_wait_for_one() -> None:

@@ -171,6 +171,15 @@ class Life {
     told.inherits = in.below(2) != 0;
     told.by_engine = in.below(2) != 0;
     conductor_.store(sources_[i], holder(in, i), told);
+    settle(in);
+  }
+
+  // Does what that has set off, at once or in slices; or leaves it to whatever comes next.
+  void settle(Bytes& in) {
+    for (uint8_t slices = in.below(4); slices != 0; --slices) {
+      kvd::Steps steps(slices == 3 ? INT64_MAX : 1);
+      conductor_.settle(steps);
+    }
   }
 
   void named(Bytes& in, size_t i) {
@@ -179,8 +188,10 @@ class Life {
     for (size_t k = 0; k < of.plain.size(); ++k) hashes.push_back(hash(in, of, k));
     const kvd::LayerId layer = kLayers[in.below(4)];
     const kvd::RankId id = holder(in, i);
-    conductor_.store_named(sources_[i], id, hashes.data(), static_cast<uint32_t>(hashes.size()), layer,
-                           space(in), in.below(2) != 0);
+    kvd::Steps steps(INT64_MAX);
+    conductor_.store_named(sources_[i], id, hashes.data(), 0, static_cast<uint32_t>(hashes.size()), layer,
+                           space(in), in.below(2) != 0, steps);
+    settle(in);
   }
 
   void remove(Bytes& in, size_t i) {
@@ -219,9 +230,13 @@ class Life {
   }
 
   void batch(Bytes& in, size_t i) {
+    using Progress = kvd::EngineEvents::Progress;
+    const uint32_t steps = in.below(4) == 0 ? 1 : 1000;
     size_t size = in.next();
     const uint8_t* data = in.rest(&size);
-    engines_[i]->apply(data, size);
+    if (engines_[i]->apply(data, size, steps) != Progress::UNFINISHED) return;
+    while (engines_[i]->go_on(steps) == Progress::UNFINISHED) {
+    }
   }
 
   // An engine's own event, about one of its cache groups or all.

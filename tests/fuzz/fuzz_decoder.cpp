@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "events.hpp"
+#include "split.hpp"
 
 namespace {
 
@@ -101,6 +102,23 @@ StrictSink decode(const uint8_t* payload, size_t size, kvd::Scratch& scratch) {
   return sink;
 }
 
+// Events that lie one behind the other, and are whole values; no more of them than asked for.
+void take_apart(const uint8_t* payload, size_t size) {
+  constexpr size_t kMost = 5;
+  kvd::Split split;
+  split.read(payload, size, kMost);
+  if (split.fault != nullptr) return;
+  require(split.events.size() <= kMost && (split.beyond == 0 || split.events.size() == kMost));
+  size_t at = 0;
+  for (const kvd::Split::Event& event : split.events) {
+    require(at <= event.from && event.from < event.to && event.to <= size);
+    at = event.to;
+    kvd::Cursor in(payload + event.from, payload + event.to);
+    in.skip();
+    require(!in.broken() && in.left() == 0);
+  }
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -111,6 +129,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::copy_n(data, size, payload.get());
   const StrictSink first = decode(payload.get(), size, fresh);
   require(decode(payload.get(), size, used).digest == first.digest);
+  take_apart(payload.get(), size);
 
   const size_t half = size / 2;
   const std::unique_ptr<uint8_t[]> cut(new uint8_t[half]);

@@ -51,13 +51,23 @@ class Life {
   }
 
   void step(uint8_t kind, const uint8_t* data, size_t size) {
-    if (kind < kStreams) streams_[kind]->apply(data, size);
+    if (kind < kStreams) batch(*streams_[kind], data, size);
     if (kind == SWEEP) index_.sweep(kSlice);
     if (kind == RETIRE) workers_[size % kWorkers].retire_all(index_);
     if (kind == ASK) ask(data, size / sizeof(uint64_t));
     if (kind == DUMP) dump();
     if (kind == BOOK) book(data, size / sizeof(uint64_t));
     kvd::Verifier(index_).run();
+  }
+
+  // In slices of a few steps, or in one.
+  void batch(kvd::Stream& stream, const uint8_t* data, size_t size) {
+    const uint32_t steps = size % 2 == 0 ? 1 : 1000;
+    uint32_t shown = stream.apply(data, size, steps);
+    while (shown == kvd::kUnfinished) {
+      kvd::Verifier(index_).run();
+      shown = stream.go_on(steps);
+    }
   }
 
   void end() {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import msgpack
 import pytest
 
 from kvd.wire import kv_events
+from kvd.wire.kv_events import MAX_EVENTS
 
 EVENT = {"event_type": "stored", "event_id": 1, "seq_hashes": [1]}
 ENGINE = ["BlockRemoved", [1]]
@@ -35,13 +37,55 @@ def test_a_batch_comes_in_many_forms(
     write: Any, value: object, events: list[object], rank: int | None
 ) -> None:
     batch = kv_events.read_batch(write(value))
-    assert ([read(each) for each in batch.events], batch.rank) == (events, rank)
+    assert ([unpacked(each) for each in batch.events], batch.rank) == (events, rank)
 
 
-def read(event: object) -> object:
+def unpacked(event: object) -> object:
     """Returns an event of a batch, an engine's own too."""
     found = kv_events.read_event(event)
     return msgpack.unpackb(found.packed) if isinstance(found, kv_events.Unread) else found
+
+
+KEYS = ("events", "type", "event_type", "ts", "dp_rank", "attn_dp_rank", 7)
+
+
+def anything(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.randrange(9 if depth < 4 else 6)
+    if kind < 6:
+        return rng.choice((None, True, 0, 3, -1, 2**31, 1.5, "x", b"y", EVENT, ENGINE))
+    if kind == 6:
+        return {rng.choice(KEYS): anything(rng, depth + 1) for _ in range(rng.randrange(4))}
+    return [anything(rng, depth + 1) for _ in range(rng.randrange(4))]
+
+
+def outcome(payload: bytes) -> tuple[list[object], int | None] | str:
+    try:
+        batch = kv_events.read_batch(payload)
+    except ValueError as error:
+        return str(error)
+    return [unpacked(each) for each in batch.events], batch.rank
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_taken_apart_is_what_would_be_read(seed: int) -> None:
+    """JSON is read whole, msgpack is not: the same value is the same batch."""
+    rng = random.Random(seed)
+    for _ in range(300):
+        value = anything(rng)
+        packed, text = msgpack.packb(value), json.dumps(value, default=repr)
+        if json.loads(text) == value:
+            assert outcome(packed) == outcome(b" " + text.encode())
+        for cut in (packed[: rng.randrange(len(packed))], packed + b"\0"):
+            assert kv_events.is_json(cut) or outcome(cut) == "msgpack"
+
+
+def test_events_beyond_the_bound_are_counted() -> None:
+    for payload in (
+        msgpack.packb([0, [7] * (MAX_EVENTS + 3), 1]),
+        json.dumps([0, [7] * (MAX_EVENTS + 3), 1]).encode(),
+    ):
+        batch = kv_events.read_batch(payload)
+        assert (len(batch.events), batch.beyond, batch.rank) == (MAX_EVENTS, 3, 1)
 
 
 def test_blanks_may_precede_json() -> None:
