@@ -11,7 +11,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from kvd.http.answer import answer
-from kvd.http.asgi import AsgiApp
+from kvd.http.asgi import KNOWN, AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, error_response, too_large
 from kvd.http.guard import admitted, observed
 from kvd.http.limits import HttpLimits
@@ -52,6 +52,7 @@ async def _answered(found: Found) -> quart.Response:
         headers=list(quart.request.scope["headers"]),
         body=body,
         captured=captured,
+        known=quart.request.scope.get("state", {}).get(KNOWN, False),
     )
     return _render(await answer(route, request))
 
