@@ -66,7 +66,7 @@ def _read_dump(server: Server) -> int:
     """Returns the bytes of the answer; nothing is parsed, so that the server is what is timed."""
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address, timeout=DUMP_TIMEOUT) as connection:
-        connection.sendall(b"GET /dump HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")
+        connection.sendall(b"GET /dump HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         size = sum(_pieces(connection))
     if size < RECEIVE_BYTES // 1024:
         raise BenchError(f"{server.name} /dump gave {size} bytes")

@@ -353,7 +353,7 @@ def test_spellings_of_one_key(
 ) -> None:
     def add(keys: list[bytes], version: bytes) -> int:
         body = json.dumps(ADD).encode()
-        lines = [b"POST /add %b" % version, b"Host: kvd", b"Content-Type: application/json"]
+        lines = [b"POST /add %b" % version, b"Host: localhost", b"Content-Type: application/json"]
         lines += [b"Idempotency-Key:" + key for key in keys]
         return status_of(kvd, b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body]))
 

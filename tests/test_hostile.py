@@ -400,7 +400,7 @@ def test_a_flood_of_connections(kvd: Kvd) -> None:
         sockets = [stack.enter_context(_connect(kvd)) for _ in range(bound + beyond)]
         for sock in sockets[-beyond:]:
             assert sock.recv(12) == b"HTTP/1.1 503"
-        sockets[0].sendall(b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n")
+        sockets[0].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert sockets[0].recv(12) == b"HTTP/1.1 200"
 
 
@@ -445,7 +445,7 @@ def _posts(bodies: dict[str, dict]) -> list[bytes]:
 
 
 def _gets(*targets: str) -> list[bytes]:
-    return [f"GET {target} HTTP/1.1\r\nhost: kvd\r\n\r\n".encode() for target in targets]
+    return [f"GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode() for target in targets]
 
 
 @pytest.mark.parametrize("face", ["indexer", "slot tracker"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -124,6 +125,18 @@ def test_every_face_and_address_asks_for_tokens(faces: Faces) -> None:
         assert faces.ask(address, "/metrics", bearer(READ), host="any.example").status == 200
 
 
+def test_a_probe_learns_nothing_of_workers(faces: Faces, public: Faces) -> None:
+    for address in faces.addresses["selection"]:
+        for headers, listed in (((), False), ((bearer(ADMIN),), False), ((bearer(READ),), True)):
+            reply = faces.ask(address, "/ready", *headers)
+            assert ("workers" in json.loads(reply.body)) is listed, (address, headers)
+    for address in public.addresses["selection"]:
+        for host in ("localhost", "evil.example"):
+            reply = public.ask(address, "/ready", host=host)
+            known = host == "localhost" or address.startswith("unix:")
+            assert ("workers" in json.loads(reply.body)) is known, (address, host)
+
+
 MALFORMED = {
     "no scheme": READ,
     "no token": "Bearer",
@@ -202,8 +215,8 @@ def test_an_unwanted_body_is_not_kept(faces: Faces) -> None:
         return faces.exchange(address, head + b"x" * BIG)
 
     with ThreadPoolExecutor(4) as pool:
-        plain = [faces.plain(face) for face in FACES] * 2
-        replies = list(pool.map(send, plain))
+        network = [each for each in faces.each() if not each.startswith("unix:")]
+        replies = list(pool.map(send, network))
     assert all(not reply or reply.startswith(b"HTTP/1.1 401 ") for reply in replies)
     pages = BIG // os.sysconf("SC_PAGE_SIZE")
     assert int(statm.read_text().split()[1]) - before < pages  # of eight bodies not even one

@@ -265,7 +265,8 @@ class Caller:
         body = json.dumps(members).encode()
         await self.world.rest()
         self.world.unsure[name] = hashes
-        head = f"POST /select_and_reserve HTTP/1.1\r\nhost: kvd\r\ncontent-length: {len(body)}\r\n"
+        head = "POST /select_and_reserve HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"content-length: {len(body)}\r\n"
         await self.client.send(head.encode() + b"content-type: application/json\r\n\r\n" + body)
         await self.disconnect()
         await self.connect()

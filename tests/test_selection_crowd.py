@@ -36,7 +36,7 @@ class Crowd:
     def ask(self, name: str, **members: Any) -> None:
         prompt = {"block_hashes": [7], "sequence_hashes": [7], "isl_tokens": 1}
         body = json.dumps({**prompt, **members, "reservation_id": name}).encode()
-        head = f"host: kvd\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         made = self.waiting[name] = socket.socket()
         made.connect(self._address)
         made.sendall(b"POST /select_and_reserve HTTP/1.1\r\n%b\r\n\r\n%b" % (head.encode(), body))

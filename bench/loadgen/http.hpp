@@ -61,15 +61,15 @@ inline int connect_to(const std::string& url) {
 }
 
 inline std::string get_request(const std::string& path) {
-    return "GET " + path + " HTTP/1.1\r\nHost: bench\r\n\r\n";
+    return "GET " + path + " HTTP/1.1\r\nHost: localhost\r\n\r\n";
 }
 
 inline std::string bodiless_request(const std::string& method, const std::string& path) {
-    return method + " " + path + " HTTP/1.1\r\nHost: bench\r\nContent-Length: 0\r\n\r\n";
+    return method + " " + path + " HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n";
 }
 
 inline std::string post_request(const std::string& path, const std::string& body) {
-    return "POST " + path + " HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n" +
+    return "POST " + path + " HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" +
            "Content-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body;
 }
 

@@ -12,7 +12,7 @@ from werkzeug.exceptions import HTTPException
 
 from kvd.http.access import AccessLog
 from kvd.http.answer import answer
-from kvd.http.asgi import AsgiApp
+from kvd.http.asgi import KNOWN, AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, PLAIN, Failures
 from kvd.http.guard import admitted, logged, observed
 from kvd.http.limits import HttpLimits
@@ -67,6 +67,7 @@ async def _answered(found: Found, failures: Failures) -> quart.Response:
         headers=list(quart.request.scope["headers"]),
         body=body,
         captured=captured,
+        known=quart.request.scope.get("state", {}).get(KNOWN, False),
     )
     return _render(await answer(route, request, failures))
 

@@ -18,6 +18,7 @@ from kvd.logs import get_logger
 log = get_logger(__name__)
 
 Message = MutableMapping[str, Any]
+KNOWN = "kvd.known"  # in the state of a request: Request.known
 # An application takes a Message, and callables that return and take one. Loosely typed, so that
 # applications written against Quart's, hypercorn's or our types all fit.
 AsgiApp = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
@@ -26,11 +27,12 @@ AsgiApp = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
 class AsgiExchange:
     """One request and response; the application has `handler_seconds` between its messages."""
 
-    def __init__(self, transport: Transport, head: Head, body: bytes) -> None:
+    def __init__(self, transport: Transport, head: Head, body: bytes, *, known: bool) -> None:
         self.writer = ResponseWriter(transport, head)
         self._transport = transport
         self._head = head
         self._body: bytes | None = body
+        self._known = known
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         self._lost: OSError | None = None
@@ -80,7 +82,7 @@ class AsgiExchange:
             "headers": head.headers,
             "client": self._transport.client(),
             "server": None,
-            "state": {},
+            "state": {KNOWN: self._known},
             "extensions": {},
         }
 

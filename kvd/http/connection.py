@@ -331,7 +331,8 @@ class Connection(Transport):
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
         self.rest()
-        exchange = AsgiExchange(self, head, body)
+        known = self._service.permits.knows(head.headers, self.checks_host)
+        exchange = AsgiExchange(self, head, body, known=known)
         await exchange.run(self._service.app)
         self.shared.stats.handler_bugs += exchange.writer.status == 500
         return exchange.writer.persists

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from kvd.http.access import AccessLog, echoed
-from kvd.http.asgi import AsgiApp, Message
+from kvd.http.asgi import KNOWN, AsgiApp, Message
 from kvd.http.errors import Failures, Refusal
 from kvd.http.permits import Permits, is_loopback
 from kvd.http.table import RouteTable
@@ -121,7 +121,8 @@ def restricted(
         route = None if found is None else found.route
         refusal = permits.refusal(list(scope["headers"]), route, loopback)
         if refusal is None:
-            await app(scope, receive, send)
+            known = permits.knows(list(scope["headers"]), loopback)
+            await app({**scope, "state": {KNOWN: known}}, receive, send)
             return
         if observe is not None and route is not None:
             observe(route.path, scope["method"], refusal.status, 0.0)

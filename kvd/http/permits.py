@@ -68,6 +68,10 @@ class Permits:
             [origin.lower().encode() for origin in policy.allowed_origins],
         )
 
+    def knows(self, headers: Headers, checks_host: bool) -> bool:
+        """Returns whether a request of an open route could be one of Scope.READ."""
+        return self.rules.judge(headers, Scope.READ, checks_host) == GRANTED
+
     def refusal(self, headers: Headers, route: Route | None, checks_host: bool) -> Refusal | None:
         """Returns why a request is not served, counted; a path without a route takes any token."""
         scope = Scope.ANY if route is None else route.scope

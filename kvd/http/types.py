@@ -34,7 +34,8 @@ class Request:
     """One HTTP request, its body read whole.
 
     `path` is the route's; `captured` is the segment that stands for its placeholder, still
-    percent-encoded. Header names are lower case.
+    percent-encoded. Header names are lower case. On an open route `known` says whether who asks
+    could ask for more (Scope.READ).
     """
 
     method: str
@@ -43,6 +44,7 @@ class Request:
     headers: Headers
     body: bytes
     captured: bytes = b""
+    known: bool = False
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
 
 
 def ready(request: Request, *, selections: Selections) -> Response:
-    """Answers 200 once a worker can be selected, with all workers either way."""
+    """Answers 200 once a worker can be selected; with all workers, if who asks may list them."""
     entries = selections.workers.listed(None, None)
     lifecycles = Counter(entry.lifecycle for entry in entries)
     count = lifecycles[Lifecycle.SCHEDULABLE]
@@ -32,8 +32,9 @@ def ready(request: Request, *, selections: Selections) -> Response:
             each: lifecycles[each] for each in (Lifecycle.SCHEDULABLE, Lifecycle.INCOMPLETE)
         },
         **selections.readiness.shown(),
-        "workers": [shown(entry) for entry in entries],
     }
+    if request.known:
+        answer["workers"] = [shown(entry) for entry in entries]
     response = bodies.json_response(answer)
     response.status = 503 if reasons else 200
     return response
