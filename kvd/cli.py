@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             logs.finish()
     except config.StartError as error:
-        print(f"kvd: {error}", file=sys.stderr)
+        logs.complain(error)
         return EXIT_START_ERROR
     except KeyboardInterrupt:  # before the daemon took the signal over
         return EXIT_INTERRUPTED
@@ -241,7 +240,7 @@ def show_status(given: Mapping[str, object]) -> int:
     try:
         held = config.resolve(given, os.environ)
     except config.StartError as error:
-        print(f"kvd: {error}", file=sys.stderr)
+        logs.complain(error)
         return status.UNREACHABLE
     binds = status.faces_of({name: said.value for name, said in held.items()})
     # A rate over no time is that of a moment.

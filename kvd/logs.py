@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Hashable, Mapping, Sized
 from dataclasses import dataclass, replace
@@ -187,6 +188,12 @@ def finish() -> None:
 def dropped() -> int:
     """Returns how many lines were given up."""
     return _handler.outlet.dropped
+
+
+def complain(error: Exception) -> None:
+    """Writes the one line that says why kvd does not start, before there is a log."""
+    prefix = f"<{PRIORITIES['error']}>" if is_journal(STDERR, os.environ) else ""
+    print(f"{prefix}kvd: {error}", file=sys.stderr)
 
 
 def is_journal(descriptor: int, environ: Mapping[str, str]) -> bool:

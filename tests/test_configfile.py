@@ -113,26 +113,9 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
 
 # Texts of which every setting takes two at least.
 SPOKEN = [
-    "0",
-    "1",
-    "2",
-    "0.5",
-    "true",
-    "off",
-    "debug",
-    "info",
-    "json",
-    "logfmt",
-    "wspt",
-    "fcfs",
-    "random",
-    "kv",
-    "127.0.0.1:1",
-    "127.0.0.1:2",
-    "unix:/x",
-    "tcp://127.0.0.1:1",
-    "tcp://127.0.0.1:2",
-    "http://h:1",
+    *("0", "1", "2", "0.5", "true", "off", "debug", "info", "json", "logfmt", "wspt", "fcfs"),
+    *("random", "kv", "127.0.0.1:1", "127.0.0.1:2", "unix:/x", "http://h:1"),
+    *("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
 ]
 
 

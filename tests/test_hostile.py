@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import socket
 import struct
 import sys
@@ -611,3 +612,53 @@ def _send_without_end(publisher: socket.socket) -> int:
             publisher.sendall(frame)
             sent += len(frame)
     return sent
+
+
+def test_an_index_without_memory_left_says_so(tmp_path: Path) -> None:
+    """Where the process may take no more memory a batch is lost, or the process, with a message.
+
+    Which of both, is up to whatever asks for memory first. systemd starts it again.
+    """
+    port = find_free_port()
+    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port)]
+    server = Server(command, tmp_path, port, clean_environment())
+    try:
+        server.wait_healthy()
+        with zmq.Context() as context, context.socket(zmq.PUB) as engine:
+            engine.linger = engine.sndhwm = 0
+            where = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
+            body = {"instance_id": 1, "endpoint": where, "model_name": MODEL, "block_size": 1}
+            httpx.post(f"{server.base_url}/register", json=body).raise_for_status()
+            pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0])
+            most = pages * PAGE_BYTES + 8 * MIB
+            resource.prlimit(server.process.pid, resource.RLIMIT_AS, (most, most))
+            ended = _fill(engine, server)
+        if ended:
+            assert server.process.returncode != 0 and server.stderr.splitlines()[-1], server.stderr
+        else:
+            assert "MemoryError" in server.stderr
+            (worker,) = httpx.get(f"{server.base_url}/workers").json()
+            assert worker["stream"] != "exact"
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def _fill(engine: zmq.Socket[bytes], server: Server) -> bool:
+    """Publishes ever new blocks until memory is short; returns whether the process has ended."""
+    names = 20_000  # a batch
+    numbers = random.Random(1)
+    for number in range(500):
+        first = number * names + 1
+        hashes = list(range(first, first + names))
+        tokens = [numbers.getrandbits(31) for _ in hashes]
+        event = ["BlockStored", hashes, first - 1 if number else None, tokens, 1, None]
+        batch = msgpack.packb([0.0, [event], 0])
+        engine.send_multipart([b"", number.to_bytes(8, "big"), batch])
+        with suppress(httpx.TransportError):
+            httpx.get(f"{server.base_url}/health", verify=False)  # as slowly as it takes them
+        if server.process.poll() is not None:
+            return True
+        if "MemoryError" in server.stderr:
+            return False
+    raise AssertionError("memory was never short")

@@ -7,12 +7,15 @@ import logging
 import os
 import select
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from loglines import logged
+from processes import REPOSITORY, clean_environment
 
 from kvd import logs, outlet
 from kvd.outlet import Outlet
@@ -126,6 +129,16 @@ def test_the_journal_gets_priorities_on_every_line_and_no_time(
     assert [line[:3] for line in lines[:5]] == ["<7>", "<6>", "<4>", "<3>", "<2>"]
     assert lines[0] == "<7>level=debug logger=kvd.test event=x"
     assert len(lines) > 7 and all(line.startswith("<3>") for line in lines[5:])
+
+
+def test_why_kvd_does_not_start_is_an_error_in_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with path.open("wb") as file:
+        found = os.fstat(file.fileno())
+        environ = clean_environment(JOURNAL_STREAM=f"{found.st_dev}:{found.st_ino}")
+        command = [sys.executable, "-m", "kvd", "config", "check", "--config", "nowhere"]
+        assert subprocess.call(command, env=environ, cwd=REPOSITORY, stderr=file) == 1
+    assert path.read_text() == "<3>kvd: cannot read nowhere: No such file or directory\n"
 
 
 @pytest.mark.parametrize("value", [None, "", "1:2", "x"])
