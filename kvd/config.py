@@ -19,7 +19,7 @@ from kvd.model import PartitionKey, RankKey
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import SETTINGS
-from kvd.wire.endpoints import check_endpoint
+from kvd.wire.outgoing import Outgoing, Places
 from kvd_core.selector_settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
@@ -92,6 +92,7 @@ class Config:
     min_initial_workers: int  # instances; 0 waits for none
     http: HttpLimits
     engine: EngineLimits
+    outgoing: Places
     log_level: str
     demo: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
@@ -156,6 +157,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
     """Returns the configuration of these values, one for every setting; raises `StartError`."""
     if demo and not isinstance(values["indexer_bind"], TcpBind):
         raise StartError("--demo needs an --indexer-bind of HOST:PORT")
+    outgoing = Outgoing(values["outgoing_allow"])
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
     if not any(binds.values()):
         raise StartError("every face is off")
@@ -166,9 +168,9 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],
         metrics_ranks=values["metrics_ranks"],
-        replica_sync=_replica_sync(values),
-        workers=_workers(values),
-        peers=values["peers"] or (),
+        replica_sync=_replica_sync(values, outgoing),
+        workers=_workers(values, outgoing),
+        peers=_peers(values, outgoing),
         recovery_delay_s=values["recovery_delay_s"],
         min_initial_workers=values["min_initial_workers"],
         http=HttpLimits(
@@ -177,6 +179,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
             graceful_seconds=values["http_graceful_s"],
         ),
         engine=_engine(values),
+        outgoing=outgoing.allowed,
         log_level=values["log_level"],
         demo=demo,
         test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
@@ -237,12 +240,27 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
     )
 
 
-def _replica_sync(values: Mapping[str, Any]) -> ReplicaSync | None:
+def _peers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[str, ...]:
+    peers: tuple[str, ...] = values["peers"] or ()
+    for url in peers:
+        try:
+            outgoing.check_url(url)
+        except BadRequest as error:
+            raise StartError(f"--peers: {error}") from None
+    return peers
+
+
+def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync | None:
     port, peers = values["replica_sync_port"], values["replica_sync_peers"]
     if port is None:
         if peers:
             raise StartError("--replica-sync-peers needs --replica-sync-port")
         return None
+    for endpoint in peers or ():
+        try:
+            outgoing.check_endpoint(endpoint)
+        except BadRequest as error:
+            raise StartError(f"--replica-sync-peers: {error}") from None
     return ReplicaSync(values["replica_sync_host"], port, peers or ())
 
 
@@ -253,7 +271,7 @@ def _engine(values: Mapping[str, Any]) -> EngineLimits:
     return EngineLimits(period_s, timeout_s, values["engine_queue_messages"])
 
 
-def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
+def _workers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[StaticWorker, ...]:
     entries: tuple[str, ...] | None = values["workers"]
     if entries is None:
         return ()
@@ -263,7 +281,7 @@ def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
     partition = PartitionKey(values["model_name"], values["tenant_id"])
     workers: dict[RankKey, StaticWorker] = {}
     for entry in entries:
-        instance_id, dp_rank, endpoint = _worker_entry(entry)
+        instance_id, dp_rank, endpoint = _worker_entry(entry, outgoing)
         key = RankKey(partition, instance_id, dp_rank)
         if key in workers:
             raise StartError(f"--workers names instance {instance_id} dp_rank {dp_rank} twice")
@@ -271,7 +289,7 @@ def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
     return tuple(workers.values())
 
 
-def _worker_entry(entry: str) -> tuple[int, int, str]:
+def _worker_entry(entry: str, outgoing: Outgoing) -> tuple[int, int, str]:
     """Splits `id[:rank]=endpoint`; blanks around the id and the endpoint do not count."""
     name, equals, endpoint = (part.strip() for part in entry.partition("="))
     if not equals:
@@ -280,7 +298,7 @@ def _worker_entry(entry: str) -> tuple[int, int, str]:
     instance_id = _number(entry, "instance id", identity, U64_MAX)
     dp_rank = _number(entry, "dp_rank", rank, U32_MAX) if colon else 0
     try:
-        check_endpoint(endpoint)
+        outgoing.check_endpoint(endpoint)
     except BadRequest as error:
         raise StartError(f"--workers entry {entry!r}: {error}") from None
     return instance_id, dp_rank, endpoint

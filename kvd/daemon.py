@@ -46,6 +46,7 @@ from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
 from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import activation, sdnotify
+from kvd.net.dialing import Dialer
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.publisher import Publisher, open_publisher
@@ -63,6 +64,7 @@ from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
+from kvd.wire.outgoing import Outgoing
 from kvd.wire.replica import ReplicaCounts
 
 if TYPE_CHECKING:
@@ -108,7 +110,9 @@ class _Daemon:
         self._reloads = {"applied": 0, "refused": 0}
         self._max_ranks = max_ranks
         self._state = State(config.hash_seed)
-        self._peers = Peers(config.peers)
+        self._outgoing = Outgoing(config.outgoing)
+        self._dialer = Dialer(self._outgoing)
+        self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers()
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers)
@@ -154,12 +158,13 @@ class _Daemon:
                         heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
                         queue_messages=config.engine.queue_messages,
                     )
-                    tasks = ListenerTasks(listening, context, ready, options)
-                    registry = Registry(self._state, tasks, self._max_ranks)
+                    dialer = self._dialer
+                    tasks = ListenerTasks(listening, context, ready, options, dialer=dialer)
+                    registry = Registry(self._state, tasks, self._max_ranks, self._outgoing)
                     if config.indexer_bind is not None:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                    publishers = Publishers(self._state, tasks, self._max_ranks)
+                    publishers = Publishers(self._state, tasks, self._max_ranks, self._outgoing)
                     registry.beside = publishers.__len__
                     publishers.beside = registry.__len__
                     indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
@@ -229,6 +234,8 @@ class _Daemon:
         """Has the daemon go on with other values of settings that are live."""
         self._config = config
         logs.set_level(config.log_level)
+        self._outgoing.allow(config.outgoing)
+        self._dialer.recheck()
         for face in self._served:
             face.limit(config.http)
         self._slots.expiry_s = config.request_expiry_s
@@ -260,7 +267,8 @@ class _Daemon:
         config = self._config
         if config.peers:
             await trio.sleep(config.recovery_delay_s)
-            recovered = await recover(self._state, config.peers, self._recovery) is not None
+            asked = self._state, config.peers, self._recovery
+            recovered = await recover(*asked, dialer=self._dialer) is not None
             if not recovered:
                 log.warning("no peer to recover from", peers=len(config.peers))
             self._note_recovery(recovered)
@@ -296,7 +304,7 @@ class _Daemon:
         """Returns the replicas; without a publisher there can be none."""
         sync = self._config.replica_sync
         if sync is None or publisher is None:
-            return Replicas(None, self._replica_counts)
+            return Replicas(None, self._replica_counts, self._outgoing)
         assert self._selections is not None
         faces = {
             Face.SLOT_TRACKER: self._slots.apply,
@@ -309,13 +317,15 @@ class _Daemon:
         affinity = self._selections.affinity
         bind = None if affinity is None else affinity.apply
         counts = self._replica_counts
-        links = Replication(nursery, context, publisher, apply, counts, bind=bind)
+        links = Replication(
+            nursery, context, publisher, apply, counts, bind=bind, dialer=self._dialer
+        )
         self._slots.publish = links.publish
         self._selections.bookings.publish = links.publish
         if affinity is not None:
             affinity.writer_id = links.router_id
             affinity.publish = links.publish_binding
-        replicas = Replicas(links, self._replica_counts)
+        replicas = Replicas(links, self._replica_counts, self._outgoing)
         for endpoint in sync.peers:
             replicas.register(endpoint)
         return replicas
@@ -379,12 +389,22 @@ class _Daemon:
         name, help = "kvd_config_reloads_total", "Times that the configuration was read again"
         yield by_label(name, "counter", help, "outcome", self._reloads)
 
+    def _outgoing_families(self) -> Iterator[Family]:
+        outgoing = self._outgoing
+        name, help = (
+            "kvd_outgoing_refused_total",
+            "Addresses that may not be connected to, by stage",
+        )
+        stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}
+        yield by_label(name, "counter", help, "at", stages)
+
     async def _serve(self, faces: Iterator[tuple[FaceServer, tuple[Route, ...]]]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             for face, routes in faces:
                 face.sources.append(self._reload_families)
+                face.sources.append(self._outgoing_families)
                 self._served.append(face)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())

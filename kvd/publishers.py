@@ -21,8 +21,8 @@ from kvd.model import PartitionKey
 from kvd.registry import Listeners
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
-from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
 from kvd.wire.listener import Listener
+from kvd.wire.outgoing import Outgoing
 from kvd.wire.publication import Publication, Terms
 from kvd_core.conductor import Source
 
@@ -133,8 +133,14 @@ class Publishers:
     """The registrations of the conductor face."""
 
     def __init__(
-        self, state: State, listeners: Listeners, max_listeners: int = MAX_LISTENERS
+        self,
+        state: State,
+        listeners: Listeners,
+        max_listeners: int = MAX_LISTENERS,
+        outgoing: Outgoing | None = None,
     ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self._outgoing = outgoing or Outgoing()
         self._state = state
         self._listeners = listeners
         self._max_listeners = max_listeners
@@ -156,9 +162,9 @@ class Publishers:
         The same again changes nothing. Raises BadRequest on a faulty endpoint, Conflict on a
         known publisher at another address, Unavailable at a bound.
         """
-        check_endpoint(described.endpoint)
+        self._outgoing.check_endpoint(described.endpoint)
         if described.replay_endpoint is not None:
-            check_replay_endpoint(described.replay_endpoint)
+            self._outgoing.check_replay_endpoint(described.replay_endpoint)
         key = described.key
         known = self._publishers.get(key)
         if known is not None:

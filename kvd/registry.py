@@ -20,8 +20,8 @@ from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
-from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
 from kvd.wire.listener import Listener, ListenerStatus
+from kvd.wire.outgoing import Outgoing
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
@@ -53,7 +53,15 @@ class Registration:
 class Registry:
     """The registrations of all faces; a rank that two have registered is listened to once."""
 
-    def __init__(self, state: State, listeners: Listeners, max_ranks: int = MAX_LISTENERS) -> None:
+    def __init__(
+        self,
+        state: State,
+        listeners: Listeners,
+        max_ranks: int = MAX_LISTENERS,
+        outgoing: Outgoing | None = None,
+    ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self.outgoing = outgoing or Outgoing()
         self._state = state
         self._max_ranks = max_ranks
         self.refused_ranks = 0  # beyond max_ranks
@@ -110,9 +118,9 @@ class Registry:
         BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts what is
         registered, Unavailable at a bound; nothing has changed then.
         """
-        check_endpoint(endpoint)
+        self.outgoing.check_endpoint(endpoint)
         if replay_endpoint is not None:
-            check_replay_endpoint(replay_endpoint)
+            self.outgoing.check_replay_endpoint(replay_endpoint)
         known = self._ranks.get(key)
         if known is not None:
             if (

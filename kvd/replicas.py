@@ -16,8 +16,9 @@ from typing import Protocol
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.metrics import Family, by_label, counter, gauge
-from kvd.wire.endpoints import check_endpoint, check_replica_endpoint
+from kvd.wire.endpoints import check_endpoint
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
+from kvd.wire.outgoing import Outgoing
 from kvd.wire.replica import Replica, ReplicaCounts
 
 # A fleet has two or three. Each is a task with three ZMQ sockets.
@@ -60,7 +61,11 @@ class Links(Protocol):
 class Replicas:
     """The registered replicas; `links` is None where replica sync is off."""
 
-    def __init__(self, links: Links | None, counts: ReplicaCounts) -> None:
+    def __init__(
+        self, links: Links | None, counts: ReplicaCounts, outgoing: Outgoing | None = None
+    ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self._outgoing = outgoing or Outgoing()
         self._links = links
         self._counts = counts
         self._replicas: dict[str, Replica] = {}
@@ -79,7 +84,7 @@ class Replicas:
         the bound.
         """
         links = self._enabled()
-        check_replica_endpoint(endpoint)
+        self._outgoing.check_replica_endpoint(endpoint)
         if endpoint in self._replicas:
             return False
         if len(self._replicas) >= MAX_REPLICAS:

@@ -21,6 +21,7 @@ from kvd.scheduling.options import (
     RouterMode,
 )
 from kvd.scheduling.queue import QueuePolicy
+from kvd.wire import outgoing
 from kvd_core.conductor import DEFAULT_SEED
 
 # The ports of the originals, on loopback only.
@@ -265,6 +266,17 @@ PEER_SETTINGS = (
     ),
 )
 
+OUTGOING_SETTINGS = (
+    Setting(
+        "outgoing_allow",
+        parsers.parse_outgoing,
+        outgoing.DEFAULT,
+        "NETWORK,...",
+        "where engines, replicas and peers may be: networks as 10.0.0.0/8, private, ipc",
+        live=True,
+    ),
+)
+
 DAEMON_SETTINGS = (
     Setting(
         "min_initial_workers",
@@ -389,6 +401,7 @@ GROUPS = {
     "Replicas": REPLICA_SETTINGS,
     "Routing": ROUTER_SETTINGS,
     "The conductor": CONDUCTOR_SETTINGS,
+    "Outgoing connections": OUTGOING_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

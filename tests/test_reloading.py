@@ -31,6 +31,7 @@ OTHERS = {  # values that are no default and leave the rest valid
     "router_queue_threshold": '"off"',
     "router_track_active_blocks": "false",
     "router_track_prefill_tokens": "false",
+    "outgoing_allow": '["10.0.0.0/8"]',
     "model_name": '"llama"',
     "indexer_bind": '"127.0.0.1:1"',
     "router_use_kv_events": "false",

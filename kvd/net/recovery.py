@@ -20,6 +20,7 @@ import trio
 from kvd.errors import KvdError
 from kvd.logs import get_logger
 from kvd.model import InstanceId, PartitionKey
+from kvd.net.dialing import Dialer
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
 from kvd.registry import Registry
 from kvd.restore import Planned, plan, restore
@@ -74,14 +75,18 @@ class _Passed(Exception):
 
 
 async def recover(
-    state: State, peers: Iterable[str], stats: RecoveryStats, limits: FetchLimits | None = None
+    state: State,
+    peers: Iterable[str],
+    stats: RecoveryStats,
+    limits: FetchLimits | None = None,
+    dialer: Dialer | None = None,
 ) -> str | None:
     """Takes the state of the first peer that has one; returns its URL, None when there is none."""
     state.begin_recovery()
     started = trio.current_time()
     try:
         for url in peers:
-            attempt = await _attempt(state, url, stats, limits or FetchLimits())
+            attempt = await _attempt(state, url, stats, limits or FetchLimits(), dialer or Dialer())
             stats.attempts[attempt] += 1
             if attempt is Attempt.RECOVERED:
                 stats.seconds = trio.current_time() - started
@@ -92,9 +97,11 @@ async def recover(
         state.end_recovery()
 
 
-async def _attempt(state: State, url: str, stats: RecoveryStats, limits: FetchLimits) -> Attempt:
+async def _attempt(
+    state: State, url: str, stats: RecoveryStats, limits: FetchLimits, dialer: Dialer
+) -> Attempt:
     try:
-        entries = await _dump_of(url, state.instance_id, limits)
+        entries = await _dump_of(url, state.instance_id, limits, dialer)
         planned: list[Planned] = []
         for item in plan(state, entries):
             planned += [item] if item else []
@@ -116,7 +123,7 @@ async def _attempt(state: State, url: str, stats: RecoveryStats, limits: FetchLi
     return Attempt.RECOVERED
 
 
-async def _dump_of(url: str, own_id: str, limits: FetchLimits) -> list[StagedEntry]:
+async def _dump_of(url: str, own_id: str, limits: FetchLimits, dialer: Dialer) -> list[StagedEntry]:
     """Returns a peer's whole dump; ValueError when it is none."""
     reader: DumpReader | None = None
 
@@ -129,7 +136,7 @@ async def _dump_of(url: str, own_id: str, limits: FetchLimits) -> list[StagedEnt
         reader = _reader(headers)
         return reader.feed
 
-    await fetch(url.rstrip("/") + "/dump", ACCEPT, limits, begin)
+    await fetch(url.rstrip("/") + "/dump", ACCEPT, limits, begin, dialer)
     assert reader is not None  # without it, fetch has raised
     return reader.finish()
 

@@ -11,6 +11,7 @@ from kvd.model import PartitionKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
 from kvd.selection.fleet import Fleet
+from kvd.wire.endpoints import is_endpoint
 from kvd_core import ledger
 
 OWNER = "selection"  # of its registrations
@@ -46,6 +47,20 @@ class Admission:
         self._fleets = fleets
         self._registry = registry
         self._options = options
+
+    def check_addresses(self, record: WorkerRecord) -> None:
+        """Raises BadRequest on addresses that may not be connected to; malformed ones are reasons.
+
+        Where nobody listens to workers, their addresses are only texts.
+        """
+        if not self._options.uses_kv_events:
+            return
+        outgoing = self._registry.outgoing
+        for endpoint in (record.kv_events_endpoint, *record.kv_events_endpoints.values()):
+            if endpoint and is_endpoint(endpoint):
+                outgoing.check_endpoint(endpoint)
+        if record.replay_endpoint and is_endpoint(record.replay_endpoint):
+            outgoing.check_replay_endpoint(record.replay_endpoint)
 
     def judged(self, record: WorkerRecord) -> Entry:
         """Returns the entry that a record would be."""

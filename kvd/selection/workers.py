@@ -62,7 +62,12 @@ class Workers:
         registry.on_departure = self._obstacle_gone
 
     async def put(self, record: WorkerRecord) -> Entry:
-        """Describes a worker anew. Raises Conflict if a schedulable one would not be any more."""
+        """Describes a worker anew.
+
+        Raises Conflict if a schedulable one would not be any more, BadRequest on an address that
+        may not be connected to.
+        """
+        self._admission.check_addresses(record)
         async with self._changing:
             known = self.entries.get(record.worker_id)
             entry = self._admission.judged(record)
@@ -77,10 +82,15 @@ class Workers:
             return entry
 
     async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
-        """Changes what is said of a worker; it may become incomplete. Raises NotFound."""
+        """Changes what is said of a worker; it may become incomplete.
+
+        Raises NotFound, and BadRequest as `put` does.
+        """
         async with self._changing:
             known = self._entry(worker_id)
-            entry = await self._replace(known, self._admission.judged(change(known.record)))
+            record = change(known.record)
+            self._admission.check_addresses(record)
+            entry = await self._replace(known, self._admission.judged(record))
             self._changed()
             return entry
 
@@ -95,9 +105,11 @@ class Workers:
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
         """Makes these the workers of a model and tenant; all of them must be schedulable.
 
-        Those that stay serve all the while, unless the block size changes. Raises Invalid, or
-        what `_check_join` does; nothing has changed then.
+        Those that stay serve all the while, unless the block size changes. Raises Invalid, what
+        `_check_join` does, or BadRequest as `put` does; nothing has changed then.
         """
+        for record in records:
+            self._admission.check_addresses(record)
         async with self._changing:
             fleet = self._fleets.get(key)
             replaced = fleet is not None and fleet.block_size not in (

@@ -38,6 +38,24 @@ def check_replica_endpoint(endpoint: str) -> None:
         raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: nothing can be connected to there")
 
 
+def is_endpoint(endpoint: str) -> bool:
+    """Says whether the address has the form of one."""
+    return _fault(endpoint) is None
+
+
+def host_and_port(endpoint: str) -> tuple[str, int] | None:
+    """Returns where a checked TCP endpoint leads, the host without brackets; None for others."""
+    if not endpoint.startswith("tcp://"):
+        return None
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port.lstrip("0") or "0")
+
+
+def tcp_endpoint(host: str, port: int) -> str:
+    """Returns the endpoint of an address, or of a name."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 def is_ipv6(endpoint: str) -> bool:
     """Says whether the host is written as an IPv6 address, that is, in brackets."""
     return endpoint.startswith("tcp://[")
