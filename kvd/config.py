@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvd import configfile
+from kvd import configfile, fleetfile
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.model import PartitionKey, RankKey
@@ -93,6 +93,7 @@ class Config:
     http: HttpLimits
     engine: EngineLimits
     outgoing: Places
+    fleet_file: Path | None
     log_level: str
     demo: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
@@ -148,9 +149,24 @@ def _resolve(
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
-    """Returns the daemon's configuration; takes and raises what `resolve` does."""
+    """Returns the daemon's configuration; takes and raises what `resolve` does.
+
+    A daemon does not start with a fleet file that it would refuse.
+    """
     values = {name: said.value for name, said in resolve(given, environ).items()}
-    return build(values, environ, demo=demo)
+    config = build(values, environ, demo=demo)
+    if config.fleet_file is not None:
+        _read_fleet(config.fleet_file, Outgoing(config.outgoing))
+    return config
+
+
+def _read_fleet(path: Path, outgoing: Outgoing) -> None:
+    try:
+        fleetfile.load(path, outgoing)
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
 
 
 def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool = False) -> Config:
@@ -180,6 +196,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         ),
         engine=_engine(values),
         outgoing=outgoing.allowed,
+        fleet_file=values["fleet_file"],
         log_level=values["log_level"],
         demo=demo,
         test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,

@@ -35,11 +35,13 @@ from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
+from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
 from kvd.faces import conductor, indexer, replica_sync, slot_tracker
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
+from kvd.fleet import Desk, Fleet
 from kvd.http.types import Route
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
@@ -122,6 +124,7 @@ class _Daemon:
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config.http)
         self._selection = FaceServer("selection", "kvd_selection", config.http)
         self._conductor = FaceServer("conductor", "kvd_conductor", config.http)
+        self._fleet: Fleet | None = None
         self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._signalled = trio.Event()
@@ -149,7 +152,8 @@ class _Daemon:
         context = make_context()
         try:
             publisher = await self._open_publisher(context)
-            reload = (signal.SIGHUP,) if self._reader.has_file else ()
+            has_files = self._reader.has_file or config.fleet_file is not None
+            reload = (signal.SIGHUP,) if has_files else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:
                     ready = trio.Event()
@@ -184,6 +188,7 @@ class _Daemon:
                         Readiness(config.min_initial_workers, len(config.peers)),
                     )
                     replicas = self._replicate(listening, context, publisher)
+                    await self._follow_fleet(listening, registry, publishers, replicas)
                     await self._serve(self._faces(registry, publishers, replicas))
                     listening.cancel_scope.cancel()
         finally:
@@ -218,6 +223,8 @@ class _Daemon:
     def _reload(self) -> None:
         """Takes over what the configuration file says now, or says what is wrong with it."""
         sdnotify.tell_reloading()
+        if self._fleet is not None:
+            self._fleet.look()
         try:
             reloaded = self._reader.again(self._config)
         except StartError as error:
@@ -330,6 +337,32 @@ class _Daemon:
             replicas.register(endpoint)
         return replicas
 
+    async def _follow_fleet(
+        self,
+        nursery: trio.Nursery,
+        registry: Registry,
+        publishers: Publishers,
+        replicas: Replicas,
+    ) -> None:
+        """Registers who is in the fleet file, and goes on to follow it."""
+        config, selections = self._config, self._selections
+        if config.fleet_file is None:
+            return
+        desks: dict[str, Desk] = {}
+        if config.indexer_bind is not None:
+            desks["indexer"] = IndexerDesk(registry)
+        if config.slot_tracker_bind is not None:
+            desks["slot_tracker"] = SlotTrackerDesk(self._slots)
+        if config.selection_bind is not None and selections is not None:
+            desks["selection"] = SelectionDesk(selections.workers)
+        if config.conductor_bind is not None:
+            desks["conductor"] = ConductorDesk(publishers)
+        if config.replica_sync is not None:
+            desks["replica"] = ReplicaDesk(replicas)
+        self._fleet = Fleet(config.fleet_file, self._outgoing, desks)
+        await self._fleet.read()
+        nursery.start_soon(self._fleet.run)
+
     def _faces(
         self, registry: Registry, publishers: Publishers, replicas: Replicas
     ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
@@ -405,6 +438,8 @@ class _Daemon:
             for face, routes in faces:
                 face.sources.append(self._reload_families)
                 face.sources.append(self._outgoing_families)
+                if self._fleet is not None:
+                    face.sources.append(self._fleet.families)
                 self._served.append(face)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())

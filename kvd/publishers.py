@@ -156,6 +156,9 @@ class Publishers:
     def __iter__(self) -> Iterator[Publisher]:
         return iter(self._publishers.values())
 
+    def find(self, key: PublisherKey) -> Publisher | None:
+        return None if key in self._leaving else self._publishers.get(key)
+
     def register(self, described: Described) -> None:
         """Registers a publisher and starts to listen to it, whether it is up or not.
 

@@ -77,6 +77,9 @@ class Registry:
     def __len__(self) -> int:
         return len(self._ranks)
 
+    def find(self, key: RankKey) -> Registration | None:
+        return self._ranks.get(key)
+
     def registrations(self) -> Iterable[Registration]:
         return self._ranks.values()
 

@@ -74,6 +74,9 @@ class Replicas:
     def all(self) -> Iterable[Replica]:
         return self._replicas.values()
 
+    def find(self, endpoint: str) -> Replica | None:
+        return self._replicas.get(endpoint)
+
     def endpoints(self) -> list[str]:
         return sorted(self._replicas)
 

@@ -266,6 +266,16 @@ PEER_SETTINGS = (
     ),
 )
 
+FLEET_SETTINGS = (
+    Setting(
+        "fleet_file",
+        Path,
+        None,
+        "FILE",
+        "TOML file of workers, publishers and replicas, followed while kvd runs",
+    ),
+)
+
 OUTGOING_SETTINGS = (
     Setting(
         "outgoing_allow",
@@ -401,6 +411,7 @@ GROUPS = {
     "Replicas": REPLICA_SETTINGS,
     "Routing": ROUTER_SETTINGS,
     "The conductor": CONDUCTOR_SETTINGS,
+    "The fleet file": FLEET_SETTINGS,
     "Outgoing connections": OUTGOING_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }

@@ -32,22 +32,20 @@ ECHOED = ("hash_profile", "cache_group")  # of newer conductors: shown again, wi
 
 QUERY = BodyScanner({"token_ids": "u32"}, FIELDS)
 QUERY_BY_HASH = BodyScanner(dict.fromkeys(HASHES, "hash64"), FIELDS)
-REGISTER = BodyScanner(
-    {},
-    (
-        *MODEL,
-        "endpoint",
-        "replay_endpoint",
-        "type",
-        "lora_name",
-        "tenant_id",
-        "instance_id",
-        "block_size",
-        "dp_rank",
-        *SALT[1:],
-        *ECHOED,
-    ),
+DESCRIBED = (
+    *MODEL,
+    "endpoint",
+    "replay_endpoint",
+    "type",
+    "lora_name",
+    "tenant_id",
+    "instance_id",
+    "block_size",
+    "dp_rank",
+    *SALT[1:],
+    *ECHOED,
 )
+REGISTER = BodyScanner({}, DESCRIBED)
 
 REGISTERED = "registered successfully"
 UNREGISTERED = "unregistered successfully"
@@ -140,8 +138,21 @@ def _adapter(members: Members) -> str:
 
 
 def register(publishers: Publishers, request: Request) -> Response:
-    members = _scan(REGISTER, request)
-    described = Described(
+    _refuse_msgpack(request)
+    described = read_publisher(request.body)
+    try:
+        publishers.register(described)
+    except Conflict as error:
+        raise _detailed(error, "invalid_registration") from None
+    except BadRequest as error:
+        raise _detailed(error, "invalid_value", "endpoint") from None
+    return json_response({"status": REGISTERED, "instance_id": described.instance_id})
+
+
+def read_publisher(body: bytes) -> Described:
+    """Returns the publisher that a registration describes."""
+    members = _scan_body(REGISTER, body)
+    return Described(
         endpoint=_required(members, "endpoint"),
         replay_endpoint=_text(members, "replay_endpoint") or None,
         type=_required(members, "type"),
@@ -154,13 +165,6 @@ def register(publishers: Publishers, request: Request) -> Response:
         salt=_alias(members, SALT[1:]) or "",
         echoed=tuple((name, _echoed(members[name], name)) for name in ECHOED if name in members),
     )
-    try:
-        publishers.register(described)
-    except Conflict as error:
-        raise _detailed(error, "invalid_registration") from None
-    except BadRequest as error:
-        raise _detailed(error, "invalid_value", "endpoint") from None
-    return json_response({"status": REGISTERED, "instance_id": described.instance_id})
 
 
 async def unregister(publishers: Publishers, request: Request) -> Response:
@@ -288,8 +292,12 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
 
 def _scan(scanner: BodyScanner, request: Request) -> Members:
     _refuse_msgpack(request)
+    return _scan_body(scanner, request.body)
+
+
+def _scan_body(scanner: BodyScanner, body: bytes) -> Members:
     try:
-        return scanner.scan(request.body)
+        return scanner.scan(body)
     except ValueError as error:
         raise _detailed(
             BadRequest(f"the body is not valid JSON: {error}"), "invalid_json"

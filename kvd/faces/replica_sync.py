@@ -11,7 +11,8 @@ from kvd_core.scan import BodyScanner
 
 OK = b'{"status":"ok"}'
 
-PEER = BodyScanner({}, ("endpoint",))
+REGISTERED = ("endpoint",)
+PEER = BodyScanner({}, REGISTERED)
 
 
 def routes(replicas: Replicas) -> tuple[Route, ...]:
@@ -24,12 +25,17 @@ def routes(replicas: Replicas) -> tuple[Route, ...]:
 
 def register_peer(replicas: Replicas, request: Request) -> Response:
     """Answers 201 for a new replica, 200 for a known one."""
-    new = replicas.register(bodies.bounded(_endpoint(request), "endpoint"))
+    new = replicas.register(read_peer(request.body))
     return Response(201 if new else 200, OK)
 
 
+def read_peer(body: bytes) -> str:
+    """Returns the endpoint of the replica that a registration describes."""
+    return bodies.bounded(_endpoint(body), "endpoint")
+
+
 async def deregister_peer(replicas: Replicas, request: Request) -> Response:
-    await replicas.deregister(_endpoint(request))
+    await replicas.deregister(_endpoint(request.body))
     return Response(200, OK)
 
 
@@ -37,5 +43,5 @@ def list_peers(replicas: Replicas, request: Request) -> Response:
     return bodies.json_response(replicas.endpoints())
 
 
-def _endpoint(request: Request) -> str:
-    return bodies.text(bodies.scan(PEER, request.body), "endpoint")
+def _endpoint(body: bytes) -> str:
+    return bodies.text(bodies.scan(PEER, body), "endpoint")

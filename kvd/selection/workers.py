@@ -61,8 +61,8 @@ class Workers:
         self._due: deque[int] = deque()  # of these, who is to be judged again
         registry.on_departure = self._obstacle_gone
 
-    async def put(self, record: WorkerRecord) -> Entry:
-        """Describes a worker anew.
+    async def put(self, record: WorkerRecord, *, new: bool = False) -> Entry:
+        """Describes a worker anew; with `new` a known one is a Conflict.
 
         Raises Conflict if a schedulable one would not be any more, BadRequest on an address that
         may not be connected to.
@@ -70,6 +70,8 @@ class Workers:
         self._admission.check_addresses(record)
         async with self._changing:
             known = self.entries.get(record.worker_id)
+            if new and known is not None:
+                raise Conflict(f"worker {record.worker_id} already registered")
             entry = self._admission.judged(record)
             if known is not None and not known.reasons and entry.reasons:
                 raise Conflict(
