@@ -7,10 +7,10 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvd import configfile, fleetfile
 from kvd.errors import BadRequest
@@ -19,11 +19,14 @@ from kvd.model import PartitionKey, RankKey
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import SETTINGS
+from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.outgoing import Outgoing, Places
 from kvd_core.selector_settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
+Parsed = TypeVar("Parsed")
+
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
 
@@ -52,6 +55,16 @@ class ReplicaSync:
     host: str
     port: int
     peers: tuple[str, ...]  # ZMQ endpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Keys on ZMQ, as their files say."""
+
+    secret: str | None = field(repr=False)  # our own; None makes one when it is needed
+    replicas: (
+        frozenset[str] | None
+    )  # public keys of who may subscribe; None is anybody, unencrypted
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,7 @@ class Config:
     engine: EngineLimits
     outgoing: Places
     fleet_file: Path | None
+    curve: Curve
     log_level: str
     demo: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
@@ -197,6 +211,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         engine=_engine(values),
         outgoing=outgoing.allowed,
         fleet_file=values["fleet_file"],
+        curve=_curve(values),
         log_level=values["log_level"],
         demo=demo,
         test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
@@ -265,6 +280,26 @@ def _peers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[str, ...]:
         except BadRequest as error:
             raise StartError(f"--peers: {error}") from None
     return peers
+
+
+def _curve(values: Mapping[str, Any]) -> Curve:
+    secret = _key_file(values["curve_secret_key_file"], parse_secret)
+    replicas = _key_file(values["replica_sync_client_keys"], parse_keys)
+    if replicas is not None and secret is None:
+        raise StartError("--replica-sync-client-keys needs --curve-secret-key-file")
+    return Curve(secret, replicas)
+
+
+def _key_file(path: Path | None, parse: Callable[[str], Parsed]) -> Parsed | None:
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
 
 
 def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync | None:

@@ -48,8 +48,9 @@ from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
 from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import activation, sdnotify
+from kvd.net.curve import Doorkeeper, KeyPair
 from kvd.net.dialing import Dialer
-from kvd.net.link import LinkOptions
+from kvd.net.link import NO_CURVE, LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.publisher import Publisher, open_publisher
 from kvd.net.recovery import RecoveryStats, recover, settle
@@ -113,7 +114,9 @@ class _Daemon:
         self._max_ranks = max_ranks
         self._state = State(config.hash_seed)
         self._outgoing = Outgoing(config.outgoing)
-        self._dialer = Dialer(self._outgoing)
+        self._keys = None if config.curve.secret is None else KeyPair(config.curve.secret)
+        self._dialer = Dialer(self._outgoing, keys=self._keys)
+        self._doorkeeper: Doorkeeper | None = None
         self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers()
@@ -150,6 +153,8 @@ class _Daemon:
     async def _run(self) -> int:
         config = self._config
         context = make_context()
+        if self._keys is not None:
+            log.info("curve", public_key=self._keys.public.decode())
         try:
             publisher = await self._open_publisher(context)
             has_files = self._reader.has_file or config.fleet_file is not None
@@ -243,6 +248,8 @@ class _Daemon:
         logs.set_level(config.log_level)
         self._outgoing.allow(config.outgoing)
         self._dialer.recheck()
+        if self._doorkeeper is not None and config.curve.replicas is not None:
+            self._doorkeeper.keys = config.curve.replicas
         for face in self._served:
             face.limit(config.http)
         self._slots.expiry_s = config.request_expiry_s
@@ -300,8 +307,12 @@ class _Daemon:
         config = self._config
         if sync is None or (config.slot_tracker_bind is None and config.selection_bind is None):
             return None
+        curve = NO_CURVE
+        if self._keys is not None and config.curve.replicas is not None:
+            curve = self._keys.server()
+            self._doorkeeper = Doorkeeper(context, config.curve.replicas)
         try:
-            return await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
+            return await open_publisher(context, sync.host, sync.port, REPLICA_LINK, curve)
         except OSError as error:
             raise StartError(str(error.strerror)) from None
 
@@ -312,6 +323,8 @@ class _Daemon:
         sync = self._config.replica_sync
         if sync is None or publisher is None:
             return Replicas(None, self._replica_counts, self._outgoing)
+        if self._doorkeeper is not None:
+            nursery.start_soon(self._doorkeeper.run)
         assert self._selections is not None
         faces = {
             Face.SLOT_TRACKER: self._slots.apply,
@@ -430,6 +443,9 @@ class _Daemon:
         )
         stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}
         yield by_label(name, "counter", help, "at", stages)
+        if self._doorkeeper is not None:
+            help = "Clients that may not subscribe to what replicas are told"
+            yield counter("kvd_replica_keys_refused_total", help, self._doorkeeper.refused)
 
     async def _serve(self, faces: Iterator[tuple[FaceServer, tuple[Route, ...]]]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvd.catalog import WorkerRecord
 from kvd.errors import Conflict
-from kvd.faces import indexer, slot_tracker
+from kvd.faces import indexer, replica_sync, slot_tracker
 from kvd.logs import get_logger
 from kvd.publishers import Described, Narrowing, Publisher, Publishers
 from kvd.registry import INDEXER, Registration, Registry
@@ -119,13 +119,13 @@ class ReplicaDesk(_Desk):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
-    async def add(self, wanted: str, *, over: bool = False) -> Replica | None:
-        if not self._replicas.register(wanted):
-            raise Conflict(f"{wanted} already registered")
-        return self._replicas.find(wanted)
+    async def add(self, wanted: replica_sync.Peer, *, over: bool = False) -> Replica | None:
+        if not self._replicas.register(*wanted):
+            raise Conflict(f"{wanted.endpoint} already registered")
+        return self._replicas.find(wanted.endpoint)
 
-    def holds(self, wanted: str, known: object) -> bool:
-        return self._replicas.find(wanted) is known
+    def holds(self, wanted: replica_sync.Peer, known: object) -> bool:
+        return self._replicas.find(wanted.endpoint) is known
 
-    async def remove(self, wanted: str) -> None:
-        await self._replicas.deregister(wanted)
+    async def remove(self, wanted: replica_sync.Peer) -> None:
+        await self._replicas.deregister(wanted.endpoint)

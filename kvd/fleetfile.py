@@ -30,6 +30,7 @@ from kvd.errors import KvdError
 from kvd.faces import conductor, indexer, replica_sync, slot_tracker
 from kvd.faces.selection import workers
 from kvd.publishers import Described
+from kvd.wire.curve import check_server_key
 from kvd.wire.outgoing import Outgoing
 
 MAX_BYTES = 8 * 1024 * 1024  # 40,000 ranks have room, twice of what can be listened to
@@ -71,6 +72,7 @@ def _check_listened(wanted: indexer.Rank | Described, outgoing: Outgoing) -> Non
     outgoing.check_endpoint(wanted.endpoint)
     if wanted.replay_endpoint is not None:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
+    check_server_key(wanted.server_key)
 
 
 def _check_worker(wanted: WorkerRecord, outgoing: Outgoing) -> None:
@@ -79,6 +81,12 @@ def _check_worker(wanted: WorkerRecord, outgoing: Outgoing) -> None:
             outgoing.check_endpoint(endpoint)
     if wanted.replay_endpoint:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
+    check_server_key(wanted.curve_server_key)
+
+
+def _check_replica(wanted: replica_sync.Peer, outgoing: Outgoing) -> None:
+    outgoing.check_replica_endpoint(wanted.endpoint)
+    check_server_key(wanted.server_key)
 
 
 TABLES = {
@@ -100,8 +108,8 @@ TABLES = {
     "replica": Table(
         replica_sync.REGISTERED,
         replica_sync.read_peer,
-        lambda wanted: wanted,
-        lambda wanted, outgoing: outgoing.check_replica_endpoint(wanted),
+        lambda wanted: wanted.endpoint,
+        _check_replica,
     ),
 }
 

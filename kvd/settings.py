@@ -287,6 +287,23 @@ OUTGOING_SETTINGS = (
     ),
 )
 
+CURVE_SETTINGS = (
+    Setting(
+        "curve_secret_key_file",
+        Path,
+        None,
+        "FILE",
+        "secret key of this process, to engines and replicas that speak CURVE (default: any)",
+    ),
+    Setting(
+        "replica_sync_client_keys",
+        Path,
+        None,
+        "FILE",
+        "public keys of replicas, one a line: nobody else hears of requests (default: everybody)",
+    ),
+)
+
 DAEMON_SETTINGS = (
     Setting(
         "min_initial_workers",
@@ -413,6 +430,7 @@ GROUPS = {
     "The conductor": CONDUCTOR_SETTINGS,
     "The fleet file": FLEET_SETTINGS,
     "Outgoing connections": OUTGOING_SETTINGS,
+    "CURVE": CURVE_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

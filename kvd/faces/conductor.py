@@ -42,6 +42,7 @@ DESCRIBED = (
     "instance_id",
     "block_size",
     "dp_rank",
+    "curve_server_key",
     *SALT[1:],
     *ECHOED,
 )
@@ -163,6 +164,7 @@ def read_publisher(body: bytes) -> Described:
         block_size=_uint(members, "block_size", 1),
         dp_rank=_uint(members, "dp_rank", 0),
         salt=_alias(members, SALT[1:]) or "",
+        server_key=_text(members, "curve_server_key") or None,
         echoed=tuple((name, _echoed(members[name], name)) for name in ECHOED if name in members),
     )
 

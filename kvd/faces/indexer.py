@@ -45,6 +45,7 @@ REGISTERED = (
     *bodies.TENANT,
     "dp_rank",
     "replay_endpoint",
+    "curve_server_key",
     *SALT,
 )
 REGISTER = BodyScanner({}, REGISTERED)
@@ -126,9 +127,16 @@ class Rank:
     endpoint: str
     block_size: int  # tokens
     replay_endpoint: str | None
+    server_key: str | None  # of CURVE
 
     def register(self, registry: Registry) -> None:
-        registry.register(self.key, self.endpoint, self.block_size, self.replay_endpoint)
+        registry.register(
+            self.key,
+            self.endpoint,
+            self.block_size,
+            self.replay_endpoint,
+            server_key=self.server_key,
+        )
 
 
 def register(registry: Registry, request: Request) -> Response:
@@ -157,6 +165,7 @@ def read_rank(body: bytes) -> Rank:
         bodies.text(members, "endpoint"),
         bodies.uint(members, "block_size", bodies.U32_MAX),
         bodies.optional_text(members, "replay_endpoint"),
+        bodies.optional_text(members, "curve_server_key"),
     )
 
 

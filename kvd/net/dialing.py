@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from kvd.net.curve import KeyPair, Options
 from kvd.wire.endpoints import host_and_port, tcp_endpoint
 from kvd.wire.outgoing import Outgoing, literal, refusal
 
@@ -48,12 +49,24 @@ class Dialer:
         outgoing: Outgoing | None = None,
         lookup_s: float = LOOKUP_S,
         look_again_s: float = LOOK_AGAIN_S,
+        keys: KeyPair | None = None,
     ) -> None:
-        """Without a rule the default one holds."""
+        """Without a rule the default one holds; without keys they are made when needed."""
         self.outgoing = outgoing or Outgoing()
+        self._keys = keys
         self._lookup_s = lookup_s
         self._look_again_s = look_again_s
         self._links: dict[Ends, str] = {}  # what lasts, and the endpoint it was made to
+
+    def curve(self, server_key: str | None) -> Options:
+        """Returns the options for CURVE to whoever has that key, none without a key.
+
+        Raises zmq.ZMQError where libzmq has no CURVE.
+        """
+        if server_key is None:
+            return {}
+        self._keys = self._keys or KeyPair()
+        return self._keys.client(server_key)
 
     async def addresses(self, host: str) -> list[str]:
         """Returns a host's addresses that may be connected to, IPv4 first; raises Unreachable.

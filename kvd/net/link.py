@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 import secrets
 import struct
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -39,6 +41,8 @@ HANDSHAKE_FAULTS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "protocol error in the handshake",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "authentication failed in the handshake",
 }
+CURVE_THERE = "the other end speaks CURVE, and curve_server_key is not given"
+NO_CURVE_THERE = "the other end does not speak CURVE"
 MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -49,11 +53,18 @@ MONITORED = (
 )
 
 
+NO_CURVE: Mapping[int, int | bytes] = MappingProxyType({})
+
+
 class Linked(Protocol):
     """Who wants a connection, and is told what becomes of it; moments are monotonic seconds."""
 
     @property
     def endpoint(self) -> str: ...
+
+    @property
+    def server_key(self) -> str | None:
+        """The key of CURVE that the other end must have; None speaks without it."""
 
     @property
     def connected(self) -> bool: ...
@@ -109,6 +120,7 @@ class Link:
         log: StreamLog,
         options: LinkOptions,
         topics: tuple[bytes, ...] = (b"",),
+        curve: Mapping[int, int | bytes] = NO_CURVE,
     ) -> None:
         self._linked = linked
         self._log = log
@@ -119,7 +131,7 @@ class Link:
         self._give_up_at = math.inf
 
         first, *more = topics
-        subscribed = {zmq.SUBSCRIBE: first, **socket_options(address, options)}
+        subscribed = {zmq.SUBSCRIBE: first, **socket_options(address, options), **curve}
         self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
         for topic in more:
             self.sub.socket.set(zmq.SUBSCRIBE, topic)
@@ -155,12 +167,11 @@ class Link:
         """Tells who is linked what libzmq has done up to now; returns whether it was anything."""
         heard = False
         while (frames := self._monitor.receive_nowait()) is not None:
-            event, _ = MONITOR_EVENT.unpack(frames[0])
-            self._tell(event)
+            self._tell(*MONITOR_EVENT.unpack(frames[0]))
             heard = True
         return heard
 
-    def _tell(self, event: int) -> None:
+    def _tell(self, event: int, value: int) -> None:
         linked = self._linked
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._fault = ""
@@ -171,6 +182,8 @@ class Link:
             self._lost(f"{self._fault or 'connection lost'}: {linked.endpoint}")
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._wait_until(math.inf)
+        elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self._fault = NO_CURVE_THERE if self._linked.server_key else CURVE_THERE
         else:
             self._fault = HANDSHAKE_FAULTS[zmq.Event(event)]
 

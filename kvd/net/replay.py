@@ -68,7 +68,9 @@ class Replayer:
     async def _ask(self, listener: Listener) -> ReplayEnd:
         try:
             endpoint = await self._dialer.endpoint(listener.replay_endpoint or "")
-            dealer = ZSocket(self._context, zmq.DEALER, socket_options(endpoint, self._link))
+            options = socket_options(endpoint, self._link)
+            options |= self._dialer.curve(listener.server_key)
+            dealer = ZSocket(self._context, zmq.DEALER, options)
         except (Unreachable, zmq.ZMQError):
             return ReplayEnd.FAILED
         with closing(dealer):

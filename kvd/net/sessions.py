@@ -122,7 +122,14 @@ class Sessions:
 
     def _link(self, stack: contextlib.ExitStack, address: str) -> Link:
         return Link(
-            stack, self._context, self._linked, address, self._log, self._options, self._topics
+            stack,
+            self._context,
+            self._linked,
+            address,
+            self._log,
+            self._options,
+            self._topics,
+            self._dialer.curve(self._linked.server_key),
         )
 
     async def _moved(self, address: str) -> str:

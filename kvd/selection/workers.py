@@ -29,6 +29,7 @@ from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet
 from kvd.selection.tuning import Tuning
 from kvd.state import State
+from kvd.wire.endpoints import Addresses
 
 RECONSIDERED = 64  # workers judged again between two rests, each against all ranks of its fleet
 
@@ -272,9 +273,12 @@ class Workers:
             heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)
             for dp_rank in record.ranks:
                 rank = RankKey(record.key, record.worker_id, dp_rank)
-                endpoint, replay = _addresses(record, dp_rank)
-                if dp_rank not in heard and endpoint is not None and record.block_size is not None:
-                    self._registry.register(rank, endpoint, record.block_size, replay, OWNER)
+                found = _addresses(record, dp_rank)
+                if dp_rank not in heard and found is not None and record.block_size is not None:
+                    endpoint, replay, server_key = found
+                    self._registry.register(
+                        rank, endpoint, record.block_size, replay, OWNER, server_key
+                    )
         elif record.block_size is not None:
             for dp_rank in record.ranks:
                 if fleet.ledger.rank_of(record.worker_id, dp_rank) is None:
@@ -295,8 +299,5 @@ def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bo
     )
 
 
-def _addresses(record: WorkerRecord | None, dp_rank: int) -> tuple[str | None, str | None]:
-    """Returns where a rank's events come from, and where they are replayed."""
-    if record is None:
-        return None, None
-    return record.events_endpoint(dp_rank), record.replay_endpoint
+def _addresses(record: WorkerRecord | None, dp_rank: int) -> Addresses | None:
+    return None if record is None else record.addresses(dp_rank)

@@ -10,9 +10,19 @@ the listener's status. A replica's address is refused then; there the original t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvd.errors import BadRequest
 
 MAX_PORT = 65_535
+
+
+class Addresses(NamedTuple):
+    """Where an engine's rank is heard."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    server_key: str | None = None  # of CURVE, for both; None speaks without it
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -60,6 +60,8 @@ PRIVATE_NETWORKS = tuple(
     )
 )
 
+RESERVED = "inproc://zeromq."  # where libzmq asks who may connect (RFC 27)
+
 # Nobody means these by naming a network that they are a part of. Metadata services hand out a
 # cloud machine's credentials.
 SPECIAL = tuple(
@@ -155,6 +157,8 @@ class Outgoing:
     def _fault(self, endpoint: str) -> str | None:
         place = endpoints.host_and_port(endpoint)
         if place is None:
+            if endpoint.startswith(RESERVED):
+                return "libzmq's own"
             return None if self.ipc else f"{IPC} is not in outgoing_allow"
         return self._host_fault(place[0], bracketed=endpoints.is_ipv6(endpoint))
 
