@@ -41,7 +41,6 @@ HANDSHAKE_FAULTS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "protocol error in the handshake",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "authentication failed in the handshake",
 }
-CURVE_THERE = "the other end speaks CURVE, and curve_server_key is not given"
 NO_CURVE_THERE = "the other end does not speak CURVE"
 MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -182,8 +181,8 @@ class Link:
             self._lost(f"{self._fault or 'connection lost'}: {linked.endpoint}")
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._wait_until(math.inf)
-        elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            self._fault = NO_CURVE_THERE if self._linked.server_key else CURVE_THERE
+        elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and self._linked.server_key:
+            self._fault = NO_CURVE_THERE
         else:
             self._fault = HANDSHAKE_FAULTS[zmq.Event(event)]
 
