@@ -216,6 +216,7 @@ class _Daemon:
         async for number in signals:
             if number == signal.SIGHUP:
                 self._reload()
+                await self._dialer.recheck()
                 if self._recovered.is_set():
                     await sdnotify.tell_ready()
                 continue
@@ -247,7 +248,6 @@ class _Daemon:
         self._config = config
         logs.set_level(config.log_level)
         self._outgoing.allow(config.outgoing)
-        self._dialer.recheck()
         if self._doorkeeper is not None and config.curve.replicas is not None:
             self._doorkeeper.keys = config.curve.replicas
         for face in self._served:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOOKUP_S = 5.0  # of one name; resolvers give up after 5 s a server
+SLICE_LINKS = 64  # connections looked at again between two rests: about 1 ms
 LOOK_AGAIN_S = 5.0  # between two looks at a name whose connection stays lost
 
 
@@ -128,9 +129,13 @@ class Dialer:
         finally:
             del self._links[link]
 
-    def recheck(self) -> None:
+    async def recheck(self) -> None:
         """Gives up what may not be connected to any more."""
-        for link, endpoint in list(self._links.items()):
+        for number, (link, endpoint) in enumerate(list(self._links.items()), 1):
+            if number % SLICE_LINKS == 0:
+                await trio.lowlevel.checkpoint()
+            if link not in self._links:
+                continue
             place = host_and_port(endpoint)
             if place is None:
                 allowed = self.outgoing.ipc

@@ -16,21 +16,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from ipaddress import (
-    IPv4Address,
-    IPv4Network,
-    IPv6Address,
-    IPv6Network,
-    ip_address,
-    ip_network,
-)
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
 from kvd.wire import endpoints
 
 Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
+
+
+class Network(NamedTuple):
+    """A network as numbers, which are compared for every registration."""
+
+    version: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, text: str) -> Network:
+        network = ip_network(text)
+        return cls(network.version, int(network[0]), int(network[-1]))
+
+    def within(self, other: Network) -> bool:
+        return other.first <= self.first and self.last <= other.last
+
 
 PRIVATE = "private"
 IPC = "ipc"
@@ -48,7 +58,7 @@ class Places(tuple[str, ...]):
 DEFAULT = Places((PRIVATE, IPC))
 
 PRIVATE_NETWORKS = tuple(
-    ip_network(text)
+    Network.of(text)
     for text in (
         "127.0.0.0/8",
         "10.0.0.0/8",
@@ -65,7 +75,7 @@ RESERVED = "inproc://zeromq."  # where libzmq asks who may connect (RFC 27)
 # Nobody means these by naming a network that they are a part of. Metadata services hand out a
 # cloud machine's credentials.
 SPECIAL = tuple(
-    ip_network(text)
+    Network.of(text)
     for text in (
         "0.0.0.0/8",  # this host; Linux connects to loopback
         "169.254.0.0/16",  # link-local
@@ -88,7 +98,7 @@ SPECIAL = tuple(
 
 # Networks whose last 32 bits are an IPv4 address: NAT64, its local form, translated, compatible.
 EMBEDDING = tuple(
-    IPv6Network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
+    Network.of(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
 )
 
 MAX_NAME_CHARS = 253
@@ -117,7 +127,7 @@ class Outgoing:
             network
             for text in self.allowed
             if text != IPC
-            for network in (PRIVATE_NETWORKS if text == PRIVATE else (ip_network(text),))
+            for network in (PRIVATE_NETWORKS if text == PRIVATE else (Network.of(text),))
         )
 
     # ---- addresses as they are written
@@ -182,9 +192,9 @@ class Outgoing:
         return all(self._names(each) for each in _embedded(address) if _special(each))
 
     def _names(self, address: Address) -> bool:
-        inside = [network for network in self._networks if address in network]
+        inside = _around(self._networks, address)
         for special in _special(address):
-            inside = [network for network in inside if network.subnet_of(special)]  # type: ignore[arg-type]
+            inside = [network for network in inside if network.within(special)]
         return bool(inside)
 
     def allowed_of(self, found: Iterable[str]) -> list[str]:
@@ -240,7 +250,12 @@ def _parse_place(text: str) -> str:
 
 
 def _special(address: Address) -> list[Network]:
-    return [network for network in SPECIAL if address in network]
+    return _around(SPECIAL, address)
+
+
+def _around(networks: Iterable[Network], address: Address) -> list[Network]:
+    version, number = address.version, int(address)
+    return [one for one in networks if version == one.version and one.first <= number <= one.last]
 
 
 def _embedded(address: Address) -> Iterator[IPv4Address]:
@@ -251,5 +266,5 @@ def _embedded(address: Address) -> Iterator[IPv4Address]:
         yield address.sixtofour
     if address.teredo is not None:
         yield from address.teredo
-    if any(address in network for network in EMBEDDING):
+    if _around(EMBEDDING, address):
         yield IPv4Address(int(address) & 0xFFFF_FFFF)

@@ -253,7 +253,7 @@ async def test_a_narrower_list_ends_connections(
     listenings = [listen(each.endpoint) for each in (kept, lost, local)]
     await until(lambda: all(each.listener.connected for each in listenings))
     dialer.outgoing.allow(parse_places(["127.0.0.2"]))
-    dialer.recheck()
+    await dialer.recheck()
     await until(lambda: [each.listener.connected for each in listenings] == [True, False, False])
     for each, what in zip(listenings[1:], ("127.0.0.3", "ipc"), strict=True):
         assert f"{what} is not in outgoing_allow" in (each.listener.last_error or "")
