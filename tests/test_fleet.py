@@ -184,7 +184,7 @@ async def test_what_clients_have_registered_is_theirs(tmp_path: Path) -> None:
     faces.slots.register(*tracking)
     await faces.workers.put(working)
     faces.publishers.register(publishing)
-    faces.replicas.register(replicated)
+    faces.replicas.register(*replicated)
     theirs = faces.there()
     await faces.read(*entries, rank(9, 9))
     assert faces.states() == {"registered": 1, "failed": 5, "off": 0}

@@ -116,6 +116,11 @@ WRONG = {
     "[[conductor]]\ntype = ''": "^conductor, entry 1: ",
     "[[replica]]\nendpoint = 'tcp://*:5600'": "^replica, entry 1: .*nothing can be connected",
     "[[replica]]\nendpoint = 'tcp://[fe80::1]:5600'": "^replica, entry 1: .*not in outgoing_allow",
+    "[[replica]]\nendpoint = 'tcp://10.0.0.1:5600'\ncurve_server_key = 'x'": (
+        "^replica, entry 1: invalid curve_server_key"
+    ),
+    WORKER + "curve_server_key = ''": "^selection, entry 1: invalid curve_server_key",
+    rank(more="curve_server_key = 'x'"): "^indexer, entry 1: invalid curve_server_key",
     "#" + "x" * fleetfile.MAX_BYTES: "^longer than 8388608 bytes$",
 }
 

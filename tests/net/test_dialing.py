@@ -167,6 +167,17 @@ async def test_several_addresses_take_turns(resolving: Names, dialer: Dialer) ->
     assert turns == ["tcp://10.0.0.1:5", "tcp://10.0.0.2:5", "tcp://10.0.0.1:5"]
 
 
+async def test_the_machines_own_resolver(listen: Listen, publish: Callable[[], Publisher]) -> None:
+    engine = publish()
+    listening = listen(engine.endpoint.replace("127.0.0.1", "localhost"))
+    await engine.subscribed()
+    engine.send(b"a")
+    await until(lambda: listening.applied == [b"a"])
+    nowhere = listen("tcp://nowhere.invalid:5557")
+    await until(nowhere.is_("failed"))
+    assert "nowhere.invalid: " in (nowhere.listener.last_error or "")
+
+
 async def test_a_listener_follows_a_pod_that_moves(
     resolving: Names, listen: Listen, loopback: Callable[[str], Publisher]
 ) -> None:
