@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
@@ -17,6 +18,8 @@ import msgpack
 import pytest
 import trio
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import Server, find_free_port
 from running import running
 from selecting import Service
@@ -283,6 +286,58 @@ async def test_a_worker_that_would_not_be_schedulable_any_more_stays_as_it_was(
     assert not faces.workers.entries[2].reasons
     with pytest.raises(Conflict):
         await faces.workers.put(faces.workers.entries[2].record, new=True)
+
+
+Step = tuple[str, Any]
+NUMBERS, PORTS = st.integers(1, 3), st.integers(1, 2)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("file"), st.dictionaries(NUMBERS, PORTS)),
+        st.tuples(st.just("bad file"), st.none()),
+        st.tuples(st.just("registers"), st.tuples(NUMBERS, PORTS)),
+        st.tuples(st.just("unregisters"), NUMBERS),
+    ),
+    max_size=12,
+)
+
+
+@given(STEPS)
+def test_whoever_does_what_in_any_order(steps: list[Step]) -> None:
+    with TemporaryDirectory() as folder:
+        trio.run(live, Faces(Path(folder)), steps)
+
+
+async def live(faces: Faces, steps: list[Step]) -> None:
+    """Takes steps of clients and of who writes the file, and compares with a plain model."""
+    model: dict[int, tuple[str, int]] = {}  # by instance: whose it is, and its port
+    for what, said in steps:
+        if what == "file":
+            await faces.read(*(rank(number, port) for number, port in said.items()))
+            gone = [each for each, (whose, _) in model.items() if whose == "file"]
+            model = {each: model[each] for each in model.keys() - (set(gone) - said.keys())}
+            for number, port in said.items():
+                if model.get(number, ("file", 0))[0] == "file":
+                    model[number] = ("file", port)
+            failed = sum(model[each][0] == "client" for each in said)
+            assert faces.states()["failed"] == failed
+        elif what == "bad file":
+            await faces.read("[")
+        elif what == "registers":
+            number, port = said
+            try:
+                address = f"tcp://127.0.0.1:{port}"
+                faces.registry.register(RankKey(M, number, 0), address, 4, None)
+            except Conflict:
+                assert number in model
+            else:
+                assert number not in model
+                model[number] = ("client", port)
+        elif said in model:
+            await faces.registry.unregister(said, "m", None, None)
+            del model[said]
+        expected = sorted((each, f"tcp://127.0.0.1:{port}") for each, (_, port) in model.items())
+        assert faces.there()["indexer"] == expected
+        assert len(faces.service.listeners.running) == len(model)
 
 
 # ---- following the file

@@ -70,10 +70,7 @@ class Dialer:
         return self._keys.client(server_key)
 
     async def addresses(self, host: str) -> list[str]:
-        """Returns a host's addresses that may be connected to, IPv4 first; raises Unreachable.
-
-        Engines bind to IPv4 unless told otherwise.
-        """
+        """Returns a host's addresses that may be connected to, IPv4 first; raises Unreachable."""
         try:
             address = literal(host)
         except ValueError as error:
@@ -89,7 +86,8 @@ class Dialer:
     async def endpoint(self, named: str, turn: int = 0) -> str:
         """Returns the endpoint to connect to in the place of a named one; raises Unreachable.
 
-        Of several addresses the next one has its turn at every attempt.
+        Of several addresses the next one has its turn at every attempt; those of IPv6 have none
+        where there are others, as engines bind to IPv4 unless told otherwise.
         """
         place = host_and_port(named)
         if place is None:
@@ -100,8 +98,13 @@ class Dialer:
         host, port = place
         if host == "*" or not port:
             raise Unreachable(os.strerror(errno.EINVAL))
+        endpoints = await self._endpoints(host, port)
+        return endpoints[turn % len(endpoints)]
+
+    async def _endpoints(self, host: str, port: int) -> list[str]:
         addresses = await self.addresses(host)
-        return tcp_endpoint(addresses[turn % len(addresses)], port)
+        chosen = [each for each in addresses if ":" not in each] or addresses
+        return [tcp_endpoint(each, port) for each in chosen]
 
     async def moved(self, named: str, used: str, connected: Callable[[], bool]) -> str:
         """Returns, with the reason, when a name's lost connection is to be made elsewhere."""
@@ -112,12 +115,12 @@ class Dialer:
             place = host_and_port(named)
             assert place is not None
             try:
-                found = await self.addresses(place[0])
+                found = await self._endpoints(*place)
             except NotFound:
                 continue  # a name may be gone while its pod is made anew
             except Unreachable as error:
                 return str(error)
-            if [tcp_endpoint(each, place[1]) for each in found] != [used]:
+            if found != [used]:
                 return f"{place[0]} is {', '.join(found)}"
 
     @contextmanager

@@ -167,6 +167,17 @@ async def test_several_addresses_take_turns(resolving: Names, dialer: Dialer) ->
     assert turns == ["tcp://10.0.0.1:5", "tcp://10.0.0.2:5", "tcp://10.0.0.1:5"]
 
 
+async def test_ipv6_has_its_turn_where_there_is_nothing_else(
+    resolving: Names, dialer: Dialer
+) -> None:
+    resolving.known |= {"both": ["::1", "127.0.0.1"], "six": ["::1"]}
+    assert {await dialer.endpoint("tcp://both:5", turn) for turn in (0, 1)} == {"tcp://127.0.0.1:5"}
+    assert await dialer.endpoint("tcp://six:5") == "tcp://[::1]:5"
+    with trio.move_on_after(0.1) as waiting:  # nothing to go over to
+        await dialer.moved("tcp://both:5", "tcp://127.0.0.1:5", lambda: False)
+    assert waiting.cancelled_caught
+
+
 async def test_the_machines_own_resolver(listen: Listen, publish: Callable[[], Publisher]) -> None:
     engine = publish()
     listening = listen(engine.endpoint.replace("127.0.0.1", "localhost"))
