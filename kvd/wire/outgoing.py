@@ -155,6 +155,7 @@ class Outgoing:
         """Raises BadRequest if a URL names a host that may not be connected to.
 
         What is no URL passes: that shows when it is to be fetched, and nothing is connected to.
+        The text has the host alone, as a URL may have a password.
         """
         try:
             host = urlsplit(url).hostname
@@ -162,7 +163,7 @@ class Outgoing:
             return
         if host is not None and (fault := self._host_fault(host)):
             self.refused_names += 1
-            raise BadRequest(f"invalid URL `{url}`: {fault}")
+            raise BadRequest(f"invalid URL: {fault}")
 
     def _fault(self, endpoint: str) -> str | None:
         place = endpoints.host_and_port(endpoint)
@@ -189,7 +190,8 @@ class Outgoing:
         """Says whether a connection may be made to this very address."""
         if not self._names(address):
             return False
-        return all(self._names(each) for each in _embedded(address) if _special(each))
+        inner = (each for each in _embedded(address) if _special(each) or _private(each))
+        return all(map(self._names, inner))
 
     def _names(self, address: Address) -> bool:
         inside = _around(self._networks, address)
@@ -251,6 +253,10 @@ def _parse_place(text: str) -> str:
 
 def _special(address: Address) -> list[Network]:
     return _around(SPECIAL, address)
+
+
+def _private(address: Address) -> list[Network]:
+    return _around(PRIVATE_NETWORKS, address)
 
 
 def _around(networks: Iterable[Network], address: Address) -> list[Network]:

@@ -129,7 +129,7 @@ def test_others_may_not(host: str) -> None:
         with pytest.raises(BadRequest, match=r"^invalid .* is not in outgoing_allow$"):
             check(endpoint(host))
         assert outgoing.refused_names == count
-    with pytest.raises(BadRequest, match=r"^invalid URL .* is not in outgoing_allow$"):
+    with pytest.raises(BadRequest, match=r"^invalid URL: .* is not in outgoing_allow$"):
         outgoing.check_url(endpoint(host).replace("tcp", "http"))
 
 
@@ -178,6 +178,15 @@ def test_a_network_inside_a_special_one_means_no_address_that_is_special_beyond(
     outgoing = Outgoing(parse_places(["169.254.0.0/16"]))
     assert passes(outgoing, endpoint("169.254.7.1"))
     assert not passes(outgoing, endpoint("169.254.169.254"))
+
+
+@pytest.mark.parametrize(
+    "host", ["2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b::10.0.0.1", "::a00:1"]
+)
+def test_a_private_address_inside_of_another_one_is_named_by_itself(host: str) -> None:
+    assert not passes(Outgoing(parse_places(["::/0"])), endpoint(host))
+    assert passes(Outgoing(parse_places(["::/0", "private"])), endpoint(host))
+    assert passes(Outgoing(parse_places(["::/0"])), endpoint("64:ff9b::808:808"))
 
 
 def test_what_is_said_replaces_the_default() -> None:
