@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from ipaddress import ip_address
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd.errors import BadRequest
-from kvd.wire.outgoing import Outgoing, literal, parse_places
+from kvd.wire.outgoing import Outgoing, literal, normal, parse_places
 
 PRIVATE = [
     "127.0.0.1",
@@ -234,6 +238,59 @@ def test_what_is_no_url_is_left_to_whoever_fetches_it(url: str) -> None:
 def test_urls_to_forbidden_places(url: str) -> None:
     with pytest.raises(BadRequest, match=r"^invalid URL"):
         Outgoing().check_url(url)
+
+
+PARTS = st.one_of(
+    st.sampled_from(
+        [
+            "0",
+            "00",
+            "1",
+            "7",
+            "8",
+            "10",
+            "127",
+            "169",
+            "254",
+            "255",
+            "256",
+            "0x7f",
+            "0xa9fe",
+            "0177",
+            "2130706433",
+            "a9fe",
+            "ffff",
+        ]
+    ),
+    st.integers(0, 2**32).map(str),
+    st.integers(0, 2**32).map(hex),
+    st.integers(0, 2**32).map(lambda number: f"0{number:o}"),
+)
+WRITTEN = st.one_of(
+    st.lists(PARTS, min_size=1, max_size=5).map(".".join),
+    st.lists(PARTS, min_size=1, max_size=5).map(lambda parts: ".".join(parts) + "."),
+    st.ip_addresses().map(str),
+    st.ip_addresses(v=6).map(lambda address: address.exploded),
+    st.tuples(st.sampled_from(["::", "::ffff:", "64:ff9b::", "fe80::"]), st.ip_addresses(v=4)).map(
+        lambda pair: f"{pair[0]}{pair[1]}"
+    ),
+    st.text("0123456789abcdefx.:%", min_size=1, max_size=20),
+)
+
+
+@given(WRITTEN)
+def test_no_library_reads_an_address_where_we_read_a_name(host: str) -> None:
+    """What the C library takes for a number is the same number to us, or refused."""
+    try:
+        ((*_, address), *_) = socket.getaddrinfo(
+            host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+    except (OSError, UnicodeError):
+        return
+    with suppress(ValueError):
+        found = literal(host)
+        assert found is not None
+        assert found == normal(ip_address(address[0].partition("%")[0]))
 
 
 def test_of_a_names_addresses_the_allowed_ones_are_left() -> None:
