@@ -19,7 +19,7 @@ from typing import Any
 
 from kvd.errors import BadRequest
 from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
+from kvd.wire.endpoints import Addresses, check_endpoint, check_replay_endpoint
 
 DEFAULT_MODEL = "default"
 MAX_DP_SIZE = 4096  # ranks of one worker, as in the slot tracker
@@ -66,6 +66,7 @@ class WorkerRecord:
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: str | None = None
     kv_transfer_preferred_weight: float | None = None
+    curve_server_key: str | None = None  # of all its ranks, where they speak CURVE
 
     @property
     def key(self) -> PartitionKey:
@@ -85,6 +86,13 @@ class WorkerRecord:
         if named is None and len(self.ranks) == 1:
             return self.kv_events_endpoint
         return named
+
+    def addresses(self, dp_rank: int) -> Addresses | None:
+        """Returns where a rank is heard, None if nobody has said."""
+        endpoint = self.events_endpoint(dp_rank)
+        if endpoint is None:
+            return None
+        return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
     def reasons(self, fleet_block_size: int | None, *, uses_events: bool) -> list[str]:
         """Says why the worker cannot be scheduled in a fleet of this block size; [] if it can."""
@@ -152,6 +160,8 @@ class WorkerRecord:
                 "kv_transfer_preferred_weight",
             )
         }
+        if self.curve_server_key is not None:  # a member of ours
+            row["curve_server_key"] = self.curve_server_key
         if reasons:
             row["not_schedulable_reasons"] = reasons
         return row

@@ -11,7 +11,8 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from kvd import config, logs, parsers, settings
 from kvd._version import VERSION
@@ -225,13 +226,20 @@ def add_status(commands: Any) -> None:
         metavar="SECONDS",
         help="time over which rates are taken (default 1.0)",
     )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="a bearer token with the scope read, alone in the file",
+    )
     parser.add_argument("--json", action="store_true", help="write everything, as JSON")
     parser.set_defaults(given=status_settings, demo=False, command=show_status)
 
 
 def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
     binds = {name: getattr(args, name) for name in config.FACE_BINDS}
-    return binds | {"interval": args.interval, "json": args.json}
+    own = {"interval": args.interval, "json": args.json, "token_file": args.token_file}
+    return binds | own
 
 
 def show_status(given: Mapping[str, object]) -> int:
@@ -239,13 +247,15 @@ def show_status(given: Mapping[str, object]) -> int:
 
     try:
         held = config.resolve(given, os.environ)
-    except config.StartError as error:
+        token = config.read_token(cast("Path | None", given["token_file"]))
+        client = status.Client(token, held["tls_certfile"].value)
+    except (config.StartError, OSError) as error:
         logs.complain(error)
         return status.UNREACHABLE
     binds = status.faces_of({name: said.value for name, said in held.items()})
     # A rate over no time is that of a moment.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    shown = status.figures(status.look(binds, interval_s, {}), interval_s)
+    shown = status.figures(status.look(binds, interval_s, client), interval_s)
     print(json.dumps(shown, indent=1) if given["json"] else "\n".join(status.text(shown)))
     return status.exit_code(shown)
 

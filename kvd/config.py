@@ -7,12 +7,12 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvd import configfile, tokens
+from kvd import configfile, fleetfile, tokens
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
@@ -21,11 +21,14 @@ from kvd.model import PartitionKey, RankKey
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import SETTINGS
-from kvd.wire.endpoints import check_endpoint
+from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
+from kvd.wire.outgoing import Outgoing, Places
 from kvd_core.selector_settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
+Parsed = TypeVar("Parsed")
+
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
 
@@ -45,6 +48,16 @@ class ReplicaSync:
     host: str
     port: int
     peers: tuple[str, ...]  # ZMQ endpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Keys on ZMQ, as their files say."""
+
+    secret: str | None = field(repr=False)  # our own; None makes one when it is needed
+    replicas: (
+        frozenset[str] | None
+    )  # public keys of who may subscribe; None is anybody, unencrypted
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,9 @@ class Config:
     min_initial_workers: int  # instances; 0 waits for none
     http: HttpLimits
     engine: EngineLimits
+    outgoing: Places
+    fleet_file: Path | None
+    curve: Curve
     log_level: str
     log_format: str
     access_log: bool
@@ -146,13 +162,29 @@ def _resolve(
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
-    """Returns the daemon's configuration; takes and raises what `resolve` does."""
+    """Returns the daemon's configuration; takes and raises what `resolve` does.
+
+    A daemon does not start with a fleet file that it would refuse.
+    """
     values = {name: said.value for name, said in resolve(given, environ).items()}
-    return build(values, environ, demo=demo)
+    config = build(values, environ, demo=demo)
+    if config.fleet_file is not None:
+        _read_fleet(config.fleet_file, Outgoing(config.outgoing))
+    return config
+
+
+def _read_fleet(path: Path, outgoing: Outgoing) -> None:
+    try:
+        fleetfile.load(path, outgoing)
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
 
 
 def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool = False) -> Config:
     """Returns the configuration of these values, one for every setting; raises `StartError`."""
+    outgoing = Outgoing(values["outgoing_allow"])
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
     if not any(binds.values()):
         raise StartError("every face is off")
@@ -169,10 +201,10 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],
         metrics_ranks=values["metrics_ranks"],
-        replica_sync=_replica_sync(values),
-        workers=_workers(values),
-        peers=values["peers"] or (),
-        peers_token=_peers_token(values["peers_token_file"]),
+        replica_sync=_replica_sync(values, outgoing),
+        workers=_workers(values, outgoing),
+        peers=_peers(values, outgoing),
+        peers_token=read_token(values["peers_token_file"]),
         recovery_delay_s=values["recovery_delay_s"],
         min_initial_workers=values["min_initial_workers"],
         http=HttpLimits(
@@ -181,6 +213,9 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
             graceful_seconds=values["http_graceful_s"],
         ),
         engine=_engine(values),
+        outgoing=outgoing.allowed,
+        fleet_file=values["fleet_file"],
+        curve=_curve(values),
         log_level=values["log_level"],
         log_format=values["log_format"],
         access_log=values["access_log"],
@@ -221,7 +256,8 @@ def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
     return Policy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
 
 
-def _peers_token(path: Path | None) -> bytes:
+def read_token(path: Path | None) -> bytes:
+    """Returns the token that is alone in a file, none without one; raises `StartError`."""
     try:
         return b"" if path is None else tokens.read_one(path)
     except OSError as error:
@@ -274,12 +310,47 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
     )
 
 
-def _replica_sync(values: Mapping[str, Any]) -> ReplicaSync | None:
+def _peers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[str, ...]:
+    peers: tuple[str, ...] = values["peers"] or ()
+    for url in peers:
+        try:
+            outgoing.check_url(url)
+        except BadRequest as error:
+            raise StartError(f"--peers: {error}") from None
+    return peers
+
+
+def _curve(values: Mapping[str, Any]) -> Curve:
+    secret = _key_file(values["curve_secret_key_file"], parse_secret)
+    replicas = _key_file(values["replica_sync_client_keys"], parse_keys)
+    if replicas is not None and secret is None:
+        raise StartError("--replica-sync-client-keys needs --curve-secret-key-file")
+    return Curve(secret, replicas)
+
+
+def _key_file(path: Path | None, parse: Callable[[str], Parsed]) -> Parsed | None:
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{path}: {error}") from None
+
+
+def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync | None:
     port, peers = values["replica_sync_port"], values["replica_sync_peers"]
     if port is None:
         if peers:
             raise StartError("--replica-sync-peers needs --replica-sync-port")
         return None
+    for endpoint in peers or ():
+        try:
+            outgoing.check_endpoint(endpoint)
+        except BadRequest as error:
+            raise StartError(f"--replica-sync-peers: {error}") from None
     return ReplicaSync(values["replica_sync_host"], port, peers or ())
 
 
@@ -290,7 +361,7 @@ def _engine(values: Mapping[str, Any]) -> EngineLimits:
     return EngineLimits(period_s, timeout_s, values["engine_queue_messages"])
 
 
-def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
+def _workers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[StaticWorker, ...]:
     entries: tuple[str, ...] | None = values["workers"]
     if entries is None:
         return ()
@@ -300,7 +371,7 @@ def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
     partition = PartitionKey(values["model_name"], values["tenant_id"])
     workers: dict[RankKey, StaticWorker] = {}
     for entry in entries:
-        instance_id, dp_rank, endpoint = _worker_entry(entry)
+        instance_id, dp_rank, endpoint = _worker_entry(entry, outgoing)
         key = RankKey(partition, instance_id, dp_rank)
         if key in workers:
             raise StartError(f"--workers names instance {instance_id} dp_rank {dp_rank} twice")
@@ -308,7 +379,7 @@ def _workers(values: Mapping[str, Any]) -> tuple[StaticWorker, ...]:
     return tuple(workers.values())
 
 
-def _worker_entry(entry: str) -> tuple[int, int, str]:
+def _worker_entry(entry: str, outgoing: Outgoing) -> tuple[int, int, str]:
     """Splits `id[:rank]=endpoint`; blanks around the id and the endpoint do not count."""
     name, equals, endpoint = (part.strip() for part in entry.partition("="))
     if not equals:
@@ -317,7 +388,7 @@ def _worker_entry(entry: str) -> tuple[int, int, str]:
     instance_id = _number(entry, "instance id", identity, U64_MAX)
     dp_rank = _number(entry, "dp_rank", rank, U32_MAX) if colon else 0
     try:
-        check_endpoint(endpoint)
+        outgoing.check_endpoint(endpoint)
     except BadRequest as error:
         raise StartError(f"--workers entry {entry!r}: {error}") from None
     return instance_id, dp_rank, endpoint

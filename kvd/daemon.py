@@ -35,11 +35,13 @@ from kvd._version import VERSION
 from kvd.config import Config, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
+from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
 from kvd.faces import conductor, conductor_listings, indexer, replica_sync, slot_tracker
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
+from kvd.fleet import Desk, Fleet
 from kvd.http.listeners import split_host_port
 from kvd.http.permits import is_loopback
 from kvd.http.types import Route
@@ -48,7 +50,9 @@ from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
 from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import activation, sdnotify
-from kvd.net.link import LinkOptions
+from kvd.net.curve import Doorkeeper, KeyPair
+from kvd.net.dialing import Dialer
+from kvd.net.link import NO_CURVE, LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.publisher import Publisher, open_publisher
 from kvd.net.recovery import RecoveryStats, recover, settle
@@ -65,6 +69,7 @@ from kvd.serving import FaceServer
 from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
+from kvd.wire.outgoing import Outgoing
 from kvd.wire.replica import ReplicaCounts
 
 if TYPE_CHECKING:
@@ -110,7 +115,11 @@ class _Daemon:
         self._reloads = {"applied": 0, "refused": 0}
         self._max_ranks = max_ranks
         self._state = State(config.hash_seed)
-        self._peers = Peers(config.peers)
+        self._outgoing = Outgoing(config.outgoing)
+        self._keys = None if config.curve.secret is None else KeyPair(config.curve.secret)
+        self._dialer = Dialer(self._outgoing, keys=self._keys)
+        self._doorkeeper: Doorkeeper | None = None
+        self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers()
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers)
@@ -120,6 +129,7 @@ class _Daemon:
         self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config)
         self._selection = FaceServer("selection", "kvd_selection", config)
         self._conductor = FaceServer("conductor", "kvd_conductor", config, conductor.REASONS)
+        self._fleet: Fleet | None = None
         self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._signalled = trio.Event()
@@ -141,9 +151,11 @@ class _Daemon:
     async def _run(self) -> int:
         config = self._config
         context = make_context()
+        if self._keys is not None:
+            log.info("curve", public_key=self._keys.public.decode())
         try:
             publisher = await self._open_publisher(context)
-            reloads = self._reader.has_file or config.policy.tokens
+            reloads = self._reader.has_file or config.policy.tokens or config.fleet_file is not None
             reload = (signal.SIGHUP,) if reloads else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:
@@ -153,12 +165,13 @@ class _Daemon:
                         heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
                         queue_messages=config.engine.queue_messages,
                     )
-                    tasks = ListenerTasks(listening, context, ready, options)
-                    registry = Registry(self._state, tasks, self._max_ranks)
+                    dialer = self._dialer
+                    tasks = ListenerTasks(listening, context, ready, options, dialer=dialer)
+                    registry = Registry(self._state, tasks, self._max_ranks, self._outgoing)
                     if config.indexer_bind is not None:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                    publishers = Publishers(self._state, tasks, self._max_ranks)
+                    publishers = Publishers(self._state, tasks, self._max_ranks, self._outgoing)
                     registry.beside = publishers.__len__
                     publishers.beside = registry.__len__
                     indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
@@ -178,6 +191,7 @@ class _Daemon:
                         Readiness(config.min_initial_workers, len(config.peers)),
                     )
                     replicas = self._replicate(listening, context, publisher)
+                    await self._follow_fleet(listening, registry, publishers, replicas)
                     await self._serve(self._faces(registry, publishers, replicas))
                     listening.cancel_scope.cancel()
         finally:
@@ -200,6 +214,7 @@ class _Daemon:
         async for number in signals:
             if number == signal.SIGHUP:
                 self._reload()
+                await self._dialer.recheck()
                 if self._recovered.is_set():
                     await sdnotify.tell_ready()
                 continue
@@ -212,6 +227,8 @@ class _Daemon:
     def _reload(self) -> None:
         """Takes over what the configuration file says now, or says what is wrong with it."""
         sdnotify.tell_reloading()
+        if self._fleet is not None:
+            self._fleet.look()
         try:
             reloaded = self._reader.again(self._config)
             for face in self._served:
@@ -230,6 +247,9 @@ class _Daemon:
         """Has the daemon go on with other values of settings that are live."""
         self._config = config
         logs.follow(config.log_level, config.log_format)
+        self._outgoing.allow(config.outgoing)
+        if self._doorkeeper is not None and config.curve.replicas is not None:
+            self._doorkeeper.keys = config.curve.replicas
         for face in self._served:
             face.limit(config.http)
             face.admit(config)
@@ -266,7 +286,8 @@ class _Daemon:
         if config.peers:
             await trio.sleep(config.recovery_delay_s)
             asked = self._state, config.peers, self._recovery
-            recovered = await recover(*asked, token=config.peers_token) is not None
+            token, dialer = config.peers_token, self._dialer
+            recovered = await recover(*asked, token=token, dialer=dialer) is not None
             if not recovered:
                 log.warning("no peer to recover from", peers=len(config.peers))
             self._note_recovery(recovered)
@@ -291,8 +312,12 @@ class _Daemon:
         config = self._config
         if sync is None or (config.slot_tracker_bind is None and config.selection_bind is None):
             return None
+        curve = NO_CURVE
+        if self._keys is not None and config.curve.replicas is not None:
+            curve = self._keys.server()
+            self._doorkeeper = Doorkeeper(context, config.curve.replicas)
         try:
-            publisher = await open_publisher(context, sync.host, sync.port, REPLICA_LINK)
+            publisher = await open_publisher(context, sync.host, sync.port, REPLICA_LINK, curve)
         except OSError as error:
             raise StartError(str(error.strerror)) from None
         self._check_publisher(publisher)
@@ -300,14 +325,14 @@ class _Daemon:
 
     def _check_publisher(self, publisher: Publisher) -> None:
         """Raises StartError if strangers could hear of requests, and nobody has said they may."""
-        if self._config.allow_unauthenticated:
+        if self._config.allow_unauthenticated or self._doorkeeper is not None:
             return
         for endpoint in publisher.endpoints:
             host, _ = split_host_port(endpoint.removeprefix("tcp://"))
             if not is_loopback(host):
                 raise StartError(
                     f"whoever reaches {endpoint} would hear of all requests: replica sync beyond "
-                    "this machine takes --allow-unauthenticated"
+                    "this machine takes --replica-sync-client-keys or --allow-unauthenticated"
                 )
 
     def _replicate(
@@ -316,7 +341,9 @@ class _Daemon:
         """Returns the replicas; without a publisher there can be none."""
         sync = self._config.replica_sync
         if sync is None or publisher is None:
-            return Replicas(None, self._replica_counts)
+            return Replicas(None, self._replica_counts, self._outgoing)
+        if self._doorkeeper is not None:
+            nursery.start_soon(self._doorkeeper.run)
         assert self._selections is not None
         faces = {
             Face.SLOT_TRACKER: self._slots.apply,
@@ -329,16 +356,44 @@ class _Daemon:
         affinity = self._selections.affinity
         bind = None if affinity is None else affinity.apply
         counts = self._replica_counts
-        links = Replication(nursery, context, publisher, apply, counts, bind=bind)
+        links = Replication(
+            nursery, context, publisher, apply, counts, bind=bind, dialer=self._dialer
+        )
         self._slots.publish = links.publish
         self._selections.bookings.publish = links.publish
         if affinity is not None:
             affinity.writer_id = links.router_id
             affinity.publish = links.publish_binding
-        replicas = Replicas(links, self._replica_counts)
+        replicas = Replicas(links, self._replica_counts, self._outgoing)
         for endpoint in sync.peers:
             replicas.register(endpoint)
         return replicas
+
+    async def _follow_fleet(
+        self,
+        nursery: trio.Nursery,
+        registry: Registry,
+        publishers: Publishers,
+        replicas: Replicas,
+    ) -> None:
+        """Registers who is in the fleet file, and goes on to follow it."""
+        config, selections = self._config, self._selections
+        if config.fleet_file is None:
+            return
+        desks: dict[str, Desk] = {}
+        if config.indexer_bind is not None:
+            desks["indexer"] = IndexerDesk(registry)
+        if config.slot_tracker_bind is not None:
+            desks["slot_tracker"] = SlotTrackerDesk(self._slots)
+        if config.selection_bind is not None and selections is not None:
+            desks["selection"] = SelectionDesk(selections.workers)
+        if config.conductor_bind is not None:
+            desks["conductor"] = ConductorDesk(publishers)
+        if config.replica_sync is not None:
+            desks["replica"] = ReplicaDesk(replicas)
+        self._fleet = Fleet(config.fleet_file, self._outgoing, desks)
+        await self._fleet.read()
+        nursery.start_soon(self._fleet.run)
 
     def _faces(
         self, registry: Registry, publishers: Publishers, replicas: Replicas
@@ -404,12 +459,27 @@ class _Daemon:
         help = "Log lines dropped because nobody read them, or they could not be written"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
 
+    def _outgoing_families(self) -> Iterator[Family]:
+        outgoing = self._outgoing
+        name, help = (
+            "kvd_outgoing_refused_total",
+            "Addresses that may not be connected to, by stage",
+        )
+        stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}
+        yield by_label(name, "counter", help, "at", stages)
+        if self._doorkeeper is not None:
+            help = "Clients that may not subscribe to what replicas are told"
+            yield counter("kvd_replica_keys_refused_total", help, self._doorkeeper.refused)
+
     async def _serve(self, faces: Iterator[tuple[FaceServer, tuple[Route, ...]]]) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             for face, routes in faces:
                 face.sources.append(self._own_families)
+                face.sources.append(self._outgoing_families)
+                if self._fleet is not None:
+                    face.sources.append(self._fleet.families)
                 face.log_requests(self._config.access_log)
                 self._served.append(face)
                 await serving.start(face.serve, routes, stop)

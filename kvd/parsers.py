@@ -13,6 +13,7 @@ from kvd.peers import MAX_PEERS
 from kvd.scheduling.options import RouterMode
 from kvd.scheduling.queue import QueuePolicy
 from kvd.wire.endpoints import check_replica_endpoint
+from kvd.wire.outgoing import Places, parse_places
 from kvd_core.selector import MAX_ISL_TOKENS
 from kvd_core.selector_settings import MAX_WEIGHT
 
@@ -273,6 +274,11 @@ def parse_replica_peers(text: str) -> tuple[str, ...]:
         except BadRequest as error:
             raise ValueError(str(error)) from None
     return endpoints
+
+
+def parse_outgoing(text: str) -> Places:
+    """Splits, and reads networks and the words for some; none at all is no outgoing connection."""
+    return parse_places(parse_list(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvd.errors import NotFound, Unavailable
+from kvd.wire.outgoing import Outgoing
 
 # A fleet has two or three replicas. The bound keeps a client from storing texts here.
 MAX_PEERS = 1024
@@ -16,7 +17,9 @@ MAX_PEERS = 1024
 class Peers:
     """Base URLs in the order they were named, each once."""
 
-    def __init__(self, urls: Iterable[str] = ()) -> None:
+    def __init__(self, urls: Iterable[str] = (), outgoing: Outgoing | None = None) -> None:
+        """Without a rule about addresses the default one holds."""
+        self._outgoing = outgoing or Outgoing()
         self._urls = dict.fromkeys(urls)
         self.refused = 0  # registrations beyond MAX_PEERS
 
@@ -27,7 +30,11 @@ class Peers:
         return len(self._urls)
 
     def add(self, url: str) -> None:
-        """Adds a peer; a known one stays where it is. Raises Unavailable at the bound."""
+        """Adds a peer; a known one stays where it is.
+
+        Raises BadRequest on an address that may not be connected to, Unavailable at the bound.
+        """
+        self._outgoing.check_url(url)
         if url not in self._urls and len(self._urls) >= MAX_PEERS:
             self.refused += 1
             raise Unavailable(f"there are {MAX_PEERS} peers already")

@@ -21,8 +21,10 @@ from kvd.model import PartitionKey
 from kvd.registry import Listeners
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
-from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
+from kvd.wire.curve import check_server_key
+from kvd.wire.endpoints import Addresses
 from kvd.wire.listener import Listener
+from kvd.wire.outgoing import Outgoing
 from kvd.wire.publication import Publication, Terms
 from kvd_core.conductor import Source
 
@@ -69,7 +71,12 @@ class Described:
     block_size: int
     dp_rank: int
     salt: str
+    server_key: str | None = None  # of CURVE
     echoed: tuple[tuple[str, object], ...] = ()  # members that are shown again and mean nothing
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(self.endpoint, self.replay_endpoint, self.server_key)
 
     @property
     def is_store(self) -> bool:
@@ -133,8 +140,14 @@ class Publishers:
     """The registrations of the conductor face."""
 
     def __init__(
-        self, state: State, listeners: Listeners, max_listeners: int = MAX_LISTENERS
+        self,
+        state: State,
+        listeners: Listeners,
+        max_listeners: int = MAX_LISTENERS,
+        outgoing: Outgoing | None = None,
     ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self.outgoing = outgoing or Outgoing()
         self._state = state
         self._listeners = listeners
         self._max_listeners = max_listeners
@@ -150,21 +163,25 @@ class Publishers:
     def __iter__(self) -> Iterator[Publisher]:
         return iter(self._publishers.values())
 
+    def find(self, key: PublisherKey) -> Publisher | None:
+        return None if key in self._leaving else self._publishers.get(key)
+
     def register(self, described: Described) -> None:
         """Registers a publisher and starts to listen to it, whether it is up or not.
 
         The same again changes nothing. Raises BadRequest on a faulty endpoint, Conflict on a
         known publisher at another address, Unavailable at a bound.
         """
-        check_endpoint(described.endpoint)
+        self.outgoing.check_endpoint(described.endpoint)
         if described.replay_endpoint is not None:
-            check_replay_endpoint(described.replay_endpoint)
+            self.outgoing.check_replay_endpoint(described.replay_endpoint)
+        check_server_key(described.server_key)
         key = described.key
         known = self._publishers.get(key)
         if known is not None:
-            addresses = known.described.endpoint, known.described.replay_endpoint
-            if addresses != (described.endpoint, described.replay_endpoint):
-                raise Conflict(f"{key.triple} is registered already, at {addresses[0]}")
+            addresses = known.described.addresses
+            if addresses != described.addresses:
+                raise Conflict(f"{key.triple} is registered already, at {addresses.endpoint}")
             if key in self._leaving:
                 raise Conflict(f"{key.triple} is being unregistered")
             return
@@ -192,7 +209,8 @@ class Publishers:
             described.is_store,
         )
         publication = Publication(source, terms)
-        listener = Listener(str(key), described.endpoint, publication, described.replay_endpoint)
+        endpoint, replay_endpoint, server_key = described.addresses
+        listener = Listener(str(key), endpoint, publication, replay_endpoint, server_key=server_key)
         self._publishers[key] = Publisher(described, listener, publication, source)
         self._listeners.start(key, listener)
 

@@ -20,8 +20,10 @@ from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
-from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
+from kvd.wire.curve import check_server_key
+from kvd.wire.endpoints import Addresses
 from kvd.wire.listener import Listener, ListenerStatus
+from kvd.wire.outgoing import Outgoing
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
@@ -53,7 +55,15 @@ class Registration:
 class Registry:
     """The registrations of all faces; a rank that two have registered is listened to once."""
 
-    def __init__(self, state: State, listeners: Listeners, max_ranks: int = MAX_LISTENERS) -> None:
+    def __init__(
+        self,
+        state: State,
+        listeners: Listeners,
+        max_ranks: int = MAX_LISTENERS,
+        outgoing: Outgoing | None = None,
+    ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self.outgoing = outgoing or Outgoing()
         self._state = state
         self._max_ranks = max_ranks
         self.refused_ranks = 0  # beyond max_ranks
@@ -69,6 +79,9 @@ class Registry:
     def __len__(self) -> int:
         return len(self._ranks)
 
+    def find(self, key: RankKey) -> Registration | None:
+        return self._ranks.get(key)
+
     def registrations(self) -> Iterable[Registration]:
         return self._ranks.values()
 
@@ -78,11 +91,11 @@ class Registry:
 
     def heard(
         self, key: PartitionKey, instance_id: InstanceId, ranks: Iterable[int], owner: str
-    ) -> dict[int, tuple[str, str | None]]:
-        """Returns where an owner has ranks listened to, and replayed, by dp rank."""
+    ) -> dict[int, Addresses]:
+        """Returns where an owner has ranks listened to, by dp rank."""
         found = {dp_rank: self._ranks.get(RankKey(key, instance_id, dp_rank)) for dp_rank in ranks}
         return {
-            dp_rank: (each.listener.endpoint, each.listener.replay_endpoint)
+            dp_rank: each.listener.addresses
             for dp_rank, each in found.items()
             if each is not None and owner in each.owners
         }
@@ -103,6 +116,7 @@ class Registry:
         block_size: int,
         replay_endpoint: str | None,
         owner: str = INDEXER,
+        server_key: str | None = None,
     ) -> None:
         """Registers a rank and starts to listen to it, whether its worker is up or not.
 
@@ -110,15 +124,17 @@ class Registry:
         BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts what is
         registered, Unavailable at a bound; nothing has changed then.
         """
-        check_endpoint(endpoint)
+        self.outgoing.check_endpoint(endpoint)
         if replay_endpoint is not None:
-            check_replay_endpoint(replay_endpoint)
+            self.outgoing.check_replay_endpoint(replay_endpoint)
+        check_server_key(server_key)
+        addresses = Addresses(endpoint, replay_endpoint, server_key)
         known = self._ranks.get(key)
         if known is not None:
             if (
                 not known.owners
                 or owner in known.owners
-                or not self._is_same(known, endpoint, block_size, replay_endpoint)
+                or not self._is_same(known, addresses, block_size)
             ):
                 raise Conflict(
                     f"instance {key.instance_id} dp_rank {key.dp_rank} already registered"
@@ -132,7 +148,7 @@ class Registry:
             )
         stream = self._state.add_rank(key, block_size)
         expected = self._left.pop((key, endpoint), 0)
-        listener = Listener(str(key), endpoint, stream, replay_endpoint, expected)
+        listener = Listener(str(key), endpoint, stream, replay_endpoint, expected, server_key)
         self._ranks[key] = Registration(key, listener, {owner})
         self._listeners.start(key, listener)
         self._grown.set()
@@ -141,15 +157,14 @@ class Registry:
     def check(
         self,
         key: PartitionKey,
-        addresses: Mapping[tuple[InstanceId, int], tuple[str, str | None]],
+        addresses: Mapping[tuple[InstanceId, int], Addresses],
         block_size: int,
         owner: str,
         leaving: Container[InstanceId],
     ) -> None:
         """Raises what `register` would for some ranks, once some instances have left the owner.
 
-        `addresses` are the endpoint and the replay endpoint by instance and dp rank. O(ranks of
-        the partition).
+        `addresses` are by instance and dp rank. O(ranks of the partition).
         """
         partition = self._state.partitions.get(key)
         registered = set() if partition is None else partition.ranks
@@ -165,7 +180,7 @@ class Registry:
             )
 
     def _check_beside(
-        self, known: Registration, addresses: tuple[str, str | None] | None, block_size: int
+        self, known: Registration, addresses: Addresses | None, block_size: int
     ) -> None:
         (model_name, tenant_id), instance_id, dp_rank = known.key
         known_size = self._state.partitions[known.key.partition].block_size
@@ -174,22 +189,12 @@ class Registry:
                 f"block_size mismatch for model={model_name} tenant_id={tenant_id}: "
                 f"existing={known_size}, requested={block_size}"
             )
-        if addresses is not None:
-            endpoint, replay = addresses
-            if not self._is_same(known, endpoint, block_size, replay):
-                raise Conflict(f"instance {instance_id} dp_rank {dp_rank} already registered")
+        if addresses is not None and not self._is_same(known, addresses, block_size):
+            raise Conflict(f"instance {instance_id} dp_rank {dp_rank} already registered")
 
-    def _is_same(
-        self,
-        known: Registration,
-        endpoint: str,
-        block_size: int,
-        replay_endpoint: str | None,
-    ) -> bool:
-        listener = known.listener
-        addresses = listener.endpoint, listener.replay_endpoint
+    def _is_same(self, known: Registration, addresses: Addresses, block_size: int) -> bool:
         known_size = self._state.partitions[known.key.partition].block_size
-        return addresses == (endpoint, replay_endpoint) and known_size == block_size
+        return known.listener.addresses == addresses and known_size == block_size
 
     async def unregister(
         self,

@@ -16,8 +16,10 @@ from typing import Protocol
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.metrics import Family, by_label, counter, gauge
-from kvd.wire.endpoints import check_endpoint, check_replica_endpoint
+from kvd.wire.curve import check_server_key
+from kvd.wire.endpoints import check_endpoint
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
+from kvd.wire.outgoing import Outgoing
 from kvd.wire.replica import Replica, ReplicaCounts
 
 # A fleet has two or three. Each is a task with three ZMQ sockets.
@@ -60,7 +62,11 @@ class Links(Protocol):
 class Replicas:
     """The registered replicas; `links` is None where replica sync is off."""
 
-    def __init__(self, links: Links | None, counts: ReplicaCounts) -> None:
+    def __init__(
+        self, links: Links | None, counts: ReplicaCounts, outgoing: Outgoing | None = None
+    ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self._outgoing = outgoing or Outgoing()
         self._links = links
         self._counts = counts
         self._replicas: dict[str, Replica] = {}
@@ -69,23 +75,30 @@ class Replicas:
     def all(self) -> Iterable[Replica]:
         return self._replicas.values()
 
+    def find(self, endpoint: str) -> Replica | None:
+        return self._replicas.get(endpoint)
+
     def endpoints(self) -> list[str]:
         return sorted(self._replicas)
 
-    def register(self, endpoint: str) -> bool:
+    def register(self, endpoint: str, server_key: str | None = None) -> bool:
         """Listens to a replica; returns whether it is a new one.
 
-        Raises Conflict where replica sync is off, BadRequest on a faulty address, Unavailable at
-        the bound.
+        Raises Conflict where replica sync is off or the replica is known under another key,
+        BadRequest on a faulty address or key, Unavailable at the bound.
         """
         links = self._enabled()
-        check_replica_endpoint(endpoint)
-        if endpoint in self._replicas:
+        self._outgoing.check_replica_endpoint(endpoint)
+        check_server_key(server_key)
+        known = self._replicas.get(endpoint)
+        if known is not None:
+            if known.server_key != server_key:
+                raise Conflict(f"{endpoint} is registered already, with another key")
             return False
         if len(self._replicas) >= MAX_REPLICAS:
             self.refused += 1
             raise Unavailable(f"there are {MAX_REPLICAS} replicas already")
-        replica = self._replicas[endpoint] = Replica(endpoint, self._counts)
+        replica = self._replicas[endpoint] = Replica(endpoint, self._counts, server_key)
         links.start(replica)
         return True
 

@@ -21,6 +21,7 @@ from kvd.scheduling.options import (
     RouterMode,
 )
 from kvd.scheduling.queue import QueuePolicy
+from kvd.wire import outgoing
 from kvd_core.conductor import DEFAULT_SEED
 
 # The ports of the originals, on loopback only.
@@ -321,6 +322,44 @@ SECURITY_SETTINGS = (
     ),
 )
 
+FLEET_SETTINGS = (
+    Setting(
+        "fleet_file",
+        Path,
+        None,
+        "FILE",
+        "TOML file of workers, publishers and replicas, followed while kvd runs",
+    ),
+)
+
+OUTGOING_SETTINGS = (
+    Setting(
+        "outgoing_allow",
+        parsers.parse_outgoing,
+        outgoing.DEFAULT,
+        "NETWORK,...",
+        "where engines, replicas and peers may be: networks as 10.0.0.0/8, private, ipc",
+        live=True,
+    ),
+)
+
+CURVE_SETTINGS = (
+    Setting(
+        "curve_secret_key_file",
+        Path,
+        None,
+        "FILE",
+        "secret key of this process, to engines and replicas that speak CURVE (default: any)",
+    ),
+    Setting(
+        "replica_sync_client_keys",
+        Path,
+        None,
+        "FILE",
+        "public keys of replicas, one a line: nobody else hears of requests (default: everybody)",
+    ),
+)
+
 DAEMON_SETTINGS = (
     Setting(
         "min_initial_workers",
@@ -457,6 +496,9 @@ GROUPS = {
     "Routing": ROUTER_SETTINGS,
     "The conductor": CONDUCTOR_SETTINGS,
     "Who may connect": SECURITY_SETTINGS,
+    "The fleet file": FLEET_SETTINGS,
+    "Outgoing connections": OUTGOING_SETTINGS,
+    "CURVE": CURVE_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import re
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
 from typing import Any
 
-from kvd.parsers import Bind, TcpBind, UnixBind
+from kvd.parsers import Bind, Binds, UnixBind
 from kvd.wire.listener import StreamHealth
 
 EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
@@ -51,24 +53,40 @@ class _UnixConnection(HTTPConnection):
         self.sock.connect(self.host)
 
 
-def ask(bind: Bind, path: str, headers: Mapping[str, str]) -> str:
-    """Returns what GET of a path answers; raises OSError or HTTPException if that is not 200."""
-    connection: HTTPConnection
-    if isinstance(bind, UnixBind):
-        connection = _UnixConnection(bind.path, timeout=TIMEOUT_S)
-        headers = {"Host": "localhost", **headers}
-    else:
+class Client:
+    """Asks the faces of one daemon."""
+
+    def __init__(self, token: bytes = b"", certfile: Path | None = None) -> None:
+        """Takes a bearer token for those that want one, and the certificate that TLS is by."""
+        self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
+        self._tls = ssl.create_default_context()
+        if certfile is not None:
+            # The daemon's own file says who it is: under which name it is asked does not matter.
+            self._tls.load_verify_locations(certfile)
+            self._tls.check_hostname = False
+
+    def ask(self, bind: Bind, path: str) -> str:
+        """Returns what GET of a path answers; unless that is 200, OSError or HTTPException."""
+        connection, headers = self._connection(bind), self._headers
+        if isinstance(bind, UnixBind):
+            headers = {"Host": "localhost", **headers}
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise OSError(f"{path}: {answer.status} {answer.reason}")
+        return text
+
+    def _connection(self, bind: Bind) -> HTTPConnection:
+        if isinstance(bind, UnixBind):
+            return _UnixConnection(bind.path, timeout=TIMEOUT_S)
         host = EVERYWHERE.get(bind.host, bind.host)
-        connection = HTTPConnection(host, bind.port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", path, headers=dict(headers))
-        answer = connection.getresponse()
-        text = answer.read().decode()
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise OSError(f"{path}: {answer.status} {answer.reason}")
-    return text
+        if bind.tls:
+            return HTTPSConnection(host, bind.port, timeout=TIMEOUT_S, context=self._tls)
+        return HTTPConnection(host, bind.port, timeout=TIMEOUT_S)
 
 
 def read_samples(text: str) -> Samples:
@@ -110,38 +128,38 @@ class Face:
         )
 
 
-def look(binds: Mapping[str, Bind], interval_s: float, headers: Mapping[str, str]) -> list[Face]:
+def look(binds: Mapping[str, Bind], interval_s: float, client: Client) -> list[Face]:
     """Asks every face twice, `interval_s` apart."""
     faces = [Face(name, bind) for name, bind in binds.items()]
     begun = time.monotonic()
     for face in faces:
-        _try(_look_first, face, headers)
+        _try(_look_first, face, client)
     time.sleep(max(0.0, begun + interval_s - time.monotonic()))
     for face in faces:
-        _try(_look_again, face, headers)
+        _try(_look_again, face, client)
     return faces
 
 
-Look = Callable[[Face, Mapping[str, str]], None]
+Look = Callable[[Face, Client], None]
 
 
-def _try(look: Look, face: Face, headers: Mapping[str, str]) -> None:
+def _try(look: Look, face: Face, client: Client) -> None:
     """Looks at a face that has answered so far."""
     if face.error is None:
         try:
-            look(face, headers)
+            look(face, client)
         except (OSError, HTTPException, ValueError) as error:
             face.error = str(error) or type(error).__name__
 
 
-def _look_first(face: Face, headers: Mapping[str, str]) -> None:
-    face.before = read_samples(ask(face.bind, "/metrics", headers))
+def _look_first(face: Face, client: Client) -> None:
+    face.before = read_samples(client.ask(face.bind, "/metrics"))
 
 
-def _look_again(face: Face, headers: Mapping[str, str]) -> None:
-    face.after = read_samples(ask(face.bind, "/metrics", headers))
+def _look_again(face: Face, client: Client) -> None:
+    face.after = read_samples(client.ask(face.bind, "/metrics"))
     for name, path in LISTS[face.name].items():
-        face.lists[name] = json.loads(ask(face.bind, path, headers))
+        face.lists[name] = json.loads(client.ask(face.bind, path))
 
 
 def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
@@ -289,6 +307,13 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
 
 
 def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
-    """Returns where the faces are, by settings named after them, without those that are off."""
+    """Returns where to ask the faces, by settings named after them, without those that are off.
+
+    Of several addresses of a face one without TLS: who asks there needs no certificate.
+    """
     found = {name: values[f"{name.replace('-', '_')}_bind"] for name in LISTS}
-    return {name: b for name, b in found.items() if isinstance(b, TcpBind | UnixBind)}
+    return {
+        name: min(binds.each, key=lambda bind: bind.tls)
+        for name, binds in found.items()
+        if isinstance(binds, Binds)
+    }

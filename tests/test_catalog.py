@@ -46,16 +46,16 @@ from kvd_core.selector_settings import Settings
             {"kv_events_endpoints": {}},
             ["kv_events endpoint is required for dp_rank 0"],
         ),
-        ({"kv_events_endpoints": {}, "kv_events_endpoint": "tcp://1.2.3.4:5"}, []),
+        ({"kv_events_endpoints": {}, "kv_events_endpoint": "tcp://10.2.3.4:5"}, []),
         (
             {
-                "kv_events_endpoints": {1: "tcp://1.2.3.4:5"},
-                "kv_events_endpoint": "tcp://1.2.3.4:6",
+                "kv_events_endpoints": {1: "tcp://10.2.3.4:5"},
+                "kv_events_endpoint": "tcp://10.2.3.4:6",
                 "data_parallel_size": 3,
             },
             [f"kv_events endpoint is required for dp_rank {rank}" for rank in (0, 2)],
         ),
-        ({"replay_endpoint": "tcp://1.2.3.4:5", "data_parallel_size": 2}, []),
+        ({"replay_endpoint": "tcp://10.2.3.4:5", "data_parallel_size": 2}, []),
         ({"max_num_batched_tokens": None}, []),
         (
             {"endpoint": None, "block_size": None, "kv_events_endpoints": {}},
@@ -79,7 +79,7 @@ async def test_reasons(members: dict[str, Any], reasons: list[str]) -> None:
 
 
 @pytest.mark.parametrize("member", ["kv_events_endpoint", "replay_endpoint"])
-@pytest.mark.parametrize("address", ["nowhere", "tcp://1.2.3.4", "tcp://1.2.3.4:0x1"])
+@pytest.mark.parametrize("address", ["nowhere", "tcp://10.2.3.4", "tcp://1.2.3.4:0x1"])
 async def test_an_address_that_is_none_is_a_reason(member: str, address: str) -> None:
     service = Service()
     endpoints: dict[str, Any] = {member: address}
@@ -336,7 +336,7 @@ async def test_a_set_is_idempotent() -> None:
         (worker(3, block_size=8), Invalid),
         (worker(3, kv_events_endpoints={0: "nowhere"}), Invalid),
         (worker(3, data_parallel_size=9), Unavailable),
-        (worker(9, kv_events_endpoints={0: "tcp://1.2.3.4:1"}), Conflict),
+        (worker(9, kv_events_endpoints={0: "tcp://10.2.3.4:1"}), Conflict),
     ],
 )
 async def test_a_set_with_a_bad_worker_changes_nothing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import msgpack
@@ -233,12 +233,17 @@ def test_sweeps_make_the_sequence_hashes_that_a_publisher_needs(fleet: Fleet) ->
     assert part.stats()["loose"] == 1  # the fourth block, whose tokens nobody has told
 
 
+async def _joined(pieces: AsyncIterator[bytes]) -> bytes:
+    return b"".join([piece async for piece in pieces])
+
+
 def test_the_global_view_has_workers_too(fleet: Fleet) -> None:
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
     fleet.state.add_rank(RankKey(KEY, 8, 1), BLOCK_SIZE)
     publishers = Publishers(fleet.state, None)  # type: ignore[arg-type]
     viewed = conductor.global_view(fleet.state, publishers, Request("GET", "", b"", [], b""))
-    assert json.loads(cast(bytes, viewed.body)) == {
+    pieces = trio.run(_joined, cast(AsyncIterator[bytes], viewed.body))
+    assert json.loads(pieces) == {
         "context_count": 1,
         "model_contexts": [
             {"model_name": "m", "lora_name": "", "block_size": BLOCK_SIZE, "additional_salt": "",

@@ -564,7 +564,7 @@ def test_kept_texts_have_a_bound(refusals: Refusals) -> None:
 METHODS = ("POST", "POST", "POST", "PUT", "PATCH", "DELETE", "GET")
 PIECES = ["null", "true", "-1", "0", "1", "2", "1e400", "-0", "9" * 400, '"x"', '""', "[]", "{}"]
 PIECES += ["[null]", '{"worker_id": 1}', '{"worker_id": 1, "dp_rank": 1}', "[1, 2]", "1.5"]
-PIECES += ['{"required_taints": ["gpu"]}', '{"0": "tcp://1.2.3.4:5"}', '"decode"', "[{}]", "8"]
+PIECES += ['{"required_taints": ["gpu"]}', '{"0": "tcp://10.2.3.4:5"}', '"decode"', "[{}]", "8"]
 PIECES += ['{"assume_kv_reuse": "x"}', '{"router_temperature": 1e308}', "18446744073709551615"]
 PIECES += ['{"overlap_score_weight": 1e308}', "9007199254740992", "4294967295", '"live"']
 

@@ -13,6 +13,7 @@ from typing import Any
 import exposition
 import httpx
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import Server, find_free_port
@@ -32,6 +33,7 @@ OTHERS = {  # values that are no default and leave the rest valid
     "router_queue_threshold": '"off"',
     "router_track_active_blocks": "false",
     "router_track_prefill_tokens": "false",
+    "outgoing_allow": '["10.0.0.0/8"]',
     "model_name": '"llama"',
     "indexer_bind": '"127.0.0.1:1"',
     "router_use_kv_events": "false",
@@ -183,6 +185,27 @@ def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
         kvd.reload("http_connections = 7\n")
         assert httpx.get(f"{kvd.server.base_url}/health", trust_env=False).status_code == 200
         assert 'event=reloaded changed="http_connections log_level"' in kvd.server.stderr
+
+
+def test_a_narrower_list_of_addresses_ends_connections(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine, daemon(tmp_path) as kvd:
+        engine.linger = 0
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        rank = {"instance_id": 1, "model_name": "m", "block_size": 16}
+        body = {**rank, "endpoint": f"tcp://127.0.0.1:{port}"}
+        assert kvd.http.post("/register", json=body).status_code == 201
+
+        def listener() -> Any:
+            return kvd.http.get("/workers").json()[0]["listeners"]["0"]
+
+        kvd.server.wait_until(lambda: listener()["status"] == "active", "connected")
+        kvd.reload('outgoing_allow = ["10.0.0.0/8"]\n')
+        kvd.server.wait_until(lambda: listener()["status"] == "failed", "cut off")
+        assert "127.0.0.1 is not in outgoing_allow" in listener()["last_error"]
+        again = kvd.http.post("/register", json={**body, "instance_id": 2})
+        assert again.status_code == 400
+        kvd.reload('outgoing_allow = ["127.0.0.1"]\n')
+        kvd.server.wait_until(lambda: listener()["status"] == "active", "connected again")
 
 
 def test_a_bad_file_is_refused_and_the_old_one_kept(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from processes import find_free_port
 from running import running
 
 from kvd.cli import main
-from kvd.parsers import TcpBind, UnixBind
+from kvd.parsers import Binds, TcpBind, UnixBind
 from kvd.status import faces_of, read_samples
 
 TOKENS = list(range(16))
@@ -161,9 +161,10 @@ def test_the_file_says_where_the_faces_are(
 
 
 def test_only_faces_that_are_on_are_asked() -> None:
-    values = {"indexer_bind": TcpBind("::1", 1), "slot_tracker_bind": "off"}
-    values |= {"selection_bind": UnixBind("/x"), "conductor_bind": "off"}
-    assert list(faces_of(values)) == ["indexer", "selection"]
+    plain, secured, local = TcpBind("::1", 1), TcpBind("::1", 2, tls=True), UnixBind("/x")
+    values = {"indexer_bind": Binds((secured, plain)), "slot_tracker_bind": "off"}
+    values |= {"selection_bind": Binds((local,)), "conductor_bind": Binds((secured,))}
+    assert faces_of(values) == {"indexer": plain, "selection": local, "conductor": secured}
 
 
 def test_samples_are_read() -> None:

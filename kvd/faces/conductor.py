@@ -21,6 +21,7 @@ from kvd.faces.conductor_members import (
     missing,
     model_name,
     optional_uint,
+    refuse_msgpack,
     require,
     required,
     scan,
@@ -36,7 +37,7 @@ from kvd.model import DEFAULT_TENANT
 from kvd.publishers import Described, Narrowing, Publishers
 from kvd.state import State
 from kvd.wire import kv_events
-from kvd.wire.endpoints import check_endpoint, check_replay_endpoint
+from kvd.wire.curve import check_server_key
 from kvd_core.lane import Answerer
 from kvd_core.plain_conductor import FIELDS, PlainHoldings
 from kvd_core.scan import BodyScanner
@@ -49,22 +50,21 @@ ECHOED = ("hash_profile", "cache_group")  # of newer conductors: shown again, wi
 
 QUERY = BodyScanner({"token_ids": "u32"}, FIELDS)
 QUERY_BY_HASH = BodyScanner(dict.fromkeys(HASHES, "hash64"), FIELDS)
-REGISTER = BodyScanner(
-    {},
-    (
-        *MODEL,
-        "endpoint",
-        "replay_endpoint",
-        "type",
-        "lora_name",
-        "tenant_id",
-        "instance_id",
-        "block_size",
-        "dp_rank",
-        *SALT[1:],
-        *ECHOED,
-    ),
+DESCRIBED = (
+    *MODEL,
+    "endpoint",
+    "replay_endpoint",
+    "type",
+    "lora_name",
+    "tenant_id",
+    "instance_id",
+    "block_size",
+    "dp_rank",
+    "curve_server_key",
+    *SALT[1:],
+    *ECHOED,
 )
+REGISTER = BodyScanner({}, DESCRIBED)
 
 REGISTERED = "registered successfully"
 UNREGISTERED = "unregistered successfully"
@@ -256,13 +256,25 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def register(publishers: Publishers, request: Request) -> Response:
-    members = scan(REGISTER, request)
-    endpoint = required(members, "endpoint")
-    replay_endpoint = text(members, "replay_endpoint") or None
-    described = Described(
-        endpoint=usable(endpoint, "endpoint", check_endpoint),
-        replay_endpoint=replay_endpoint
-        and usable(replay_endpoint, "replay_endpoint", check_replay_endpoint),
+    refuse_msgpack(request)
+    described = read_publisher(request.body)
+    outgoing = publishers.outgoing
+    usable(described.endpoint, "endpoint", outgoing.check_endpoint)
+    usable(described.replay_endpoint, "replay_endpoint", outgoing.check_replay_endpoint)
+    usable(described.server_key, "curve_server_key", check_server_key)
+    try:
+        publishers.register(described)
+    except Conflict as error:
+        raise detailed(error, "invalid_registration") from None
+    return json_response({"status": REGISTERED, "instance_id": described.instance_id})
+
+
+def read_publisher(body: bytes) -> Described:
+    """Returns the publisher that a registration describes; its addresses may be of no use."""
+    members = scan_body(REGISTER, body)
+    return Described(
+        endpoint=required(members, "endpoint"),
+        replay_endpoint=text(members, "replay_endpoint") or None,
         type=required(members, "type"),
         model_name=model_name(members),
         lora_name=text(members, "lora_name") or "",
@@ -271,15 +283,11 @@ def register(publishers: Publishers, request: Request) -> Response:
         block_size=uint(members, "block_size", 1),
         dp_rank=uint(members, "dp_rank", 0),
         salt=alias(members, SALT[1:]) or "",
+        server_key=text(members, "curve_server_key") or None,
         echoed=tuple(
             (name, echoed(members[name], name)) for name in ECHOED if members.get(name) is not None
         ),
     )
-    try:
-        publishers.register(described)
-    except Conflict as error:
-        raise detailed(error, "invalid_registration") from None
-    return json_response({"status": REGISTERED, "instance_id": described.instance_id})
 
 
 async def unregister(publishers: Publishers, request: Request) -> Response:

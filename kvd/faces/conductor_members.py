@@ -19,7 +19,7 @@ Members = dict[str, Any]
 
 
 def scan(scanner: BodyScanner, request: Request) -> Members:
-    _refuse_msgpack(request)
+    refuse_msgpack(request)
     return scan_body(scanner, request.body)
 
 
@@ -32,7 +32,7 @@ def scan_body(scanner: BodyScanner, body: bytes) -> Members:
         raise detailed(BadRequest(str(error)), "invalid_type") from None
 
 
-def _refuse_msgpack(request: Request) -> None:
+def refuse_msgpack(request: Request) -> None:
     for name, value in request.headers:
         if name == b"content-type" and _essence(value) in MSGPACK:
             raise detailed(
@@ -73,13 +73,14 @@ def text(members: Members, name: str) -> str | None:
     return value
 
 
-def usable(value: str, name: str, check: Callable[[str], None]) -> str:
-    """Returns an address that `check` finds no fault with."""
+def usable(value: str | None, name: str, check: Callable[[str], None]) -> None:
+    """Has `check` look at an address or key, if there is one; names it where that finds a fault."""
+    if value is None:
+        return
     try:
         check(value)
     except BadRequest as error:
         raise detailed(error, "invalid_value", name) from None
-    return value
 
 
 def echoed(value: object, name: str) -> object:

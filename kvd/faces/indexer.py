@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -36,19 +37,18 @@ SALT = ("additional_salt", "additionalsalt")
 QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
 KEPT = ("model_name", *bodies.TENANT, "endpoint", "replay_endpoint")
-REGISTER = BodyScanner(
-    {},
-    (
-        "instance_id",
-        "endpoint",
-        "model_name",
-        "block_size",
-        *bodies.TENANT,
-        "dp_rank",
-        "replay_endpoint",
-        *SALT,
-    ),
+REGISTERED = (
+    "instance_id",
+    "endpoint",
+    "model_name",
+    "block_size",
+    *bodies.TENANT,
+    "dp_rank",
+    "replay_endpoint",
+    "curve_server_key",
+    *SALT,
 )
+REGISTER = BodyScanner({}, REGISTERED)
 UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *bodies.TENANT, "dp_rank"))
 RANK = BodyScanner({}, ("instance_id", "dp_rank"))
 PEER = BodyScanner({}, ("url",))
@@ -121,8 +121,34 @@ def query_by_hash(state: State, request: Request) -> Response:
     return Response(200, partition.index.query_hashes(QUERY_BY_HASH, 0))
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank as it is registered."""
+
+    key: RankKey
+    endpoint: str
+    block_size: int  # tokens
+    replay_endpoint: str | None
+    server_key: str | None  # of CURVE
+
+    def register(self, registry: Registry) -> None:
+        registry.register(
+            self.key,
+            self.endpoint,
+            self.block_size,
+            self.replay_endpoint,
+            server_key=self.server_key,
+        )
+
+
 def register(registry: Registry, request: Request) -> Response:
-    members = bodies.scan(REGISTER, request.body)
+    read_rank(request.body).register(registry)
+    return Response(201, OK)
+
+
+def read_rank(body: bytes) -> Rank:
+    """Returns the rank that a registration describes."""
+    members = bodies.scan(REGISTER, body)
     # Read for its type only: engines salt by themselves today.
     if all(name in members for name in SALT):
         raise Invalid("`additional_salt` and `additionalsalt` are the same member")
@@ -136,13 +162,13 @@ def register(registry: Registry, request: Request) -> Response:
         bodies.uint(members, "instance_id", bodies.U64_MAX),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
     )
-    registry.register(
+    return Rank(
         key,
         bodies.text(members, "endpoint"),
         bodies.uint(members, "block_size", bodies.U32_MAX),
         bodies.optional_text(members, "replay_endpoint"),
+        bodies.optional_text(members, "curve_server_key"),
     )
-    return Response(201, OK)
 
 
 async def unregister(registry: Registry, request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 from kvd.faces import bodies
 from kvd.http.types import Request, Response, Route, Scope
@@ -11,7 +12,15 @@ from kvd_core.scan import BodyScanner
 
 OK = b'{"status":"ok"}'
 
-PEER = BodyScanner({}, ("endpoint",))
+REGISTERED = ("endpoint", "curve_server_key")
+PEER = BodyScanner({}, REGISTERED)
+
+
+class Peer(NamedTuple):
+    """A replica as it is registered."""
+
+    endpoint: str
+    server_key: str | None  # of CURVE
 
 
 def routes(replicas: Replicas) -> tuple[Route, ...]:
@@ -34,18 +43,21 @@ def routes(replicas: Replicas) -> tuple[Route, ...]:
 
 def register_peer(replicas: Replicas, request: Request) -> Response:
     """Answers 201 for a new replica, 200 for a known one."""
-    new = replicas.register(bodies.bounded(_endpoint(request), "endpoint"))
+    new = replicas.register(*read_peer(request.body))
     return Response(201 if new else 200, OK)
 
 
+def read_peer(body: bytes) -> Peer:
+    """Returns the replica that a registration describes."""
+    members = bodies.scan(PEER, body)
+    endpoint = bodies.bounded(bodies.text(members, "endpoint"), "endpoint")
+    return Peer(endpoint, bodies.optional_text(members, "curve_server_key"))
+
+
 async def deregister_peer(replicas: Replicas, request: Request) -> Response:
-    await replicas.deregister(_endpoint(request))
+    await replicas.deregister(bodies.text(bodies.scan(PEER, request.body), "endpoint"))
     return Response(200, OK)
 
 
 def list_peers(replicas: Replicas, request: Request) -> Response:
     return bodies.json_response(replicas.endpoints())
-
-
-def _endpoint(request: Request) -> str:
-    return bodies.text(bodies.scan(PEER, request.body), "endpoint")

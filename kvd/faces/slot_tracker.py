@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from kvd.errors import Invalid, NotFound
 from kvd.faces import bodies
@@ -29,7 +30,8 @@ OK = b'{"status":"ok"}'
 SLICE_ROWS = 128  # of the list, written between two rests: at most about 1 ms
 
 PLACE = bodies.PLACE
-REGISTER = BodyScanner({}, (*PLACE, "worker_id", "block_size", "dp_start", "dp_size"))
+REGISTERED = (*PLACE, "worker_id", "block_size", "dp_start", "dp_size")
+REGISTER = BodyScanner({}, REGISTERED)
 UNREGISTER = BodyScanner({}, (*PLACE, "worker_id"))
 ADD = BodyScanner({"sequence_hashes": "i64"}, PlainAdd.FIELDS)
 STEP = BodyScanner({}, PlainFree.FIELDS)
@@ -72,16 +74,31 @@ def _step(path: str, handler: Handler, answerer: Answerer) -> Route:
     return Route("POST", path, handler, True, answerer, scope=Scope.LIFECYCLE)
 
 
+class Worker(NamedTuple):
+    """A worker as it is registered."""
+
+    key: PartitionKey
+    worker_id: int
+    block_size: int  # tokens
+    dp_start: int
+    dp_size: int
+
+
 def register(slots: SlotTrackers, request: Request) -> Response:
-    members = bodies.scan(REGISTER, request.body)
-    slots.register(
+    slots.register(*read_worker(request.body))
+    return Response(201, OK)
+
+
+def read_worker(body: bytes) -> Worker:
+    """Returns the worker that a registration describes."""
+    members = bodies.scan(REGISTER, body)
+    return Worker(
         _kept_place(members),
         bodies.uint(members, "worker_id", bodies.U64_MAX),
         bodies.uint(members, "block_size", bodies.U32_MAX),
         bodies.uint(members, "dp_start", bodies.U32_MAX),
         bodies.uint(members, "dp_size", bodies.U32_MAX),
     )
-    return Response(201, OK)
 
 
 def unregister(slots: SlotTrackers, request: Request) -> Response:

@@ -3,7 +3,8 @@
     connect ── request ── head ── what the caller takes ── body, piece by piece ── its end
 
 Nothing is followed and nothing is unpacked: a redirect, a compressed body, a proxy from the
-environment could all lead elsewhere than the operator said. Time, bytes and the head are bounded;
+environment could all lead elsewhere than the operator said. A name is looked up once, and only an
+address that may be connected to is (`kvd.net.dialing`). Time, bytes and the head are bounded;
 what the body means is for the caller's sink to bound. httptools parses, as it does in the front.
 """
 
@@ -18,6 +19,7 @@ import httptools
 import trio
 
 from kvd._version import VERSION
+from kvd.net.dialing import Dialer, Unreachable
 
 RECEIVE_BYTES = 64 * 1024
 PORTS = {"http": 80, "https": 443}
@@ -55,6 +57,7 @@ async def fetch(
     accept: bytes,
     limits: FetchLimits,
     begin: Callable[[Headers], Sink],
+    dialer: Dialer,
     *,
     token: bytes = b"",
 ) -> None:
@@ -68,13 +71,13 @@ async def fetch(
     try:
         with trio.fail_after(limits.total_s):
             with trio.fail_after(limits.connect_s):
-                stream = await _connect(target)
+                stream = await _connect(target, dialer)
             async with stream:
                 await stream.send_all(_request(target, accept, token))
                 await _receive(stream, limits, begin)
     except trio.TooSlowError:
         raise FetchError("took too long") from None
-    except (OSError, trio.BrokenResourceError, UnicodeError) as error:
+    except (OSError, trio.BrokenResourceError, Unreachable) as error:
         raise FetchError(f"connection failed: {error.__cause__ or error}") from None
 
 
@@ -95,13 +98,23 @@ def _parse(url: str) -> _Target:
     return _Target(name, port, parts.scheme == "https", authority, path or "/")
 
 
-async def _connect(target: _Target) -> trio.abc.Stream:
+async def _connect(target: _Target, dialer: Dialer) -> trio.abc.Stream:
+    """Connects to the first of the target's addresses that answers; raises OSError, Unreachable."""
+    *others, last = await dialer.addresses(target.host)
+    for address in others:
+        try:
+            return await _open(target, address)
+        except OSError:
+            continue
+    return await _open(target, last)
+
+
+async def _open(target: _Target, address: str) -> trio.abc.Stream:
+    stream = await trio.open_tcp_stream(address, target.port)
     if not target.tls:
-        return await trio.open_tcp_stream(target.host, target.port)
+        return stream
     context = ssl.create_default_context()
-    return await trio.open_ssl_over_tcp_stream(
-        target.host, target.port, ssl_context=context, https_compatible=True
-    )
+    return trio.SSLStream(stream, context, server_hostname=target.host, https_compatible=True)
 
 
 def _request(target: _Target, accept: bytes, token: bytes) -> bytes:

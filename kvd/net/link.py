@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 import secrets
 import struct
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -39,6 +41,7 @@ HANDSHAKE_FAULTS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "protocol error in the handshake",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "authentication failed in the handshake",
 }
+NO_CURVE_THERE = "the other end does not speak CURVE"
 MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -49,11 +52,18 @@ MONITORED = (
 )
 
 
+NO_CURVE: Mapping[int, int | bytes] = MappingProxyType({})
+
+
 class Linked(Protocol):
     """Who wants a connection, and is told what becomes of it; moments are monotonic seconds."""
 
     @property
     def endpoint(self) -> str: ...
+
+    @property
+    def server_key(self) -> str | None:
+        """The key of CURVE that the other end must have; None speaks without it."""
 
     @property
     def connected(self) -> bool: ...
@@ -92,7 +102,8 @@ class LinkOptions:
 class Link:
     """A connecting SUB socket and its monitor, closed by the stack it is given.
 
-    Only messages whose first frame begins with one of `topics` come.
+    It connects to `address`, which is what the endpoint of who is linked means now. Only messages
+    whose first frame begins with one of `topics` come.
 
     An event for a monitor without a reader would block libzmq's only I/O thread for good, and all
     listeners with it. So there is a reader before the first event, without a limit (events are
@@ -104,52 +115,62 @@ class Link:
         stack: ExitStack,
         context: Context,
         linked: Linked,
+        address: str,
         log: StreamLog,
         options: LinkOptions,
         topics: tuple[bytes, ...] = (b"",),
+        curve: Mapping[int, int | bytes] = NO_CURVE,
     ) -> None:
         self._linked = linked
         self._log = log
         self._options = options
         self._fault = ""
+        self._given_up = ""
         self._patience = trio.CancelScope()  # ends when libzmq has done nothing more for too long
         self._give_up_at = math.inf
 
-        endpoint = linked.endpoint
         first, *more = topics
-        subscribed = {zmq.SUBSCRIBE: first, **socket_options(endpoint, options)}
+        subscribed = {zmq.SUBSCRIBE: first, **socket_options(address, options), **curve}
         self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
         for topic in more:
             self.sub.socket.set(zmq.SUBSCRIBE, topic)
         # A secret name: who registers it as an endpoint would take our place at the monitor.
-        address = f"inproc://monitor-{secrets.token_hex(16)}"
+        monitoring = f"inproc://monitor-{secrets.token_hex(16)}"
         pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
         self._monitor = stack.enter_context(closing(pair))
-        self.sub.socket.monitor(address, MONITORED)
+        self.sub.socket.monitor(monitoring, MONITORED)
         stack.callback(self.sub.socket.monitor, None, 0)
-        self._monitor.socket.connect(address)
-        self.sub.socket.connect(endpoint)
+        self._monitor.socket.connect(monitoring)
+        self.sub.socket.connect(address)
 
     async def watch(self) -> str:
-        """Tells who is linked what libzmq does; returns why libzmq will do nothing more."""
-        while True:
+        """Tells who is linked what libzmq does; returns why the socket is of no more use.
+
+        That is when libzmq will do nothing more, or somebody has given the link up.
+        """
+        while not self._given_up:
             self.hear()
             with trio.CancelScope(deadline=self._give_up_at) as self._patience:
                 await self._monitor.wait_readable()
             # Look once more: it may have been this loop, not libzmq, that was late.
             if self._patience.cancelled_caught and not self.hear():
-                return f"{self._fault or 'protocol error'}: {self._linked.endpoint}"
+                break
+        return f"{self._given_up or self._fault or 'protocol error'}: {self._linked.endpoint}"
+
+    def give_up(self, why: str) -> None:
+        """Ends `watch`, with that reason."""
+        self._given_up = why
+        self._patience.cancel()
 
     def hear(self) -> bool:
         """Tells who is linked what libzmq has done up to now; returns whether it was anything."""
         heard = False
         while (frames := self._monitor.receive_nowait()) is not None:
-            event, _ = MONITOR_EVENT.unpack(frames[0])
-            self._tell(event)
+            self._tell(*MONITOR_EVENT.unpack(frames[0]))
             heard = True
         return heard
 
-    def _tell(self, event: int) -> None:
+    def _tell(self, event: int, value: int) -> None:
         linked = self._linked
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._fault = ""
@@ -160,6 +181,8 @@ class Link:
             self._lost(f"{self._fault or 'connection lost'}: {linked.endpoint}")
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._wait_until(math.inf)
+        elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and self._linked.server_key:
+            self._fault = NO_CURVE_THERE
         else:
             self._fault = HANDSHAKE_FAULTS[zmq.Event(event)]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 
 from kvd.logs import get_logger
+from kvd.net.dialing import Dialer
 from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
 from kvd.net.turns import MAX_TURN_MESSAGES
@@ -39,6 +40,7 @@ async def run_listener(
     options: LinkOptions,
     replayer: Replayer,
     turns: Turns,
+    dialer: Dialer | None = None,
 ) -> None:
     """Keeps `listener` connected and fed, until cancelled.
 
@@ -49,7 +51,7 @@ async def run_listener(
     """
     lines = StreamLog(log, "listener", listener.name)
     reader = _Reader(listener, ready, replayer, turns, lines)
-    await Sessions(listener, reader, context, options, lines).run()
+    await Sessions(listener, reader, context, options, lines, dialer or Dialer()).run()
 
 
 class _Reader:

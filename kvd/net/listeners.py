@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvd.logs import get_logger
+from kvd.net.dialing import Dialer
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
@@ -41,12 +42,14 @@ class ListenerTasks:
         options: LinkOptions,
         replays: ReplayOptions | None = None,
         health_every_s: float = HEALTH_EVERY_S,
+        dialer: Dialer | None = None,
     ) -> None:
         self._tasks: Supervisor[Hashable] = Supervisor(nursery)
         self._context = context
         self._ready = ready
         self._options = options
-        self._replayer = Replayer(context, options, replays or ReplayOptions())
+        self._dialer = dialer or Dialer()
+        self._replayer = Replayer(context, options, replays or ReplayOptions(), self._dialer)
         self._turns = Turns()
         self._health: dict[Listener, StreamHealth] = {}  # as last said
         nursery.start_soon(self._watch_health, health_every_s)
@@ -63,7 +66,13 @@ class ListenerTasks:
         self._health[listener] = StreamHealth.RECOVERING
         try:
             await run_listener(
-                listener, self._context, self._ready, self._options, self._replayer, self._turns
+                listener,
+                self._context,
+                self._ready,
+                self._options,
+                self._replayer,
+                self._turns,
+                self._dialer,
             )
         finally:
             del self._health[listener]

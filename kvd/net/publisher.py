@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
 import zmq
 
-from kvd.net.link import LinkOptions, socket_options
+from kvd.net.link import NO_CURVE, LinkOptions, socket_options
 from kvd.net.zsocket import ZSocket
 
 if TYPE_CHECKING:
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 MAX_SUBSCRIPTION_BYTES = 4096
 
 
-async def open_publisher(context: Context, host: str, port: int, options: LinkOptions) -> Publisher:
+async def open_publisher(
+    context: Context,
+    host: str,
+    port: int,
+    options: LinkOptions,
+    curve: Mapping[int, int | bytes] = NO_CURVE,
+) -> Publisher:
     """Returns a publisher on every address that the host's name resolves to; port 0 is any free.
 
     Raises OSError whose text names the address and the reason.
@@ -30,7 +36,7 @@ async def open_publisher(context: Context, host: str, port: int, options: LinkOp
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # libzmq looks no names up to bind to them.
         addresses = sorted({(family, str(address[0])) for family, *_, address in found})
-        return Publisher(context, [_address(text, port) for _, text in addresses], options)
+        return Publisher(context, [_address(text, port) for _, text in addresses], options, curve)
     except OSError as error:
         raise _explained(error.errno, error.strerror or str(error), where) from None
     except zmq.ZMQError as error:
@@ -43,8 +49,15 @@ class Publisher:
     Raises zmq.ZMQError where an address cannot be bound to.
     """
 
-    def __init__(self, context: Context, addresses: Iterable[str], options: LinkOptions) -> None:
-        self._socket = ZSocket(context, zmq.PUB, _options(addresses := list(addresses), options))
+    def __init__(
+        self,
+        context: Context,
+        addresses: Iterable[str],
+        options: LinkOptions,
+        curve: Mapping[int, int | bytes] = NO_CURVE,
+    ) -> None:
+        offered = {**_options(addresses := list(addresses), options), **curve}
+        self._socket = ZSocket(context, zmq.PUB, offered)
         self.endpoints: list[str] = []  # as bound, with the port
         try:
             for address in addresses:

@@ -20,6 +20,7 @@ import trio
 from kvd.errors import KvdError
 from kvd.logs import get_logger
 from kvd.model import InstanceId, PartitionKey
+from kvd.net.dialing import Dialer
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
 from kvd.registry import Registry
 from kvd.restore import Planned, plan, restore
@@ -80,6 +81,7 @@ async def recover(
     limits: FetchLimits | None = None,
     *,
     token: bytes = b"",
+    dialer: Dialer | None = None,
 ) -> str | None:
     """Takes the state of the first peer that has one; returns its URL, None when there is none.
 
@@ -89,7 +91,9 @@ async def recover(
     started = trio.current_time()
     try:
         for url in peers:
-            attempt = await _attempt(state, url, stats, limits or FetchLimits(), token)
+            attempt = await _attempt(
+                state, url, stats, limits or FetchLimits(), dialer or Dialer(), token
+            )
             stats.attempts[attempt] += 1
             if attempt is Attempt.RECOVERED:
                 stats.seconds = trio.current_time() - started
@@ -101,10 +105,15 @@ async def recover(
 
 
 async def _attempt(
-    state: State, url: str, stats: RecoveryStats, limits: FetchLimits, token: bytes
+    state: State,
+    url: str,
+    stats: RecoveryStats,
+    limits: FetchLimits,
+    dialer: Dialer,
+    token: bytes,
 ) -> Attempt:
     try:
-        entries = await _dump_of(url, state.instance_id, limits, token)
+        entries = await _dump_of(url, state.instance_id, limits, dialer, token)
         planned: list[Planned] = []
         for item in plan(state, entries):
             planned += [item] if item else []
@@ -126,7 +135,9 @@ async def _attempt(
     return Attempt.RECOVERED
 
 
-async def _dump_of(url: str, own_id: str, limits: FetchLimits, token: bytes) -> list[StagedEntry]:
+async def _dump_of(
+    url: str, own_id: str, limits: FetchLimits, dialer: Dialer, token: bytes
+) -> list[StagedEntry]:
     """Returns a peer's whole dump; ValueError when it is none."""
     reader: DumpReader | None = None
 
@@ -139,7 +150,7 @@ async def _dump_of(url: str, own_id: str, limits: FetchLimits, token: bytes) -> 
         reader = _reader(headers)
         return reader.feed
 
-    await fetch(url.rstrip("/") + "/dump", ACCEPT, limits, begin, token=token)
+    await fetch(url.rstrip("/") + "/dump", ACCEPT, limits, begin, dialer, token=token)
     assert reader is not None  # without it, fetch has raised
     return reader.finish()
 

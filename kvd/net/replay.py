@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 import zmq
 
+from kvd.net.dialing import Dialer, Unreachable
 from kvd.net.link import LinkOptions, socket_options
 from kvd.net.turns import ROUND_NS
 from kvd.net.zsocket import ZSocket
@@ -42,8 +43,15 @@ class ReplayOptions:
 class Replayer:
     """Runs the replays of all listeners, a bounded number at a time."""
 
-    def __init__(self, context: Context, link: LinkOptions, options: ReplayOptions) -> None:
+    def __init__(
+        self,
+        context: Context,
+        link: LinkOptions,
+        options: ReplayOptions,
+        dialer: Dialer | None = None,
+    ) -> None:
         self._context = context
+        self._dialer = dialer or Dialer()
         self._link = link
         self.options = options
         self._turns = trio.CapacityLimiter(options.at_once)
@@ -58,10 +66,12 @@ class Replayer:
         return end
 
     async def _ask(self, listener: Listener) -> ReplayEnd:
-        endpoint = listener.replay_endpoint or ""
         try:
-            dealer = ZSocket(self._context, zmq.DEALER, socket_options(endpoint, self._link))
-        except zmq.ZMQError:
+            endpoint = await self._dialer.endpoint(listener.replay_endpoint or "")
+            options = socket_options(endpoint, self._link)
+            options |= self._dialer.curve(listener.server_key)
+            dealer = ZSocket(self._context, zmq.DEALER, options)
+        except (Unreachable, zmq.ZMQError):
             return ReplayEnd.FAILED
         with closing(dealer):
             try:

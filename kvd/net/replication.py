@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvd.logs import get_logger
+from kvd.net.dialing import Dialer
 from kvd.net.link import LinkOptions
 from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
@@ -68,7 +69,9 @@ class Replication:
         options: LinkOptions = REPLICA_LINK,
         absent_every_s: float = ABSENT_EVERY_S,
         bind: Bind | None = None,
+        dialer: Dialer | None = None,
     ) -> None:
+        self._dialer = dialer or Dialer()
         self.router_id = secrets.randbelow(2**64 - 1) + 1  # 0 is nobody
         self.counts = counts
         self._context = context
@@ -103,7 +106,9 @@ class Replication:
         lines = StreamLog(log, "replica", replica.endpoint)
         reader = _Reader(self, replica, self._apply, self._bind, self._turns, lines)
         topics = (TOPIC,) if self._bind is None else (TOPIC, affinity.TOPIC)
-        sessions = Sessions(replica, reader, self._context, self._options, lines, topics)
+        sessions = Sessions(
+            replica, reader, self._context, self._options, lines, self._dialer, topics
+        )
         self._tasks.start(replica, sessions.run)
 
     async def stop(self, replica: Replica) -> None:

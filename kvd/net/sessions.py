@@ -7,6 +7,7 @@ Two nested stretches of time, inside whatever task calls `Sessions.run`:
                                        what had arrived still counts
         watch      its connections     libzmq makes them, again and again, and tells its monitor
         receive    its messages        the reader's part
+        moved      its name, if any    looked up again while the connection stays lost
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import trio
 import zmq
 
+from kvd.net.dialing import Unreachable, is_named
 from kvd.net.link import Link, Linked, LinkOptions
 
 if TYPE_CHECKING:
+    from kvd.net.dialing import Dialer
     from kvd.net.streamlog import StreamLog
     from kvd.net.zsocket import Context
 
@@ -39,7 +42,16 @@ class Reader(Protocol):
 class Sessions:
     """The sockets of one subscription, one at a time."""
 
-    __slots__ = ("_context", "_linked", "_log", "_options", "_reader", "_topics")
+    __slots__ = (
+        "_attempts",
+        "_context",
+        "_dialer",
+        "_linked",
+        "_log",
+        "_options",
+        "_reader",
+        "_topics",
+    )
 
     def __init__(
         self,
@@ -48,8 +60,11 @@ class Sessions:
         context: Context,
         options: LinkOptions,
         log: StreamLog,
+        dialer: Dialer,
         topics: tuple[bytes, ...] = (b"",),
     ) -> None:
+        self._attempts = 0
+        self._dialer = dialer
         self._linked = linked
         self._reader = reader
         self._context = context
@@ -87,14 +102,39 @@ class Sessions:
         linked = self._linked
         with contextlib.ExitStack() as stack:
             try:
-                link = Link(stack, self._context, linked, self._log, self._options, self._topics)
+                address = await self._dialer.endpoint(linked.endpoint, self._attempts)
+                self._attempts += 1
+                link = self._link(stack, address)
+            except Unreachable as error:
+                return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {error}"
             except zmq.ZMQError as error:
                 why = zmq.strerror(error.errno or 0)
                 return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"
+            stack.enter_context(self._dialer.using(link, address))
             linked.connecting()
-            why = await _first(link.watch, partial(self._reader.receive, link))
+            runs: list[Callable[[], Awaitable[str]]]
+            runs = [link.watch, partial(self._reader.receive, link)]
+            if is_named(linked.endpoint):
+                runs.append(partial(self._moved, address))
+            why = await _first(*runs)
             await self._reader.receive_rest(link)
             return why
+
+    def _link(self, stack: contextlib.ExitStack, address: str) -> Link:
+        return Link(
+            stack,
+            self._context,
+            self._linked,
+            address,
+            self._log,
+            self._options,
+            self._topics,
+            self._dialer.curve(self._linked.server_key),
+        )
+
+    async def _moved(self, address: str) -> str:
+        linked = self._linked
+        return await self._dialer.moved(linked.endpoint, address, lambda: linked.connected)
 
 
 async def _first(*runs: Callable[[], Awaitable[str]]) -> str:

@@ -11,6 +11,8 @@ from kvd.model import PartitionKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
 from kvd.selection.fleet import Fleet
+from kvd.wire.curve import check_server_key
+from kvd.wire.endpoints import Addresses, is_endpoint
 from kvd_core import ledger
 
 OWNER = "selection"  # of its registrations
@@ -47,6 +49,21 @@ class Admission:
         self._registry = registry
         self._options = options
 
+    def check_addresses(self, record: WorkerRecord) -> None:
+        """Raises BadRequest on addresses that may not be connected to; malformed ones are reasons.
+
+        Where nobody listens to workers, their addresses are only texts.
+        """
+        if not self._options.uses_kv_events:
+            return
+        check_server_key(record.curve_server_key)
+        outgoing = self._registry.outgoing
+        for endpoint in (record.kv_events_endpoint, *record.kv_events_endpoints.values()):
+            if endpoint and is_endpoint(endpoint):
+                outgoing.check_endpoint(endpoint)
+        if record.replay_endpoint and is_endpoint(record.replay_endpoint):
+            outgoing.check_replay_endpoint(record.replay_endpoint)
+
     def judged(self, record: WorkerRecord) -> Entry:
         """Returns the entry that a record would be."""
         fleet = self._fleets.get(record.key)
@@ -81,11 +98,11 @@ class Admission:
         if ranks > ledger.MAX_RANKS:
             raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
         if self._options.uses_kv_events and block_size is not None:
-            addresses: dict[tuple[int | str, int], tuple[str, str | None]] = {
-                (record.worker_id, dp_rank): (endpoint, record.replay_endpoint)
+            addresses: dict[tuple[int | str, int], Addresses] = {
+                (record.worker_id, dp_rank): found
                 for record in records
                 for dp_rank in record.ranks
-                if (endpoint := record.events_endpoint(dp_rank)) is not None
+                if (found := record.addresses(dp_rank)) is not None
             }
             self._registry.check(key, addresses, block_size, OWNER, leaving)
 

@@ -29,6 +29,7 @@ from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet
 from kvd.selection.tuning import Tuning
 from kvd.state import State
+from kvd.wire.endpoints import Addresses
 
 RECONSIDERED = 64  # workers judged again between two rests, each against all ranks of its fleet
 
@@ -61,10 +62,17 @@ class Workers:
         self._due: deque[int] = deque()  # of these, who is to be judged again
         registry.on_departure = self._obstacle_gone
 
-    async def put(self, record: WorkerRecord) -> Entry:
-        """Describes a worker anew. Raises Conflict if a schedulable one would not be any more."""
+    async def put(self, record: WorkerRecord, *, new: bool = False) -> Entry:
+        """Describes a worker anew; with `new` a known one is a Conflict.
+
+        Raises Conflict if a schedulable one would not be any more, BadRequest on an address that
+        may not be connected to.
+        """
+        self._admission.check_addresses(record)
         async with self._changing:
             known = self.entries.get(record.worker_id)
+            if new and known is not None:
+                raise Conflict(f"worker {record.worker_id} already registered")
             entry = self._admission.judged(record)
             if known is not None and not known.reasons and entry.reasons:
                 raise Conflict(
@@ -77,10 +85,15 @@ class Workers:
             return entry
 
     async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
-        """Changes what is said of a worker; it may become incomplete. Raises NotFound."""
+        """Changes what is said of a worker; it may become incomplete.
+
+        Raises NotFound, and BadRequest as `put` does.
+        """
         async with self._changing:
             known = self._entry(worker_id)
-            entry = await self._replace(known, self._admission.judged(change(known.record)))
+            record = change(known.record)
+            self._admission.check_addresses(record)
+            entry = await self._replace(known, self._admission.judged(record))
             self._changed()
             return entry
 
@@ -95,9 +108,11 @@ class Workers:
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
         """Makes these the workers of a model and tenant; all of them must be schedulable.
 
-        Those that stay serve all the while, unless the block size changes. Raises Invalid, or
-        what `_check_join` does; nothing has changed then.
+        Those that stay serve all the while, unless the block size changes. Raises Invalid, what
+        `_check_join` does, or BadRequest as `put` does; nothing has changed then.
         """
+        for record in records:
+            self._admission.check_addresses(record)
         async with self._changing:
             fleet = self._fleets.get(key)
             replaced = fleet is not None and fleet.block_size not in (
@@ -258,9 +273,12 @@ class Workers:
             heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)
             for dp_rank in record.ranks:
                 rank = RankKey(record.key, record.worker_id, dp_rank)
-                endpoint, replay = _addresses(record, dp_rank)
-                if dp_rank not in heard and endpoint is not None and record.block_size is not None:
-                    self._registry.register(rank, endpoint, record.block_size, replay, OWNER)
+                found = _addresses(record, dp_rank)
+                if dp_rank not in heard and found is not None and record.block_size is not None:
+                    endpoint, replay, server_key = found
+                    self._registry.register(
+                        rank, endpoint, record.block_size, replay, OWNER, server_key
+                    )
         elif record.block_size is not None:
             for dp_rank in record.ranks:
                 if fleet.ledger.rank_of(record.worker_id, dp_rank) is None:
@@ -281,8 +299,5 @@ def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bo
     )
 
 
-def _addresses(record: WorkerRecord | None, dp_rank: int) -> tuple[str | None, str | None]:
-    """Returns where a rank's events come from, and where they are replayed."""
-    if record is None:
-        return None, None
-    return record.events_endpoint(dp_rank), record.replay_endpoint
+def _addresses(record: WorkerRecord | None, dp_rank: int) -> Addresses | None:
+    return None if record is None else record.addresses(dp_rank)

@@ -10,9 +10,19 @@ the listener's status. A replica's address is refused then; there the original t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvd.errors import BadRequest
 
 MAX_PORT = 65_535
+
+
+class Addresses(NamedTuple):
+    """Where an engine's rank is heard."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    server_key: str | None = None  # of CURVE, for both; None speaks without it
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -36,6 +46,24 @@ def check_replica_endpoint(endpoint: str) -> None:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if endpoint.startswith("tcp://") and (host == "*" or not port.strip("0")):
         raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: nothing can be connected to there")
+
+
+def is_endpoint(endpoint: str) -> bool:
+    """Says whether the address has the form of one."""
+    return _fault(endpoint) is None
+
+
+def host_and_port(endpoint: str) -> tuple[str, int] | None:
+    """Returns where a checked TCP endpoint leads, the host without brackets; None for others."""
+    if not endpoint.startswith("tcp://"):
+        return None
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port.lstrip("0") or "0")
+
+
+def tcp_endpoint(host: str, port: int) -> str:
+    """Returns the endpoint of an address, or of a name."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_ipv6(endpoint: str) -> bool:

@@ -36,6 +36,7 @@ from typing import Protocol
 
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor, Verdict
+from kvd.wire.endpoints import Addresses
 from kvd.wire.replay import ReplayEnd
 from kvd_core.index import EMPTIED, FLAWED, UNFINISHED
 
@@ -128,6 +129,7 @@ class Listener(StreamCounts):
         "loss",
         "name",
         "replay_endpoint",
+        "server_key",
         "unfinished",
     )
 
@@ -138,11 +140,13 @@ class Listener(StreamCounts):
         stream: Stream,
         replay_endpoint: str | None = None,
         expected: int = 0,
+        server_key: str | None = None,
     ) -> None:
         super().__init__()
         self.name = name
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
+        self.server_key = server_key
         self.cursor = Cursor(expected)
         self._stream = stream
         self._apply = stream.apply
@@ -167,6 +171,10 @@ class Listener(StreamCounts):
         self._receiving = False
         self._failed = False
         self._paused = False
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(self.endpoint, self.replay_endpoint, self.server_key)
 
     @property
     def status(self) -> ListenerStatus:

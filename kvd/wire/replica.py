@@ -40,10 +40,11 @@ class ReplicaCounts:
 class Replica:
     """Another process, by the address where it publishes; the task that listens tells how it is."""
 
-    __slots__ = ("_counts", "connected", "endpoint", "last_error", "received")
+    __slots__ = ("_counts", "connected", "endpoint", "last_error", "received", "server_key")
 
-    def __init__(self, endpoint: str, counts: ReplicaCounts) -> None:
+    def __init__(self, endpoint: str, counts: ReplicaCounts, server_key: str | None = None) -> None:
         self.endpoint = endpoint
+        self.server_key = server_key  # of CURVE; None speaks without it
         self.connected = False
         self.last_error: str | None = None
         self.received = 0  # messages

@@ -190,7 +190,7 @@ class Life {
     const kvd::RankId id = holder(in, i);
     kvd::Steps steps(INT64_MAX);
     conductor_.store_named(sources_[i], id, hashes.data(), 0, static_cast<uint32_t>(hashes.size()), layer,
-                           space(in), in.below(2) != 0, steps);
+                           space(in), in.below(2) != 0, in.below(2) != 0, steps);
     settle(in);
   }
 
@@ -251,6 +251,7 @@ class Life {
     const kvd::Kind kind = kKinds[in.below(3)];
     const std::string_view medium = (how & 16) != 0 ? "CPU" : "";
     const auto n = static_cast<uint32_t>(hashes.size());
+    kvd::Steps steps(INT64_MAX);
     engines_[i]->begin((how & 32) != 0, how >> 6 & 1);
     if ((how & 4) == 0) {
       kvd::StoredEvent e{};
@@ -264,7 +265,7 @@ class Life {
       e.group = group;
       e.window = in.below(8);
       e.medium = medium;
-      engines_[i]->stored(e);
+      for (uint32_t at = 0; at < n;) at = engines_[i]->stored(e, at, steps);
     } else if ((how & 8) == 0) {
       kvd::RemovedEvent e{};
       e.hashes = hashes.data();
@@ -272,12 +273,13 @@ class Life {
       e.kind = kind;
       e.group = group;
       e.medium = medium;
-      engines_[i]->removed(e);
+      engines_[i]->removed(e, 0, steps);
     } else if ((how & 128) != 0) {
       engines_[i]->forget();
     } else {
-      engines_[i]->cleared({kvd::Tier::DEVICE, (how & 64) != 0, medium});
+      engines_[i]->cleared({kvd::Tier::DEVICE, (how & 64) != 0, medium}, steps);
     }
+    settle(in);
   }
 
   void ask(Bytes& in) {

@@ -14,13 +14,17 @@ import zmq
 from cancelling import every_checkpoint
 from listening import HASTY, HASTY_REPLAYS, Listening
 from replay_servers import ReplayServer, three_frames
+from test_dialing import Names
 from test_recovery import HASTY as HASTY_FETCH
 from test_recovery import PARTITION, Replica
-from zmtp_fakes import Publisher, open_descriptors, until
+from zmtp_fakes import Publisher, open_descriptors, reserved_endpoint, until
 
 import kvd.net.recovery
+from kvd.net.dialing import Dialer
+from kvd.net.listener import run_listener
 from kvd.net.recovery import RecoveryStats, recover
 from kvd.net.replay import Replayer
+from kvd.net.turns import Turns
 from kvd.wire.dump import BINARY_DUMP, JSON_DUMP
 
 
@@ -87,3 +91,45 @@ async def test_a_recovery(form: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
             await until(lambda: open_descriptors() <= before)
             assert await call() == url
             assert fresh.dumped() == peer.dumped()
+
+
+async def test_a_listener_whose_engine_has_a_name(
+    context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    """Looked up, connected to, lost, looked up again, found elsewhere."""
+    names = Names()
+    trio.socket.set_custom_hostname_resolver(names)
+    dialer = Dialer(lookup_s=0.1, look_again_s=0.01)
+    replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
+    first = Listening("ipc://" + "x" * 200)  # too long; the context's descriptors are open then
+    first.ready.set()
+    nursery.start_soon(first.run, context, HASTY)
+    await until(first.is_("failed"))
+    await first.stop()
+    before = open_descriptors()
+    with reserved_endpoint() as nobody:
+        port = nobody.rpartition(":")[2]
+        for cancelling in every_checkpoint(at_least=8):
+            names.known["w"] = ["127.0.0.2"]
+            listening = Listening(f"tcp://w:{port}")
+            asked = names.asked
+
+            async def lead(asked: int = asked, listening: Listening = listening) -> None:
+                await until(lambda: names.asked >= asked + 3 or listening.ended.is_set())
+                names.known["w"] = ["127.0.0.3"]
+                await until(lambda: listening.listener.failures > 0 or listening.ended.is_set())
+                listening.scope.cancel()
+
+            async def run(listening: Listening = listening) -> None:
+                arguments = context, listening.ready, HASTY, replayer, Turns(), dialer
+                try:
+                    with listening.scope:
+                        await run_listener(listening.listener, *arguments)
+                finally:
+                    listening.ended.set()
+
+            async with trio.open_nursery() as both:
+                both.start_soon(lead)
+                await cancelling.run(run)
+            assert not dialer._links
+    await until(lambda: open_descriptors() <= before)

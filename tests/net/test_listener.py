@@ -323,7 +323,8 @@ class TestCancelled:
         reached: Callable[[Listening], bool],
         gate: bool = True,
     ) -> None:
-        first = listen("tcp://*:5557")  # so that the context's own descriptors are open
+        too_long = "ipc://" + "x" * 200
+        first = listen(too_long)  # its socket fails; the context's own descriptors are open then
         await until(first.is_("failed"))
         await first.stop()
         before = open_descriptors()

@@ -75,7 +75,7 @@ class Engine:
     def __init__(self, key: RankKey, chance: random.Random, kind: bool) -> None:
         self.key = key
         self.chance = chance
-        self.endpoint = f"tcp://{key.partition.tenant_id}-{key.instance_id}-{key.dp_rank}:1"
+        self.endpoint = f"ipc://{key.partition.tenant_id}-{key.instance_id}-{key.dp_rank}:1"
         self.has_replay = kind or chance.random() < 0.8
         self.replay_endpoint = self.endpoint[:-1] + "2" if self.has_replay else None
         self.proxied = not kind and chance.random() < 0.15

@@ -251,7 +251,9 @@ class PeerAccess:
         self.told: dict[str, Told] = {}  # by the last whole dump of each, by URL
         self.counts: Counter[str] = Counter()
 
-    async def fetch(self, url: str, accept: bytes, limits: object, begin: Any) -> None:
+    async def fetch(
+        self, url: str, accept: bytes, limits: object, begin: Any, dialer: object
+    ) -> None:
         """In the place of `kvd.net.fetch.fetch`."""
         await trio.sleep(self.chance.choice((0.0, 0.01, 1.0)))
         base = url.removesuffix("/dump")

@@ -84,4 +84,5 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "kv_transfer_domain": _kept,
     "kv_transfer_enforcement": _kept,
     "kv_transfer_preferred_weight": number,
+    "curve_server_key": _kept,
 }

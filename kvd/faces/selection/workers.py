@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from kvd.catalog import Lifecycle
+from kvd.catalog import Lifecycle, WorkerRecord
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
 from kvd.faces.selection.members import place
@@ -14,7 +14,8 @@ from kvd.http.types import Request, Response
 from kvd.selection.service import Selections
 from kvd_core.scan import BodyScanner
 
-WORKER = BodyScanner({}, (*FIELDS, "routing_group"))
+DESCRIBED = (*FIELDS, "routing_group")
+WORKER = BodyScanner({}, DESCRIBED)
 WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
 
 
@@ -46,11 +47,15 @@ def list_workers(request: Request, *, selections: Selections) -> Response:
 
 
 async def post_worker(request: Request, *, selections: Selections) -> Response:
-    members = bodies.scan(WORKER, request.body)
-    entry = await selections.workers.put(record(members))
+    entry = await selections.workers.put(read_worker(request.body))
     response = bodies.json_response(shown(entry))
     response.status = 201
     return response
+
+
+def read_worker(body: bytes) -> WorkerRecord:
+    """Returns the worker that a body describes."""
+    return record(bodies.scan(WORKER, body))
 
 
 async def put_workers(request: Request, *, selections: Selections) -> Response:

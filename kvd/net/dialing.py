@@ -1,0 +1,170 @@
+"""Turns what somebody has named into the address that a connection is made to.
+
+    endpoint or URL ── host ── a number: it itself
+                         └──── a name: looked up, within LOOKUP_S ── checked ── a number
+
+Only the checked number is connected to, so that a name cannot mean one address when it is checked
+and another one afterwards. libzmq would connect to that number for ever, so a name whose connection
+stays lost is looked up again (`moved`): the pod behind it may be somewhere else by then.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+from kvd.net.curve import KeyPair, Options
+from kvd.wire.endpoints import host_and_port, tcp_endpoint
+from kvd.wire.outgoing import Outgoing, literal, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOOKUP_S = 5.0  # of one name; resolvers give up after 5 s a server
+SLICE_LINKS = 64  # connections looked at again between two rests: about 1 ms
+LOOK_AGAIN_S = 5.0  # between two looks at a name whose connection stays lost
+
+
+class Unreachable(Exception):
+    """There is no address to connect to; the text says why."""
+
+
+class Ends(Protocol):
+    """A connection that can be given up."""
+
+    def give_up(self, why: str) -> None: ...
+
+
+class Dialer:
+    """Finds the addresses of all connections that kvd makes, and knows those that are named."""
+
+    def __init__(
+        self,
+        outgoing: Outgoing | None = None,
+        lookup_s: float = LOOKUP_S,
+        look_again_s: float = LOOK_AGAIN_S,
+        keys: KeyPair | None = None,
+    ) -> None:
+        """Without a rule the default one holds; without keys they are made when needed."""
+        self.outgoing = outgoing or Outgoing()
+        self._keys = keys
+        self._lookup_s = lookup_s
+        self._look_again_s = look_again_s
+        self._links: dict[Ends, str] = {}  # what lasts, and the endpoint it was made to
+
+    def curve(self, server_key: str | None) -> Options:
+        """Returns the options for CURVE to whoever has that key, none without a key.
+
+        Raises zmq.ZMQError where libzmq has no CURVE.
+        """
+        if server_key is None:
+            return {}
+        self._keys = self._keys or KeyPair()
+        return self._keys.client(server_key)
+
+    async def addresses(self, host: str) -> list[str]:
+        """Returns a host's addresses that may be connected to, IPv4 first; raises Unreachable."""
+        try:
+            address = literal(host)
+        except ValueError as error:
+            raise Unreachable(str(error)) from None
+        found = [str(address)] if address else await _look_up(host, self._lookup_s)
+        allowed = self.outgoing.allowed_of(found)
+        if not allowed:
+            self.outgoing.refused_connections += 1
+            seen = ", ".join(dict.fromkeys(found))
+            raise Unreachable(refusal(host if seen == host else f"{host}, that is {seen},"))
+        return sorted(allowed, key=lambda text: ":" in text)
+
+    async def endpoint(self, named: str, turn: int = 0) -> str:
+        """Returns the endpoint to connect to in the place of a named one; raises Unreachable.
+
+        Of several addresses the next one has its turn at every attempt; those of IPv6 have none
+        where there are others, as engines bind to IPv4 unless told otherwise.
+        """
+        place = host_and_port(named)
+        if place is None:
+            if not self.outgoing.ipc:
+                self.outgoing.refused_connections += 1
+                raise Unreachable(refusal("ipc"))
+            return named
+        host, port = place
+        if host == "*" or not port:
+            raise Unreachable(os.strerror(errno.EINVAL))
+        endpoints = await self._endpoints(host, port)
+        return endpoints[turn % len(endpoints)]
+
+    async def _endpoints(self, host: str, port: int) -> list[str]:
+        addresses = await self.addresses(host)
+        chosen = [each for each in addresses if ":" not in each] or addresses
+        return [tcp_endpoint(each, port) for each in chosen]
+
+    async def moved(self, named: str, used: str, connected: Callable[[], bool]) -> str:
+        """Returns, with the reason, when a name's lost connection is to be made elsewhere."""
+        while True:
+            await trio.sleep(self._look_again_s)
+            if connected():
+                continue
+            place = host_and_port(named)
+            assert place is not None
+            try:
+                found = await self._endpoints(*place)
+            except NotFound:
+                continue  # a name may be gone while its pod is made anew
+            except Unreachable as error:
+                return str(error)
+            if found != [used]:
+                return f"{place[0]} is {', '.join(found)}"
+
+    @contextmanager
+    def using(self, link: Ends, endpoint: str) -> Iterator[None]:
+        """Knows a connection for as long as it lasts."""
+        self._links[link] = endpoint
+        try:
+            yield
+        finally:
+            del self._links[link]
+
+    async def recheck(self) -> None:
+        """Gives up what may not be connected to any more."""
+        for number, (link, endpoint) in enumerate(list(self._links.items()), 1):
+            if number % SLICE_LINKS == 0:
+                await trio.lowlevel.checkpoint()
+            if link not in self._links:
+                continue
+            place = host_and_port(endpoint)
+            if place is None:
+                allowed = self.outgoing.ipc
+            else:
+                allowed = self.outgoing.allows(ip_address(place[0]))
+            if not allowed:
+                self.outgoing.refused_connections += 1
+                link.give_up(refusal("ipc" if place is None else place[0]))
+
+
+class NotFound(Unreachable):
+    """A name that has no address now."""
+
+
+def is_named(endpoint: str) -> bool:
+    """Says whether a checked endpoint's host is a name, which may mean another address later."""
+    place = host_and_port(endpoint)
+    return place is not None and place[0] != "*" and literal(place[0]) is None
+
+
+async def _look_up(name: str, seconds: float) -> list[str]:
+    with trio.move_on_after(seconds):
+        try:
+            found = await trio.socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else None
+            raise NotFound(f"{name}: {why or error}") from None
+        return [str(address[0]) for *_, address in found]
+    raise NotFound(f"{name}: no answer to the name within {seconds:g} s")

@@ -1,0 +1,276 @@
+"""Says where kvd may connect to because somebody has named the place.
+
+Clients and files name engines, replay servers, replicas and peers, and kvd connects from inside a
+network that they may not reach themselves. So every address is looked at twice: as it is written,
+when it is named, and as it is resolved, just before a connection is made to exactly that number.
+
+    private     loopback, RFC 1918, RFC 6598 (pods of some clouds), RFC 4193
+    ipc         sockets of this machine, ipc:// and inproc://
+    a network   what lies in it, but of SPECIAL only what a network inside of that names
+
+An IPv4 address inside an IPv6 one is judged as well as the whole. Written in another way than the
+usual (`127.1`, `0x7f000001`, `0177.0.0.1`, zone ids) none passes, as readers differ about those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvd.errors import BadRequest
+from kvd.wire import endpoints
+
+Address = IPv4Address | IPv6Address
+
+
+class Network(NamedTuple):
+    """A network as numbers, which are compared for every registration."""
+
+    version: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, text: str) -> Network:
+        network = ip_network(text)
+        return cls(network.version, int(network[0]), int(network[-1]))
+
+    def within(self, other: Network) -> bool:
+        return other.first <= self.first and self.last <= other.last
+
+
+PRIVATE = "private"
+IPC = "ipc"
+
+
+class Places(tuple[str, ...]):
+    """Words and networks in their usual form; as a text, what the setting says."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ",".join(self)
+
+
+DEFAULT = Places((PRIVATE, IPC))
+
+PRIVATE_NETWORKS = tuple(
+    Network.of(text)
+    for text in (
+        "127.0.0.0/8",
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "100.64.0.0/10",
+        "::1/128",
+        "fc00::/7",
+    )
+)
+
+RESERVED = "inproc://zeromq."  # where libzmq asks who may connect (RFC 27)
+
+# Nobody means these by naming a network that they are a part of. Metadata services hand out a
+# cloud machine's credentials.
+SPECIAL = tuple(
+    Network.of(text)
+    for text in (
+        "0.0.0.0/8",  # this host; Linux connects to loopback
+        "169.254.0.0/16",  # link-local
+        "169.254.169.254/32",  # metadata of AWS, Google, Azure, OpenStack, Oracle and others
+        "169.254.170.2/32",  # of AWS containers
+        "169.254.170.23/32",
+        "100.100.100.200/32",  # of Alibaba
+        "168.63.129.16/32",  # of Azure's agent
+        "192.0.0.192/32",  # of Oracle, formerly
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",  # reserved, and broadcast
+        "::/128",
+        "fe80::/10",
+        "fec0::/10",
+        "ff00::/8",
+        "fd00:ec2::/32",  # services of AWS, metadata among them
+        "fd20:ce::254/128",  # metadata of Google
+    )
+)
+
+# Networks whose last 32 bits are an IPv4 address: NAT64, its local form, translated, compatible.
+EMBEDDING = tuple(
+    Network.of(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
+)
+
+MAX_NAME_CHARS = 253
+LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+
+
+class Outgoing:
+    """What may be connected to, and how often something else was named or found.
+
+    `allowed` is what the setting says; a reload may say something else.
+    """
+
+    __slots__ = ("_networks", "allowed", "ipc", "refused_connections", "refused_names")
+
+    def __init__(self, allowed: Places = DEFAULT) -> None:
+        self.refused_names = 0  # as they were written
+        self.refused_connections = 0  # as they were resolved
+        self.allow(allowed)
+
+    def allow(self, allowed: Places) -> None:
+        """Lets other places be connected to from now on."""
+        self.allowed = allowed
+        self.ipc = IPC in self.allowed
+        self._networks = tuple(
+            network
+            for text in self.allowed
+            if text != IPC
+            for network in (PRIVATE_NETWORKS if text == PRIVATE else (Network.of(text),))
+        )
+
+    # ---- addresses as they are written
+
+    def check_endpoint(self, endpoint: str) -> None:
+        """Raises BadRequest unless a SUB may connect there; a name passes until it is resolved."""
+        endpoints.check_endpoint(endpoint)
+        if fault := self._fault(endpoint):
+            self.refused_names += 1
+            raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: {fault}")
+
+    def check_replay_endpoint(self, endpoint: str) -> None:
+        """Raises BadRequest, saying that it is the replay endpoint that is faulty."""
+        endpoints.check_replay_endpoint(endpoint)
+        if fault := self._fault(endpoint):
+            self.refused_names += 1
+            raise BadRequest(f"invalid replay endpoint `{endpoint}`: {fault}")
+
+    def check_replica_endpoint(self, endpoint: str) -> None:
+        """Raises BadRequest unless another process may publish there."""
+        endpoints.check_replica_endpoint(endpoint)
+        self.check_endpoint(endpoint)
+
+    def check_url(self, url: str) -> None:
+        """Raises BadRequest if a URL names a host that may not be connected to.
+
+        What is no URL passes: that shows when it is to be fetched, and nothing is connected to.
+        The text has the host alone, as a URL may have a password.
+        """
+        try:
+            host = urlsplit(url).hostname
+        except ValueError:
+            return
+        if host is not None and (fault := self._host_fault(host)):
+            self.refused_names += 1
+            raise BadRequest(f"invalid URL: {fault}")
+
+    def _fault(self, endpoint: str) -> str | None:
+        place = endpoints.host_and_port(endpoint)
+        if place is None:
+            if endpoint.startswith(RESERVED):
+                return "libzmq's own"
+            return None if self.ipc else f"{IPC} is not in outgoing_allow"
+        return self._host_fault(place[0], bracketed=endpoints.is_ipv6(endpoint))
+
+    def _host_fault(self, host: str, *, bracketed: bool = False) -> str | None:
+        if host == "*":
+            return None  # nothing can be connected to there, which shows in the listener's status
+        try:
+            address = literal(host)
+        except ValueError as error:
+            return str(error)
+        if bracketed and ":" not in host:
+            return f"{host} is no IPv6 address"
+        return None if address is None or self.allows(address) else refusal(address)
+
+    # ---- addresses as they are
+
+    def allows(self, address: Address) -> bool:
+        """Says whether a connection may be made to this very address."""
+        if not self._names(address):
+            return False
+        inner = (each for each in _embedded(address) if _special(each) or _private(each))
+        return all(map(self._names, inner))
+
+    def _names(self, address: Address) -> bool:
+        inside = _around(self._networks, address)
+        for special in _special(address):
+            inside = [network for network in inside if network.within(special)]
+        return bool(inside)
+
+    def allowed_of(self, found: Iterable[str]) -> list[str]:
+        """Returns those of the addresses that a name was resolved to that may be connected to."""
+        addresses = dict.fromkeys(normal(ip_address(text.partition("%")[0])) for text in found)
+        return [str(address) for address in addresses if self.allows(address)]
+
+
+def literal(host: str) -> Address | None:
+    """Returns the address that a host is written as, None for a name; ValueError for neither."""
+    if ":" in host:
+        if "%" in host:
+            raise ValueError("zone ids are not supported")
+        try:
+            return normal(IPv6Address(host))
+        except ValueError:
+            raise ValueError(f"{host} is no IPv6 address") from None
+    labels = host.removesuffix(".").split(".")
+    if NUMBER.fullmatch(labels[-1]):
+        try:
+            return IPv4Address(host)
+        except ValueError:
+            raise ValueError(f"{host} is no address in the form 192.0.2.1") from None
+    if len(host) > MAX_NAME_CHARS + 1 or not all(map(LABEL.fullmatch, labels)):
+        raise ValueError(f"{host[:64]} is no host name")
+    return None
+
+
+def normal(address: Address) -> Address:
+    """Returns the IPv4 address that an IPv6 socket would connect to, else the address."""
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return address if mapped is None else mapped
+
+
+def refusal(host: object) -> str:
+    return f"{host} is not in outgoing_allow"
+
+
+def parse_places(texts: Iterable[str]) -> Places:
+    """Returns the setting of these texts; ValueError says what would be good."""
+    return Places(dict.fromkeys(map(_parse_place, texts)))
+
+
+def _parse_place(text: str) -> str:
+    if text in DEFAULT:
+        return text
+    try:
+        return str(ip_network(text))
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is neither a network as 10.0.0.0/8 nor one of {', '.join(DEFAULT)}"
+        ) from None
+
+
+def _special(address: Address) -> list[Network]:
+    return _around(SPECIAL, address)
+
+
+def _private(address: Address) -> list[Network]:
+    return _around(PRIVATE_NETWORKS, address)
+
+
+def _around(networks: Iterable[Network], address: Address) -> list[Network]:
+    version, number = address.version, int(address)
+    return [one for one in networks if version == one.version and one.first <= number <= one.last]
+
+
+def _embedded(address: Address) -> Iterator[IPv4Address]:
+    """Yields the IPv4 addresses that packets to an IPv6 address may end at."""
+    if isinstance(address, IPv4Address) or address.is_loopback or address.is_unspecified:
+        return
+    if address.sixtofour is not None:
+        yield address.sixtofour
+    if address.teredo is not None:
+        yield from address.teredo
+    if _around(EMBEDDING, address):
+        yield IPv4Address(int(address) & 0xFFFF_FFFF)
