@@ -116,6 +116,7 @@ SPOKEN = [
     *("0", "1", "2", "0.5", "true", "off", "debug", "info", "json", "logfmt", "wspt", "fcfs"),
     *("random", "kv", "127.0.0.1:1", "127.0.0.1:2", "unix:/x", "http://h:1"),
     *("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
+    *("0660", "0600", "http://h:2", "private", "ipc"),
 ]
 
 
