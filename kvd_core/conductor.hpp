@@ -56,7 +56,7 @@ namespace kvd {
 constexpr size_t kMaxLoose = size_t{1} << 20;
 // Backends and ranks of one source. The bound keeps a mad publisher from making one a number.
 constexpr size_t kMaxHolders = 4096;
-// Steps of making sequence hashes at the first source, two a block: under 1 ms.
+// Steps of making sequence hashes at the first source, two a block: 1 to 1.5 ms.
 constexpr uint32_t kSequencedAtOnce = 8192;
 // Steps of a slice (steps.hpp), of 0.1 us.
 constexpr size_t kStepsACredit = 20;  // a hash without tokens

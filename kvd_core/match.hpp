@@ -144,12 +144,16 @@ class Match {
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
         if (!counts(rank, only)) continue;
-        const bool alone = is_met_alone(rank);
+        if (rank.seen_as == kNone) {
+          ++holders;
+          moved |= move(member, from, to);
+          continue;
+        }
         each_seen(index, member, rank, [&](RankId id) {
-          holders += id == member || is_first(index, set, member, id);
-          if (!alone) moved |= move(id, from, to);
+          holders += is_first(index, set, member, id);
+          if (!is_met_alone(rank)) moved |= move(id, from, to);
         });
-        if (alone) moved |= move(member, from, to);
+        if (is_met_alone(rank)) moved |= move(member, from, to);
       }
       // Nobody stands at `from`, so nobody can go on behind it either.
       if (!moved) return false;

@@ -32,6 +32,7 @@ from slot_bodies import POSTS
 from kvd.descriptors import listeners_within
 from kvd.http.limits import HttpLimits
 from kvd_core.index import IngestCounters, PrefixIndex
+from tests.applying import apply_whole
 from tests.net.zmtp_fakes import GREETING, large_frame, message, ready
 
 # What a test may leave resident: pages that malloc keeps of what was freed (its threshold grows
@@ -240,7 +241,7 @@ def test_batches_that_are_none() -> None:
     worker.register(0)
     for name, payload in BAD_PAYLOADS.items():
         before = sum(counters.as_dict()["bad"].values())
-        worker.stream(0).apply(payload)
+        apply_whole(worker.stream(0), payload)
         assert sum(counters.as_dict()["bad"].values()) > before, name
     index.verify()
     assert index.stats()["blocks"] == 0

@@ -178,7 +178,8 @@ def refuse(
     assert response.status_code == 400, (address, answer)
     assert answer["error"].startswith(("invalid ZMQ endpoint", "invalid replay", "invalid URL"))
     if face == "conductor":
-        assert (answer["reason"], answer["field"]) == ("invalid_value", "endpoint")
+        named = next(name for name, value in body.items() if value == ADDRESS)
+        assert (answer["reason"], answer["field"]) == ("invalid_value", named)
 
 
 def undo(clients: Clients) -> None:

@@ -58,7 +58,7 @@ class Daemon:
         return next(iter(self.registry.registrations())).listener
 
     def stats(self) -> dict[str, Any]:
-        (partition,) = self.state.all_partitions()
+        (partition,) = self.state.sized.values()
         return dict(partition.index.stats())
 
 

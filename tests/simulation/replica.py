@@ -252,7 +252,7 @@ class PeerAccess:
         self.counts: Counter[str] = Counter()
 
     async def fetch(
-        self, url: str, accept: bytes, limits: object, begin: Any, dialer: object
+        self, url: str, accept: bytes, limits: object, begin: Any, dialer: object, *, token: bytes
     ) -> None:
         """In the place of `kvd.net.fetch.fetch`."""
         await trio.sleep(self.chance.choice((0.0, 0.01, 1.0)))
