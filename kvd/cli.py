@@ -150,7 +150,7 @@ def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_file(parser)
-    for setting in settings.SECURITY_SETTINGS:
+    for setting in settings.FACE_SETTINGS:
         add_setting(parser, setting)
     return parser
 
@@ -357,8 +357,8 @@ def conductor_settings(
 
 
 def only(given: dict[str, object], args: argparse.Namespace, bind: str) -> dict[str, object]:
-    """Adds who may connect, and switches off every face but the one of `bind`."""
-    given |= {each.name: getattr(args, each.name) for each in settings.SECURITY_SETTINGS}
+    """Adds what all faces have, and switches off every face but the one of `bind`."""
+    given |= {each.name: getattr(args, each.name) for each in settings.FACE_SETTINGS}
     return given | {name: parsers.OFF for name in config.FACE_BINDS if name != bind}
 
 

@@ -482,6 +482,9 @@ DAEMON_SETTINGS = (
     ),
 )
 
+# Those that every command has which serves a face.
+FACE_SETTINGS = (*SECURITY_SETTINGS, *FLEET_SETTINGS, *OUTGOING_SETTINGS, *CURVE_SETTINGS)
+
 # Those of `kvd select-service`, with its own names for the addresses and peers.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,

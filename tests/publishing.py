@@ -77,9 +77,9 @@ class Running:
 
 
 @contextmanager
-def running_conductor(folder: Path) -> Iterator[Running]:
+def running_conductor(folder: Path, *arguments: str) -> Iterator[Running]:
     with (
-        running_kvd(folder, face="conductor") as server,
+        running_kvd(folder, *arguments, face="conductor") as server,
         httpx.Client(base_url=server.base_url, trust_env=False) as client,
     ):
         yield Running(client)
