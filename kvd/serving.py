@@ -20,6 +20,7 @@ from kvd.http.limits import HttpLimits, HttpStats
 from kvd.http.listeners import open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Permits, is_local
+from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
 from kvd.http.types import Route
 from kvd.metrics import (
@@ -53,10 +54,10 @@ class FaceServer:
             memory_families,
             self._refusal_families,
         ]
-        self._access = AccessLog(name)
         self._limits = config.http
-        self._permits = Permits(config.policy)
-        self._failures = Failures(reasons)
+        self._reception = Reception(
+            Permits(config.policy), self.requests.observe, Failures(reasons), AccessLog(name)
+        )
         self._tls: TlsFiles | None = None
         self._servers: list[Front | TlsServer] = []
         self._sockets: list[socket.socket] = []
@@ -81,7 +82,7 @@ class FaceServer:
         if self._tls_sockets:
             self._tls = config.tls
             _check_files(config.tls)
-        self._permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
+        self._reception.permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
         self.check_open(config)
 
     def check_open(self, config: Config) -> None:
@@ -105,7 +106,7 @@ class FaceServer:
 
     def admit(self, config: Config) -> None:
         """Has other tokens and names hold from the next request on."""
-        self._permits.follow(config.policy)
+        self._reception.permits.follow(config.policy)
 
     def limit(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on, for waits that begin and connections that come."""
@@ -115,7 +116,7 @@ class FaceServer:
 
     def log_requests(self, on: bool) -> None:
         """Has each request be a line of the log, or none, half a second from now at the latest."""
-        self._access.on = on
+        self._reception.access.on = on
 
     async def serve(
         self,
@@ -126,15 +127,14 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = (*routes, metrics_route(self.sources))
-        told = self.requests.observe, self._failures, self._access
-        app = build_app(routes, self._limits, *told)
+        app = build_app(routes, self._limits, self._reception)
         async with trio.open_nursery() as nursery:
             if self._sockets:
-                front = Front(routes, app, self._limits, self._permits, *told)
+                front = Front(routes, app, self._limits, self._reception)
                 self.stats = front.stats
                 await self._start(nursery, front, self._sockets, stop, "kvd_http", "no TLS")
             if self._tls_sockets and self._tls is not None:
-                server = TlsServer(routes, app, self._tls, self._limits, self._permits, *told)
+                server = TlsServer(routes, app, self._tls, self._limits, self._reception)
                 await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
             task_status.started()
 
@@ -154,7 +154,7 @@ class FaceServer:
 
     def _refusal_families(self) -> Iterator[Family]:
         name, help = "kvd_http_refusals_total", "Requests of those who may not ask, by reason"
-        yield by_label(name, "counter", help, "reason", self._permits.refused)
+        yield by_label(name, "counter", help, "reason", self._reception.permits.refused)
 
 
 async def _open(

@@ -10,24 +10,19 @@ import quart
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
-from kvd.http.access import AccessLog
 from kvd.http.answer import answer
 from kvd.http.asgi import KNOWN, AsgiApp
-from kvd.http.errors import INTERNAL_ERROR, PLAIN, Failures
+from kvd.http.errors import INTERNAL_ERROR, Failures
 from kvd.http.guard import admitted, logged, observed
 from kvd.http.limits import HttpLimits
+from kvd.http.reception import Reception
 from kvd.http.table import Found, RouteTable
-from kvd.http.types import Observer, Request, Response, Route
+from kvd.http.types import Request, Response, Route
 
 
-def build_app(
-    routes: tuple[Route, ...],
-    limits: HttpLimits,
-    observe: Observer | None = None,
-    failures: Failures = PLAIN,
-    access: AccessLog | None = None,
-) -> AsgiApp:
+def build_app(routes: tuple[Route, ...], limits: HttpLimits, reception: Reception) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
+    failures = reception.failures
     table = RouteTable(routes)
     app = QuartTrio(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = max(route.body_limit for route in routes)
@@ -50,9 +45,9 @@ def build_app(
 
     app.register_error_handler(HTTPException, render_exception)
     served = admitted(app, table, failures)
-    if observe is not None:
-        served = observed(served, table, observe)
-    return served if access is None else logged(served, table, access)
+    if reception.observe is not None:
+        served = observed(served, table, reception.observe)
+    return logged(served, table, reception.access)
 
 
 async def _answered(found: Found, failures: Failures) -> quart.Response:

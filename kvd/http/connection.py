@@ -17,17 +17,17 @@ from time import perf_counter
 
 import trio
 
-from kvd.http.access import AccessLog, rendered
+from kvd.http.access import rendered
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
-from kvd.http.errors import Failures, Refusal
+from kvd.http.errors import Refusal
 from kvd.http.head import HEAD_END, Head, HeadParser
-from kvd.http.permits import Permits
+from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
-from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Observer, Request, Response, Route
+from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Request, Response, Route
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
 from kvd_core.lane import Lane, Leftover
@@ -52,16 +52,13 @@ class Service:
         self,
         table: RouteTable,
         app: AsgiApp,
-        observe: Observer | None,
-        permits: Permits,
-        failures: Failures,
-        access: AccessLog,
+        reception: Reception,
     ) -> None:
         self.table = table
         self.app = app
-        self.permits = permits
-        self.failures = failures
-        self._too_long = failures.response(503, "the request took too long")
+        self.reception = reception
+        self.failures = reception.failures
+        self._too_long = self.failures.response(503, "the request took too long")
         self.lane = Lane(
             table.plain(),
             table.plain_patterns(),
@@ -69,10 +66,10 @@ class Service:
             Connection.note_answered,
             Connection.log_answered,
             Connection.wake,
-            permits.rules,
+            reception.permits.rules,
         )
-        self.observe = observe
-        self.access = access
+        self.observe = reception.observe
+        self.access = reception.access
 
     def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
         """Returns a plain handler's response, rendered, and whether the connection persists."""
@@ -307,9 +304,9 @@ class Connection(Transport):
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""
-        refusal = self._service.permits.refusal(head.headers, route, self.checks_host)
+        refusal = self._service.reception.permits.refusal(head.headers, route, self.checks_host)
         if refusal is not None:
-            self._note(head, route, refusal)
+            self._service.reception.note_refused(head.method, route, refusal, head.headers)
             raise refusal
 
     async def _read_body(self, head: Head, route: Route | None) -> bytes:
@@ -317,21 +314,13 @@ class Connection(Transport):
         try:
             return await read_body(self, head, limit)
         except Refusal as refusal:
-            self._note(head, route, refusal)
+            self._service.reception.note_refused(head.method, route, refusal, head.headers)
             raise
-
-    def _note(self, head: Head, route: Route | None, refusal: Refusal) -> None:
-        """Tells of a request that is refused before its handler."""
-        if self._service.observe is not None and route is not None:
-            self._service.observe(route.path, head.method, refusal.status, 0.0)
-        if self._service.access.on:
-            path = None if route is None else route.path
-            self._service.access.note(head.method, path, refusal.status, 0.0, 0, head.headers)
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
         self.rest()
-        known = self._service.permits.knows(head.headers, self.checks_host)
+        known = self._service.reception.permits.knows(head.headers, self.checks_host)
         exchange = AsgiExchange(self, head, body, known=known)
         await exchange.run(self._service.app)
         self.shared.stats.handler_bugs += exchange.writer.status == 500

@@ -17,18 +17,17 @@ from email.utils import formatdate
 
 import trio
 
-from kvd.http.access import AccessLog
 from kvd.http.asgi import AsgiApp
 from kvd.http.connection import Connection, Service
-from kvd.http.errors import PLAIN, Failures
 from kvd.http.interlude import interlude
 from kvd.http.limits import HttpLimits
-from kvd.http.permits import Permits, is_local
+from kvd.http.permits import is_local
+from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared
-from kvd.http.types import JSON, Observer, Response, Route
+from kvd.http.types import JSON, Response, Route
 from kvd_core.lane import SOME
 
 TURN_NS = 500_000  # a row of requests served before other tasks run, some twenty
@@ -46,17 +45,12 @@ class Front(Server[Connection]):
         routes: tuple[Route, ...],
         app: AsgiApp,
         limits: HttpLimits,
-        permits: Permits,
-        observe: Observer | None = None,
-        failures: Failures = PLAIN,
-        access: AccessLog | None = None,
+        reception: Reception,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(
-            RouteTable(routes), app, observe, permits, failures, access or AccessLog()
-        )
-        self._busy_body = failures.body(503, "too many connections")
+        self._service = Service(RouteTable(routes), app, reception)
+        self._busy_body = reception.failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def limit(self, limits: HttpLimits) -> None:

@@ -14,7 +14,8 @@ import trio
 from kvd.http.access import AccessLog, echoed
 from kvd.http.asgi import KNOWN, AsgiApp, Message
 from kvd.http.errors import Failures, Refusal
-from kvd.http.permits import Permits, is_loopback
+from kvd.http.permits import is_loopback
+from kvd.http.reception import Reception
 from kvd.http.table import RouteTable
 from kvd.http.types import Headers, Observer
 
@@ -100,14 +101,7 @@ def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
 
 
 def restricted(
-    app: AsgiApp,
-    table: RouteTable,
-    permits: Permits,
-    failures: Failures,
-    observe: Observer | None,
-    access: AccessLog,
-    *,
-    checks_host: bool,
+    app: AsgiApp, table: RouteTable, reception: Reception, *, checks_host: bool
 ) -> AsgiApp:
     """Returns `app` for those who may ask; the others are refused before a body is read.
 
@@ -119,17 +113,14 @@ def restricted(
         server = scope.get("server")
         loopback = checks_host and server is not None and is_loopback(server[0])
         route = None if found is None else found.route
-        refusal = permits.refusal(list(scope["headers"]), route, loopback)
+        headers = list(scope["headers"])
+        refusal = reception.permits.refusal(headers, route, loopback)
         if refusal is None:
-            known = permits.knows(list(scope["headers"]), loopback)
+            known = reception.permits.knows(headers, loopback)
             await app({**scope, "state": {KNOWN: known}}, receive, send)
             return
-        if observe is not None and route is not None:
-            observe(route.path, scope["method"], refusal.status, 0.0)
-        if access.on:
-            path = None if route is None else route.path
-            access.note(scope["method"], path, refusal.status, 0.0, 0, list(scope["headers"]))
-        await _send_refusal(send, failures, refusal, (b"connection", b"close"))
+        reception.note_refused(scope["method"], route, refusal, headers)
+        await _send_refusal(send, reception.failures, refusal, (b"connection", b"close"))
 
     return restricted_app
 

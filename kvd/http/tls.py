@@ -20,17 +20,15 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
-from kvd.http.access import AccessLog
 from kvd.http.asgi import AsgiApp
-from kvd.http.errors import PLAIN, Failures
 from kvd.http.guard import guarded, restricted
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles
-from kvd.http.permits import Permits
+from kvd.http.reception import Reception
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES
-from kvd.http.types import Observer, Route
+from kvd.http.types import Route
 from kvd.logs import RateLimit, get_logger
 
 log = get_logger(__name__)
@@ -48,10 +46,7 @@ class TlsServer(Server["TlsConnection"]):
         app: AsgiApp,
         files: TlsFiles,
         limits: HttpLimits,
-        permits: Permits,
-        observe: Observer | None = None,
-        failures: Failures = PLAIN,
-        access: AccessLog | None = None,
+        reception: Reception,
     ) -> None:
         """Loads the certificate; raises OSError if a file is unreadable or no PEM."""
         super().__init__(limits)
@@ -60,9 +55,8 @@ class TlsServer(Server["TlsConnection"]):
         table = RouteTable(routes)
         # Who shows a certificate is no browser that a page has led here.
         checks_host = files.client_ca is None
-        access = access or AccessLog()
-        app = restricted(app, table, permits, failures, observe, access, checks_host=checks_host)
-        self.app = ASGIWrapper(guarded(app, limits.handler_seconds, failures))
+        app = restricted(app, table, reception, checks_host=checks_host)
+        self.app = ASGIWrapper(guarded(app, limits.handler_seconds, reception.failures))
         ssl_context = self.config.create_ssl_context()
         assert ssl_context is not None  # a certificate and a key are set
         self._ssl_context = ssl_context

@@ -17,6 +17,7 @@ from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
 from kvd.http.permits import Permits, Policy
+from kvd.http.reception import Reception
 from kvd.http.types import Request, Response, Route, Scope
 
 QUICK = HttpLimits(
@@ -256,9 +257,8 @@ async def serving(
         assert seconds >= 0
         running.observed.append((method, path, status))
 
-    permits = Permits(policy)
-    app = build_app(routes, limits, observe, access=access)
-    front = Front(routes, app, limits, permits, observe, access=access)
+    reception = Reception(Permits(policy), observe, access=access or AccessLog())
+    front = Front(routes, build_app(routes, limits, reception), limits, reception)
     running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event())
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:

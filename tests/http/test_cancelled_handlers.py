@@ -21,6 +21,7 @@ from kvd.faces import indexer
 from kvd.faces.indexer import MAX_DUMPS
 from kvd.faces.monitoring import metrics_route
 from kvd.http.app import build_app
+from kvd.http.reception import Reception
 from kvd.http.types import Admission
 from kvd.model import PartitionKey, RankKey
 from kvd.net.link import LinkOptions
@@ -55,7 +56,7 @@ class Daemon:
             *indexer.routes(self.state, self.registry, Peers(), dumps, test_endpoints=True),
             metrics_route([families]),
         )
-        self.app = build_app(self.routes, PATIENT)
+        self.app = build_app(self.routes, PATIENT, Reception())
 
     @property
     def dumps(self) -> Admission:

@@ -12,7 +12,7 @@ from serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, serving
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.permits import Permits, Policy
+from kvd.http.reception import Reception
 from kvd.http.types import Response, Route
 
 PREFIXES = pytest.mark.parametrize("prefix", ["", "/app"], ids=["hot", "app"])
@@ -303,9 +303,9 @@ async def test_absolute_targets_are_taken_as_paths() -> None:
 
 def test_a_table_of_routes_that_cannot_be_served_is_a_mistake() -> None:
     route = Route("GET", "/a", lambda request: Response(200, b""))
-    app = build_app((route,), HttpLimits())
+    app = build_app((route,), HttpLimits(), Reception())
     with pytest.raises(ValueError, match="two routes for GET /a"):
-        Front((route, route), app, HttpLimits(), Permits(Policy()))
+        Front((route, route), app, HttpLimits(), Reception())
 
 
 class Unwilling(list[tuple[str, str, int]]):

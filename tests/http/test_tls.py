@@ -28,14 +28,16 @@ from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
 from kvd.http.options import TlsFiles
 from kvd.http.permits import Permits
+from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
 
 
 class RunningTls:
     def __init__(self, certificate: Path, limits: HttpLimits) -> None:
-        app = build_app(ROUTES, limits)
+        reception = Reception(Permits(PUBLIC))
+        app = build_app(ROUTES, limits, reception)
         files = TlsFiles(certificate / "cert.pem", certificate / "key.pem")
-        self.server = TlsServer(ROUTES, app, files, limits, Permits(PUBLIC))
+        self.server = TlsServer(ROUTES, app, files, limits, reception)
         self.stop = trio.Event()
         self.ended = trio.Event()
         self.address = ("", 0)

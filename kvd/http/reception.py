@@ -1,0 +1,34 @@
+"""How a face meets those who ask, on whatever address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvd.http.access import AccessLog
+from kvd.http.errors import PLAIN, Failures, Refusal
+from kvd.http.permits import Permits, Policy
+from kvd.http.types import Headers, Observer, Route
+
+
+def _open_to_all() -> Permits:
+    return Permits(Policy())
+
+
+@dataclass(frozen=True, slots=True)
+class Reception:
+    """Who may ask, who is told of requests, and in which words they are refused."""
+
+    permits: Permits = field(default_factory=_open_to_all)
+    observe: Observer | None = None
+    failures: Failures = PLAIN
+    access: AccessLog = field(default_factory=AccessLog)
+
+    def note_refused(
+        self, method: str, route: Route | None, refusal: Refusal, headers: Headers
+    ) -> None:
+        """Tells of a request that is refused before its handler."""
+        if self.observe is not None and route is not None:
+            self.observe(route.path, method, refusal.status, 0.0)
+        if self.access.on:
+            path = None if route is None else route.path
+            self.access.note(method, path, refusal.status, 0.0, 0, headers)
