@@ -35,7 +35,13 @@ def credential(environ: Mapping[str, str]) -> Path | None:
     """Returns the file of tokens that the service manager has passed, if it has."""
     if folder := environ.get(CREDENTIALS_VARIABLE):
         path = Path(folder, CREDENTIAL)
-        return path if path.exists() else None
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            pass  # reading it will say what is wrong
+        return path
     return None
 
 
