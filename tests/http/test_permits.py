@@ -152,7 +152,7 @@ def test_systemd_passes_tokens_on(tmp_path: Path) -> None:
 def test_tokens_that_systemd_keeps_to_itself_end_the_start(tmp_path: Path) -> None:
     """Nobody is let in because a file that is there could not be read."""
     (tmp_path / "kvd_tokens").symlink_to("kvd_tokens")
-    with pytest.raises(StartError, match="cannot read .*kvd_tokens"):
+    with pytest.raises(StartError, match=r"cannot read .*kvd_tokens"):
         load({}, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
 
 
