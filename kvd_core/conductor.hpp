@@ -742,13 +742,14 @@ class Conductor final : public Placements {
       }
       return;
     }
-    const BlockId block = meaning_or_standard(source, id, hash, space, by_engine);
-    if (block != kNone && !knows(index_.ranks_[id], name)) {
+    // What is parked may be asked about a thousand times: only for what is new is it looked elsewhere.
+    const bool known = knows(index_.ranks_[id], name);
+    const BlockId block = known ? kNone : meaning_or_standard(source, id, hash, space, by_engine);
+    if (block != kNone) {
       adopt(id, name, block, 1u << layer);
       announce(source, space, hash, by_engine);
       return;
     }
-    const bool known = knows(index_.ranks_[id], name);
     index_.park(id, name, layer, nullptr);
     if (known) return;
     Parked* parked = parked_at(id, name);

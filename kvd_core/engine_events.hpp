@@ -32,6 +32,7 @@ constexpr std::pair<std::string_view, std::string_view> kFoldedMedia[] = {
     {"NVME", "DISK"},     {"SSD", "DISK"},   {"STORAGE", "DISK"},   {"FS", "DISK"},
 };
 constexpr size_t kMaxMediumBytes = 64;  // of a name that becomes a member of every answer
+constexpr uint32_t kNamesAtOnce = 64;   // hashes that are told in several groups and without tokens
 
 // What became of events beside being applied.
 struct EngineCounters {
@@ -117,11 +118,7 @@ class EngineEvents {
     } else if (e.pairs) {
       ++counters.pairs;
     } else {
-      const uint32_t to = store(e, from, id, place.layer, adapter, size, steps);
-      Steps all{kNone};
-      for (const LayerId layer : groups_of_all(id, e, medium)) store_names(id, e, layer, from, to, all);
-      steps.take(kNone - all.rest());
-      return to;
+      return store_blocks(id, e, place.layer, medium, adapter, from, steps);
     }
     return e.n_hashes;
   }
@@ -179,16 +176,34 @@ class EngineEvents {
 
   static constexpr Place kNowhere{kNone, false};
 
-  uint32_t store(const StoredEvent& e, uint32_t from, RankId id, LayerId layer, std::string_view adapter,
-                 uint32_t size, Steps& steps) {
+  // Stores a part of an event's blocks, in all groups if it names none; returns how far it has come.
+  // What it has no tokens for counts in the groups beside the main one only.
+  uint32_t store_blocks(RankId id, const StoredEvent& e, LayerId layer, LayerId medium,
+                        std::string_view adapter, uint32_t from, Steps& steps) {
+    const uint32_t size = conductor_.index().block_size();
     const uint32_t whole = size == 0 ? 0 : std::min(e.n_hashes, e.n_tokens / size);
+    const std::vector<LayerId>& groups = groups_of_all(id, e, medium);
+    uint32_t to = from + std::min(kNamesAtOnce, e.n_hashes - from);
+    if (from < whole) {
+      // A lone last block would be one below a parent, which means something else.
+      to = whole - from > kBlocksAtOnce + 1 ? from + kBlocksAtOnce : whole;
+      if (!store(e, from, to, id, layer, adapter, steps)) return e.n_hashes;
+    }
+    Steps all{kNone};
+    for (const LayerId group : groups) store_names(id, e, group, from, to, all);
+    steps.take(kNone - all.rest());
+    return to >= whole && groups.empty() ? e.n_hashes : to;
+  }
+
+  // Stores blocks with their tokens; returns whether they are kept.
+  bool store(const StoredEvent& e, uint32_t from, uint32_t to, RankId id, LayerId layer,
+             std::string_view adapter, Steps& steps) {
     Told told{};
     told.hashes = e.hashes + from;
-    // A lone last block would be one below a parent, which means something else.
-    told.n = whole - from > kBlocksAtOnce + 1 ? kBlocksAtOnce : whole - from;
+    told.n = to - from;
     told.has_parent = from != 0 || e.has_parent;
     told.parent = from != 0 ? e.hashes[from - 1] : e.parent;
-    told.tokens = e.tokens + from * size_t{size};
+    told.tokens = e.tokens + from * size_t{conductor_.index().block_size()};
     told.layer = layer;
     told.space = lora_term(adapter.empty() ? std::string_view(lora_name_) : adapter) +
                  salt_term(e.salt.empty() ? std::string_view(salt_) : e.salt);
@@ -201,8 +216,7 @@ class EngineEvents {
     counters.parked += from == 0 && outcome == Conductor::Outcome::PARKED;
     counters.full += outcome == Conductor::Outcome::FULL;
     counters.refused += outcome == Conductor::Outcome::REFUSED;
-    const bool kept = outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
-    return kept && from + told.n != whole ? from + told.n : e.n_hashes;
+    return outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
   }
 
   // Stores blocks by hash alone until the steps are used up; returns how far it has come.

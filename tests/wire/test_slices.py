@@ -210,6 +210,29 @@ def test_what_is_left_of_that_is_done_by_the_sweep() -> None:
     assert (index.stats()["parked_now"], index.stats()["blocks"]) == (0, 2999)
 
 
+def test_names_beyond_the_tokens_are_sliced_in_every_group() -> None:
+    index, conductor, publication = one()
+    of_group = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    window = {
+        "type": "BlockStored", "block_hashes": [1], "parent_block_hash": None,
+        "token_ids": PROMPT[:SIZE], "block_size": SIZE, "kv_cache_spec_sliding_window": 8,
+    }  # fmt: skip
+    first = ["BlockStored", [1], None, PROMPT[:SIZE], SIZE, None, "GPU"]
+    apply_whole(publication, msgpack.packb([0, [first, window | of_group]]))
+    # An event that names no group is about both, and has tokens for its first block only.
+    n = 40_000
+    event = ["BlockStored", list(range(10, 10 + n)), None, PROMPT[:SIZE], SIZE, None, "GPU"]
+    going = publication.apply(msgpack.packb([0, [event]]))
+    least = index.stats()["parked_now"]
+    while going == UNFINISHED:
+        going = publication.go_on()
+        now = index.stats()["parked_now"]
+        assert now - least < n // 4
+        least = now
+    assert index.stats()["parked_now"] == n - 1
+    conductor.verify()
+
+
 @pytest.mark.parametrize(
     "batch", [stored(list(LONG)), engine_stored(list(LONG), PROMPT), engine_stored(list(LONG), [])]
 )
