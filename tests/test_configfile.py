@@ -80,6 +80,7 @@ def test_every_misspelling_is_refused(
         ("indexer_bin = 'off'", r"indexer_bin: no such setting; indexer_bind\?"),
         ("log_level = 'info'\nlog_level = 'info'", r"Cannot overwrite a value"),
         ("log_level", r"Expected '='"),
+        ("workers = " + "[" * 20_000, r"arrays or tables nested too deeply$"),
         ("# " + "x" * configfile.MAX_BYTES, r"longer than"),
     ],
 )
