@@ -324,9 +324,11 @@ class Connection(Transport):
         """Tells of a request that is refused before its handler."""
         if self._service.observe is not None and route is not None:
             self._service.observe(route.path, head.method, refusal.status, 0.0)
+        refusal.silent = head.method == "HEAD"
         if self._service.access.on:
             path = None if route is None else route.path
-            self._service.access.note(head.method, path, refusal.status, 0.0, 0, head.headers)
+            told = head.method, path, refusal.status, 0.0, 0, head.headers
+            refusal.headers = [*refusal.headers, *self._service.access.note(*told)]
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
@@ -344,5 +346,5 @@ class Connection(Transport):
         response = self._service.failures.refused(refusal)
         assert isinstance(response.body, bytes)
         lines = self.shared.date_line + CLOSE_LINE
-        await self.send(whole_response(response, response.body, lines, silent=False))
+        await self.send(whole_response(response, response.body, lines, silent=refusal.silent))
         await self.linger()

@@ -128,7 +128,8 @@ def restricted(
             observe(route.path, scope["method"], refusal.status, 0.0)
         if access.on:
             path = None if route is None else route.path
-            access.note(scope["method"], path, refusal.status, 0.0, 0, list(scope["headers"]))
+            told = scope["method"], path, refusal.status, 0.0, 0, list(scope["headers"])
+            refusal.headers = [*refusal.headers, *access.note(*told)]
         await _send_refusal(send, failures, refusal, (b"connection", b"close"))
 
     return restricted_app
