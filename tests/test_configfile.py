@@ -207,6 +207,13 @@ def test_check_says_ok_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "heartbeat timeout" in capsys.readouterr().err
 
 
+def test_check_reads_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cert.pem").write_text("none")
+    files = [f"--tls-{name}file={tmp_path}/cert.pem" for name in ("cert", "key")]
+    assert main(["config", "check", "--indexer-bind=tls:127.0.0.1:8443", *files]) == 1
+    assert f"cannot use {tmp_path}/cert.pem with " in capsys.readouterr().err
+
+
 def test_the_page_of_all_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "docs"]) == 0
     written = capsys.readouterr().out
