@@ -193,7 +193,11 @@ def write_docs(given: Mapping[str, object]) -> int:
 
 
 def check_config(given: Mapping[str, object]) -> int:
-    config.load(given, os.environ)
+    loaded = config.load(given, os.environ)
+    if loaded.tls is not None:
+        from kvd.serving import check_files  # here, as only those with TLS need to load it
+
+        check_files(loaded.tls)
     print("ok")
     return 0
 

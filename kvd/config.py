@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ Parsed = TypeVar("Parsed")
 
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
+DEMO_HOST = "127.0.0.1"  # of the simulated engines
 
 # The configuration file: what the command line calls it, and its variable.
 CONFIG = "config"
@@ -190,7 +192,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         raise StartError("every face is off")
     policy = _policy(values, environ)
     if demo:
-        _check_demo(binds["indexer_bind"], policy)
+        _check_demo(binds["indexer_bind"], policy, outgoing)
     return Config(
         **binds,
         hash_seed=values["hash_seed"],
@@ -242,6 +244,8 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
             path.open("rb").close()
         except OSError as error:
             raise StartError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError as error:  # no path at all
+            raise StartError(f"{path}: {error}") from None
     return TlsFiles(certfile, keyfile, client_ca)
 
 
@@ -266,13 +270,15 @@ def read_token(path: Path | None) -> bytes:
         raise StartError(f"{path}: {error}") from None
 
 
-def _check_demo(binds: Binds | None, policy: Policy) -> None:
-    """Raises StartError if the demo could not use the indexer's first address."""
+def _check_demo(binds: Binds | None, policy: Policy, outgoing: Outgoing) -> None:
+    """Raises StartError if the demo could not use the indexer's first address, or it the demo's."""
     first = None if binds is None else binds.each[0]
     if not isinstance(first, TcpBind) or first.tls:
         raise StartError("--demo needs an --indexer-bind of HOST:PORT")
     if policy.tokens:
         raise StartError("--demo has no token: it needs a kvd without --tokens-file")
+    if not outgoing.allows(ip_address(DEMO_HOST)):
+        raise StartError(f"--demo has its engines at {DEMO_HOST}, which is not in outgoing_allow")
 
 
 def _router(values: Mapping[str, Any]) -> RouterOptions:

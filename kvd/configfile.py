@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kvd import toml
 from kvd.parsers import Setting
 from kvd.settings import SETTINGS
 
@@ -33,7 +33,7 @@ def read(path: Path) -> dict[str, Any]:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"longer than {MAX_BYTES} bytes")
-    return {key: _value(key, said) for key, said in tomllib.loads(data.decode()).items()}
+    return {key: _value(key, said) for key, said in toml.parse(data).items()}
 
 
 def _value(key: str, said: object) -> Any:  # typed by the table's own parse function

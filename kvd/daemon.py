@@ -10,7 +10,7 @@ messages once the gate opens: after a peer's state is in, and as many instances 
 were asked for.
 
 SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
-second signal ends the process at once. SIGHUP reads the configuration file again; without one it
+second signal ends the process at once. SIGHUP reads the files again; without any it
 is not caught. An exception that reaches a nursery here is a bug: the
 daemon dies with its traceback, and whoever supervises it starts it again.
 """
@@ -155,7 +155,9 @@ class _Daemon:
             log.info("curve", public_key=self._keys.public.decode())
         try:
             publisher = await self._open_publisher(context)
-            reloads = self._reader.has_file or config.policy.tokens or config.fleet_file is not None
+            # What there is to read again.
+            files = config.policy.tokens, config.fleet_file, config.curve.replicas is not None
+            reloads = self._reader.has_file or any(files)
             reload = (signal.SIGHUP,) if reloads else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:

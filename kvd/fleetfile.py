@@ -18,13 +18,13 @@ Entries are read by what reads the bodies of these calls. Here is no clock and n
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kvd import toml
 from kvd.catalog import WorkerRecord
 from kvd.errors import KvdError
 from kvd.faces import conductor, indexer, replica_sync, slot_tracker
@@ -130,7 +130,7 @@ def read(path: Path) -> bytes:
 
 def rows(data: bytes) -> list[Row]:
     """Returns the entries as they are written; ValueError names a table that cannot be."""
-    return list(_rows(tomllib.loads(data.decode())))
+    return list(_rows(toml.parse(data)))
 
 
 def _rows(document: dict[str, Any]) -> Iterator[Row]:
@@ -166,6 +166,8 @@ def _entry(row: Row, outgoing: Outgoing) -> Entry:
         body = json.dumps(row.members, allow_nan=False).encode()
     except TypeError:
         raise ValueError("a date or a time, which no member is") from None
+    except RecursionError:
+        raise ValueError("tables nested too deeply") from None
     wanted = table.read(body)
     table.check(wanted, outgoing)
     return Entry(row.table, row.number, table.key(wanted), wanted)

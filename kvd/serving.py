@@ -81,7 +81,8 @@ class FaceServer:
         self._tls_sockets = await _open(opened, secured, rights, passed, f"{self.name}-tls")
         if self._tls_sockets:
             self._tls = config.tls
-            _check_files(config.tls)
+            assert config.tls is not None  # there is a bind that wants it
+            check_files(config.tls)
         self._reception.permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
         self.check_open(config)
 
@@ -174,8 +175,8 @@ async def _open(
     return sockets
 
 
-def _check_files(tls: TlsFiles | None) -> None:
-    assert tls is not None  # there is a bind that wants it
+def check_files(tls: TlsFiles) -> None:
+    """Raises StartError if nobody could be served with these."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.certfile, tls.keyfile)

@@ -72,6 +72,22 @@ def test_what_the_core_answers_is_a_line_on_every_face(tmp_path: Path) -> None:
             assert row["bytes"] == len(answer.content)
 
 
+def test_who_is_refused_is_told_which_request_that_was(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("a read 0123456789abcdef\n")
+    tokens = f"--tokens-file={tmp_path}/tokens"
+    with (
+        serving(tmp_path, "--access-log", tokens) as (server, urls),
+        httpx.Client(trust_env=False) as client,
+    ):
+        for method, known in (("GET", "r-1"), ("HEAD", "r-2"), ("GET", None)):
+            headers = {"x-request-id": known} if known else {}
+            answer = client.request(method, f"{urls['indexer']}/workers", headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers.get_list("x-request-id") == ([known] if known else [])
+            assert bool(answer.content) == (method == "GET")
+            assert requests(server)[-1].get("request_id") == known
+
+
 def test_it_is_switched_in_a_running_daemon(tmp_path: Path) -> None:
     path = tmp_path / "kvd.toml"
     path.write_text("")

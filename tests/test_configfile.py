@@ -80,6 +80,7 @@ def test_every_misspelling_is_refused(
         ("indexer_bin = 'off'", r"indexer_bin: no such setting; indexer_bind\?"),
         ("log_level = 'info'\nlog_level = 'info'", r"Cannot overwrite a value"),
         ("log_level", r"Expected '='"),
+        ("workers = " + "[" * 20_000, r"arrays or tables nested too deeply$"),
         ("# " + "x" * configfile.MAX_BYTES, r"longer than"),
     ],
 )
@@ -204,6 +205,13 @@ def test_check_says_ok_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     write(path, "engine_heartbeat_s = 60")
     assert main(["config", "check", "--config", str(path)]) == 1
     assert "heartbeat timeout" in capsys.readouterr().err
+
+
+def test_check_reads_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cert.pem").write_text("none")
+    files = [f"--tls-{name}file={tmp_path}/cert.pem" for name in ("cert", "key")]
+    assert main(["config", "check", "--indexer-bind=tls:127.0.0.1:8443", *files]) == 1
+    assert f"cannot use {tmp_path}/cert.pem with " in capsys.readouterr().err
 
 
 def test_the_page_of_all_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

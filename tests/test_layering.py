@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.metrics",),
     ("kvd.state", "kvd.scheduling", "kvd.ledgers"),
     ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors"),
-    ("kvd.model", "kvd.errors", "kvd.outlet", "kvd._version"),
+    ("kvd.model", "kvd.errors", "kvd.outlet", "kvd.toml", "kvd._version"),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 

@@ -97,6 +97,11 @@ def test_what_a_flag_says_stays(path: Path) -> None:
         ("http_connections = 5\nengine_heartbeat_s = 99", "heartbeat timeout"),  # put off, but bad
         ("tls_keyfile = 'nowhere'", "TLS needs an address"),
         ("[", "Invalid|Expected"),
+        ("workers = " + "[" * 20_000, "nested too deeply"),
+        (
+            'indexer_bind = "tls:[::1]:0"\ntls_certfile = "\\u0000"\ntls_keyfile = "x"',
+            "embedded null byte",
+        ),
     ],
 )
 def test_a_file_that_no_daemon_would_start_with_is_refused(
@@ -228,6 +233,23 @@ def test_without_a_file_sighup_ends_the_process(tmp_path: Path) -> None:
     ):
         server.process.send_signal(signal.SIGHUP)
         assert server.process.wait(5) == -signal.SIGHUP
+
+
+def test_with_keys_of_replicas_alone_sighup_reads_them_again(tmp_path: Path) -> None:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    (tmp_path / "secret").write_text(secret)
+    (tmp_path / "clients").write_text(public)
+    flags = [
+        f"--replica-sync-port={find_free_port()}",
+        f"--curve-secret-key-file={tmp_path}/secret",
+        f"--replica-sync-client-keys={tmp_path}/clients",
+    ]
+    with running_kvd(tmp_path, *flags, face="slot-tracker") as server:
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: "event=reloaded" in server.stderr, "a reload")
+        (tmp_path / "clients").write_text("no key")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: "event=reload_refused" in server.stderr, "a refusal")
 
 
 def test_other_weights_choose_another_worker(tmp_path: Path) -> None:

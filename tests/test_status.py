@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 import msgpack
 import pytest
 import zmq
+from asking import make_client_certificates
 from processes import find_free_port
 from running import running
 
@@ -88,6 +90,24 @@ def test_streams_that_are_not_exact_are_named_until_they_are(
         assert worker["instance_id"] == 7
         client.post("/unregister", json=body).raise_for_status()
     assert status(capsys, *binds)[0] == 0
+
+
+def test_a_certificate_that_an_authority_has_signed_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_client_certificates(tmp_path, "kvd")
+    monkeypatch.setenv("KVD_TLS_CERTFILE", f"{tmp_path}/kvd.pem")
+    monkeypatch.setenv("KVD_TLS_KEYFILE", f"{tmp_path}/kvd.key")
+    port, secured = find_free_port(), find_free_port()
+    others = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    plain, tls = f"127.0.0.1:{port}", f"tls:127.0.0.1:{secured}"
+    files = {name: os.environ[name] for name in ("KVD_TLS_CERTFILE", "KVD_TLS_KEYFILE")}
+    with running(tmp_path, port, "serve", f"--indexer-bind={plain},{tls}", *others, environ=files):
+        code, shown = status(capsys, f"--indexer-bind={tls}", *others)
+        assert (code, shown["faces"]["indexer"]["bind"]) == (0, tls), shown
+        make_client_certificates(tmp_path, "kvd")  # somebody else's, of the same name
+        code, shown = status(capsys, f"--indexer-bind={tls}", *others)
+        assert code == 2 and "CERTIFICATE_VERIFY_FAILED" in shown["faces"]["indexer"]["error"]
 
 
 def test_loads_and_publishers_are_shown(

@@ -333,5 +333,5 @@ class Connection(Transport):
         response = self._service.failures.refused(refusal)
         assert isinstance(response.body, bytes)
         lines = self.shared.date_line + CLOSE_LINE
-        await self.send(whole_response(response, response.body, lines, silent=False))
+        await self.send(whole_response(response, response.body, lines, silent=refusal.silent))
         await self.linger()

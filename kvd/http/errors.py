@@ -23,6 +23,7 @@ class Refusal(Exception):
         super().__init__(text)
         self.status = status
         self.headers = headers or []
+        self.silent = False  # for a HEAD, whose answer has no body
 
 
 class Failures:

@@ -26,9 +26,11 @@ class Reception:
     def note_refused(
         self, method: str, route: Route | None, refusal: Refusal, headers: Headers
     ) -> None:
-        """Tells of a request that is refused before its handler."""
+        """Tells of a request that is refused before its handler, and completes the refusal."""
+        refusal.silent = method == "HEAD"
         if self.observe is not None and route is not None:
             self.observe(route.path, method, refusal.status, 0.0)
         if self.access.on:
             path = None if route is None else route.path
-            self.access.note(method, path, refusal.status, 0.0, 0, headers)
+            echo = self.access.note(method, path, refusal.status, 0.0, 0, headers)
+            refusal.headers = [*refusal.headers, *echo]

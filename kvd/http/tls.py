@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import socket
 import ssl
+from typing import Any
 
+import h11
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
@@ -196,6 +198,28 @@ class TlsConnection:
         await self._protocol.handle(Closed())
 
 
+class _Parser(h11.Connection):
+    """Reads requests up to the last one of a connection.
+
+    What follows that would be an error, on which hypercorn closes the connection, while the last
+    answer is on its way, or with a 400 in its place.
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        return h11.NEED_DATA if self.their_state is h11.MUST_CLOSE else super().next_event()
+
+
 class _Http11(H11Protocol):
+    def __init__(self, app: ASGIWrapper, config: Config, *more: Any) -> None:
+        super().__init__(app, config, *more)
+        self.connection = _Parser(
+            h11.SERVER, max_incomplete_event_size=config.h11_max_incomplete_size
+        )
+
+    async def handle(self, event: Event) -> None:
+        """Takes what has come; behind the last request it is not kept."""
+        if not isinstance(event, RawData) or self.connection.their_state is not h11.MUST_CLOSE:
+            await super().handle(event)
+
     async def _check_protocol(self, event: object) -> None:
         """Declines every upgrade; a malformed one to HTTP/2 would end in an exception."""

@@ -18,7 +18,7 @@ from kvd.config import StartError, load
 from kvd.http.permits import Permits, Policy, Token, is_loopback
 from kvd.http.types import Request, Response, Route, Scope
 from kvd.net.activation import Passed
-from kvd.parsers import Binds, parse_face_binds
+from kvd.parsers import Binds, parse_face_binds, parse_outgoing
 from kvd.serving import FaceServer
 from kvd_core.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 
@@ -160,6 +160,13 @@ def test_the_demo_has_no_token(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text(GOOD)
     with pytest.raises(StartError, match="--demo has no token"):
         load({"tokens_file": tmp_path / "tokens"}, {}, demo=True)
+
+
+def test_the_demo_connects_to_its_own_engines() -> None:
+    for_demo = parse_outgoing("127.0.0.0/8"), parse_outgoing("10.0.0.0/8")
+    assert load({"outgoing_allow": for_demo[0]}, {}, demo=True).demo
+    with pytest.raises(StartError, match=r"--demo .* 127\.0\.0\.1, which is not in"):
+        load({"outgoing_allow": for_demo[1]}, {}, demo=True)
 
 
 # ---- addresses beyond this machine

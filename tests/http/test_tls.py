@@ -122,8 +122,8 @@ async def test_an_upgrade_ends_at_most_its_own_connection(
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET / HTTP/1.1\r\na: " + b"x" * 70_000 + b"\r\n\r\n",
         b"\0" * 100,
-        b"GET /big HTTP/1.1\r\nhost: a\r\n\r\n" * 30,
-        b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n",
+        b"GET /big HTTP/1.1\r\nhost: kvd\r\n\r\n" * 30,
+        b"POST /echo HTTP/1.1\r\nhost: kvd\r\ncontent-length: 9\r\n\r\n",
         b"",
     ],
     ids=["http/2", "long head", "zeros", "pipelined", "no body", "nothing"],
@@ -143,6 +143,24 @@ async def test_bad_clients_leave_nothing_behind(certificate: Path, data: bytes) 
             await running.until_empty()
         assert open_descriptors() == before
         await _check_alive(running)
+
+
+async def test_what_follows_the_last_request_takes_nothing_from_its_answer(
+    certificate: Path,
+) -> None:
+    health = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
+    last = b"GET /counted HTTP/1.1\r\nhost: kvd\r\nconnection: close\r\n\r\n"
+    # A page's request: refused, which ends the connection.
+    refused = b"GET /counted HTTP/1.1\r\nhost: a.example\r\norigin: http://a\r\n\r\n"
+    async with serving_tls(certificate) as running:
+        for sent, ends in ((last, b"0\r\n\r\n"), (refused, b"}")):
+            for more in (health, health * 30, b"\0" * 100):
+                async with running.client() as client:
+                    await client.send(health + sent + more)
+                    got = b""
+                    while data := await client.stream.receive_some():
+                        got += data
+                assert got.count(b"HTTP/1.1 ") == 2 and got.endswith(ends), got
 
 
 async def test_idle_and_silent_connections_expire(certificate: Path) -> None:
@@ -182,7 +200,7 @@ async def test_a_client_that_does_not_read_holds_no_stop(
 ) -> None:
     opened = serving_tls(certificate, send_seconds=send_seconds)
     async with opened as running, running.client() as deaf:
-        await deaf.send(b"GET /big HTTP/1.1\r\nhost: a\r\n\r\n")
+        await deaf.send(b"GET /big HTTP/1.1\r\nhost: kvd\r\n\r\n")
         await eventually(lambda: running.server.stats.requests == 1)
         start = trio.current_time()
         running.stop.set()

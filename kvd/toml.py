@@ -1,0 +1,14 @@
+"""Reads TOML, so that whatever is wrong with it is a ValueError."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Returns what a document says; raises ValueError with one line that says what is wrong."""
+    try:
+        return tomllib.loads(data.decode())
+    except RecursionError:
+        raise ValueError("arrays or tables nested too deeply") from None
