@@ -158,6 +158,18 @@ def parse_positive(text: str) -> int:
     return number
 
 
+def at_least(minimum: int) -> Parse:
+    """Returns what reads a whole number from `minimum` on."""
+
+    def parse(text: str) -> int:
+        value = parse_u64(text)
+        if value < minimum:
+            raise ValueError(f"expected a number from {minimum}")
+        return value
+
+    return parse
+
+
 def parse_seconds(text: str) -> float:
     """Reads a duration in seconds, from a millisecond to a day."""
     seconds = float(text)

@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 
 import trio
@@ -22,7 +23,7 @@ from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Permits, is_local
 from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
-from kvd.http.types import Route
+from kvd.http.types import DEFAULT_BODY_LIMIT, Route
 from kvd.metrics import (
     Family,
     RequestMetrics,
@@ -127,7 +128,7 @@ class FaceServer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
-        routes = (*routes, metrics_route(self.sources))
+        routes = tuple(self._bounded(each) for each in (*routes, metrics_route(self.sources)))
         app = build_app(routes, self._limits, self._reception)
         async with trio.open_nursery() as nursery:
             if self._sockets:
@@ -138,6 +139,12 @@ class FaceServer:
                 server = TlsServer(routes, app, self._tls, self._limits, self._reception)
                 await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
             task_status.started()
+
+    def _bounded(self, route: Route) -> Route:
+        """Returns a route with the limit of long bodies, if it takes such."""
+        if route.body_limit <= DEFAULT_BODY_LIMIT:
+            return route
+        return replace(route, body_limit=self._limits.body_bytes)
 
     async def _start(
         self,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvd import parsers
 from kvd.http.limits import HttpLimits
+from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.logs import FORMS, LEVELS
 from kvd.model import DEFAULT_TENANT
 from kvd.parsers import OFF, Binds, Parse, Setting, TcpBind
@@ -360,6 +361,106 @@ CURVE_SETTINGS = (
     ),
 )
 
+# Heads up to these are read on the short way, whatever is said here (kvd_core/plain_head.hpp).
+LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
+
+HTTP_SETTINGS = (
+    Setting(
+        "http_connections",
+        parsers.parse_positive,
+        HTTP_DEFAULTS.connections,
+        "N",
+        "HTTP connections per listener",
+        live=True,
+    ),
+    Setting(
+        "http_idle_s",
+        parsers.parse_seconds,
+        HTTP_DEFAULTS.idle_seconds,
+        "SECONDS",
+        "idle HTTP connections close after",
+        live=True,
+    ),
+    Setting(
+        "http_graceful_s",
+        parsers.parse_seconds,
+        HTTP_DEFAULTS.graceful_seconds,
+        "SECONDS",
+        "time that open requests get at shutdown",
+        live=True,
+    ),
+    Setting(
+        "http_body_bytes",
+        parsers.at_least(DEFAULT_BODY_LIMIT),
+        HTTP_DEFAULTS.body_bytes,
+        "BYTES",
+        "of a question's or workers' body; all others may have 2 MiB",
+    ),
+    Setting(
+        "http_bodies_bytes",
+        parsers.at_least(DEFAULT_BODY_LIMIT),
+        HTTP_DEFAULTS.bodies_bytes,
+        "BYTES",
+        "of all bodies that a listener is receiving",
+    ),
+    Setting(
+        "http_head_bytes",
+        parsers.at_least(LEAST_HEAD_BYTES),
+        HTTP_DEFAULTS.head_bytes,
+        "BYTES",
+        "of a request's head",
+    ),
+    Setting(
+        "http_headers",
+        parsers.at_least(LEAST_HEADERS),
+        HTTP_DEFAULTS.headers,
+        "N",
+        "headers of a request",
+    ),
+    Setting(
+        "http_url_bytes",
+        parsers.at_least(LEAST_HEAD_BYTES),
+        HTTP_DEFAULTS.url_bytes,
+        "BYTES",
+        "of its target",
+    ),
+    Setting(
+        "http_head_s",
+        parsers.parse_seconds,
+        HTTP_DEFAULTS.head_seconds,
+        "SECONDS",
+        "from its first byte to the end of its head",
+    ),
+    Setting(
+        "http_body_s",
+        parsers.parse_seconds,
+        HTTP_DEFAULTS.body_seconds,
+        "SECONDS",
+        "from there to the end of its body",
+    ),
+    Setting(
+        "http_handler_s",
+        parsers.parse_seconds,
+        HTTP_DEFAULTS.handler_seconds,
+        "SECONDS",
+        "until an answer that waits for something begins",
+    ),
+    Setting(
+        "http_send_s",
+        parsers.parse_seconds,
+        HTTP_DEFAULTS.send_seconds,
+        "SECONDS",
+        "without a client taking a byte of its answer",
+    ),
+    Setting(
+        "http_linger_s",
+        parsers.parse_seconds,
+        HTTP_DEFAULTS.linger_seconds,
+        "SECONDS",
+        "in which a refused client may go on sending",
+    ),
+)
+
 DAEMON_SETTINGS = (
     Setting(
         "min_initial_workers",
@@ -422,30 +523,6 @@ DAEMON_SETTINGS = (
         "/metrics shows loads rank by rank while no more ranks are registered than",
         live=True,
     ),
-    Setting(
-        "http_connections",
-        parsers.parse_positive,
-        HTTP_DEFAULTS.connections,
-        "N",
-        "HTTP connections per listener",
-        live=True,
-    ),
-    Setting(
-        "http_idle_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.idle_seconds,
-        "SECONDS",
-        "idle HTTP connections close after",
-        live=True,
-    ),
-    Setting(
-        "http_graceful_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.graceful_seconds,
-        "SECONDS",
-        "time that open requests get at shutdown",
-        live=True,
-    ),
     Setting("engine_heartbeat_s", parsers.parse_seconds, 5.0, "SECONDS", "ping each engine every"),
     Setting(
         "engine_heartbeat_timeout_s",
@@ -502,6 +579,7 @@ GROUPS = {
     "The fleet file": FLEET_SETTINGS,
     "Outgoing connections": OUTGOING_SETTINGS,
     "CURVE": CURVE_SETTINGS,
+    "HTTP limits": HTTP_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from publishing import Json, Running, running_conductor
@@ -117,6 +118,15 @@ def test_bounds_and_bugs(error: Exception, status: int, reason: str) -> None:
     )
     assert isinstance(response.body, bytes)
     assert (response.status, json.loads(response.body)["reason"]) == (status, reason)
+
+
+def test_a_body_may_be_as_long_as_is_set(tmp_path: Path) -> None:
+    (tmp_path / "kvd.toml").write_text("http_body_bytes = 3000000\n")
+    with running_conductor(tmp_path, "--config", str(tmp_path / "kvd.toml")) as running:
+        for size, status in ((3_000_000, 200), (3_000_001, 413)):
+            begin, end = b'{"model":"m","block_size":4,"token_ids":[1', b"]}"
+            body = begin + b" " * (size - len(begin) - len(end)) + end
+            assert running.client.post("/query", content=body).status_code == status
 
 
 # ---- bodies

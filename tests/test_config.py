@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.config import FACE_BINDS, ReplicaSync, StartError, StaticWorker, load
+from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.model import PartitionKey, RankKey
 from kvd.parsers import (
@@ -23,7 +24,12 @@ from kvd.parsers import (
     parse_uint,
 )
 from kvd.peers import MAX_PEERS
-from kvd.settings import DEFAULT_INDEXER_BIND, DEFAULT_SLOT_TRACKER_BIND, SETTINGS
+from kvd.settings import (
+    DEFAULT_INDEXER_BIND,
+    DEFAULT_SLOT_TRACKER_BIND,
+    HTTP_SETTINGS,
+    SETTINGS,
+)
 
 ENDPOINT = "tcp://127.0.0.1:5557"
 
@@ -31,6 +37,19 @@ ENDPOINT = "tcp://127.0.0.1:5557"
 def workers(text: str, **given: object) -> list[tuple[int, int, str]]:
     config = load({"workers": parse_list(text), "block_size": 16, **given}, {})
     return [(one.key.instance_id, one.key.dp_rank, one.endpoint) for one in config.workers]
+
+
+def test_every_limit_of_http_can_be_said() -> None:
+    said = {setting.name: setting.default for setting in HTTP_SETTINGS}
+    assert load({}, {}).http == HttpLimits()
+    assert len(said) == len(dataclasses.fields(HttpLimits))
+    for number, name in enumerate(said, 1):
+        said[name] = 2**22 + number
+    http = load(said, {}).http
+    assert sorted(dataclasses.asdict(http).values()) == sorted(said.values())
+    for name, least in (("http_body_bytes", 2**21), ("http_head_bytes", 4096)):
+        with pytest.raises(StartError, match=f"expected a number from {least}"):
+            load({}, {f"KVD_{name.upper()}": str(least - 1)})
 
 
 def test_defaults_are_local_and_quiet() -> None:

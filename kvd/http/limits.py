@@ -12,12 +12,13 @@ TICKS_PER_DEADLINE = 4  # a deadline is missed by a quarter of its own length at
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one listener grants its clients; the body limit is the route's own."""
+    """What one listener grants its clients; a route may grant less of a body."""
 
     head_bytes: int = 16 * 1024  # nginx grants 8 KiB a line, h11 16 KiB in all
     headers: int = 100  # Apache's default; proxies and tracers add a dozen
     url_bytes: int = 8 * 1024  # the least RFC 9110 §4.1 asks for
     connections: int = 1024  # well inside LimitNOFILE=65536, room for as many again in a restart
+    body_bytes: int = 8 * 1024 * 1024  # of the longest: 1.6 million token ids
     bodies_bytes: int = 512 * 1024 * 1024  # being received at once: 64 of the longest queries
     head_seconds: float = 5.0  # from the first byte (or the connect) to the end of the head
     body_seconds: float = 10.0  # 8 MiB at 7 Mbit/s; a body comes from the same data centre
