@@ -7,7 +7,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvd import configfile, fleetfile, tokens
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
-from kvd.http.permits import Policy
+from kvd.http.permits import Policy, Token
 from kvd.model import PartitionKey, RankKey
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
@@ -135,8 +136,15 @@ def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with _reading(path):
         return configfile.read(path)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Names the file in what is wrong with it."""
+    try:
+        yield
     except OSError as error:
         raise StartError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -171,17 +179,9 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
     values = {name: said.value for name, said in resolve(given, environ).items()}
     config = build(values, environ, demo=demo)
     if config.fleet_file is not None:
-        _read_fleet(config.fleet_file, Outgoing(config.outgoing))
+        with _reading(config.fleet_file):
+            fleetfile.load(config.fleet_file, Outgoing(config.outgoing))
     return config
-
-
-def _read_fleet(path: Path, outgoing: Outgoing) -> None:
-    try:
-        fleetfile.load(path, outgoing)
-    except OSError as error:
-        raise StartError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise StartError(f"{path}: {error}") from None
 
 
 def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool = False) -> Config:
@@ -250,34 +250,26 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
     if certfile is None or keyfile is None:
         raise StartError("TLS needs both --tls-certfile and --tls-keyfile")
     for path in given:
-        try:
+        with _reading(path):
             path.open("rb").close()
-        except OSError as error:
-            raise StartError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError as error:  # no path at all
-            raise StartError(f"{path}: {error}") from None
     return TlsFiles(certfile, keyfile, client_ca)
 
 
 def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
     path = values["tokens_file"] or tokens.credential(environ)
-    try:
-        known = () if path is None else tokens.read(path)
-    except OSError as error:
-        raise StartError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise StartError(f"{path}: {error}") from None
+    known: tuple[Token, ...] = ()
+    if path is not None:
+        with _reading(path):
+            known = tokens.read(path)
     return Policy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
 
 
 def read_token(path: Path | None) -> bytes:
     """Returns the token that is alone in a file, none without one; raises `StartError`."""
-    try:
-        return b"" if path is None else tokens.read_one(path)
-    except OSError as error:
-        raise StartError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise StartError(f"{path}: {error}") from None
+    if path is None:
+        return b""
+    with _reading(path):
+        return tokens.read_one(path)
 
 
 def _check_demo(binds: Binds | None, policy: Policy, outgoing: Outgoing) -> None:
@@ -347,13 +339,8 @@ def _curve(values: Mapping[str, Any]) -> Curve:
 def _key_file(path: Path | None, parse: Callable[[str], Parsed]) -> Parsed | None:
     if path is None:
         return None
-    try:
-        with path.open("rb") as file:
-            return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
-    except OSError as error:
-        raise StartError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise StartError(f"{path}: {error}") from None
+    with _reading(path), path.open("rb") as file:
+        return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
 
 
 def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync | None:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Hashable, Mapping, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from kvd.outlet import Outlet
 
@@ -69,11 +70,22 @@ class Log:
 
     def always(self, event: str, /, **fields: object) -> None:
         """Writes a line of level info whatever the level is: for what has a switch of its own."""
-        _handler.put("info", self._logger.name, event, fields, time.time())
+        _handler.put(Entry("info", self._logger.name, event, fields, time.time()))
 
 
 def get_logger(name: str) -> Log:
     return Log(name)
+
+
+class Entry(NamedTuple):
+    """What a line says, and the traceback behind it."""
+
+    level: str
+    logger: str
+    event: str
+    fields: Mapping[str, object]
+    seconds: float
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +95,9 @@ class Style:
     form: str = "logfmt"
     journal: bool = False
 
-    def line(
-        self,
-        level: str,
-        logger: str,
-        event: str,
-        fields: Mapping[str, object],
-        seconds: float,
-        traceback: str = "",
-    ) -> str:
+    def line(self, entry: Entry) -> str:
         """Returns a line with its end; only a traceback in logfmt adds further ones."""
+        level, logger, event, fields, seconds, traceback = entry
         members: dict[str, object] = {} if self.journal else {"ts": _utc(seconds)}
         members |= {"level": level, "logger": logger, "event": event, **fields}
         if self.form == "json":
@@ -121,34 +126,20 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         info = record.exc_info
         traceback = logging.Formatter().formatException(info) if info else ""
-        self.put(
-            record.levelname.lower(),
-            record.name,
-            _message(record),
-            getattr(record, "fields", {}),
-            record.created,
-            traceback,
-        )
+        level, fields = record.levelname.lower(), getattr(record, "fields", {})
+        said = Entry(level, record.name, _message(record), fields, record.created, traceback)
+        self.put(said)
 
-    def put(
-        self,
-        level: str,
-        logger: str,
-        event: str,
-        fields: Mapping[str, object],
-        seconds: float,
-        traceback: str = "",
-    ) -> None:
-        line = self.style.line(level, logger, event, fields, seconds, traceback)
-        self.outlet.write(line.encode(errors="backslashreplace"))
+    def put(self, entry: Entry) -> None:
+        self.outlet.write(self.style.line(entry).encode(errors="backslashreplace"))
 
     def close(self) -> None:
         self.outlet.close()
         super().close()
 
     def _notice(self, count: int) -> bytes:
-        fields = {"lines": count}
-        return self.style.line("warning", __name__, "lines_dropped", fields, time.time()).encode()
+        entry = Entry("warning", __name__, "lines_dropped", {"lines": count}, time.time())
+        return self.style.line(entry).encode()
 
 
 def _message(record: logging.LogRecord) -> str:

@@ -23,7 +23,7 @@ from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Permits, is_local
 from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
-from kvd.http.types import DEFAULT_BODY_LIMIT, Route
+from kvd.http.types import LONG_BODY_LIMIT, Route
 from kvd.metrics import (
     Family,
     RequestMetrics,
@@ -141,8 +141,8 @@ class FaceServer:
             task_status.started()
 
     def _bounded(self, route: Route) -> Route:
-        """Returns a route with the limit of long bodies, if it takes such."""
-        if route.body_limit <= DEFAULT_BODY_LIMIT:
+        """Returns a route with the limit that is set for long bodies, if it takes such."""
+        if route.body_limit != LONG_BODY_LIMIT:
             return route
         return replace(route, body_limit=self._limits.body_bytes)
 

@@ -32,7 +32,7 @@ from kvd.faces.conductor_members import (
     wrong_type,
 )
 from kvd.faces.monitoring import HEALTH
-from kvd.http.types import Handler, Request, Response, Route, Scope
+from kvd.http.types import LONG_BODY_LIMIT, Handler, Request, Response, Route, Scope
 from kvd.model import DEFAULT_TENANT
 from kvd.publishers import Described, Narrowing, Publishers
 from kvd.state import State
@@ -41,8 +41,6 @@ from kvd.wire.curve import check_server_key
 from kvd_core.lane import Answerer
 from kvd_core.plain_conductor import FIELDS, PlainHoldings
 from kvd_core.scan import BodyScanner
-
-QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, as on the indexer
 
 SALT = ("cache_salt", "additional_salt", "additionalsalt")
 HASHES = ("seq_hashes", "block_hash", "block_hashes")
@@ -112,7 +110,7 @@ def routes(state: State, publishers: Publishers) -> tuple[Route, ...]:
 
 def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
     return Route(
-        "POST", path, handler, True, answerer, QUERY_BODY_LIMIT, any_type=True, scope=Scope.READ
+        "POST", path, handler, True, answerer, LONG_BODY_LIMIT, any_type=True, scope=Scope.READ
     )
 
 

@@ -13,7 +13,7 @@ from kvd.faces import bodies
 from kvd.faces.dumps import binary_dump, sliced, text_dump
 from kvd.faces.monitoring import HEALTH
 from kvd.faces.workers import listed
-from kvd.http.types import Admission, Handler, Request, Response, Route, Scope
+from kvd.http.types import LONG_BODY_LIMIT, Admission, Handler, Request, Response, Route, Scope
 from kvd.metrics import Family, counter, gauge, listener_families, state_families
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
@@ -24,7 +24,6 @@ from kvd_core.lane import Answerer
 from kvd_core.plain import PlainQuery
 from kvd_core.scan import BodyScanner
 
-QUERY_BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
 OK = b'{"status":"ok"}'
 
 # Dumps under way: replicas that start at once. Each takes 0.2 ms of every pass of the loop, and
@@ -96,7 +95,7 @@ def dump_route(state: State, dumps: Admission) -> Route:
 
 
 def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
-    return Route("POST", path, handler, True, answerer, QUERY_BODY_LIMIT, scope=Scope.READ)
+    return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
 def query(state: State, request: Request) -> Response:

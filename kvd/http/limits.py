@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvd.http.types import LONG_BODY_LIMIT
+
 # A deadline is noticed by the next sweep, so at most this much late.
 MAX_TICK_SECONDS = 0.5
 MIN_TICK_SECONDS = 0.0025
@@ -18,7 +20,7 @@ class HttpLimits:
     headers: int = 100  # Apache's default; proxies and tracers add a dozen
     url_bytes: int = 8 * 1024  # the least RFC 9110 §4.1 asks for
     connections: int = 1024  # well inside LimitNOFILE=65536, room for as many again in a restart
-    body_bytes: int = 8 * 1024 * 1024  # of the longest: 1.6 million token ids
+    body_bytes: int = LONG_BODY_LIMIT  # 1.6 million token ids
     bodies_bytes: int = 512 * 1024 * 1024  # being received at once: 64 of the longest queries
     head_seconds: float = 5.0  # from the first byte (or the connect) to the end of the head
     body_seconds: float = 10.0  # 8 MiB at 7 Mbit/s; a body comes from the same data centre

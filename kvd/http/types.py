@@ -17,6 +17,9 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework grants by default
+# Of questions and lists of workers, bytes, itself included, as on the originals; a setting may say
+# another one in its place (HttpLimits.body_bytes).
+LONG_BODY_LIMIT = 8 * 1024 * 1024
 
 
 class Scope(IntFlag):

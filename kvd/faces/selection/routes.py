@@ -7,7 +7,7 @@ from functools import partial
 from kvd.catalog import DEFAULT_MODEL
 from kvd.faces.selection import choosing, inspection, reservations, tuning, workers
 from kvd.faces.selection.prompts import ASK
-from kvd.http.types import DEFAULT_BODY_LIMIT, Handler, Route, Scope
+from kvd.http.types import DEFAULT_BODY_LIMIT, LONG_BODY_LIMIT, Handler, Route, Scope
 from kvd.model import DEFAULT_TENANT
 from kvd.selection.service import Selections
 from kvd_core.lane import Answerer
@@ -19,8 +19,6 @@ from kvd_core.plain_selection import (
     PlainSelect,
 )
 
-BODY_LIMIT = 8 * 1024 * 1024  # bytes, the limit itself included, as on the original
-
 
 def selection_routes(selections: Selections) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's selections."""
@@ -30,9 +28,9 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
         Route("GET", "/health", inspection.health, hot=True, scope=Scope.OPEN),
         Route("GET", "/ready", bound(workers.ready), scope=Scope.OPEN),
         Route("GET", "/workers", bound(workers.list_workers)),
-        _admin("POST", "/workers", bound(workers.post_worker), BODY_LIMIT),
-        _admin("PUT", "/workers", bound(workers.put_workers), BODY_LIMIT),
-        _admin("PATCH", "/workers/{worker_id}", bound(workers.patch_worker), BODY_LIMIT),
+        _admin("POST", "/workers", bound(workers.post_worker), LONG_BODY_LIMIT),
+        _admin("PUT", "/workers", bound(workers.put_workers), LONG_BODY_LIMIT),
+        _admin("PATCH", "/workers/{worker_id}", bound(workers.patch_worker), LONG_BODY_LIMIT),
         _admin("DELETE", "/workers/{worker_id}", bound(workers.delete_worker)),
         _question(
             "/select",
@@ -74,12 +72,12 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
 
 def _question(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
     """Returns the route of a question that books nothing."""
-    return Route("POST", path, handler, True, answerer, BODY_LIMIT, scope=Scope.READ)
+    return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
 def _step(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
     """Returns the route of a booking, or a step in its life."""
-    return Route("POST", path, handler, True, answerer, BODY_LIMIT, scope=Scope.LIFECYCLE)
+    return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.LIFECYCLE)
 
 
 def _admin(method: str, path: str, handler: Handler, body_limit: int = DEFAULT_BODY_LIMIT) -> Route:
