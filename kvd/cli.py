@@ -18,6 +18,7 @@ from kvd import config, logs, parsers, settings
 from kvd._version import VERSION
 from kvd.configfile import render
 from kvd.configpage import render_page
+from kvd.wire.urls import masked
 
 DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
 EXIT_START_ERROR = 1
@@ -121,7 +122,7 @@ def add_select_service(commands: Any) -> None:
     add_threads(service)
     service.add_argument(
         "--indexer-peers",
-        type=_usage(parsers.parse_urls),
+        type=_usage(parsers.parse_peers),
         metavar="URL,...",
         help="services to take the state from at the start",
     )
@@ -284,7 +285,10 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> None:
     parser.add_argument(
-        "--host", metavar="HOST", help=f"listening address (default {default.host})"
+        "--host",
+        type=_usage(parsers.parse_host),
+        metavar="HOST",
+        help=f"listening address (default {default.host})",
     )
     parser.add_argument(
         "--port",
@@ -381,6 +385,7 @@ def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:
         try:
             return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+            shown = masked(text), masked(str(error))
+            raise argparse.ArgumentTypeError("{!r}: {}".format(*shown)) from None
 
     return convert

@@ -25,6 +25,7 @@ from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import SETTINGS
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.outgoing import Outgoing, Places
+from kvd.wire.urls import masked
 from kvd_core.selector_settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
@@ -165,7 +166,8 @@ def _resolve(
         try:
             return Said(setting.parse(text), setting.variable)
         except ValueError as error:
-            raise StartError(f"{setting.variable}={text!r}: {error}") from None
+            said, why = masked(text), masked(str(error))
+            raise StartError(f"{setting.variable}={said!r}: {why}") from None
     if setting.name in filed:
         return Said(filed[setting.name], str(path))
     return Said(setting.default, "default")
@@ -353,7 +355,7 @@ def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync 
         try:
             outgoing.check_endpoint(endpoint)
         except BadRequest as error:
-            raise StartError(f"--replica-sync-peers: {error}") from None
+            raise StartError(f"--replica-sync-peers: {masked(str(error))}") from None
     return ReplicaSync(values["replica_sync_host"], port, peers or ())
 
 
@@ -391,9 +393,10 @@ def _worker_entry(entry: str, outgoing: Outgoing) -> tuple[int, int, str]:
     instance_id = _number(entry, "instance id", identity, U64_MAX)
     dp_rank = _number(entry, "dp_rank", rank, U32_MAX) if colon else 0
     try:
-        outgoing.check_endpoint(endpoint)
+        outgoing.check_replica_endpoint(endpoint)
     except BadRequest as error:
-        raise StartError(f"--workers entry {entry!r}: {error}") from None
+        said, why = masked(entry), masked(str(error))
+        raise StartError(f"--workers entry {said!r}: {why}") from None
     return instance_id, dp_rank, endpoint
 
 

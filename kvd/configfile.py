@@ -18,6 +18,7 @@ from typing import Any
 from kvd import toml
 from kvd.parsers import Setting
 from kvd.settings import SETTINGS
+from kvd.wire.urls import masked
 
 MAX_BYTES = 1024 * 1024  # of a file: some thousand workers have room
 
@@ -44,7 +45,7 @@ def _value(key: str, said: object) -> Any:  # typed by the table's own parse fun
     try:
         return setting.parse(_text(setting, said))
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
+        raise ValueError(f"{key}: {masked(str(error))}") from None
 
 
 def _text(setting: Setting, said: object) -> str:

@@ -69,7 +69,7 @@ class Table:
 
 
 def _check_listened(wanted: indexer.Rank | Described, outgoing: Outgoing) -> None:
-    outgoing.check_endpoint(wanted.endpoint)
+    outgoing.check_replica_endpoint(wanted.endpoint)
     if wanted.replay_endpoint is not None:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
     check_server_key(wanted.server_key)
@@ -78,7 +78,7 @@ def _check_listened(wanted: indexer.Rank | Described, outgoing: Outgoing) -> Non
 def _check_worker(wanted: WorkerRecord, outgoing: Outgoing) -> None:
     for endpoint in (wanted.kv_events_endpoint, *wanted.kv_events_endpoints.values()):
         if endpoint:
-            outgoing.check_endpoint(endpoint)
+            outgoing.check_replica_endpoint(endpoint)
     if wanted.replay_endpoint:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
     check_server_key(wanted.curve_server_key)

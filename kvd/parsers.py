@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
 from kvd.logs import FORMS, LEVELS
@@ -13,7 +15,9 @@ from kvd.peers import MAX_PEERS
 from kvd.scheduling.options import RouterMode
 from kvd.scheduling.queue import QueuePolicy
 from kvd.wire.endpoints import check_replica_endpoint
+from kvd.wire.hosts import literal
 from kvd.wire.outgoing import Places, parse_places
+from kvd.wire.urls import parse_url
 from kvd_core.selector import MAX_ISL_TOKENS
 from kvd_core.selector_settings import MAX_WEIGHT
 
@@ -72,6 +76,7 @@ class Binds:
 
 
 TLS_PREFIX = "tls:"
+MAX_UNIX_PATH_BYTES = 107  # Linux: 108 with the zero at its end
 OFF = "off"  # the bind of a face that is not to be served
 
 
@@ -83,6 +88,8 @@ def parse_bind(text: str) -> Bind:
         path = text.removeprefix("unix:")
         if not path or "\0" in path:
             raise ValueError("the path of the unix socket is missing")
+        if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"the path of the unix socket has over {MAX_UNIX_PATH_BYTES} bytes")
         return UnixBind(path)
     return parse_tcp_bind(text)
 
@@ -119,18 +126,34 @@ def parse_origins(text: str) -> tuple[str, ...]:
     for origin in (origins := parse_list(text)):
         if not re.fullmatch(r"null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]{1,253}", origin):
             raise ValueError(f"{origin!r} is no origin, as https://a.example:8443 is")
+        _check_port(origin)
     return origins
+
+
+def _check_port(origin: str) -> None:
+    try:
+        _ = urlsplit(origin).port
+    except ValueError:
+        raise ValueError(f"{origin!r} has no port from 0 to 65535") from None
 
 
 def parse_tcp_bind(text: str) -> TcpBind:
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    elif ":" in host:
+        if ":" not in host:
+            raise ValueError(f"{host} is no IPv6 address, which alone has brackets")
+    elif ":" in host and "/" not in host:
         raise ValueError("an IPv6 address needs brackets: [::1]:8090")
-    if not colon or not host:
+    if not colon or not host or "/" in host:
         raise ValueError("expected HOST:PORT, tls:HOST:PORT or unix:PATH")
-    return TcpBind(host, parse_port(port))
+    return TcpBind(parse_host(host), parse_port(port))
+
+
+def parse_host(text: str) -> str:
+    """Reads where to listen: an address, an IPv6 one with its zone, or a name."""
+    literal(text.partition("%")[0] if ":" in text else text)
+    return text
 
 
 def parse_uint(text: str, maximum: int) -> int:
@@ -263,11 +286,14 @@ def parse_list(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
-def parse_urls(text: str) -> tuple[str, ...]:
-    """Splits, and counts each but once."""
-    urls = tuple(dict.fromkeys(parse_list(text)))
-    if len(urls) > MAX_PEERS:
-        raise ValueError(f"more than {MAX_PEERS} peers")
+def parse_peers(text: str) -> tuple[str, ...]:
+    """Splits, counts each but once, and checks that all are URLs to fetch from."""
+    urls = _each_once(text)
+    for number, url in enumerate(urls, 1):
+        try:
+            parse_url(url)
+        except ValueError as error:
+            raise ValueError(f"entry {number}: {error}") from None
     return urls
 
 
@@ -278,14 +304,21 @@ def parse_replica_port(text: str) -> int:
 
 
 def parse_replica_peers(text: str) -> tuple[str, ...]:
-    """Splits like parse_urls and checks every endpoint."""
-    endpoints = parse_urls(text)
+    """Splits like parse_peers and checks every endpoint."""
+    endpoints = _each_once(text)
     for endpoint in endpoints:
         try:
             check_replica_endpoint(endpoint)
         except BadRequest as error:
             raise ValueError(str(error)) from None
     return endpoints
+
+
+def _each_once(text: str) -> tuple[str, ...]:
+    peers = tuple(dict.fromkeys(parse_list(text)))
+    if len(peers) > MAX_PEERS:
+        raise ValueError(f"more than {MAX_PEERS} peers")
+    return peers
 
 
 def parse_outgoing(text: str) -> Places:

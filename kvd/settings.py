@@ -60,7 +60,7 @@ REPLICA_SETTINGS = (
     ),
     Setting(
         "replica_sync_host",
-        str,
+        parsers.parse_host,
         "127.0.0.1",
         "HOST",
         "address of that port; 0.0.0.0 is every interface",
@@ -265,7 +265,11 @@ CONDUCTOR_SETTINGS = (
 
 PEER_SETTINGS = (
     Setting(
-        "peers", parsers.parse_urls, None, "URL,...", "indexers to take the state from at the start"
+        "peers",
+        parsers.parse_peers,
+        None,
+        "URL,...",
+        "indexers to take the state from at the start",
     ),
     Setting(
         "peers_token_file", Path, None, "FILE", "a bearer token, with the scope admin at the peers"

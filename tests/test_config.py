@@ -217,7 +217,7 @@ def test_a_bad_variable_is_named(variable: str, text: str) -> None:
 
 
 def test_peers_are_bounded_and_each_is_asked_once() -> None:
-    urls = [f"http://h:{n}" for n in range(MAX_PEERS)]
+    urls = [f"http://h:{n}" for n in range(1, MAX_PEERS + 1)]
     assert load({}, {"KVD_PEERS": ",".join([*urls, urls[0]])}).peers == tuple(urls)
     with pytest.raises(StartError, match=f"more than {MAX_PEERS} peers"):
         load({}, {"KVD_PEERS": ",".join([*urls, "http://another"])})

@@ -20,7 +20,7 @@ from kvd.parsers import Setting, parse_face_binds
 from kvd.settings import SETTINGS
 
 WORKER = "1=tcp://127.0.0.1:5557"
-TEXTS = ("some", "16", "127.0.0.1:8443", "tcp://127.0.0.1:5600")
+TEXTS = ("some", "16", "127.0.0.1:8443", "tcp://127.0.0.1:5600", "http://10.0.0.9:8090")
 
 
 def write(path: Path, text: str) -> dict[str, object]:
@@ -75,6 +75,22 @@ def test_every_misspelling_is_refused(
         ("http_connections = [1]", r"http_connections: expected N"),
         ("peers = 'http://10.0.0.9:8090'", r"peers: expected an array of URL texts"),
         ("peers = ['http://10.0.0.9:8090,']", r"peers: a text with a comma"),
+        ("peers = ['ftp://x']", r"peers: entry 1: no URL of http: or https:, expected http://HOST"),
+        ("peers = ['http://h', 'http://u:p@x']", r"peers: entry 2: a user or a password"),
+        ("peers = ['http://h:0']", r"peers: entry 1: a URL whose port"),
+        ("peers = ['http://h#x']", r"peers: entry 1: a question mark or a #"),
+        ('peers = ["http://h\\u0000"]', r"peers: entry 1: blanks, control characters"),
+        ("replica_sync_peers = ['tcp://*:1']", r"replica_sync_peers: .*nothing can be connected"),
+        (
+            "replica_sync_peers = ['tcp://u:p@x:1']",
+            r"replica_sync_peers: .*tcp://\*\*\*@x:1`: missing",
+        ),
+        ("replica_sync_host = 'a b'", r"replica_sync_host: a b is no host name"),
+        ("indexer_bind = 'http://h:1'", r"indexer_bind: expected HOST:PORT"),
+        ('indexer_bind = "h\\u0000:1"', r"indexer_bind: .* is no host name"),
+        ("indexer_bind = '[h]:1'", r"indexer_bind: h is no IPv6 address"),
+        ("indexer_bind = 'unix:" + "x" * 108 + "'", r"indexer_bind: the path .* over 107 bytes"),
+        ("allowed_origins = ['https://h:99999']", r"allowed_origins: .* has no port"),
         ("peers = [1]", r"peers: expected an array of URL texts"),
         ("indexer = {bind = 1}", r"indexer: no such setting"),
         ("indexer_bin = 'off'", r"indexer_bin: no such setting; indexer_bind\?"),
@@ -206,6 +222,28 @@ def test_check_says_ok_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     write(path, "engine_heartbeat_s = 60")
     assert main(["config", "check", "--config", str(path)]) == 1
     assert "heartbeat timeout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["peers", "replica_sync_peers", "workers"])
+def test_nobody_reads_a_password_in_an_address(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "1=tcp://u:precious@h:1" if name == "workers" else "http://u:precious@h:1"
+    more = "block_size = 16\nreplica_sync_port = 5600\n"
+    path = tmp_path / "kvd.toml"
+    write(path, f'{more}{name} = ["{url}"]')
+    for action in ("check", "show"):
+        assert main(["config", action, "--config", str(path)]) == 1
+        flag = f"--{name.replace('_', '-')}={url}"
+        given_ = ["config", action, "--block-size=16", "--replica-sync-port=5600"]
+        with suppress(SystemExit):
+            assert main([*given_, flag]) == 1
+        with monkeypatch.context() as environ:
+            environ.setenv(f"KVD_{name.upper()}", url)
+            assert main(given_) == 1
+    shown = capsys.readouterr()
+    assert "precious" not in shown.out + shown.err
+    assert shown.err.count(name) + shown.err.count(name.replace("_", "-")) >= 6
 
 
 def test_check_reads_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

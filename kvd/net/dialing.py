@@ -22,7 +22,8 @@ import trio
 
 from kvd.net.curve import KeyPair, Options
 from kvd.wire.endpoints import host_and_port, tcp_endpoint
-from kvd.wire.outgoing import Outgoing, literal, refusal
+from kvd.wire.hosts import literal
+from kvd.wire.outgoing import Outgoing, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

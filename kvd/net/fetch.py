@@ -13,16 +13,15 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import httptools
 import trio
 
 from kvd._version import VERSION
 from kvd.net.dialing import Dialer, Unreachable
+from kvd.wire.urls import Target, parse_url
 
 RECEIVE_BYTES = 64 * 1024
-PORTS = {"http": 80, "https": 443}
 
 Headers = dict[bytes, bytes]
 Sink = Callable[[bytes], None]
@@ -43,15 +42,6 @@ class FetchLimits:
     body_bytes: int = 4 * 1024**3  # 45M blocks as text, 91 bytes each
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    host: str
-    port: int
-    tls: bool
-    authority: str
-    path: str
-
-
 async def fetch(
     url: str,
     accept: bytes,
@@ -67,7 +57,10 @@ async def fetch(
     200, uncompressed and complete; by then the sink may have been given a part. What `begin` and
     the sink raise comes through.
     """
-    target = _parse(url)
+    try:
+        target = parse_url(url)
+    except ValueError as error:
+        raise FetchError(str(error)) from None
     try:
         with trio.fail_after(limits.total_s):
             with trio.fail_after(limits.connect_s):
@@ -81,24 +74,7 @@ async def fetch(
         raise FetchError(f"connection failed: {error.__cause__ or error}") from None
 
 
-def _parse(url: str) -> _Target:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or PORTS.get(parts.scheme, 0)
-        host = (parts.hostname or "").encode("idna" if not parts.netloc.isascii() else "ascii")
-    except ValueError as error:
-        raise FetchError(f"not a URL: {error}") from None
-    path = parts.path + (f"?{parts.query}" if parts.query else "")
-    if parts.scheme not in PORTS or not host or "@" in parts.netloc:
-        raise FetchError("not a URL of the form http://host:port")
-    if not path.isascii() or not path.isprintable() or " " in path:
-        raise FetchError("not a URL: its path needs escaping")
-    name = host.decode()
-    authority = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-    return _Target(name, port, parts.scheme == "https", authority, path or "/")
-
-
-async def _connect(target: _Target, dialer: Dialer) -> trio.abc.Stream:
+async def _connect(target: Target, dialer: Dialer) -> trio.abc.Stream:
     """Connects to the first of the target's addresses that answers; raises OSError, Unreachable."""
     *others, last = await dialer.addresses(target.host)
     for address in others:
@@ -109,7 +85,7 @@ async def _connect(target: _Target, dialer: Dialer) -> trio.abc.Stream:
     return await _open(target, last)
 
 
-async def _open(target: _Target, address: str) -> trio.abc.Stream:
+async def _open(target: Target, address: str) -> trio.abc.Stream:
     stream = await trio.open_tcp_stream(address, target.port)
     if not target.tls:
         return stream
@@ -117,7 +93,7 @@ async def _open(target: _Target, address: str) -> trio.abc.Stream:
     return trio.SSLStream(stream, context, server_hostname=target.host, https_compatible=True)
 
 
-def _request(target: _Target, accept: bytes, token: bytes) -> bytes:
+def _request(target: Target, accept: bytes, token: bytes) -> bytes:
     shown = b"authorization: Bearer %b\r\n" % token if token else b""
     return (
         b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: %b\r\naccept-encoding: identity\r\n"

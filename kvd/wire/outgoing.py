@@ -14,16 +14,15 @@ usual (`127.1`, `0x7f000001`, `0177.0.0.1`, zone ids) none passes, as readers di
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, ip_address, ip_network
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
 from kvd.wire import endpoints
-
-Address = IPv4Address | IPv6Address
+from kvd.wire.hosts import Address, literal, normal
+from kvd.wire.urls import masked
 
 
 class Network(NamedTuple):
@@ -101,10 +100,6 @@ EMBEDDING = tuple(
     Network.of(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
 )
 
-MAX_NAME_CHARS = 253
-LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
-
 
 class Outgoing:
     """What may be connected to, and how often something else was named or found.
@@ -152,11 +147,13 @@ class Outgoing:
         self.check_endpoint(endpoint)
 
     def check_url(self, url: str) -> None:
-        """Raises BadRequest if a URL names a host that may not be connected to.
+        """Raises BadRequest if a URL names a host that may not be connected to, or has a password.
 
         What is no URL passes: that shows when it is to be fetched, and nothing is connected to.
-        The text has the host alone, as a URL may have a password.
+        The text has the host alone.
         """
+        if masked(url) != url:  # it would be shown to all who may read
+            raise BadRequest("invalid URL: a user or a password in it")
         try:
             host = urlsplit(url).hostname
         except ValueError:
@@ -203,32 +200,6 @@ class Outgoing:
         """Returns those of the addresses that a name was resolved to that may be connected to."""
         addresses = dict.fromkeys(normal(ip_address(text.partition("%")[0])) for text in found)
         return [str(address) for address in addresses if self.allows(address)]
-
-
-def literal(host: str) -> Address | None:
-    """Returns the address that a host is written as, None for a name; ValueError for neither."""
-    if ":" in host:
-        if "%" in host:
-            raise ValueError("zone ids are not supported")
-        try:
-            return normal(IPv6Address(host))
-        except ValueError:
-            raise ValueError(f"{host} is no IPv6 address") from None
-    labels = host.removesuffix(".").split(".")
-    if NUMBER.fullmatch(labels[-1]):
-        try:
-            return IPv4Address(host)
-        except ValueError:
-            raise ValueError(f"{host} is no address in the form 192.0.2.1") from None
-    if len(host) > MAX_NAME_CHARS + 1 or not all(map(LABEL.fullmatch, labels)):
-        raise ValueError(f"{host[:64]} is no host name")
-    return None
-
-
-def normal(address: Address) -> Address:
-    """Returns the IPv4 address that an IPv6 socket would connect to, else the address."""
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return address if mapped is None else mapped
 
 
 def refusal(host: object) -> str:

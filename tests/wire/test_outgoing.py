@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadRequest
-from kvd.wire.outgoing import Outgoing, literal, normal, parse_places
+from kvd.wire.hosts import literal, normal
+from kvd.wire.outgoing import Outgoing, parse_places
 
 PRIVATE = [
     "127.0.0.1",
@@ -227,6 +228,8 @@ def test_what_is_no_url_is_left_to_whoever_fetches_it(url: str) -> None:
     "url",
     [
         "http://u:p@169.254.169.254/",
+        "http://u:p@10.0.0.1/",
+        "u:p@10.0.0.1",
         "https://169.254.169.254:443/x",
         "HTTP://169.254.169.254",
         "http://[::ffff:169.254.169.254]:80",

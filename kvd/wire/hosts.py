@@ -1,0 +1,38 @@
+"""Reads hosts as they are written, in one way only: readers differ about the others."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import IPv4Address, IPv6Address
+
+Address = IPv4Address | IPv6Address
+
+MAX_NAME_CHARS = 253
+LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+
+
+def literal(host: str) -> Address | None:
+    """Returns the address that a host is written as, None for a name; ValueError for neither."""
+    if ":" in host:
+        if "%" in host:
+            raise ValueError("zone ids are not supported")
+        try:
+            return normal(IPv6Address(host))
+        except ValueError:
+            raise ValueError(f"{host} is no IPv6 address") from None
+    labels = host.removesuffix(".").split(".")
+    if NUMBER.fullmatch(labels[-1]):
+        try:
+            return IPv4Address(host)
+        except ValueError:
+            raise ValueError(f"{host} is no address in the form 192.0.2.1") from None
+    if len(host) > MAX_NAME_CHARS + 1 or not all(map(LABEL.fullmatch, labels)):
+        raise ValueError(f"{host[:64]} is no host name")
+    return None
+
+
+def normal(address: Address) -> Address:
+    """Returns the IPv4 address that an IPv6 socket would connect to, else the address."""
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return address if mapped is None else mapped

@@ -1,0 +1,78 @@
+"""Reads URLs of other processes, and keeps passwords in them out of what people read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from kvd.wire.hosts import literal
+
+PORTS = {"http": 80, "https": 443}
+FORM = "http://HOST[:PORT][/PATH], or https://"
+
+# Up to the last @: a password may hold anything, commas and slashes too. Without a scheme it is no
+# URL, but may have been meant as one. The @ of ipc://@name, an abstract socket, is another one.
+_USER = re.compile(r"(://)[^@].*@|^[^\s/]+@", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a URL names."""
+
+    host: str  # in ASCII, an IPv6 address without brackets
+    port: int
+    tls: bool
+    authority: str
+    path: str
+
+
+def masked(text: str) -> str:
+    """Returns a text without the user and the password of URLs in it."""
+    return _USER.sub(lambda found: f"{found[1] or ''}***@", text)
+
+
+def parse_url(url: str) -> Target:
+    """Reads a URL that something can be fetched from; ValueError says what is wrong with it.
+
+    That text never holds the URL, which may have a password where nobody expects one.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError(f"no URL: expected {FORM}") from None
+    # Before anything that a reader of URLs leaves out, as urlsplit does with tabs and line ends.
+    if not url.isprintable() or not parts.path.isascii() or " " in url:
+        raise ValueError("blanks, control characters or letters beyond ASCII in a URL")
+    if parts.scheme not in PORTS:
+        raise ValueError(f"no URL of http: or https:, expected {FORM}")
+    if "@" in parts.netloc:
+        raise ValueError("a user or a password in a URL, which is never sent; tokens are")
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise ValueError("a question mark or a # in a URL, of which nothing may follow the path")
+    host, port = _host(parts), _port(parts)
+    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Target(host, port, parts.scheme == "https", authority, parts.path or "/")
+
+
+def _host(parts: SplitResult) -> str:
+    host = parts.hostname
+    if not host:
+        raise ValueError(f"a URL without a host, expected {FORM}")
+    try:
+        host = host if host.isascii() else host.encode("idna").decode()
+    except UnicodeError:
+        raise ValueError("a URL whose host is no name") from None
+    literal(host)
+    return host
+
+
+def _port(parts: SplitResult) -> int:
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    # `http://host:` has the usual port as well.
+    if port == 0:
+        raise ValueError("a URL whose port is no number from 1 to 65535")
+    return port or PORTS[parts.scheme]
