@@ -46,6 +46,14 @@ class StartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """One part of a reload: read and checked, so that nothing can keep it from holding any more."""
+
+    changed: tuple[str, ...]  # settings of which the value, or what is in the file, is another one
+    commit: Callable[[], None]  # has it hold; neither waits nor fails
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSync:
     """Where this process tells its replicas about requests, and where it hears of theirs."""
 

@@ -10,8 +10,8 @@ messages once the gate opens: after a peer's state is in, and as many instances 
 were asked for.
 
 SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
-second signal ends the process at once. SIGHUP reads the files again; without any it
-is not caught. An exception that reaches a nursery here is a bug: the
+second signal ends the process at once. SIGHUP reads the files again, all of them or none; without
+any it is not caught. An exception that reaches a nursery here is a bug: the
 daemon dies with its traceback, and whoever supervises it starts it again.
 """
 
@@ -23,7 +23,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing, nullcontext
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ import trio
 
 from kvd import logs
 from kvd._version import VERSION
-from kvd.config import Config, StartError
+from kvd.config import Config, Prepared, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
 from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
@@ -132,7 +132,9 @@ class _Daemon:
         self._fleet: Fleet | None = None
         self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
+        self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
         self._signalled = trio.Event()
+        self._hung_up = trio.Event()  # SIGHUP
 
     async def run(self, passed: activation.Passed) -> int:
         config = self._config
@@ -168,7 +170,9 @@ class _Daemon:
                         queue_messages=config.engine.queue_messages,
                     )
                     dialer = self._dialer
-                    tasks = ListenerTasks(listening, context, ready, options, dialer=dialer)
+                    tasks = ListenerTasks(
+                        listening, context, ready, options, dialer=dialer, begin=self._serving
+                    )
                     registry = Registry(self._state, tasks, self._max_ranks, self._outgoing)
                     if config.indexer_bind is not None:
                         for worker in config.workers:
@@ -176,11 +180,6 @@ class _Daemon:
                     publishers = Publishers(self._state, tasks, self._max_ranks, self._outgoing)
                     registry.beside = publishers.__len__
                     publishers.beside = registry.__len__
-                    indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
-                    if any(bind is not None for bind in indexing):
-                        listening.start_soon(self._start_up, registry, ready)
-                    else:
-                        self._recovered.set()
                     self._selections = Selections(
                         self._state,
                         registry,
@@ -194,6 +193,11 @@ class _Daemon:
                     )
                     replicas = self._replicate(listening, context, publisher)
                     await self._follow_fleet(listening, registry, publishers, replicas)
+                    indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
+                    if any(bind is not None for bind in indexing):
+                        listening.start_soon(self._start_up, registry, tasks, ready)
+                    else:
+                        self._recovered.set()
                     await self._serve(self._faces(registry, publishers, replicas))
                     listening.cancel_scope.cancel()
         finally:
@@ -206,6 +210,7 @@ class _Daemon:
         """Runs what lives as long as the daemon."""
         async with trio.open_nursery() as root:
             root.start_soon(self._watch_signals, signals)
+            root.start_soon(self._watch_reloads)
             root.start_soon(self._sweep)
             root.start_soon(self._expire)
             root.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
@@ -215,10 +220,7 @@ class _Daemon:
     async def _watch_signals(self, signals: AsyncIterator[int]) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
-                self._reload()
-                await self._dialer.recheck()
-                if self._recovered.is_set():
-                    await sdnotify.tell_ready()
+                self._hung_up.set()
                 continue
             if self._signalled.is_set():
                 os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
@@ -226,24 +228,46 @@ class _Daemon:
             sdnotify.tell(sdnotify.STOPPING)
             self._signalled.set()
 
-    def _reload(self) -> None:
-        """Takes over what the configuration file says now, or says what is wrong with it."""
-        sdnotify.tell_reloading()
-        if self._fleet is not None:
-            self._fleet.look()
+    async def _watch_reloads(self) -> None:
+        """Reloads when asked to; who asks meanwhile has it done once more."""
+        while True:
+            await self._hung_up.wait()
+            self._hung_up = trio.Event()
+            sdnotify.tell_reloading()
+            await self._reload()
+            await self._dialer.recheck()
+            if self._recovered.is_set():
+                await sdnotify.tell_ready()
+
+    async def _reload(self) -> None:
+        """Takes over what all files say now, or nothing, and says what is wrong with them."""
         try:
-            reloaded = self._reader.again(self._config)
-            for face in self._served:
-                face.check_open(reloaded.config)
+            async with nullcontext() if self._fleet is None else self._fleet.reloading():
+                parts, waiting = await self._prepare()
         except StartError as error:
             self._reloads["refused"] += 1
             log.error("reload_refused", reason=error)
-        else:
-            self._follow(reloaded.config)
-            self._reloads["applied"] += 1
-            log.info("reloaded", changed=" ".join(reloaded.changed))
-            if reloaded.waiting:
-                log.warning("restart_needed", settings=" ".join(reloaded.waiting))
+            return
+        for part in parts:  # in one step: no request sees half of it
+            part.commit()
+        self._reloads["applied"] += 1
+        log.info("reloaded", changed=" ".join(name for part in parts for name in part.changed))
+        if waiting:
+            log.warning("restart_needed", settings=" ".join(waiting))
+
+    async def _prepare(self) -> tuple[list[Prepared], tuple[str, ...]]:
+        """Returns the parts of a reload, and settings that wait for a restart; raises StartError.
+
+        Nothing has changed until all parts are there.
+        """
+        reloaded = self._reader.again(self._config)
+        config = reloaded.config
+        for face in self._served:
+            face.check_open(config)
+        parts = [Prepared(reloaded.changed, partial(self._follow, config))]
+        if self._fleet is not None:
+            parts.append(await self._fleet.prepare(config.outgoing))
+        return parts, reloaded.waiting
 
     def _follow(self, config: Config) -> None:
         """Has the daemon go on with other values of settings that are live."""
@@ -282,10 +306,12 @@ class _Daemon:
                 for _ in self._selections.tend(trio.current_time()):
                     await trio.lowlevel.checkpoint()
 
-    async def _start_up(self, registry: Registry, ready: trio.Event) -> None:
+    async def _start_up(self, registry: Registry, tasks: ListenerTasks, ready: trio.Event) -> None:
         """Fills the index from a peer and opens the gate."""
         config = self._config
         if config.peers:
+            await self._serving.wait()
+            await tasks.entered()
             await trio.sleep(config.recovery_delay_s)
             asked = self._state, config.peers, self._recovery
             token, dialer = config.peers_token, self._dialer
@@ -487,6 +513,7 @@ class _Daemon:
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
+            self._serving.set()
             serving.start_soon(self._announce)
             # What exists now stays: the garbage collector need not look at it ever again.
             gc.collect()

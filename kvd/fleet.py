@@ -1,7 +1,8 @@
 """Keeps the fleet as its file says, while the daemon runs.
 
     every LOOK_EVERY_S:  stat ── as it was: nothing
-    or when asked                └ changed, and at rest ── read ── refused: the old fleet stays
+                                 └ changed, and at rest ── read ── refused: the old fleet stays
+    a reload: prepare, take ─────────────────────────────────┤
                                                              │
     held: what was registered for    reconcile <── entries ──┘
     the file, and is still there       1. who is not in it any more, or quite another, is removed
@@ -10,29 +11,34 @@
 
 What clients have registered is theirs: an entry that one of them has registered fails, and one that
 a client has removed or replaced since is not held any more. Entries that stay as they are keep
-their blocks, streams and bookings. An entry that fails is tried again at the next change.
+their blocks, streams and bookings. An entry that fails is tried again at the next change, and at a
+reload. A reload that is refused leaves out the file as it was then, until it changes again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import trio
 
 from kvd import fleetfile
+from kvd.config import Prepared, StartError
 from kvd.errors import KvdError, NotFound
 from kvd.fleetfile import Entry
 from kvd.logs import get_logger
 from kvd.metrics import Family, by_label
-from kvd.wire.outgoing import Outgoing
+from kvd.wire.outgoing import Outgoing, Places
 
 # A changed file counts when it is the same at two looks: an editor may still be writing it.
 LOOK_EVERY_S = 1.0
+
+SETTING = "fleet_file"
 
 SLICE_ENTRIES = 8  # read or registered between two rests: 1 to 2 ms
 
@@ -68,6 +74,18 @@ class Held:
     known: object
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the file says, without a fault."""
+
+    entries: list[Entry]
+    signature: Signature
+
+    @property
+    def wanted(self) -> dict[tuple[str, Hashable], Any]:
+        return {(each.table, each.key): each.wanted for each in self.entries}
+
+
 class Fleet:
     """The entries of one file on the desks that are open."""
 
@@ -86,12 +104,11 @@ class Fleet:
         self._failed: dict[tuple[str, Hashable], str] = {}  # and why
         self._elsewhere = 0  # entries of faces that are off
         self._asked = trio.Event()
+        self._taken: Written | None = None  # of a reload, to be applied
+        self._said: dict[tuple[str, Hashable], Any] = {}  # by the file that was applied last
+        self._reloading = False
         self._applied: Signature = ""  # of the file that was read last, good or not
         self.reads = {"applied": 0, "refused": 0}
-
-    def look(self) -> None:
-        """Has the file read soon, whether it seems to have changed or not."""
-        self._asked.set()
 
     async def run(self) -> NoReturn:
         """Follows the file until cancelled."""
@@ -99,38 +116,77 @@ class Fleet:
         while True:
             with trio.move_on_after(self._look_every_s):
                 await self._asked.wait()
-            asked = self._asked.is_set()
             self._asked = trio.Event()
+            if self._taken is not None:
+                taken, self._taken = self._taken, None
+                await self._reconcile(taken)
+                continue
             before, seen = seen, await _signature(self._path)
-            if asked or before == seen != self._applied:
+            if before == seen != self._applied and not self._reloading:
                 await self.read()
 
     async def read(self) -> None:
         """Reads the file and has the fleet be as it says, or says why not."""
         self._applied = await _signature(self._path)
         try:
-            written = await trio.to_thread.run_sync(self._rows, abandon_on_cancel=True)
-            entries = []
+            written = await self._written(self._outgoing.allowed)
+        except StartError as error:
+            self.reads["refused"] += 1
+            log.error("fleet_refused", reason=error)
+        else:
+            await self._reconcile(written)
+
+    # ---- as a part of a reload
+
+    @contextlib.asynccontextmanager
+    async def reloading(self) -> AsyncIterator[None]:
+        """Follows nothing meanwhile; where it ends by a StartError, the file counts as read."""
+        self._reloading = True
+        try:
+            yield
+        except StartError:
+            self._applied = await _signature(self._path)
+            raise
+        finally:
+            self._reloading = False
+
+    async def prepare(self, allowed: Places) -> Prepared:
+        """Reads the file for connections to these places; raises StartError."""
+        try:
+            written = await self._written(allowed)
+        except StartError:
+            self.reads["refused"] += 1
+            raise
+        changed = () if written.wanted == self._said else (SETTING,)
+        return Prepared(changed, partial(self._take, written))
+
+    def _take(self, written: Written) -> None:
+        """Has the fleet be soon as a file says."""
+        self._taken, self._applied = written, written.signature
+        self._asked.set()
+
+    async def _written(self, allowed: Places) -> Written:
+        """Reads the file; raises StartError that names it and what is wrong."""
+        signature = await _signature(self._path)
+        entries: list[Entry] = []
+        try:
+            rows = await trio.to_thread.run_sync(self._rows, abandon_on_cancel=True)
             # The file is checked with a rule of its own, which counts nothing.
-            for entry in fleetfile.entries(written, Outgoing(self._outgoing.allowed)):
+            for entry in fleetfile.entries(rows, Outgoing(allowed)):
                 entries.append(entry)
                 if len(entries) % SLICE_ENTRIES == 0:
                     await trio.lowlevel.checkpoint()
         except OSError as error:
-            self._refuse(error.strerror or str(error))
+            raise StartError(f"cannot read {self._path}: {error.strerror or error}") from None
         except ValueError as error:
-            self._refuse(str(error))
-        else:
-            await self._reconcile(entries)
+            raise StartError(f"{self._path}: {error}") from None
+        return Written(entries, signature)
 
     def _rows(self) -> list[fleetfile.Row]:
         return fleetfile.rows(fleetfile.read(self._path))
 
-    def _refuse(self, reason: str) -> None:
-        self.reads["refused"] += 1
-        log.error("fleet_refused", file=self._path, reason=reason)
-
-    async def _reconcile(self, entries: list[Entry]) -> None:
+    async def _reconcile(self, written: Written) -> None:
+        entries, self._said = written.entries, written.wanted
         wanted = {(each.table, each.key): each for each in entries if each.table in self._desks}
         self._elsewhere = len(entries) - len(wanted)
         self._failed.clear()

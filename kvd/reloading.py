@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from kvd.config import CONFIG, CONFIG_VARIABLE, Config, build, resolve
 from kvd.settings import SETTINGS
 
-TOKENS = "tokens_file"
+# Files of secrets, and what a configuration has of them.
+READ_AGAIN: dict[str, Callable[[Config], object]] = {
+    "tokens_file": lambda config: config.policy.tokens,
+    "replica_sync_client_keys": lambda config: config.curve.replicas,
+}
+READ_ONCE: dict[str, Callable[[Config], object]] = {
+    "curve_secret_key_file": lambda config: config.curve.secret,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +50,15 @@ class Reader:
         differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
         changes = {each.name: said[each.name] for each in differ if each.live}
         config = build({**running.values, **changes}, self.environ, demo=self.demo)
-        changed = list(changes)
-        if config.policy.tokens != running.policy.tokens and TOKENS not in changes:
-            changed.append(TOKENS)  # the same file says something else
-        return Reloaded(
-            config,
-            tuple(changed),
-            tuple(each.name for each in differ if not each.live),
-        )
+        # The same file may say something else.
+        changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
+        waiting = [each.name for each in differ if not each.live]
+        waiting = list(dict.fromkeys([*waiting, *_other(READ_ONCE, config, running)]))
+        curve = replace(config.curve, secret=running.curve.secret)
+        return Reloaded(replace(config, curve=curve), tuple(changed), tuple(waiting))
+
+
+def _other(
+    files: Mapping[str, Callable[[Config], object]], config: Config, running: Config
+) -> list[str]:
+    return [name for name, of in files.items() if of(config) != of(running)]

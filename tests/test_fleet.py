@@ -25,6 +25,7 @@ from running import running
 from selecting import Service
 
 from kvd import fleetfile
+from kvd.config import StartError
 from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
 from kvd.errors import Conflict
 from kvd.fleet import Fleet
@@ -32,7 +33,7 @@ from kvd.model import PartitionKey, RankKey
 from kvd.publishers import Publishers
 from kvd.replicas import Replicas
 from kvd.slots import SlotTrackers
-from kvd.wire.outgoing import Outgoing
+from kvd.wire.outgoing import DEFAULT, Outgoing, Places
 from kvd.wire.replica import Replica, ReplicaCounts
 
 M = PartitionKey("m", "default")
@@ -384,10 +385,34 @@ async def test_who_asks_does_not_wait(tmp_path: Path, nursery: trio.Nursery) -> 
     await faces.read()
     nursery.start_soon(faces.fleet.run)
     faces.path.write_text(rank(1))
-    faces.fleet.look()
-    await until(lambda: len(faces.there()["indexer"]) == 1)
-    faces.fleet.look()
-    await until(lambda: faces.fleet.reads["applied"] == 3)
+    for changed, applied in (("fleet_file",), 2), ((), 3):
+        async with faces.fleet.reloading():
+            prepared = await faces.fleet.prepare(DEFAULT)
+        assert prepared.changed == changed and faces.fleet.reads["applied"] == applied - 1
+        prepared.commit()
+        await until(lambda applied=applied: faces.fleet.reads["applied"] == applied)
+        assert len(faces.there()["indexer"]) == 1
+
+
+async def test_what_a_refused_reload_has_left_out_waits_for_another_change(
+    tmp_path: Path, nursery: trio.Nursery
+) -> None:
+    faces = Faces(tmp_path, look_every_s=0.01)
+    await faces.read(rank(1))
+    nursery.start_soon(faces.fleet.run)
+    with pytest.raises(StartError, match="elsewhere"):
+        async with faces.fleet.reloading():
+            faces.path.write_text(rank(1) + rank(2, 2))
+            await faces.fleet.prepare(DEFAULT)
+            raise StartError("something elsewhere is wrong")
+    with pytest.raises(StartError, match=f"{faces.path}: indexer, entry 1: .*outgoing_allow"):
+        async with faces.fleet.reloading():
+            await faces.fleet.prepare(Places())
+    for _ in range(10):
+        await trio.sleep(faces.fleet._look_every_s)
+    assert faces.fleet.reads == {"applied": 1, "refused": 1}
+    faces.path.write_text(rank(1) + rank(2, 2) + rank(3, 3))
+    await until(lambda: len(faces.there()["indexer"]) == 3)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -497,7 +522,7 @@ def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Engine
             "/register", json={**body, "endpoint": f"tcp://127.0.0.1:{two.port}"}
         )
         kvd.write("[[indexer", outcome="refused")
-        assert "event=fleet_refused" in kvd.server.stderr
+        assert f'event=reload_refused reason="{kvd.path}: ' in kvd.server.stderr
         assert kvd.found() == {"1": 12, "2": 12}
         kvd.write(*both, rank(3, 9))
         assert kvd.metric('kvd_fleet_entries{state="failed"}') == 1

@@ -246,7 +246,14 @@ def test_with_keys_of_replicas_alone_sighup_reads_them_again(tmp_path: Path) -> 
     ]
     with running_kvd(tmp_path, *flags, face="slot-tracker") as server:
         server.process.send_signal(signal.SIGHUP)
-        server.wait_until(lambda: "event=reloaded" in server.stderr, "a reload")
+        server.wait_until(lambda: 'event=reloaded changed=""' in server.stderr, "a reload")
+        (tmp_path / "clients").write_text(zmq.curve_keypair()[0].decode())
+        (tmp_path / "secret").write_text(zmq.curve_keypair()[1].decode())
+        server.process.send_signal(signal.SIGHUP)
+        keys = "changed=replica_sync_client_keys"
+        server.wait_until(lambda: f"event=reloaded {keys}" in server.stderr, "another one")
+        waits = "event=restart_needed settings=curve_secret_key_file"
+        server.wait_until(lambda: waits in server.stderr, "what waits")
         (tmp_path / "clients").write_text("no key")
         server.process.send_signal(signal.SIGHUP)
         server.wait_until(lambda: "event=reload_refused" in server.stderr, "a refusal")
@@ -322,3 +329,48 @@ def test_reloads_under_load_lose_no_request(tmp_path: Path) -> None:
         for client in clients:
             client.join()
         assert set(outcomes) == {200} and len(outcomes) > 20
+
+
+RANK = (
+    '[[indexer]]\ninstance_id = {0}\nmodel_name = "m"\nblock_size = 16\n'
+    'endpoint = "tcp://127.0.0.1:{0}"\n'
+)
+
+
+def test_one_sighup_is_all_or_nothing(tmp_path: Path) -> None:
+    """Settings, tokens and the fleet hold together, or none of what has changed does."""
+    fleet, tokens = tmp_path / "fleet.toml", tmp_path / "tokens"
+    text = f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\nhttp_idle_s = {{}}\n'
+    fleet.write_text(RANK.format(1))
+    tokens.write_text("operator admin,read 0123456789abcdef\n")
+    with daemon(tmp_path, text=text.format(50)) as kvd:
+        kvd.http.headers["authorization"] = "Bearer 0123456789abcdef"
+
+        def listed() -> list[int]:
+            answer = kvd.http.get("/workers").raise_for_status().json()
+            return sorted(each["instance_id"] for each in answer)
+
+        def change(idle: str, token: str, *numbers: int, outcome: str = "applied") -> None:
+            fleet.write_text("".join(map(RANK.format, numbers)))
+            tokens.write_text(f"operator admin,read {token}\n")
+            kvd.reload(text.format(idle), outcome)
+
+        change("51", "fedcba9876543210", 1, 70_000, outcome="refused")
+        assert f'reason="{fleet}: indexer, entry 2: ' in kvd.server.stderr
+        change("-1", "fedcba9876543210", 1, 2, outcome="refused")
+        assert "http_idle_s: expected seconds" in kvd.server.stderr
+        change("51", "short", 1, 2, outcome="refused")
+        assert f"{tokens}" in kvd.server.stderr and "event=reloaded" not in kvd.server.stderr
+        assert listed() == [1]
+        # The reload that is looked for is seen with the new token only.
+        fleet.write_text(RANK.format(1) + RANK.format(2))
+        tokens.write_text("operator admin,read fedcba9876543210\n")
+        kvd.path.write_text(text.format(51))
+        kvd.server.process.send_signal(signal.SIGHUP)
+        kvd.server.wait_until(lambda: "event=reloaded" in kvd.server.stderr, "reloaded")
+        assert 'event=reloaded changed="http_idle_s tokens_file fleet_file"' in kvd.server.stderr
+        assert kvd.http.get("/workers").status_code == 401
+        kvd.http.headers["authorization"] = "Bearer fedcba9876543210"
+        kvd.server.wait_until(lambda: listed() == [1, 2], "registered")
+        change("51", "fedcba9876543210", 2)
+        assert "event=reloaded changed=fleet_file" in kvd.server.stderr

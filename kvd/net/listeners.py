@@ -31,7 +31,9 @@ log = get_logger(__name__)
 class ListenerTasks:
     """Starts and stops one task per registered rank (the registry's `Listeners`).
 
-    Listeners connect at once, and take messages when `ready` is set.
+    Listeners connect when `begin` is set, or at once without it, one in each pass of the loop: a
+    socket takes half a millisecond, and thousands may come together. They take messages when
+    `ready` is set.
     """
 
     def __init__(
@@ -43,7 +45,10 @@ class ListenerTasks:
         replays: ReplayOptions | None = None,
         health_every_s: float = HEALTH_EVERY_S,
         dialer: Dialer | None = None,
+        begin: trio.Event | None = None,
     ) -> None:
+        self._begin = begin
+        self._entrance = trio.Lock()  # first come, first served
         self._tasks: Supervisor[Hashable] = Supervisor(nursery)
         self._context = context
         self._ready = ready
@@ -62,9 +67,20 @@ class ListenerTasks:
         """Returns True when the listener's task has ended; False, and at once, without one."""
         return await self._tasks.stop(key)
 
+    async def entered(self) -> None:
+        """Returns when all that are there, and `begin` was set for, have begun to connect."""
+        for _ in range(3):  # in which those that have just been started, or woken, queue
+            await trio.lowlevel.checkpoint()
+        async with self._entrance:
+            pass
+
     async def _run(self, listener: Listener) -> None:
         self._health[listener] = StreamHealth.RECOVERING
         try:
+            if self._begin is not None:
+                await self._begin.wait()
+            async with self._entrance:
+                await trio.lowlevel.checkpoint()
             await run_listener(
                 listener,
                 self._context,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import msgpack
 import pytest
 import trio
+import trio.testing
 import zmq
 from listening import HASTY
 from loglines import logged
@@ -15,6 +16,7 @@ from zmtp_fakes import Publisher, until
 
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey, RankKey
+from kvd.net.dialing import Dialer
 from kvd.net.listeners import ListenerTasks
 from kvd.net.replay import ReplayOptions
 from kvd.registry import Registry
@@ -84,6 +86,28 @@ async def daemon(
     made.register()
     await made.worker.subscribed()
     return made
+
+
+async def test_many_connect_one_by_one_once_it_is_time(
+    nursery: trio.Nursery, context: zmq.Context
+) -> None:
+    """Thousands that a file names neither delay the start nor hold up who asks meanwhile."""
+    begin, dialer = trio.Event(), Dialer()
+    tasks = ListenerTasks(nursery, context, trio.Event(), HASTY, dialer=dialer, begin=begin)
+    registry = Registry(State(), tasks)
+    for number in range(20):
+        registry.register(RankKey(PARTITION, number, 0), "tcp://127.0.0.1:1", BLOCK, None)
+    await trio.testing.wait_all_tasks_blocked()
+    assert not dialer._links
+    begin.set()
+    most, before = 0, 0
+    while before < 20:
+        await trio.lowlevel.checkpoint()
+        most, before = max(most, len(dialer._links) - before), len(dialer._links)
+    assert most <= 2  # ready tasks run in any order, so this one may miss a pass
+    registry.register(RankKey(PARTITION, 20, 0), "tcp://127.0.0.1:1", BLOCK, None)
+    await tasks.entered()
+    assert len(dialer._links) == 21
 
 
 async def test_a_paused_listener_misses_and_catches_up(daemon: Daemon) -> None:
