@@ -12,6 +12,7 @@ import json
 import os
 import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,11 +48,15 @@ def shown(name: str, unit: str = "kvd.service") -> str:
     return run("systemctl", "show", "--value", "-p", name, unit).strip()
 
 
-def ask(port: int, method: str, path: str, body: Any = None, wait: float = 30) -> tuple[int, str]:
+def ask(
+    port: int, method: str, path: str, body: Any = None, wait: float = 30, token: str = ""
+) -> tuple[int, str]:
     """Makes one request on a connection of its own."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=wait)
     try:
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
         text = None if body is None else json.dumps(body)
         connection.request(method, path, text, headers)
         answer = connection.getresponse()
@@ -261,6 +266,102 @@ def credentials(folder: Path) -> str:
     run(*reading, str(secret), fails=True)
     run("setpriv", "--reuid=nobody", "--clear-groups", "cat", str(passed), fails=True)
     return "kvd alone reads them"
+
+
+def opened(token: str) -> int:
+    """Returns the status of a question that takes a token where there are any."""
+    return ask(8090, "GET", "/workers", token=token)[0]
+
+
+@step
+def tokens(folder: Path) -> str:
+    """As a credential, root's alone, which changes at a start; in a file of its own, at a reload.
+
+    `systemctl reload` checks the configuration as root first, without the service's credentials.
+    """
+    first, second, third = (f"{letter}" * 32 for letter in "abc")
+    credential = Path("/etc/kvd/credentials/tokens")
+    credential.write_text(f"operator read,lifecycle,admin {first}\n")
+    credential.chmod(0o600)
+    restart()
+    assert answers(8090)  # probes need none
+    assert (opened(""), opened(second), opened(first)) == (401, 401, 200)
+    credential.write_text(f"operator read,lifecycle,admin {second}\n")
+    run("systemctl", "reload", "kvd")
+    until(lambda: "event=reloaded" in journal("-n", "5"), "reloaded")
+    assert (opened(first), opened(second)) == (200, 401)  # systemd passes it on at a start
+    restart()
+    assert (opened(first), opened(second)) == (401, 200)
+
+    kept = CONFIG.read_text()
+    filed = Path("/etc/kvd/tokens")
+    filed.write_text(f"operator read,lifecycle,admin {second}\n")
+    filed.chmod(0o640)
+    shutil.chown(filed, "root", "kvd")
+    CONFIG.write_text(kept + f'\ntokens_file = "{filed}"\n')
+    run("systemctl", "reload", "kvd")
+    until(lambda: "changed=tokens_file" in journal("-n", "5"), "reloaded")
+    pid = shown("MainPID")
+    filed.write_text(f"operator read,lifecycle,admin {third}\n")
+    run("systemctl", "reload", "kvd")
+    seconds = until(lambda: opened(third) == 200, "open to the new token")
+    assert opened(second) == opened("") == 401 and shown("MainPID") == pid
+    filed.write_text("operator read short\n")
+    run("systemctl", "reload", "kvd", fails=True)
+    assert opened(third) == 200
+    CONFIG.write_text(kept)
+    credential.unlink()
+    filed.unlink()
+    restart()
+    assert opened("") == 200
+    return f"401 without, 200 with; a changed file holds {seconds:.2f} s after a reload"
+
+
+RANK = """
+[[indexer]]
+instance_id = {0}
+model_name = "fleet"
+block_size = 16
+endpoint = "tcp://127.0.0.1:{0}"
+"""
+
+
+@step
+def fleet(folder: Path) -> str:
+    kept = CONFIG.read_text()
+    path = Path("/etc/kvd/fleet.toml")
+
+    def write(*numbers: int) -> None:
+        new = path.with_suffix(".new")
+        new.write_text("".join(map(RANK.format, numbers)))
+        new.rename(path)
+
+    def listed() -> list[int]:
+        workers = said(8090, "GET", "/workers")
+        return sorted(each["instance_id"] for each in workers if each["model_name"] == "fleet")
+
+    write(1)
+    CONFIG.write_text(kept + f'\nfleet_file = "{path}"\n')
+    restart()
+    assert listed() == [1]  # ready means that they are known
+    write(1, 2)
+    seconds = until(lambda: listed() == [1, 2], "followed")
+    CONFIG.write_text(CONFIG.read_text() + 'log_level = "debug"\n')
+    write(1, 2, 70_000)
+    run("systemctl", "reload", "kvd", fails=True)
+    assert "fleet.toml: indexer, entry 3: " in journal()
+    write(2)
+    run("systemctl", "reload", "kvd")
+    # kvd may have seen the new file by itself just before.
+    until(
+        lambda: 'changed="log_level fleet_file"' in journal() or "changed=log_level" in journal(),
+        "reloaded",
+    )
+    until(lambda: listed() == [2], "as the file says")
+    CONFIG.write_text(kept)
+    path.unlink()
+    restart()
+    return f"followed after {seconds:.1f} s without a word; one reload for settings and fleet"
 
 
 @step

@@ -14,12 +14,15 @@ import yaml
 from processes import REPOSITORY
 from running import running_kvd
 
+from kvd import fleetfile
 from kvd.cli import main
 from kvd.config import FACE_BINDS
 from kvd.descriptors import ENOUGH
 from kvd.http.limits import HttpLimits
 from kvd.parsers import TcpBind
 from kvd.settings import SETTINGS
+from kvd.wire.endpoints import Addresses
+from kvd.wire.outgoing import Outgoing
 
 PACKAGING = REPOSITORY / "packaging"
 SERVICE = REPOSITORY / "systemd" / "kvd.service"
@@ -73,9 +76,10 @@ def test_the_service_is_hardly_exposed() -> None:
 
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, Any]:
-    """The objects of the manifest, by their kind."""
+    """The objects of the manifest, by their kind, and the fleet."""
     found = list(yaml.safe_load_all((PACKAGING / "kubernetes.yaml").read_text()))
-    return {each["kind"]: each for each in found}
+    (fleet,) = (each for each in found if each["metadata"]["name"] == "kvd-fleet")
+    return {each["kind"]: each for each in found if each is not fleet} | {"fleet": fleet}
 
 
 def container(manifest: dict[str, Any], name: str = "kvd") -> dict[str, Any]:
@@ -104,14 +108,26 @@ def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -
     tokens.write_text("operator read,lifecycle,admin 0123456789abcdef\n")
     (told,) = re.findall(r'^tokens_file = "(.*)"$', text, re.MULTILINE)
     path = tmp_path / name
-    path.write_text(text.replace(told, str(tokens)))
+    (followed,) = re.findall(r'^fleet_file = "(.*)"$', text, re.MULTILINE)
+    fleet = tmp_path / Path(followed).name
+    fleet.write_text(manifests["fleet"]["data"][fleet.name])
+    path.write_text(text.replace(told, str(tokens)).replace(followed, str(fleet)))
     assert main(["config", "check", "--config", str(path)]) == 0
+    heard: dict[str, list[Any]] = {"indexer": [], "selection": []}
+    for each in fleetfile.load(fleet, Outgoing()):
+        heard[each.table].append(
+            each.wanted.addresses(0)
+            if each.table == "selection"
+            else Addresses(each.wanted.endpoint, each.wanted.replay_endpoint)
+        )
+    assert heard["indexer"] == heard["selection"]  # each listened to once
     binds = dict(re.findall(r'^(\w+_bind) = "0\.0\.0\.0:(\d+)"$', text, re.MULTILINE))
     assert list(binds) == list(FACE_BINDS)
     assert list(map(int, binds.values())) == list(PORTS.values())
     one = container(manifests["Deployment"])
-    mount, secret = one["volumeMounts"]
+    mount, secret, map_ = one["volumeMounts"]
     assert str(Path(told).parent) == secret["mountPath"]
+    assert str(Path(followed).parent) == map_["mountPath"] and "subPath" not in map_
     assert one["args"] == ["serve", "--config", f"{mount['mountPath']}/{name}"]
 
 
