@@ -95,16 +95,19 @@ def test_pure_packages_stay_pure(package: str) -> None:
             assert not used & FORBIDDEN[package], f"{module} imports {used & FORBIDDEN[package]}"
 
 
-def test_only_log_lines_know_the_wall_clock() -> None:
+def test_who_knows_the_wall_clock() -> None:
     """Deadlines, expiry and backoff must not follow a clock that somebody sets.
 
-    The demo's engines put it into their batches, as engines do.
+    Log lines show it, versions of session bindings begin with it, which the daemon passes on for,
+    and the demo's engines put it into their batches, as engines do.
     """
     wall = re.compile(
-        r"\btime\.time(_ns)?\(|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
+        r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
     )
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
-    assert using == {"kvd.logs", "kvd.demo.fleet"}
+    assert using == {"kvd.logs", "kvd.demo.fleet", "kvd.daemon"}
+    daemon = MODULES["kvd.daemon"].read_text()
+    assert len(wall.findall(daemon)) == 1 and "time.time_ns,\n" in daemon  # to Selections
 
 
 CORE_SOURCES = [
