@@ -164,16 +164,18 @@ class Registry:
     ) -> None:
         """Raises what `register` would for some ranks, once some instances have left the owner.
 
-        `addresses` are by instance and dp rank. O(ranks of the partition).
+        `addresses` are by instance and dp rank. O(these), with another block size O(ranks of the
+        partition): that is a conflict unless all of them leave.
         """
         partition = self._state.partitions.get(key)
         registered = set() if partition is None else partition.ranks
-        for rank in registered:
+        same_size = partition is not None and partition.block_size == block_size
+        for rank in [each for each in addresses if each in registered] if same_size else registered:
             known = self._ranks[RankKey(key, *rank)]
             if known.owners and not (rank[0] in leaving and known.owners == {owner}):
                 self._check_beside(known, addresses.get(rank), block_size)
         others = len(self._ranks) + self.beside()
-        if others + len(addresses.keys() - registered) > self._max_ranks:
+        if others + sum(rank not in registered for rank in addresses) > self._max_ranks:
             self.refused_ranks += 1
             raise Unavailable(
                 f"there are {self._max_ranks} ranks already, no more can be listened to"

@@ -68,7 +68,7 @@ class Admission:
         """Returns the entry that a record would be."""
         fleet = self._fleets.get(record.key)
         size = None
-        if fleet is not None and fleet.workers.keys() - {record.worker_id}:
+        if fleet is not None and len(fleet.workers) > (record.worker_id in fleet.workers):
             size = fleet.block_size
         uses_events = self._options.uses_kv_events
         reasons = record.reasons(size, uses_events=uses_events)
