@@ -132,6 +132,7 @@ async def daemon(context: zmq.Context, nursery: trio.Nursery) -> Daemon:
     for key in KEYS:
         made.register(key)
     made.fill(200)
+    await tasks.entered()  # all have their descriptors
     return made
 
 
