@@ -142,6 +142,7 @@ class Link:
         stack.callback(self.sub.socket.monitor, None, 0)
         self._monitor.socket.connect(monitoring)
         self.sub.socket.connect(address)
+        stack.callback(self._unsubscribe, topics)
 
     async def watch(self) -> str:
         """Tells who is linked what libzmq does; returns why the socket is of no more use.
@@ -185,6 +186,16 @@ class Link:
             self._fault = NO_CURVE_THERE
         else:
             self._fault = HANDSHAKE_FAULTS[zmq.Event(event)]
+
+    def _unsubscribe(self, topics: tuple[bytes, ...]) -> None:
+        """Says the end before the connection ends.
+
+        An engine that only loses a connection still counts the subscriber when it looks next: it
+        takes libzmq two exchanges between its threads to forget one. What the engine sends on the
+        strength of that count, to a listener that is just coming back, would reach nobody.
+        """
+        for topic in topics:
+            self.sub.socket.set(zmq.UNSUBSCRIBE, topic)
 
     def _wait_until(self, moment: float) -> None:
         self._give_up_at = self._patience.deadline = moment
