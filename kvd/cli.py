@@ -195,9 +195,9 @@ def write_docs(given: Mapping[str, object]) -> int:
 def check_config(given: Mapping[str, object]) -> int:
     loaded = config.load(given, os.environ)
     if loaded.tls is not None:
-        from kvd.serving import check_files  # here, as only those with TLS need to load it
+        from kvd.serving import read_files  # here, as only those with TLS need to load it
 
-        check_files(loaded.tls)
+        read_files(loaded.tls)
     print("ok")
     return 0
 

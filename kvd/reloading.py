@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvd.config import CONFIG, CONFIG_VARIABLE, Config, build, resolve
+from kvd.config import CONFIG, CONFIG_VARIABLE, TLS_FILES, Config, build, read
 from kvd.settings import SETTINGS
 
 TOKENS = "tokens_file"
@@ -38,7 +38,7 @@ class Reader:
 
         Raises StartError for a configuration that no daemon could start with.
         """
-        said = {name: each.value for name, each in resolve(self.given, self.environ).items()}
+        said = read(self.given, self.environ)
         build(said, self.environ, demo=self.demo)
         differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
         changes = {each.name: said[each.name] for each in differ if each.live}
@@ -46,6 +46,9 @@ class Reader:
         changed = list(changes)
         if config.policy.tokens != running.policy.tokens and TOKENS not in changes:
             changed.append(TOKENS)  # the same file says something else
+        held, holds = ({} if each.tls is None else each.tls.digests for each in (running, config))
+        other = {name for name in TLS_FILES if held.get(name) != holds.get(name)}
+        changed += sorted(other - changes.keys())
         return Reloaded(
             config,
             tuple(changed),
