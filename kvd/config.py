@@ -142,16 +142,15 @@ def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, A
 
     Raises StartError also for files of TLS without an address that has it. Those that a flag names
     need one of this command's. Those of a file or of the environment, which commands share, may be
-    for a face that this command does not serve.
+    for an address there that this command does not serve.
     """
     path, filed = _file(given, environ)
     values = {each.name: _resolve(each, given, environ, path, filed).value for each in SETTINGS}
     if any(values[name] is not None for name in TLS_FILES):
-        meant = given
+        binds = [values[name] for name in FACE_BINDS]
         if all(given.get(name) is None for name in TLS_FILES):
-            meant = {name: value for name, value in given.items() if value != OFF}
-        faces = [each for each in SETTINGS if each.name in FACE_BINDS]
-        binds = [_resolve(each, meant, environ, path, filed).value for each in faces]
+            faces = [each for each in SETTINGS if each.name in FACE_BINDS]
+            binds += [_resolve(each, {}, environ, path, filed).value for each in faces]
         if not any(bind.tls for each in binds if each != OFF for bind in each.each):
             raise StartError(
                 "TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's"
