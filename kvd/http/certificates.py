@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass
 
@@ -10,13 +11,15 @@ from kvd.http.options import TlsFiles
 # Forward secret and authenticated; what TLS 1.3 has is so anyway.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
+_PEM = re.compile(rb"-----BEGIN [^-]*CERTIFICATE-----(.*?)-----END", re.DOTALL)
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What handshakes are made by; others take their place as a whole."""
 
     context: ssl.SSLContext
-    authorities: frozenset[bytes] | None  # that sign for clients, in DER; None takes anybody
+    authorities: frozenset[bytes] | None  # certificates that let clients in; None takes anybody
 
     def admit_all_of(self, before: Terms) -> bool:
         """Returns whether everybody may connect who could by `before`."""
@@ -42,11 +45,13 @@ def load_terms(files: TlsFiles) -> Terms:
     if files.client_ca is None:
         return Terms(context, None)
     try:
+        said = files.client_ca.read_bytes()
         context.load_verify_locations(files.client_ca)
     except OSError as error:
         raise ValueError(f"cannot use {files.client_ca}: {error}") from None
     context.verify_mode = ssl.CERT_REQUIRED
-    return Terms(context, frozenset(context.get_ca_certs(binary_form=True)))
+    # The context does not tell of those that are no authorities but stand for themselves.
+    return Terms(context, frozenset(b"".join(block.split()) for block in _PEM.findall(said)))
 
 
 def _ask_nobody() -> str:

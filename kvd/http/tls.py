@@ -112,6 +112,10 @@ class TlsConnection(Connection):
                     await self.linger()  # OpenSSL has told the client why
             raise
 
+    async def _serve(self) -> None:
+        await super()._serve()
+        self._end()  # not after a failure: an answer that breaks off shows as cut
+
     async def _fill(self) -> bool:
         while not self._retired and not self.buffer:
             self.buffer = await self.receive()
@@ -125,17 +129,11 @@ class TlsConnection(Connection):
         self._recv = partial(socket.socket.recv, self.sock)
         await super().linger()
 
-    def _close(self) -> None:
-        self._end()
-        super()._close()
-
     def _end(self) -> None:
         """Sends the end of the stream as TLS has it, if there is room for that."""
         if self._secured is not None and not self._ended:
             self._ended = True
-            # ValueError: no handshake yet. OSError: the client's end is not there yet, or it is
-            # gone.
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):  # the client's end is not there yet, or it is gone
                 self._secured.unwrap()
 
     def _shut(self, how: int) -> None:

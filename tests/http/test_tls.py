@@ -98,15 +98,22 @@ async def test_who_goes_on_sending_hears_why_he_is_refused(head: bytes) -> None:
 
 async def test_a_stream_ends_as_tls_has_it() -> None:
     """Else a client could not tell the end of an answer without a length from a cut."""
-    async with serving() as running:
+
+    async def read(path: str) -> bytes:
         async with await trio.open_tcp_stream(*running.address) as plain:
             assert running.trust is not None
             strict = trio.SSLStream(plain, running.trust, server_hostname="127.0.0.1")
-            await strict.send_all(b"GET /counted HTTP/1.0\r\nhost: kvd\r\n\r\n")
+            await strict.send_all(f"GET {path} HTTP/1.0\r\nhost: kvd\r\n\r\n".encode())
             answer = b""
             while piece := await strict.receive_some():  # raises without it
                 answer += piece
-        assert answer.endswith(b"\r\n\r\n012")
+            return answer
+
+    async with serving() as running:
+        assert (await read("/counted")).endswith(b"\r\n\r\n012")
+        with pytest.raises(trio.BrokenResourceError):
+            await read("/broken")
+        running.front.stats.handler_bugs = 0
 
 
 async def test_a_handshake_has_a_deadline_however_slowly_it_comes() -> None:
