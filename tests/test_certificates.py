@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from asking import FACES, Faces, bearer, make_client_certificates, serving_faces
+from processes import find_free_port
+from running import running
 
 OLD, NEW = "old-0123456789abc", "new-0123456789abc"
 REQUEST = f"HEAD /metrics HTTP/1.1\r\nhost: kvd\r\nauthorization: Bearer {OLD}\r\n\r\n".encode()
@@ -94,6 +97,20 @@ def test_certificates_change_while_it_runs(served: Faces, folder: Path) -> None:
         with connected(served, "client") as after:
             assert statuses(after) == ALL and statuses(kept) == ALL
         reload(served, 'event=reloaded changed=""')
+
+
+def test_with_flags_alone_files_are_read_again(folder: Path) -> None:
+    port, secured = find_free_port(), find_free_port()
+    flags = [f"--tls-{kind}file={folder}/{kind}.pem" for kind in ("cert", "key")]
+    flags += [f"--{face}-bind=off" for face in FACES[1:]]
+    flags.append(f"--indexer-bind=127.0.0.1:{port},tls:127.0.0.1:{secured}")
+    with running(folder, port, "serve", *flags) as server:
+        make_certificate(folder)
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: "event=reloaded" in server.stderr, "a reload")
+        context = ssl.create_default_context(cafile=folder / "cert.pem")
+        base = f"https://127.0.0.1:{secured}"
+        assert httpx.get(f"{base}/health", verify=context, trust_env=False).is_success
 
 
 def _break_key(folder: Path) -> None:

@@ -80,6 +80,37 @@ def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: 
         assert reloaded.config.values == before.values
 
 
+def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
+    files = {name: path.parent / name for name in ("one", "other")}
+    for name, file in files.items():
+        file.write_text(name)
+
+    def text(file: str) -> str:
+        said = "".join(f'{name} = "{files[file]}"\n' for name in TLS_FILES)
+        return said + 'indexer_bind = "tls:127.0.0.1:0"\n'
+
+    again = reader(path, text("one"))
+    before = load(again.given, {})
+    assert again.again(before).changed == ()
+    path.write_text(text("other"))
+    reloaded = again.again(before)
+    assert reloaded.changed == TLS_FILES and not reloaded.waiting
+    assert reloaded.config.tls == load(again.given, {}).tls != before.tls
+    path.write_text(text("one"))
+    files["one"].write_text("something else")
+    reloaded = again.again(before)
+    assert reloaded.changed == tuple(sorted(TLS_FILES)) and not reloaded.waiting
+    path.write_text("")  # no TLS any more, but its addresses are there until a restart
+    reloaded = again.again(before)
+    assert set(reloaded.waiting) == {"indexer_bind", *TLS_FILES}
+    assert reloaded.config.tls == before.tls
+    path.write_text("")
+    plain = load(again.given, {})
+    path.write_text(text("one"))  # the files come before the addresses
+    assert again.again(plain).waiting == ("indexer_bind",)
+    assert again.again(plain).config.tls is None
+
+
 def test_what_a_flag_says_stays(path: Path) -> None:
     again = reader(path, log_level="debug")
     before = load(again.given, {})
