@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import file_digest
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,9 @@ Parsed = TypeVar("Parsed")
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
 DEMO_HOST = "127.0.0.1"  # of the simulated engines
+
+# Files of TLS, by the names of their settings.
+TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 
 # The configuration file: what the command line calls it, and its variable.
 CONFIG = "config"
@@ -129,15 +133,41 @@ def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str
 
     `given` holds what the command line said, parsed already, by setting name; None is unsaid.
     """
-    name = given.get(CONFIG) or environ.get(CONFIG_VARIABLE)
-    path = None if not name else Path(str(name))
-    filed = {} if path is None else _read(path)
+    path, filed = _file(given, environ)
     return {each.name: _resolve(each, given, environ, path, filed) for each in SETTINGS}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the value of every setting; takes and raises what `resolve` does.
+
+    Raises StartError also for files of TLS without an address that has it. Those that a flag names
+    need one of this command's. Those of a file or of the environment, which commands share, may be
+    for an address there that this command does not serve.
+    """
+    path, filed = _file(given, environ)
+    values = {each.name: _resolve(each, given, environ, path, filed).value for each in SETTINGS}
+    if any(values[name] is not None for name in TLS_FILES):
+        binds = [values[name] for name in FACE_BINDS]
+        if all(given.get(name) is None for name in TLS_FILES):
+            faces = [each for each in SETTINGS if each.name in FACE_BINDS]
+            binds += [_resolve(each, {}, environ, path, filed).value for each in faces]
+        if not any(bind.tls for each in binds if each != OFF for bind in each.each):
+            raise StartError(
+                "TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's"
+            )
+    return values
+
+
+def _file(
+    given: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[Path | None, dict[str, Any]]:
+    """Returns the file of settings and what it says, if there is one."""
+    name = given.get(CONFIG) or environ.get(CONFIG_VARIABLE)
+    if not name:
+        return None, {}
+    path = Path(str(name))
     with _reading(path):
-        return configfile.read(path)
+        return path, configfile.read(path)
 
 
 @contextmanager
@@ -172,12 +202,11 @@ def _resolve(
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
-    """Returns the daemon's configuration; takes and raises what `resolve` does.
+    """Returns the daemon's configuration; takes and raises what `read` does.
 
     A daemon does not start with a fleet file that it would refuse.
     """
-    values = {name: said.value for name, said in resolve(given, environ).items()}
-    config = build(values, environ, demo=demo)
+    config = build(read(given, environ), environ, demo=demo)
     if config.fleet_file is not None:
         with _reading(config.fleet_file):
             fleetfile.load(config.fleet_file, Outgoing(config.outgoing))
@@ -238,21 +267,17 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
 
 
 def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
-    certfile, keyfile, client_ca = (
-        values[name] for name in ("tls_certfile", "tls_keyfile", "tls_client_ca")
-    )
-    given = [path for path in (certfile, keyfile, client_ca) if path is not None]
-    wanted = any(bind.tls for bind in binds)
-    if not given and not wanted:
+    if not any(bind.tls for bind in binds):
         return None
-    if not wanted:
-        raise StartError("TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's")
+    certfile, keyfile, client_ca = (values[name] for name in TLS_FILES)
     if certfile is None or keyfile is None:
         raise StartError("TLS needs both --tls-certfile and --tls-keyfile")
-    for path in given:
-        with _reading(path):
-            path.open("rb").close()
-    return TlsFiles(certfile, keyfile, client_ca)
+    digests = {}
+    for name in TLS_FILES:
+        if (path := values[name]) is not None:
+            with _reading(path), path.open("rb") as file:
+                digests[name] = file_digest(file, "sha256").digest()
+    return TlsFiles(certfile, keyfile, client_ca, digests)
 
 
 def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:

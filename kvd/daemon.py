@@ -42,6 +42,7 @@ from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.fleet import Desk, Fleet
+from kvd.http.certificates import Terms
 from kvd.http.listeners import split_host_port
 from kvd.http.permits import is_loopback
 from kvd.http.types import Route
@@ -65,7 +66,7 @@ from kvd.reloading import Reader
 from kvd.replicas import Replicas, apply_once
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
-from kvd.serving import FaceServer
+from kvd.serving import FaceServer, read_files
 from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
@@ -156,7 +157,8 @@ class _Daemon:
         try:
             publisher = await self._open_publisher(context)
             # What there is to read again.
-            files = config.policy.tokens, config.fleet_file, config.curve.replicas is not None
+            keys = config.curve.replicas is not None
+            files = config.policy.tokens, config.fleet_file, keys, config.tls
             reloads = self._reader.has_file or any(files)
             reload = (signal.SIGHUP,) if reloads else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
@@ -233,20 +235,22 @@ class _Daemon:
             self._fleet.look()
         try:
             reloaded = self._reader.again(self._config)
+            tls = reloaded.config.tls
+            terms = None if tls is None else read_files(tls)
             for face in self._served:
                 face.check_open(reloaded.config)
         except StartError as error:
             self._reloads["refused"] += 1
             log.error("reload_refused", reason=error)
         else:
-            self._follow(reloaded.config)
+            self._follow(reloaded.config, terms)
             self._reloads["applied"] += 1
             log.info("reloaded", changed=" ".join(reloaded.changed))
             if reloaded.waiting:
                 log.warning("restart_needed", settings=" ".join(reloaded.waiting))
 
-    def _follow(self, config: Config) -> None:
-        """Has the daemon go on with other values of settings that are live."""
+    def _follow(self, config: Config, terms: Terms | None) -> None:
+        """Has the daemon go on with other values of settings that are live, and terms of TLS."""
         self._config = config
         logs.follow(config.log_level, config.log_format)
         self._outgoing.allow(config.outgoing)
@@ -255,6 +259,8 @@ class _Daemon:
         for face in self._served:
             face.limit(config.http)
             face.admit(config)
+            if terms is not None:
+                face.secure(terms)
             face.log_requests(config.access_log)
         self._slots.expiry_s = config.request_expiry_s
         if self._selections is not None:

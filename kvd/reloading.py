@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvd.config import CONFIG, CONFIG_VARIABLE, Config, build, resolve
+from kvd.config import CONFIG, CONFIG_VARIABLE, TLS_FILES, Config, build, read
 from kvd.settings import SETTINGS
 
 TOKENS = "tokens_file"
@@ -38,16 +38,22 @@ class Reader:
 
         Raises StartError for a configuration that no daemon could start with.
         """
-        said = {name: each.value for name, each in resolve(self.given, self.environ).items()}
-        build(said, self.environ, demo=self.demo)
+        said = read(self.given, self.environ)
+        wanted = build(said, self.environ, demo=self.demo)
         differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
-        changes = {each.name: said[each.name] for each in differ if each.live}
+        # Addresses wait for a restart, and those with TLS need its files until then.
+        held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
+        taken = [each.name for each in differ if each.live and each.name not in held]
+        changes = {name: said[name] for name in taken}
         config = build({**running.values, **changes}, self.environ, demo=self.demo)
         changed = list(changes)
         if config.policy.tokens != running.policy.tokens and TOKENS not in changes:
             changed.append(TOKENS)  # the same file says something else
+        before, now = ({} if each.tls is None else each.tls.digests for each in (running, config))
+        other = {name for name in TLS_FILES if before.get(name) != now.get(name)}
+        changed += sorted(other - changes.keys())
         return Reloaded(
             config,
             tuple(changed),
-            tuple(each.name for each in differ if not each.live),
+            tuple(each.name for each in differ if each.name not in changes),
         )

@@ -273,14 +273,22 @@ PEER_SETTINGS = (
 )
 
 SECURITY_SETTINGS = (
-    Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain of addresses with tls:"),
-    Setting("tls_keyfile", Path, None, "FILE", "PEM private key of that"),
+    Setting(
+        "tls_certfile",
+        Path,
+        None,
+        "FILE",
+        "PEM certificate chain of addresses with tls:",
+        live=True,
+    ),
+    Setting("tls_keyfile", Path, None, "FILE", "PEM private key of that", live=True),
     Setting(
         "tls_client_ca",
         Path,
         None,
         "FILE",
         "PEM certificates: on addresses with tls: clients need one that these have signed",
+        live=True,
     ),
     Setting(
         "unix_socket_mode",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from processes import Server, find_free_port
 from running import running, running_kvd
 
-from kvd.config import CONFIG, StartError, load
+from kvd.config import CONFIG, TLS_FILES, StartError, load
 from kvd.parsers import Setting
 from kvd.reloading import Reader
 from kvd.scheduling.queue import QueuePolicy, SelectionQueue, Urgency
@@ -59,7 +59,7 @@ def reader(path: Path, text: str = "", **given_: object) -> Reader:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({each.name for each in SETTINGS if each.live} | OTHERS.keys())
+    "name", sorted({each.name for each in SETTINGS if each.live} - {*TLS_FILES} | OTHERS.keys())
 )
 def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: str) -> None:
     (setting,) = (each for each in SETTINGS if each.name == name)
@@ -78,6 +78,37 @@ def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: 
     else:
         assert reloaded.waiting == (name,) and not reloaded.changed
         assert reloaded.config.values == before.values
+
+
+def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
+    files = {name: path.parent / name for name in ("one", "other")}
+    for name, file in files.items():
+        file.write_text(name)
+
+    def text(file: str) -> str:
+        said = "".join(f'{name} = "{files[file]}"\n' for name in TLS_FILES)
+        return said + 'indexer_bind = "tls:127.0.0.1:0"\n'
+
+    again = reader(path, text("one"))
+    before = load(again.given, {})
+    assert again.again(before).changed == ()
+    path.write_text(text("other"))
+    reloaded = again.again(before)
+    assert reloaded.changed == TLS_FILES and not reloaded.waiting
+    assert reloaded.config.tls == load(again.given, {}).tls != before.tls
+    path.write_text(text("one"))
+    files["one"].write_text("something else")
+    reloaded = again.again(before)
+    assert reloaded.changed == tuple(sorted(TLS_FILES)) and not reloaded.waiting
+    path.write_text("")  # no TLS any more, but its addresses are there until a restart
+    reloaded = again.again(before)
+    assert set(reloaded.waiting) == {"indexer_bind", *TLS_FILES}
+    assert reloaded.config.tls == before.tls
+    path.write_text("")
+    plain = load(again.given, {})
+    path.write_text(text("one"))  # the files come before the addresses
+    assert again.again(plain).waiting == ("indexer_bind",)
+    assert again.again(plain).config.tls is None
 
 
 def test_what_a_flag_says_stays(path: Path) -> None:
