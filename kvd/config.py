@@ -91,6 +91,8 @@ class Config:
     hash_seed: int  # of sequence hashes
     router: RouterOptions
     request_expiry_s: int
+    max_requests: int  # live, of a model and tenant on each face
+    max_request_blocks: int  # of these
     metrics_ranks: int  # shown one by one up to this number
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
@@ -207,6 +209,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         allow_unauthenticated=values["allow_unauthenticated"],
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],
+        max_requests=values["max_requests"],
+        max_request_blocks=values["max_request_blocks"],
         metrics_ranks=values["metrics_ranks"],
         replica_sync=_replica_sync(values, outgoing),
         workers=_workers(values, outgoing),

@@ -125,7 +125,7 @@ class _Daemon:
         self._doorkeeper: Doorkeeper | None = None
         self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
-        self._ledgers = Ledgers()
+        self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers, config.max_partitions)
         self._selections: Selections | None = None
         self._replica_counts = ReplicaCounts()

@@ -34,6 +34,8 @@ from kvd.scheduling.sessions import MAX_SESSIONS
 from kvd.wire import outgoing
 from kvd.wire.listener import STALE_AFTER_S
 from kvd_core.conductor import DEFAULT_SEED
+from kvd_core.ledger import MAX_BLOCKS as MAX_REQUEST_BLOCKS
+from kvd_core.ledger import MAX_REQUESTS
 
 # The ports of the originals, on loopback only.
 DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
@@ -758,6 +760,20 @@ DAEMON_SETTINGS = (
         "a request is forgotten when it is older than",
         borrowed="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
         live=True,
+    ),
+    Setting(
+        "max_requests",
+        parsers.within(1, MAX_REQUESTS),
+        MAX_REQUESTS,
+        "N",
+        "live requests of a model and tenant, on the slot tracker, and on the selection service",
+    ),
+    Setting(
+        "max_request_blocks",
+        parsers.within(1, MAX_REQUEST_BLOCKS),
+        MAX_REQUEST_BLOCKS,
+        "BLOCKS",
+        "of these, on both together",
     ),
     Setting(
         "metrics_ranks",

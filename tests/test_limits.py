@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from dumps import dump_json, event
+from processes import REPOSITORY
 from reloading import Daemon, daemon
 
 from kvd.config import CONFIG, StartError, load
@@ -25,7 +27,7 @@ from kvd.net.replication import REPLICA_LINK
 from kvd.parsers import Setting
 from kvd.registry import Registry
 from kvd.selection.service import Selections
-from kvd.settings import ENGINE_SETTINGS, INDEX_SETTINGS, SETTINGS
+from kvd.settings import ENGINE_SETTINGS, HTTP_SETTINGS, INDEX_SETTINGS, SETTINGS
 from kvd.state import State
 from tests.conformance.engine import Engine
 
@@ -56,6 +58,8 @@ def test_out_of_range_is_refused_by_file_key_and_range(
         ("index_max_blocks", 0, 2**40),
         ("max_partitions", 1, 2**31 - 1),
         ("max_dumps", 1, 1024),
+        ("max_requests", 1, 2**20),
+        ("max_request_blocks", 1, 2**27),
         ("engine_queue_messages", 0, 2**31 - 1),
         ("engine_message_bytes", 64 * 1024, 2**31 - 1),
         ("replay_messages", 1, 2**31 - 1),
@@ -263,6 +267,24 @@ def test_more_partitions_are_taken_after_a_reload(tmp_path: Path) -> None:
         assert register(kvd, made, "n") == 201
 
 
+def test_live_requests_are_bounded_as_said(tmp_path: Path) -> None:
+    text = "max_requests = 2\nmax_request_blocks = 3\n"
+    with daemon(tmp_path, "slot-tracker", text) as kvd:
+        place = {"model_name": "m", "worker_id": 1}
+        worker = {**place, "block_size": 1, "dp_start": 0, "dp_size": 1}
+        assert kvd.http.post("/register", json=worker).is_success
+
+        def add(name: str, *hashes: int) -> int:
+            request = {"request_id": name, "dp_rank": 0, "sequence_hashes": hashes}
+            body = {**place, **request, "new_isl_tokens": len(hashes)}
+            status: int = kvd.http.post("/add", json=body).status_code
+            return status
+
+        assert add("long", 1, 2, 3, 4) == 503
+        assert [add("a", 1, 2, 3), add("b", 1, 2), add("c", 1)] == [201, 201, 503]
+        assert kvd.samples()['kvd_slots_refused_total{reason="full"}'] == 2
+
+
 def test_the_index_has_a_ceiling(tmp_path: Path) -> None:
     """Fed ten times of it: refused, counted, said once; the rest is right; removals make room."""
     limit = 1000
@@ -308,9 +330,26 @@ def test_the_index_has_a_ceiling(tmp_path: Path) -> None:
         assert kvd.server.stderr.count("index full") == 1
 
 
-def test_settings_of_the_index_are_those_that_are_tested() -> None:
-    assert [each.name for each in INDEX_SETTINGS] == [
-        "index_max_blocks",
-        "max_partitions",
-        "max_dumps",
-    ]
+# ---- the page
+
+LISTED = {
+    each
+    for each in NUMBERS
+    if each in (*HTTP_SETTINGS, *ENGINE_SETTINGS, *INDEX_SETTINGS)
+    or each.name.startswith(("recovery_", "outgoing_lookup_", "max_", "router_queue_"))
+    or each.name in ("replica_sync_queue_messages", "router_retries", "session_affinity_sessions")
+} - {next(each for each in SETTINGS if each.name == "router_queue_threshold")}
+
+
+@pytest.mark.parametrize(
+    "setting", sorted(LISTED, key=lambda each: each.name), ids=lambda each: each.name
+)
+def test_the_page_lists_every_limit_as_it_is(setting: Setting) -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    (row,) = (each for each in rows if f"`{setting.name}`" in each[0])
+    names = re.findall("`([a-z_]+)`", row[0])
+    shown = re.findall("[0-9.]+", row[1])
+    assert len(names) == len(shown)
+    assert float(shown[names.index(setting.name)]) == setting.default
+    assert (row[2].strip() == "yes") == setting.live
