@@ -36,6 +36,7 @@
 //   4. every parked block waits: its name is unknown and so is its parent or its content;
 // for all
 //   5. `held[counter(l)]` is the number of (block, layer) pairs whose holder the rank is;
+//   7. the budget counts the blocks of the tree, and the names of live ranks;
 // and for retired ranks
 //   6. every block whose holder the rank is has a slot in its names at or behind `sweep_at`; the
 //      records of the slots before it have been given back.
@@ -612,7 +613,7 @@ class Index {
   static constexpr size_t kStepsAChain = 16;
   static constexpr size_t kStepsASegment = 8;
   static constexpr size_t kStepsASequence = 2;
-  static constexpr size_t kStepsAStore = 64;  // of sweeping in the place of refusing
+  static constexpr int64_t kStepsAStore = 64;  // of sweeping in the place of refusing
 
   // Chain by chain, what comes before always first; whatever is stored between two calls meets a
   // block with a sequence hash above it and has its own, or is still to come here.
@@ -687,7 +688,7 @@ class Index {
   // take. It may move chains.
   void make_room(RankId id, uint32_t n) {
     if (budget_->fits(n)) return;
-    Steps steps{kStepsAStore + size_t{n} * 2};
+    Steps steps(kStepsAStore + int64_t{n} * 2);
     for (; ranks_[id].ghosts() != 0 && !budget_->fits(n) && steps.left(); steps.take(1)) {
       lay_oldest_ghost(id);
     }

@@ -18,6 +18,7 @@ from dumps import dump_json, event
 from processes import REPOSITORY
 from reloading import Daemon, daemon
 
+from kvd.cli import main
 from kvd.config import CONFIG, StartError, load
 from kvd.ledgers import Ledgers
 from kvd.net.link import LinkOptions
@@ -285,7 +286,7 @@ def test_live_requests_are_bounded_as_said(tmp_path: Path) -> None:
         assert kvd.samples()['kvd_slots_refused_total{reason="full"}'] == 2
 
 
-def test_the_index_has_a_ceiling(tmp_path: Path) -> None:
+def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fed ten times of it: refused, counted, said once; the rest is right; removals make room."""
     limit = 1000
     text = "index_max_blocks = {}\n"
@@ -312,6 +313,11 @@ def test_the_index_has_a_ceiling(tmp_path: Path) -> None:
         assert (shown["stream"], shown["loss"]) == ("degraded", "batch 99 found no room")
         said = 'event="index full" max_blocks=1000'
         kvd.server.wait_until(lambda: said in kvd.server.stderr, "said")
+        off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+        bind = f"--indexer-bind=127.0.0.1:{kvd.server.port}"
+        assert main(["status", "--interval=0", bind, *off]) == 1
+        limits = "index limit   1,000 blocks; 1,000 (rank, block) pairs; 9,000 blocks refused"
+        assert limits in capsys.readouterr().out.splitlines()
 
         send(made, 100, ["BlockRemoved", list(range(201, 301)), None])
         send(made, 101, stored(50_001, 100))
