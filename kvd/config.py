@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import file_digest
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,6 +21,10 @@ from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Policy, Token
 from kvd.model import PartitionKey, RankKey
+from kvd.net.link import LinkOptions
+from kvd.net.recovery import RecoveryLimits
+from kvd.net.replay import ReplayOptions
+from kvd.net.replication import REPLICA_LINK
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import SETTINGS
@@ -77,15 +81,6 @@ class StaticWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """How a listener treats its connection to an engine."""
-
-    heartbeat_s: float
-    heartbeat_timeout_s: float
-    queue_messages: int  # 0 is unbounded
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """Everything the daemon is told; a reload makes another one."""
 
@@ -100,6 +95,8 @@ class Config:
     hash_seed: int  # of sequence hashes
     router: RouterOptions
     request_expiry_s: int
+    max_requests: int  # live, of a model and tenant on each face
+    max_request_blocks: int  # of these
     metrics_ranks: int  # shown one by one up to this number
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
@@ -108,8 +105,17 @@ class Config:
     recovery_delay_s: float
     min_initial_workers: int  # instances; 0 waits for none
     http: HttpLimits
-    engine: EngineLimits
+    engine_link: LinkOptions
+    replica_link: LinkOptions
+    stale_after_s: float  # disconnected
+    replays: ReplayOptions
+    recovery: RecoveryLimits
+    index_max_blocks: int  # of all partitions; 0 is no bound
+    max_partitions: int  # of each face
+    max_dumps: int
     outgoing: Places
+    lookup_s: float
+    lookup_every_s: float
     fleet_file: Path | None
     curve: Curve
     log_level: str
@@ -220,6 +226,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
     if not any(binds.values()):
         raise StartError("every face is off")
     policy = _policy(values, environ)
+    link = _link(values)
     if demo:
         _check_demo(binds["indexer_bind"], policy, outgoing)
     return Config(
@@ -231,6 +238,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         allow_unauthenticated=values["allow_unauthenticated"],
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],
+        max_requests=values["max_requests"],
+        max_request_blocks=values["max_request_blocks"],
         metrics_ranks=values["metrics_ranks"],
         replica_sync=_replica_sync(values, outgoing),
         workers=_workers(values, outgoing),
@@ -253,8 +262,27 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
             linger_seconds=values["http_linger_s"],
             graceful_seconds=values["http_graceful_s"],
         ),
-        engine=_engine(values),
+        engine_link=link,
+        replica_link=replace(
+            link,
+            queue_messages=values["replica_sync_queue_messages"],
+            max_message_bytes=REPLICA_LINK.max_message_bytes,
+        ),
+        stale_after_s=values["engine_stale_s"],
+        replays=_replays(values),
+        recovery=RecoveryLimits(
+            connect_s=values["recovery_connect_s"],
+            stall_s=values["recovery_stall_s"],
+            total_s=values["recovery_total_s"],
+            body_bytes=values["recovery_bytes"],
+            blocks=values["recovery_blocks"],
+        ),
+        index_max_blocks=values["index_max_blocks"],
+        max_partitions=values["max_partitions"],
+        max_dumps=values["max_dumps"],
         outgoing=outgoing.allowed,
+        lookup_s=values["outgoing_lookup_s"],
+        lookup_every_s=values["outgoing_lookup_every_s"],
         fleet_file=values["fleet_file"],
         curve=_curve(values),
         log_level=values["log_level"],
@@ -340,6 +368,11 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         predicted_ttl_s=values["router_predicted_ttl_secs"],
         tracks_output_blocks=values["router_track_output_blocks"],
         session_affinity_ttl_s=values["session_affinity_ttl_secs"],
+        max_held=values["router_queue_requests"],
+        max_wait_s=values["router_queue_s"],
+        max_fleets=values["max_partitions"],
+        max_sessions=values["session_affinity_sessions"],
+        max_retries=values["router_retries"],
     )
 
 
@@ -382,11 +415,33 @@ def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync 
     return ReplicaSync(values["replica_sync_host"], port, peers or ())
 
 
-def _engine(values: Mapping[str, Any]) -> EngineLimits:
-    period_s, timeout_s = values["engine_heartbeat_s"], values["engine_heartbeat_timeout_s"]
-    if timeout_s < period_s:
+def _link(values: Mapping[str, Any]) -> LinkOptions:
+    link = LinkOptions(
+        heartbeat_s=values["engine_heartbeat_s"],
+        heartbeat_timeout_s=values["engine_heartbeat_timeout_s"],
+        connect_timeout_s=values["engine_connect_timeout_s"],
+        handshake_timeout_s=values["engine_handshake_timeout_s"],
+        reconnect_s=values["engine_reconnect_s"],
+        reconnect_max_s=values["engine_reconnect_max_s"],
+        queue_messages=values["engine_queue_messages"],
+        max_message_bytes=values["engine_message_bytes"],
+    )
+    if link.heartbeat_timeout_s < link.heartbeat_s:
         raise StartError("the engine heartbeat timeout is shorter than the time between pings")
-    return EngineLimits(period_s, timeout_s, values["engine_queue_messages"])
+    if link.reconnect_max_s < link.reconnect_s:
+        raise StartError("the longest pause before an engine is tried again is below the first")
+    return link
+
+
+def _replays(values: Mapping[str, Any]) -> ReplayOptions:
+    return ReplayOptions(
+        idle_s=values["replay_idle_s"],
+        total_s=values["replay_total_s"],
+        spare_s=values["replay_spare_s"],
+        max_messages=values["replay_messages"],
+        max_bytes=values["replay_bytes"],
+        at_once=values["replay_at_once"],
+    )
 
 
 def _workers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[StaticWorker, ...]:

@@ -220,6 +220,9 @@ def _streams(listening: list[Face]) -> dict[str, int]:
 INDEX = {"models": "dynamo_kvindexer_models", "blocks": "kvd_index_blocks"} | {
     "bytes": "kvd_index_bytes",
     "parked_blocks": "kvd_parked_blocks",
+    "max_blocks": "kvd_index_max_blocks",
+    "pairs": "kvd_index_pairs",
+    "refused_blocks": "kvd_index_refused_blocks_total",
 }
 SIZES = {
     "indexer": {"instances": "dynamo_kvindexer_workers"},
@@ -280,6 +283,11 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
             f"{'index':13} {index['blocks']:,} blocks, {index['models']:,} models, "
             f"{_mib(index['bytes'])}; by rank and tier: {tiers or 'none'}"
         )
+        if index["max_blocks"] or index["refused_blocks"]:
+            yield (
+                f"{'index limit':13} {index['max_blocks']:,} blocks; {index['pairs']:,} "
+                f"(rank, block) pairs; {index['refused_blocks']:,} blocks refused"
+            )
         yield f"{'events':13} {shown['events_per_s']:,}/s"
     for name in ("slot_tracker", "selection"):
         if name in shown:

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__",),
     ("kvd.cli",),
     ("kvd.daemon",),
-    ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet"),
+    ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet", "kvd.room"),
     ("kvd.config", "kvd.demo", "kvd.desks"),
     ("kvd.configfile", "kvd.configpage", "kvd.tokens", "kvd.fleetfile"),
     ("kvd.settings",),

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import exposition
 import httpx
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import Server, find_free_port
+from processes import find_free_port
+from reloading import daemon
 from running import running, running_kvd
 
 from kvd.config import CONFIG, TLS_FILES, StartError, load
@@ -27,6 +25,7 @@ from kvd.settings import SETTINGS
 
 OTHERS = {  # values that are no default and leave the rest valid
     "log_level": '"error"',
+    "replay_bytes": "70000",
     "log_format": '"json"',
     "router_queue_policy": '"wspt"',
     "router_mode": '"random"',
@@ -180,36 +179,6 @@ def test_another_policy_orders_those_that_wait_as_if_it_had_been_the_first(
 
 
 # ---- a daemon
-
-
-class Daemon:
-    """A running kvd and its file."""
-
-    def __init__(self, server: Server, path: Path) -> None:
-        self.server = server
-        self.path = path
-        self.http = httpx.Client(base_url=server.base_url, trust_env=False)
-
-    def reload(self, text: str, outcome: str = "applied") -> None:
-        """Writes the file, tells the daemon, and waits until it has looked at it."""
-        before = self.reloads(outcome)
-        self.path.write_text(text)
-        self.server.process.send_signal(signal.SIGHUP)
-        self.server.wait_until(lambda: self.reloads(outcome) == before + 1, "reloaded")
-
-    def reloads(self, outcome: str) -> float:
-        samples = exposition.parse(self.http.get("/metrics").text)
-        return samples[f'kvd_config_reloads_total{{outcome="{outcome}"}}']
-
-
-@contextmanager
-def daemon(folder: Path, face: str = "indexer", text: str = "") -> Iterator[Daemon]:
-    path = folder / "kvd.toml"
-    path.write_text(text)
-    with running_kvd(folder, "--config", os.fspath(path), face=face) as server:
-        found = Daemon(server, path)
-        with found.http:
-            yield found
 
 
 def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
