@@ -196,9 +196,9 @@ def write_docs(given: Mapping[str, object]) -> int:
 def check_config(given: Mapping[str, object]) -> int:
     loaded = config.load(given, os.environ)
     if loaded.tls is not None:
-        from kvd.serving import check_files  # here, as only those with TLS need to load it
+        from kvd.serving import read_files  # here, as only those with TLS need to load it
 
-        check_files(loaded.tls)
+        read_files(loaded.tls)
     print("ok")
     return 0
 
@@ -237,14 +237,28 @@ def add_status(commands: Any) -> None:
         metavar="FILE",
         help="a bearer token with the scope read, alone in the file",
     )
+    parser.add_argument(
+        "--client-certfile",
+        type=Path,
+        metavar="FILE",
+        help="PEM certificate to show at addresses with tls:, where clients need one",
+    )
+    parser.add_argument(
+        "--client-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="PEM private key of that, unless it is in the same file",
+    )
     parser.add_argument("--json", action="store_true", help="write everything, as JSON")
     parser.set_defaults(given=status_settings, demo=False, command=show_status)
 
 
 def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
     binds = {name: getattr(args, name) for name in config.FACE_BINDS}
-    own = {"interval": args.interval, "json": args.json, "token_file": args.token_file}
-    return binds | own
+    if args.client_keyfile is not None and args.client_certfile is None:
+        parser.error("--client-keyfile needs --client-certfile")
+    own = ("interval", "json", "token_file", "client_certfile", "client_keyfile")
+    return binds | {name: getattr(args, name) for name in own}
 
 
 def show_status(given: Mapping[str, object]) -> int:
@@ -253,7 +267,8 @@ def show_status(given: Mapping[str, object]) -> int:
     try:
         held = config.resolve(given, os.environ)
         token = config.read_token(cast("Path | None", given["token_file"]))
-        client = status.Client(token, held["tls_certfile"].value)
+        own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
+        client = status.Client(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
         logs.complain(error)
         return status.UNREACHABLE

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import file_digest
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,10 @@ from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Policy, Token
 from kvd.model import PartitionKey, RankKey
+from kvd.net.link import LinkOptions
+from kvd.net.recovery import RecoveryLimits
+from kvd.net.replay import ReplayOptions
+from kvd.net.replication import REPLICA_LINK
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
 from kvd.settings import SETTINGS
@@ -35,6 +40,9 @@ Parsed = TypeVar("Parsed")
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
 DEMO_HOST = "127.0.0.1"  # of the simulated engines
+
+# Files of TLS, by the names of their settings.
+TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 
 # The configuration file: what the command line calls it, and its variable.
 CONFIG = "config"
@@ -82,15 +90,6 @@ class StaticWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """How a listener treats its connection to an engine."""
-
-    heartbeat_s: float
-    heartbeat_timeout_s: float
-    queue_messages: int  # 0 is unbounded
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """Everything the daemon is told; a reload makes another one."""
 
@@ -105,6 +104,8 @@ class Config:
     hash_seed: int  # of sequence hashes
     router: RouterOptions
     request_expiry_s: int
+    max_requests: int  # live, of a model and tenant on each face
+    max_request_blocks: int  # of these
     metrics_ranks: int  # shown one by one up to this number
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
@@ -113,8 +114,17 @@ class Config:
     recovery_delay_s: float
     min_initial_workers: int  # instances; 0 waits for none
     http: HttpLimits
-    engine: EngineLimits
+    engine_link: LinkOptions
+    replica_link: LinkOptions
+    stale_after_s: float  # disconnected
+    replays: ReplayOptions
+    recovery: RecoveryLimits
+    index_max_blocks: int  # of all partitions; 0 is no bound
+    max_partitions: int  # of each face
+    max_dumps: int
     outgoing: Places
+    lookup_s: float
+    lookup_every_s: float
     fleet_file: Path | None
     curve: Curve
     log_level: str
@@ -138,15 +148,41 @@ def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str
 
     `given` holds what the command line said, parsed already, by setting name; None is unsaid.
     """
-    name = given.get(CONFIG) or environ.get(CONFIG_VARIABLE)
-    path = None if not name else Path(str(name))
-    filed = {} if path is None else _read(path)
+    path, filed = _file(given, environ)
     return {each.name: _resolve(each, given, environ, path, filed) for each in SETTINGS}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the value of every setting; takes and raises what `resolve` does.
+
+    Raises StartError also for files of TLS without an address that has it. Those that a flag names
+    need one of this command's. Those of a file or of the environment, which commands share, may be
+    for an address there that this command does not serve.
+    """
+    path, filed = _file(given, environ)
+    values = {each.name: _resolve(each, given, environ, path, filed).value for each in SETTINGS}
+    if any(values[name] is not None for name in TLS_FILES):
+        binds = [values[name] for name in FACE_BINDS]
+        if all(given.get(name) is None for name in TLS_FILES):
+            faces = [each for each in SETTINGS if each.name in FACE_BINDS]
+            binds += [_resolve(each, {}, environ, path, filed).value for each in faces]
+        if not any(bind.tls for each in binds if each != OFF for bind in each.each):
+            raise StartError(
+                "TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's"
+            )
+    return values
+
+
+def _file(
+    given: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[Path | None, dict[str, Any]]:
+    """Returns the file of settings and what it says, if there is one."""
+    name = given.get(CONFIG) or environ.get(CONFIG_VARIABLE)
+    if not name:
+        return None, {}
+    path = Path(str(name))
     with _reading(path):
-        return configfile.read(path)
+        return path, configfile.read(path)
 
 
 @contextmanager
@@ -182,12 +218,11 @@ def _resolve(
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
-    """Returns the daemon's configuration; takes and raises what `resolve` does.
+    """Returns the daemon's configuration; takes and raises what `read` does.
 
     A daemon does not start with a fleet file that it would refuse.
     """
-    values = {name: said.value for name, said in resolve(given, environ).items()}
-    config = build(values, environ, demo=demo)
+    config = build(read(given, environ), environ, demo=demo)
     if config.fleet_file is not None:
         with _reading(config.fleet_file):
             fleetfile.load(config.fleet_file, Outgoing(config.outgoing))
@@ -201,6 +236,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
     if not any(binds.values()):
         raise StartError("every face is off")
     policy = _policy(values, environ)
+    link = _link(values)
     if demo:
         _check_demo(binds["indexer_bind"], policy, outgoing)
     return Config(
@@ -212,6 +248,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         allow_unauthenticated=values["allow_unauthenticated"],
         router=_router(values),
         request_expiry_s=values["request_expiry_s"],
+        max_requests=values["max_requests"],
+        max_request_blocks=values["max_request_blocks"],
         metrics_ranks=values["metrics_ranks"],
         replica_sync=_replica_sync(values, outgoing),
         workers=_workers(values, outgoing),
@@ -234,8 +272,27 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
             linger_seconds=values["http_linger_s"],
             graceful_seconds=values["http_graceful_s"],
         ),
-        engine=_engine(values),
+        engine_link=link,
+        replica_link=replace(
+            link,
+            queue_messages=values["replica_sync_queue_messages"],
+            max_message_bytes=REPLICA_LINK.max_message_bytes,
+        ),
+        stale_after_s=values["engine_stale_s"],
+        replays=_replays(values),
+        recovery=RecoveryLimits(
+            connect_s=values["recovery_connect_s"],
+            stall_s=values["recovery_stall_s"],
+            total_s=values["recovery_total_s"],
+            body_bytes=values["recovery_bytes"],
+            blocks=values["recovery_blocks"],
+        ),
+        index_max_blocks=values["index_max_blocks"],
+        max_partitions=values["max_partitions"],
+        max_dumps=values["max_dumps"],
         outgoing=outgoing.allowed,
+        lookup_s=values["outgoing_lookup_s"],
+        lookup_every_s=values["outgoing_lookup_every_s"],
         fleet_file=values["fleet_file"],
         curve=_curve(values),
         log_level=values["log_level"],
@@ -248,21 +305,17 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
 
 
 def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
-    certfile, keyfile, client_ca = (
-        values[name] for name in ("tls_certfile", "tls_keyfile", "tls_client_ca")
-    )
-    given = [path for path in (certfile, keyfile, client_ca) if path is not None]
-    wanted = any(bind.tls for bind in binds)
-    if not given and not wanted:
+    if not any(bind.tls for bind in binds):
         return None
-    if not wanted:
-        raise StartError("TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's")
+    certfile, keyfile, client_ca = (values[name] for name in TLS_FILES)
     if certfile is None or keyfile is None:
         raise StartError("TLS needs both --tls-certfile and --tls-keyfile")
-    for path in given:
-        with _reading(path):
-            path.open("rb").close()
-    return TlsFiles(certfile, keyfile, client_ca)
+    digests = {}
+    for name in TLS_FILES:
+        if (path := values[name]) is not None:
+            with _reading(path), path.open("rb") as file:
+                digests[name] = file_digest(file, "sha256").digest()
+    return TlsFiles(certfile, keyfile, client_ca, digests)
 
 
 def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
@@ -325,6 +378,11 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         predicted_ttl_s=values["router_predicted_ttl_secs"],
         tracks_output_blocks=values["router_track_output_blocks"],
         session_affinity_ttl_s=values["session_affinity_ttl_secs"],
+        max_held=values["router_queue_requests"],
+        max_wait_s=values["router_queue_s"],
+        max_fleets=values["max_partitions"],
+        max_sessions=values["session_affinity_sessions"],
+        max_retries=values["router_retries"],
     )
 
 
@@ -367,11 +425,33 @@ def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync 
     return ReplicaSync(values["replica_sync_host"], port, peers or ())
 
 
-def _engine(values: Mapping[str, Any]) -> EngineLimits:
-    period_s, timeout_s = values["engine_heartbeat_s"], values["engine_heartbeat_timeout_s"]
-    if timeout_s < period_s:
+def _link(values: Mapping[str, Any]) -> LinkOptions:
+    link = LinkOptions(
+        heartbeat_s=values["engine_heartbeat_s"],
+        heartbeat_timeout_s=values["engine_heartbeat_timeout_s"],
+        connect_timeout_s=values["engine_connect_timeout_s"],
+        handshake_timeout_s=values["engine_handshake_timeout_s"],
+        reconnect_s=values["engine_reconnect_s"],
+        reconnect_max_s=values["engine_reconnect_max_s"],
+        queue_messages=values["engine_queue_messages"],
+        max_message_bytes=values["engine_message_bytes"],
+    )
+    if link.heartbeat_timeout_s < link.heartbeat_s:
         raise StartError("the engine heartbeat timeout is shorter than the time between pings")
-    return EngineLimits(period_s, timeout_s, values["engine_queue_messages"])
+    if link.reconnect_max_s < link.reconnect_s:
+        raise StartError("the longest pause before an engine is tried again is below the first")
+    return link
+
+
+def _replays(values: Mapping[str, Any]) -> ReplayOptions:
+    return ReplayOptions(
+        idle_s=values["replay_idle_s"],
+        total_s=values["replay_total_s"],
+        spare_s=values["replay_spare_s"],
+        max_messages=values["replay_messages"],
+        max_bytes=values["replay_bytes"],
+        at_once=values["replay_at_once"],
+    )
 
 
 def _workers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[StaticWorker, ...]:

@@ -42,6 +42,7 @@ from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.fleet import Desk, Fleet
+from kvd.http.certificates import Terms
 from kvd.http.listeners import split_host_port
 from kvd.http.permits import is_loopback
 from kvd.http.types import Route
@@ -52,20 +53,21 @@ from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import activation, sdnotify
 from kvd.net.curve import Doorkeeper, KeyPair
 from kvd.net.dialing import Dialer
-from kvd.net.link import NO_CURVE, LinkOptions
+from kvd.net.link import NO_CURVE
 from kvd.net.listeners import ListenerTasks
 from kvd.net.publisher import Publisher, open_publisher
 from kvd.net.recovery import RecoveryStats, recover, settle
-from kvd.net.replication import REPLICA_LINK, Replication
+from kvd.net.replication import Replication
 from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.publishers import Publishers
 from kvd.registry import Registry
 from kvd.reloading import Reader
 from kvd.replicas import Replicas, apply_once
+from kvd.room import Room
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
-from kvd.serving import FaceServer
+from kvd.serving import FaceServer, read_files
 from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
@@ -114,15 +116,18 @@ class _Daemon:
         self._reader = reader
         self._reloads = {"applied": 0, "refused": 0}
         self._max_ranks = max_ranks
-        self._state = State(config.hash_seed)
+        self._state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
         self._outgoing = Outgoing(config.outgoing)
         self._keys = None if config.curve.secret is None else KeyPair(config.curve.secret)
-        self._dialer = Dialer(self._outgoing, keys=self._keys)
+        self._dialer = Dialer(
+            self._outgoing, config.lookup_s, config.lookup_every_s, keys=self._keys
+        )
+        self._listeners: ListenerTasks | None = None
         self._doorkeeper: Doorkeeper | None = None
         self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
-        self._ledgers = Ledgers()
-        self._slots = SlotTrackers(config.request_expiry_s, self._ledgers)
+        self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
+        self._slots = SlotTrackers(config.request_expiry_s, self._ledgers, config.max_partitions)
         self._selections: Selections | None = None
         self._replica_counts = ReplicaCounts()
         self._indexer = FaceServer("indexer", "dynamo_kvindexer", config)
@@ -158,26 +163,28 @@ class _Daemon:
         try:
             publisher = await self._open_publisher(context)
             # What there is to read again.
-            files = config.policy.tokens, config.fleet_file, config.curve.replicas is not None
+            keys = config.curve.replicas is not None
+            files = config.policy.tokens, config.fleet_file, keys, config.tls
             reloads = self._reader.has_file or any(files)
             reload = (signal.SIGHUP,) if reloads else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
                 async with self._background(signals), trio.open_nursery() as listening:
                     ready = trio.Event()
-                    options = LinkOptions(
-                        heartbeat_s=config.engine.heartbeat_s,
-                        heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
-                        queue_messages=config.engine.queue_messages,
+                    self._listeners = tasks = ListenerTasks(
+                        listening,
+                        context,
+                        ready,
+                        config.engine_link,
+                        config.replays,
+                        dialer=self._dialer,
+                        begin=self._serving,
                     )
-                    dialer = self._dialer
-                    tasks = ListenerTasks(
-                        listening, context, ready, options, dialer=dialer, begin=self._serving
-                    )
-                    registry = Registry(self._state, tasks, self._max_ranks, self._outgoing)
+                    bounds = self._max_ranks, self._outgoing, config.stale_after_s
+                    registry = Registry(self._state, tasks, *bounds)
                     if config.indexer_bind is not None:
                         for worker in config.workers:
                             registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                    publishers = Publishers(self._state, tasks, self._max_ranks, self._outgoing)
+                    publishers = Publishers(self._state, tasks, *bounds)
                     registry.beside = publishers.__len__
                     publishers.beside = registry.__len__
                     self._selections = Selections(
@@ -262,23 +269,32 @@ class _Daemon:
         """
         reloaded = self._reader.again(self._config)
         config = reloaded.config
+        terms = None if config.tls is None else read_files(config.tls)
         for face in self._served:
             face.check_open(config)
-        parts = [Prepared(reloaded.changed, partial(self._follow, config))]
+        parts = [Prepared(reloaded.changed, partial(self._follow, config, terms))]
         if self._fleet is not None:
             parts.append(await self._fleet.prepare(config.outgoing))
         return parts, reloaded.waiting
 
-    def _follow(self, config: Config) -> None:
-        """Has the daemon go on with other values of settings that are live."""
+    def _follow(self, config: Config, terms: Terms | None) -> None:
+        """Has the daemon go on with other values of settings that are live, and terms of TLS."""
         self._config = config
         logs.follow(config.log_level, config.log_format)
         self._outgoing.allow(config.outgoing)
+        self._dialer.lookup_s = config.lookup_s
+        self._dialer.look_again_s = config.lookup_every_s
+        if self._listeners is not None:
+            self._listeners.follow(config.replays)
+        self._state.budget.max_blocks = config.index_max_blocks
+        self._state.max_partitions = self._slots.max_trackers = config.max_partitions
         if self._doorkeeper is not None and config.curve.replicas is not None:
             self._doorkeeper.keys = config.curve.replicas
         for face in self._served:
             face.limit(config.http)
             face.admit(config)
+            if terms is not None:
+                face.secure(terms)
             face.log_requests(config.access_log)
         self._slots.expiry_s = config.request_expiry_s
         if self._selections is not None:
@@ -298,8 +314,11 @@ class _Daemon:
                 await trio.sleep(SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
+        """Looks every second for what is too old, and whether the index is full."""
+        room = Room(self._state.budget)
         while True:
             await trio.sleep(EXPIRY_PAUSE_S)
+            room.look(trio.current_time())
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
             if self._selections is not None:
@@ -315,7 +334,8 @@ class _Daemon:
             await trio.sleep(config.recovery_delay_s)
             asked = self._state, config.peers, self._recovery
             token, dialer = config.peers_token, self._dialer
-            recovered = await recover(*asked, token=token, dialer=dialer) is not None
+            limits = config.recovery
+            recovered = await recover(*asked, limits, token=token, dialer=dialer) is not None
             if not recovered:
                 log.warning("no peer to recover from", peers=len(config.peers))
             self._note_recovery(recovered)
@@ -345,7 +365,9 @@ class _Daemon:
             curve = self._keys.server()
             self._doorkeeper = Doorkeeper(context, config.curve.replicas)
         try:
-            publisher = await open_publisher(context, sync.host, sync.port, REPLICA_LINK, curve)
+            publisher = await open_publisher(
+                context, sync.host, sync.port, config.replica_link, curve
+            )
         except OSError as error:
             raise StartError(str(error.strerror)) from None
         self._check_publisher(publisher)
@@ -384,8 +406,9 @@ class _Daemon:
         affinity = self._selections.affinity
         bind = None if affinity is None else affinity.apply
         counts = self._replica_counts
+        options = self._config.replica_link
         links = Replication(
-            nursery, context, publisher, apply, counts, bind=bind, dialer=self._dialer
+            nursery, context, publisher, apply, counts, options, bind=bind, dialer=self._dialer
         )
         self._slots.publish = links.publish
         self._selections.bookings.publish = links.publish
@@ -428,7 +451,7 @@ class _Daemon:
     ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
         """Yields the faces that are to be served, with their routes."""
         config = self._config
-        dumps = indexer.dumps_bound()
+        dumps = indexer.dumps_bound(config.max_dumps)
         if config.indexer_bind is not None:
             self._indexer.sources.append(lambda: indexer.families(self._state, registry, dumps))
             self._indexer.sources.append(self._recovery_families)

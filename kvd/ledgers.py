@@ -14,13 +14,15 @@ from __future__ import annotations
 from weakref import WeakValueDictionary
 
 from kvd.model import PartitionKey
-from kvd_core.ledger import Ledger, Loads
+from kvd_core.ledger import MAX_BLOCKS, MAX_REQUESTS, Ledger, Loads
 
 
 class Ledgers:
     """What a process knows of the loads of its ranks, as long as any ledger of theirs lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_blocks: int = MAX_BLOCKS) -> None:
+        """A ledger has so many requests; with those that it shares loads with, so many blocks."""
+        self._bounds = max_requests, max_blocks
         self._loads: WeakValueDictionary[tuple[PartitionKey, int], Loads] = WeakValueDictionary()
 
     def open(self, key: PartitionKey, block_size: int) -> Ledger:
@@ -28,4 +30,4 @@ class Ledgers:
         loads = self._loads.get((key, block_size))
         if loads is None:
             loads = self._loads[key, block_size] = Loads()
-        return Ledger(loads=loads)
+        return Ledger(*self._bounds, loads=loads)

@@ -278,6 +278,13 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
         yield gauge(family, help, sums[name])
     for family, name, help in INDEX_COUNTERS:
         yield counter(family, help, sums[name])
+    budget = state.budget
+    help = "Bound of the blocks and of the (rank, block) pairs, 0 without one"
+    yield gauge("kvd_index_max_blocks", help, budget.max_blocks)
+    help = "(rank, block) pairs in the index, on whatever tiers"
+    yield gauge("kvd_index_pairs", help, budget.pairs)
+    help = "Blocks told that there was no room for, each time that they were"
+    yield counter("kvd_index_refused_blocks_total", help, budget.refused)
     yield from _ingest_families(state)
 
 

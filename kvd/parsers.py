@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -189,6 +190,18 @@ def at_least(minimum: int) -> Parse:
         if value < minimum:
             raise ValueError(f"expected a number from {minimum}")
         return value
+
+    return parse
+
+
+def within(minimum: int, maximum: int) -> Parse:
+    """Returns what reads a whole number from `minimum` to `maximum`."""
+
+    def parse(text: str) -> int:
+        with suppress(ValueError):
+            if (value := parse_uint(text, maximum)) >= minimum:
+                return value
+        raise ValueError(f"expected a whole number from {minimum} to {maximum}")
 
     return parse
 

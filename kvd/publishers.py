@@ -23,7 +23,7 @@ from kvd.state import State
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses
-from kvd.wire.listener import Listener
+from kvd.wire.listener import STALE_AFTER_S, Listener
 from kvd.wire.outgoing import Outgoing
 from kvd.wire.publication import Publication, Terms
 from kvd_core.conductor import Source
@@ -145,8 +145,10 @@ class Publishers:
         listeners: Listeners,
         max_listeners: int = MAX_LISTENERS,
         outgoing: Outgoing | None = None,
+        stale_after_s: float = STALE_AFTER_S,
     ) -> None:
         """Without a rule about addresses the default one holds."""
+        self._stale_after_s = stale_after_s
         self.outgoing = outgoing or Outgoing()
         self._state = state
         self._listeners = listeners
@@ -210,7 +212,14 @@ class Publishers:
         )
         publication = Publication(source, terms)
         endpoint, replay_endpoint, server_key = described.addresses
-        listener = Listener(str(key), endpoint, publication, replay_endpoint, server_key=server_key)
+        listener = Listener(
+            str(key),
+            endpoint,
+            publication,
+            replay_endpoint,
+            server_key=server_key,
+            stale_after_s=self._stale_after_s,
+        )
         self._publishers[key] = Publisher(described, listener, publication, source)
         self._listeners.start(key, listener)
 

@@ -22,7 +22,7 @@ from kvd.state import State
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses
-from kvd.wire.listener import Listener, ListenerStatus
+from kvd.wire.listener import STALE_AFTER_S, Listener, ListenerStatus
 from kvd.wire.outgoing import Outgoing
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
@@ -61,8 +61,10 @@ class Registry:
         listeners: Listeners,
         max_ranks: int = MAX_LISTENERS,
         outgoing: Outgoing | None = None,
+        stale_after_s: float = STALE_AFTER_S,
     ) -> None:
         """Without a rule about addresses the default one holds."""
+        self._stale_after_s = stale_after_s
         self.outgoing = outgoing or Outgoing()
         self._state = state
         self._max_ranks = max_ranks
@@ -148,7 +150,9 @@ class Registry:
             )
         stream = self._state.add_rank(key, block_size)
         expected = self._left.pop((key, endpoint), 0)
-        listener = Listener(str(key), endpoint, stream, replay_endpoint, expected, server_key)
+        listener = Listener(
+            str(key), endpoint, stream, replay_endpoint, expected, server_key, self._stale_after_s
+        )
         self._ranks[key] = Registration(key, listener, {owner})
         self._listeners.start(key, listener)
         self._grown.set()

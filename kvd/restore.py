@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvd.errors import Conflict, Invalid, Unavailable
 from kvd.model import InstanceId, PartitionKey
-from kvd.state import MAX_PARTITIONS, Partition, State
+from kvd.state import Partition, State
 from kvd_core.index import Worker
 from kvd_core.recovery import StagedEntry
 
@@ -66,8 +66,8 @@ def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | Non
             workers += map(_instance_id, entry.workers(start, start + SLICE_WORKERS))
             yield None
         yield Planned(key, entry, workers)
-    if len(state.partitions.keys() | sizes.keys()) > MAX_PARTITIONS:
-        raise Invalid(f"the dump has more than {MAX_PARTITIONS} models and tenants")
+    if len(state.partitions.keys() | sizes.keys()) > state.max_partitions:
+        raise Invalid(f"the dump has more than {state.max_partitions} models and tenants")
 
 
 def restore(state: State, planned: Iterable[Planned]) -> Iterator[int]:

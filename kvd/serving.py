@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ from kvd.config import Config, StartError
 from kvd.faces.monitoring import metrics_route
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
+from kvd.http.certificates import Terms, load_terms
 from kvd.http.errors import Failures
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits, HttpStats
@@ -59,8 +59,8 @@ class FaceServer:
         self._reception = Reception(
             Permits(config.policy), self.requests.observe, Failures(reasons), AccessLog(name)
         )
-        self._tls: TlsFiles | None = None
-        self._servers: list[Front | TlsServer] = []
+        self._terms: Terms | None = None  # of TLS, if there is any
+        self._servers: list[Front] = []
         self._sockets: list[socket.socket] = []
         self._tls_sockets: list[socket.socket] = []
 
@@ -81,9 +81,8 @@ class FaceServer:
         self._sockets = await _open(opened, plain, rights, passed, self.name)
         self._tls_sockets = await _open(opened, secured, rights, passed, f"{self.name}-tls")
         if self._tls_sockets:
-            self._tls = config.tls
             assert config.tls is not None  # there is a bind that wants it
-            check_files(config.tls)
+            self._terms = read_files(config.tls)
         self._reception.permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
         self.check_open(config)
 
@@ -116,6 +115,14 @@ class FaceServer:
         for server in self._servers:
             server.limit(limits)
 
+    def secure(self, terms: Terms) -> None:
+        """Has other certificates hold for handshakes from now on."""
+        if self._terms is not None:
+            self._terms = terms
+        for server in self._servers:
+            if isinstance(server, TlsServer):
+                server.renew(terms)
+
     def log_requests(self, on: bool) -> None:
         """Has each request be a line of the log, or none, half a second from now at the latest."""
         self._reception.access.on = on
@@ -135,8 +142,8 @@ class FaceServer:
                 front = Front(routes, app, self._limits, self._reception)
                 self.stats = front.stats
                 await self._start(nursery, front, self._sockets, stop, "kvd_http", "no TLS")
-            if self._tls_sockets and self._tls is not None:
-                server = TlsServer(routes, app, self._tls, self._limits, self._reception)
+            if self._terms is not None:
+                server = TlsServer(routes, app, self._terms, self._limits, self._reception)
                 await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
             task_status.started()
 
@@ -149,7 +156,7 @@ class FaceServer:
     async def _start(
         self,
         nursery: trio.Nursery,
-        server: Front | TlsServer,
+        server: Front,
         sockets: list[socket.socket],
         stop: trio.Event,
         prefix: str,
@@ -182,18 +189,12 @@ async def _open(
     return sockets
 
 
-def check_files(tls: TlsFiles) -> None:
-    """Raises StartError if nobody could be served with these."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+def read_files(tls: TlsFiles) -> Terms:
+    """Returns what the files say; raises StartError if nobody could be served with them."""
     try:
-        context.load_cert_chain(tls.certfile, tls.keyfile)
-    except OSError as error:
-        raise StartError(f"cannot use {tls.certfile} with {tls.keyfile}: {error}") from None
-    if tls.client_ca is not None:
-        try:
-            context.load_verify_locations(tls.client_ca)
-        except OSError as error:
-            raise StartError(f"cannot use {tls.client_ca}: {error}") from None
+        return load_terms(tls)
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def _families(prefix: str, help: str, stats: HttpStats) -> Iterator[Family]:

@@ -9,21 +9,33 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvd import parsers
+from kvd.faces.indexer import MAX_DUMPS
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.logs import FORMS, LEVELS
-from kvd.model import DEFAULT_TENANT
+from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
+from kvd.net.dialing import LOOK_AGAIN_S, LOOKUP_S
+from kvd.net.link import LinkOptions
+from kvd.net.recovery import RecoveryLimits
+from kvd.net.replay import ReplayOptions
 from kvd.parsers import OFF, Binds, Parse, Setting, TcpBind
 from kvd.scheduling.options import (
     DEFAULT_MAX_TREE_SIZE,
+    DEFAULT_MAX_WAIT_S,
     DEFAULT_PRUNE_TARGET_RATIO,
     DEFAULT_QUEUE_THRESHOLD,
     DEFAULT_TTL_S,
+    MAX_HELD,
+    MAX_RETRIES,
     RouterMode,
 )
 from kvd.scheduling.queue import QueuePolicy
+from kvd.scheduling.sessions import MAX_SESSIONS
 from kvd.wire import outgoing
+from kvd.wire.listener import STALE_AFTER_S
 from kvd_core.conductor import DEFAULT_SEED
+from kvd_core.ledger import MAX_BLOCKS as MAX_REQUEST_BLOCKS
+from kvd_core.ledger import MAX_REQUESTS
 
 # The ports of the originals, on loopback only.
 DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
@@ -34,6 +46,12 @@ DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
 BINDS = "[tls:]HOST:PORT|unix:PATH,...|off"
 
 HTTP_DEFAULTS = HttpLimits()
+LINK_DEFAULTS = LinkOptions()
+REPLAY_DEFAULTS = ReplayOptions()
+RECOVERY_DEFAULTS = RecoveryLimits()
+
+I32_MAX = 2**31 - 1  # libzmq's bounds are of this type
+COUNT = parsers.within(1, I32_MAX)
 
 WORKER_SETTINGS = (
     Setting(
@@ -71,6 +89,13 @@ REPLICA_SETTINGS = (
         None,
         "ENDPOINT,...",
         "replicas to take requests from, as tcp://HOST:PORT",
+    ),
+    Setting(
+        "replica_sync_queue_messages",
+        parsers.within(0, I32_MAX),
+        LINK_DEFAULTS.queue_messages,
+        "N",
+        "events queued to each replica, and from each, before ZMQ drops; 0 is unbounded",
     ),
 )
 
@@ -171,6 +196,29 @@ ROUTER_SETTINGS = (
         "who goes first when all workers were busy",
         live=True,
     ),
+    Setting(
+        "router_queue_requests",
+        COUNT,
+        MAX_HELD,
+        "N",
+        "selections that may wait at once; more are answered 503",
+        live=True,
+    ),
+    Setting(
+        "router_queue_s",
+        parsers.parse_seconds,
+        DEFAULT_MAX_WAIT_S,
+        "SECONDS",
+        "that a selection waits; below http_handler_s, which ends it without saying why",
+        live=True,
+    ),
+    Setting(
+        "router_retries",
+        COUNT,
+        MAX_RETRIES,
+        "N",
+        "answers to bookings kept for whoever asks again with its Idempotency-Key",
+    ),
     _dynamo(
         "router_use_kv_events",
         parsers.parse_switch,
@@ -236,6 +284,13 @@ ROUTER_SETTINGS = (
         "SECONDS",
         "how long a session is bound to its rank after its last request (default: not)",
     ),
+    Setting(
+        "session_affinity_sessions",
+        COUNT,
+        MAX_SESSIONS,
+        "N",
+        "sessions that are bound at once; more end the binding that would end next",
+    ),
     _dynamo(
         "router_track_prefill_tokens",
         parsers.parse_switch,
@@ -274,17 +329,67 @@ PEER_SETTINGS = (
     Setting(
         "peers_token_file", Path, None, "FILE", "a bearer token, with the scope admin at the peers"
     ),
+    Setting(
+        "recovery_delay_s",
+        parsers.parse_pause,
+        1.0,  # as documented: past the moment in which a new subscription misses events
+        "SECONDS",
+        "pause between listening and asking a peer",
+    ),
+    Setting(
+        "recovery_connect_s",
+        parsers.parse_seconds,
+        RECOVERY_DEFAULTS.connect_s,
+        "SECONDS",
+        "until a peer is connected to, or the next one asked",
+    ),
+    Setting(
+        "recovery_stall_s",
+        parsers.parse_seconds,
+        RECOVERY_DEFAULTS.stall_s,
+        "SECONDS",
+        "without a byte of its dump",
+    ),
+    Setting(
+        "recovery_total_s",
+        parsers.parse_seconds,
+        RECOVERY_DEFAULTS.total_s,
+        "SECONDS",
+        "for one peer in all",
+    ),
+    Setting(
+        "recovery_bytes",
+        parsers.within(1024 * 1024, 2**40),
+        RECOVERY_DEFAULTS.body_bytes,
+        "BYTES",
+        "of a dump",
+    ),
+    Setting(
+        "recovery_blocks",
+        COUNT,
+        RECOVERY_DEFAULTS.blocks,
+        "BLOCKS",
+        "of a dump, and so many runs of blocks; 16 and 56 bytes each until they are stored",
+    ),
 )
 
 SECURITY_SETTINGS = (
-    Setting("tls_certfile", Path, None, "FILE", "PEM certificate chain of addresses with tls:"),
-    Setting("tls_keyfile", Path, None, "FILE", "PEM private key of that"),
+    Setting(
+        "tls_certfile",
+        Path,
+        None,
+        "FILE",
+        "PEM certificate chain of addresses with tls:",
+        live=True,
+    ),
+    Setting("tls_keyfile", Path, None, "FILE", "PEM private key of that", live=True),
     Setting(
         "tls_client_ca",
         Path,
         None,
         "FILE",
         "PEM certificates: on addresses with tls: clients need one that these have signed",
+        live=True,
     ),
     Setting(
         "unix_socket_mode",
@@ -345,6 +450,162 @@ OUTGOING_SETTINGS = (
         "NETWORK,...",
         "where engines, replicas and peers may be: networks as 10.0.0.0/8, private, ipc",
         live=True,
+    ),
+    Setting(
+        "outgoing_lookup_s",
+        parsers.parse_seconds,
+        LOOKUP_S,
+        "SECONDS",
+        "that one lookup of a name may take",
+        live=True,
+    ),
+    Setting(
+        "outgoing_lookup_every_s",
+        parsers.parse_seconds,
+        LOOK_AGAIN_S,
+        "SECONDS",
+        "between two lookups of a name whose connection is lost",
+        live=True,
+    ),
+)
+
+ENGINE_SETTINGS = (
+    Setting(
+        "engine_heartbeat_s",
+        parsers.parse_seconds,
+        LINK_DEFAULTS.heartbeat_s,
+        "SECONDS",
+        "ping each engine and replica every",
+    ),
+    Setting(
+        "engine_heartbeat_timeout_s",
+        parsers.parse_seconds,
+        LINK_DEFAULTS.heartbeat_timeout_s,
+        "SECONDS",
+        "a silent engine or replica is lost after",
+    ),
+    Setting(
+        "engine_connect_timeout_s",
+        parsers.parse_seconds,
+        LINK_DEFAULTS.connect_timeout_s,
+        "SECONDS",
+        "until a connection to one is made, or tried again",
+    ),
+    Setting(
+        "engine_handshake_timeout_s",
+        parsers.parse_seconds,
+        LINK_DEFAULTS.handshake_timeout_s,
+        "SECONDS",
+        "until it has answered there",
+    ),
+    Setting(
+        "engine_reconnect_s",
+        parsers.parse_seconds,
+        LINK_DEFAULTS.reconnect_s,
+        "SECONDS",
+        "pause before another attempt, doubled with each that fails",
+    ),
+    Setting(
+        "engine_reconnect_max_s",
+        parsers.parse_seconds,
+        LINK_DEFAULTS.reconnect_max_s,
+        "SECONDS",
+        "the longest of these pauses",
+    ),
+    Setting(
+        "engine_stale_s",
+        parsers.parse_seconds,
+        STALE_AFTER_S,
+        "SECONDS",
+        "disconnected, after which a stream is stale",
+    ),
+    Setting(
+        "engine_queue_messages",
+        parsers.within(0, I32_MAX),
+        LINK_DEFAULTS.queue_messages,
+        "N",
+        "batches queued per engine before ZMQ drops; 0 is unbounded",
+    ),
+    Setting(
+        "engine_message_bytes",
+        parsers.within(64 * 1024, I32_MAX),  # the decoder takes no more
+        LINK_DEFAULTS.max_message_bytes,
+        "BYTES",
+        "of a batch; a longer one costs the connection",
+    ),
+    Setting(
+        "replay_idle_s",
+        parsers.parse_seconds,
+        REPLAY_DEFAULTS.idle_s,
+        "SECONDS",
+        "that a replay goes on without a batch of use",
+        live=True,
+    ),
+    Setting(
+        "replay_total_s",
+        parsers.parse_seconds,
+        REPLAY_DEFAULTS.total_s,
+        "SECONDS",
+        "that it takes in all, with the wait for its turn",
+        live=True,
+    ),
+    Setting(
+        "replay_spare_s",
+        parsers.parse_pause,
+        REPLAY_DEFAULTS.spare_s,
+        "SECONDS",
+        "for which an engine is not asked again after one that brought nothing",
+        live=True,
+    ),
+    Setting(
+        "replay_messages",
+        COUNT,
+        REPLAY_DEFAULTS.max_messages,
+        "N",
+        "messages of one answer",
+        live=True,
+    ),
+    Setting(
+        "replay_bytes",
+        parsers.within(64 * 1024, 2**40),
+        REPLAY_DEFAULTS.max_bytes,
+        "BYTES",
+        "of one answer",
+        live=True,
+    ),
+    Setting(
+        "replay_at_once",
+        parsers.within(1, 4096),  # three descriptors each
+        REPLAY_DEFAULTS.at_once,
+        "N",
+        "replays under way",
+        live=True,
+    ),
+)
+
+INDEX_SETTINGS = (
+    Setting(
+        "index_max_blocks",
+        parsers.within(0, 2**40),
+        0,
+        "BLOCKS",
+        "of all models and tenants, and as many (rank, block) pairs; 0 is as many as fit",
+        live=True,
+    ),
+    Setting(
+        "max_partitions",
+        COUNT,
+        MAX_PARTITIONS,
+        "N",
+        "models and tenants that each face knows",
+        live=True,
+    ),
+    Setting(
+        "max_dumps",
+        parsers.within(1, 1024),
+        MAX_DUMPS,
+        "N",
+        "dumps of the index under way",
     ),
 )
 
@@ -476,13 +737,6 @@ DAEMON_SETTINGS = (
         empty_is_wrong=True,
     ),
     Setting(
-        "recovery_delay_s",
-        parsers.parse_pause,
-        1.0,  # as documented: past the moment in which a new subscription misses events
-        "SECONDS",
-        "pause between listening and asking a peer",
-    ),
-    Setting(
         "indexer_bind",
         parsers.parse_face_binds,
         Binds((DEFAULT_INDEXER_BIND,)),
@@ -520,27 +774,26 @@ DAEMON_SETTINGS = (
         live=True,
     ),
     Setting(
+        "max_requests",
+        parsers.within(1, MAX_REQUESTS),
+        MAX_REQUESTS,
+        "N",
+        "live requests of a model and tenant, on the slot tracker, and on the selection service",
+    ),
+    Setting(
+        "max_request_blocks",
+        parsers.within(1, MAX_REQUEST_BLOCKS),
+        MAX_REQUEST_BLOCKS,
+        "BLOCKS",
+        "of these, on both together",
+    ),
+    Setting(
         "metrics_ranks",
         parsers.parse_u32,
         1000,
         "N",
         "/metrics shows loads rank by rank while no more ranks are registered than",
         live=True,
-    ),
-    Setting("engine_heartbeat_s", parsers.parse_seconds, 5.0, "SECONDS", "ping each engine every"),
-    Setting(
-        "engine_heartbeat_timeout_s",
-        parsers.parse_seconds,
-        15.0,
-        "SECONDS",
-        "a silent engine is lost after",
-    ),
-    Setting(
-        "engine_queue_messages",
-        parsers.parse_u32,
-        100_000,  # ZMQ's 1,000 lost 93,500 of a burst of 100,001, this none
-        "N",
-        "batches queued per engine before ZMQ drops; 0 is unbounded",
     ),
     Setting(
         "log_level", parsers.parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}", live=True
@@ -583,6 +836,8 @@ GROUPS = {
     "The fleet file": FLEET_SETTINGS,
     "Outgoing connections": OUTGOING_SETTINGS,
     "CURVE": CURVE_SETTINGS,
+    "Engines and replays": ENGINE_SETTINGS,
+    "The index": INDEX_SETTINGS,
     "HTTP limits": HTTP_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }

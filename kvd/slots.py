@@ -22,14 +22,12 @@ from typing import NamedTuple
 
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
 from kvd.ledgers import Ledgers
-from kvd.model import PartitionKey
+from kvd.model import MAX_PARTITIONS, PartitionKey
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core import ledger
 from kvd_core.ledger import Ledger, LiveRequest
 from kvd_core.scan import BodyScanner
 
-# An empty tracker costs about 3 KB; real fleets have some hundred.
-MAX_TRACKERS = 16_384
 MAX_DP_SIZE = 4096  # ranks of one worker, as on the original
 U32_MAX = 2**32 - 1
 
@@ -70,13 +68,19 @@ class Tracker:
 class SlotTrackers:
     """All trackers of the daemon."""
 
-    def __init__(self, expiry_s: float, ledgers: Ledgers | None = None) -> None:
+    def __init__(
+        self,
+        expiry_s: float,
+        ledgers: Ledgers | None = None,
+        max_trackers: int = MAX_PARTITIONS,
+    ) -> None:
         """Requests older than `expiry_s` seconds are dropped; no other face is None."""
         self.expiry_s = expiry_s
+        self.max_trackers = max_trackers
         self._ledgers = ledgers or Ledgers()
         self.publish: Callable[[Lifecycle], None] | None = None  # told of every step, if set
         self.trackers: dict[PartitionKey, Tracker] = {}
-        self.refused_trackers = 0  # at MAX_TRACKERS
+        self.refused_trackers = 0  # at `max_trackers`
         self.ended: Counter[str] = Counter()  # totals of ledgers that are no more
 
     def tracker(self, model_name: str, tenant_id: str) -> Tracker:
@@ -118,9 +122,9 @@ class SlotTrackers:
             tracker.ledger.add_rank(worker_id, dp_rank)
 
     def _new(self, key: PartitionKey, block_size: int) -> Tracker:
-        if len(self.trackers) >= MAX_TRACKERS:
+        if len(self.trackers) >= self.max_trackers:
             self.refused_trackers += 1
-            raise Unavailable(f"there are {MAX_TRACKERS} models and tenants already")
+            raise Unavailable(f"there are {self.max_trackers} models and tenants already")
         return Tracker(key, block_size, self._ledgers.open(key, block_size))
 
     def unregister(self, key: PartitionKey, worker_id: int) -> None:

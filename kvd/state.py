@@ -25,12 +25,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvd.errors import Conflict, NotFound, Unavailable
-from kvd.model import InstanceId, PartitionKey, RankKey
+from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
 from kvd_core.conductor import DEFAULT_SEED, Conductor, Source
-from kvd_core.index import Dump, IngestCounters, PrefixIndex, Stream, Worker
-
-# An empty partition costs about 31 KB; 16,384 of them 640 MB. Real fleets have some hundred.
-MAX_PARTITIONS = 16_384
+from kvd_core.index import Budget, Dump, IngestCounters, PrefixIndex, Stream, Worker
 
 # Looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later ones.
 SWEPT_PARTITIONS = 256
@@ -85,7 +82,15 @@ class Partition:
 class State:
     """All partitions, and the totals over them."""
 
-    def __init__(self, hash_seed: int = DEFAULT_SEED) -> None:
+    def __init__(
+        self,
+        hash_seed: int = DEFAULT_SEED,
+        max_blocks: int = 0,
+        max_partitions: int = MAX_PARTITIONS,
+    ) -> None:
+        """All partitions together have `max_blocks` at most; 0 is no bound but memory."""
+        self.budget = Budget(max_blocks)
+        self.max_partitions = max_partitions
         self.partitions: dict[PartitionKey, Partition] = {}
         self.sized: dict[SizedKey, Partition] = {}
         self._sizes: dict[PartitionKey, list[Partition]] = {}  # the same, oldest first
@@ -319,10 +324,10 @@ class State:
 
     def _make(self, key: PartitionKey, block_size: int) -> Partition:
         """Adds an empty partition, which no face with workers knows yet."""
-        if len(self.sized) >= MAX_PARTITIONS:
+        if len(self.sized) >= self.max_partitions:
             self.refused_partitions += 1
-            raise Unavailable(f"there are {MAX_PARTITIONS} models and tenants already")
-        index = PrefixIndex(block_size, self.ingest)
+            raise Unavailable(f"there are {self.max_partitions} models and tenants already")
+        index = PrefixIndex(block_size, self.ingest, budget=self.budget)
         partition = Partition(key, index, Conductor(index, self._hash_seed))
         if self._hash_seed != DEFAULT_SEED:
             # These cannot be made of the local hashes later; with the default seed they can.

@@ -14,6 +14,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -56,15 +57,28 @@ class _UnixConnection(HTTPConnection):
 class Client:
     """Asks the faces of one daemon."""
 
-    def __init__(self, token: bytes = b"", certfile: Path | None = None) -> None:
-        """Takes a bearer token for those that want one, and the certificate that TLS is by."""
+    def __init__(
+        self,
+        token: bytes = b"",
+        certfile: Path | None = None,
+        own_certfile: Path | None = None,
+        own_keyfile: Path | None = None,
+    ) -> None:
+        """Takes what faces may want: a bearer token, a certificate of ours, its key if elsewhere.
+
+        `certfile` is the one that the daemon's TLS is by. Raises OSError for files of no use.
+        """
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
         self._tls = ssl.create_default_context()
         if certfile is not None:
             # The daemon's own file says who it is: under which name it is asked does not matter.
-            self._tls.load_verify_locations(certfile)
+            with _using(certfile):
+                self._tls.load_verify_locations(certfile)
             self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it
             self._tls.check_hostname = False
+        if own_certfile is not None:
+            with _using(own_certfile if own_keyfile is None else own_keyfile):
+                self._tls.load_cert_chain(own_certfile, own_keyfile)
 
     def ask(self, bind: Bind, path: str) -> str:
         """Returns what GET of a path answers; unless that is 200, OSError or HTTPException."""
@@ -88,6 +102,15 @@ class Client:
         if bind.tls:
             return HTTPSConnection(host, bind.port, timeout=TIMEOUT_S, context=self._tls)
         return HTTPConnection(host, bind.port, timeout=TIMEOUT_S)
+
+
+@contextmanager
+def _using(path: Path) -> Iterator[None]:
+    """Names the file in what is wrong with it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot use {path}: {error.strerror or error}") from None
 
 
 def read_samples(text: str) -> Samples:
@@ -197,6 +220,9 @@ def _streams(listening: list[Face]) -> dict[str, int]:
 INDEX = {"models": "dynamo_kvindexer_models", "blocks": "kvd_index_blocks"} | {
     "bytes": "kvd_index_bytes",
     "parked_blocks": "kvd_parked_blocks",
+    "max_blocks": "kvd_index_max_blocks",
+    "pairs": "kvd_index_pairs",
+    "refused_blocks": "kvd_index_refused_blocks_total",
 }
 SIZES = {
     "indexer": {"instances": "dynamo_kvindexer_workers"},
@@ -257,6 +283,11 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
             f"{'index':13} {index['blocks']:,} blocks, {index['models']:,} models, "
             f"{_mib(index['bytes'])}; by rank and tier: {tiers or 'none'}"
         )
+        if index["max_blocks"] or index["refused_blocks"]:
+            yield (
+                f"{'index limit':13} {index['max_blocks']:,} blocks; {index['pairs']:,} "
+                f"(rank, block) pairs; {index['refused_blocks']:,} blocks refused"
+            )
         yield f"{'events':13} {shown['events_per_s']:,}/s"
     for name in ("slot_tracker", "selection"):
         if name in shown:

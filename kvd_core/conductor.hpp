@@ -252,6 +252,7 @@ class Conductor final : public Placements {
   // `settle` has to follow.
   Outcome store(Source* source, RankId id, const Told& e) {
     if (!index_.has_room(id, e.n)) return Outcome::FULL;
+    index_.make_room(id, e.n);
     index_.ranks_[id].settling = !e.by_engine;
     BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
     uint64_t space = e.space;
@@ -273,6 +274,10 @@ class Conductor final : public Placements {
       if (above != 0) below = sequences().find(Sequences::key(space, above));
     }
     const bool placed = !e.has_parent || below != kNone;
+    if (placed ? !affords(id, s, below) : !index_.budget_->fits(e.n)) {
+      index_.refuse(e.n);
+      return Outcome::FULL;
+    }
     if (placed) {
       put(id, s, below);
       for (uint32_t i = 0; i < e.n; ++i) {
@@ -294,11 +299,14 @@ class Conductor final : public Placements {
     const bool copy = index_.is_copy(id, n, has_parent);
     note(*source, id, space);
     if (from == n) return n;
+    uint32_t refused = 0;
     do {
-      credit(*source, id, hashes[from], layer, space, by_engine, copy);
+      refused += !credit(*source, id, hashes[from], layer, space, by_engine, copy);
       steps.take(kStepsACredit + looked_up());
     } while (++from != n && steps.left());
-    return from;
+    if (refused == 0) return from;
+    index_.refuse(refused);
+    return kNone;
   }
 
   // Takes the layers of `mask` from what the holder calls `hash`.
@@ -689,6 +697,10 @@ class Conductor final : public Placements {
     }
   }
 
+  bool affords(RankId id, const Store& s, BlockId below) {
+    return index_.affords(id, s, below == kNone ? Tree::root() : index_.tree_.after(below));
+  }
+
   // Stores a run behind `below`, at the root with kNone.
   void put(RankId id, const Store& s, BlockId below) {
     Store run = s;
@@ -717,7 +729,7 @@ class Conductor final : public Placements {
 
   // Gives the holder a block under a name that it does not have yet.
   void adopt(RankId id, uint64_t name, BlockId block, LayerMask layers) {
-    index_.ranks_[id].names.insert(name, block, layers, keys(), index_.records_);
+    index_.insert_name(id, name, block, layers);
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((layers >> layer & 1) == 0) continue;
       const Block b = index_.tree_.block(block);
@@ -725,8 +737,8 @@ class Conductor final : public Placements {
     }
   }
 
-  // With `copy` a block that is held already is a second copy of it.
-  void credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine, bool copy) {
+  // With `copy` a block that is held already is a second copy of it. False when there is no room.
+  bool credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine, bool copy) {
     const uint64_t name = name_of(source, hash, space, by_engine);
     uint32_t slot = slot_of(source, id, hash, space, by_engine);
     // A holder's own name stands, even where it has told of it in another namespace.
@@ -740,25 +752,27 @@ class Conductor final : public Placements {
       } else {
         ++index_.tally_.refreshed;
       }
-      return;
+      return true;
     }
+    if (!index_.budget_->fits(1)) return false;
     // What is parked may be asked about a thousand times: only for what is new is it looked elsewhere.
     const bool known = knows(index_.ranks_[id], name);
     const BlockId block = known ? kNone : meaning_or_standard(source, id, hash, space, by_engine);
     if (block != kNone) {
       adopt(id, name, block, 1u << layer);
       announce(source, space, hash, by_engine);
-      return;
+      return true;
     }
     index_.park(id, name, layer, nullptr);
-    if (known) return;
+    if (known) return true;
     Parked* parked = parked_at(id, name);
-    if (parked == nullptr) return;
+    if (parked == nullptr) return true;
     parked->hash = parked->sequence = hash;
     parked->space = space;
     parked->by_engine = by_engine;
     enter(Sequences::key(space, hash), {id, name, parked->stamp, Kind::CREDIT});
     announce(source, space, hash, by_engine);
+    return true;
   }
 
   // Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.

@@ -417,6 +417,10 @@ cdef class EngineEvents:
         cdef size_t reason = self.c.flaw()
         return "" if reason == kReasons else REASONS[reason]
 
+    def full(self):
+        """How many events, or parts of them, have found no room."""
+        return self.c.counters.full
+
     def forget(self):
         """Forgets what events have taught: another engine process speaks from now on.
 

@@ -36,6 +36,7 @@
 //   4. every parked block waits: its name is unknown and so is its parent or its content;
 // for all
 //   5. `held[counter(l)]` is the number of (block, layer) pairs whose holder the rank is;
+//   7. the budget counts the blocks of the tree, and the names of live ranks;
 // and for retired ranks
 //   6. every block whose holder the rank is has a slot in its names at or behind `sweep_at`; the
 //      records of the slots before it have been given back.
@@ -85,6 +86,26 @@ constexpr size_t kGrowsTo = size_t{1} << 15;
 constexpr size_t kMaxGroups = 64;
 // A cache of so few names is cleared at once, in some microseconds: no more than a new rank costs.
 constexpr uint32_t kClearAtOnce = 64;
+
+// What indexes that share it may have together, and what they have. Names are counted of live ranks:
+// (rank, block) pairs; blocks also where nobody holds them any more, between others that are held.
+// Of a budget of n there are n of each at most, and what was parked before it was used up.
+struct Budget {
+  uint64_t max = UINT64_MAX;  // of blocks, and of names
+  uint64_t blocks = 0;
+  uint64_t names = 0;
+  uint64_t refused = 0;  // blocks told that there was no room for
+
+  bool fits(uint64_t new_blocks, uint64_t new_names) const {
+    return fit(blocks, new_blocks) && fit(names, new_names);
+  }
+  bool fits(uint64_t n) const { return fits(n, n); }
+  // Whether so much is left that names may be remembered that mean nothing any more.
+  bool ample() const { return names <= max - max / 8; }
+
+ private:
+  bool fit(uint64_t used, uint64_t n) const { return n == 0 || (used <= max && n <= max - used); }
+};
 
 // What happened, in blocks unless said otherwise. Plain totals since the index was made.
 struct Tally {
@@ -223,14 +244,23 @@ class Placements {
 
 class Index {
  public:
-  // `max_blocks` bounds the blocks of the tree, the records, and the names of each rank.
-  explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks)
-      : block_size_(block_size), max_blocks_(max_blocks), records_(0, NameKeys::kRecordBit - 16) {}
+  // `max_blocks` bounds the blocks of the tree, the records, and the names of each rank. Without a
+  // budget the index has one of its own, which is without end.
+  explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks,
+                 std::shared_ptr<Budget> budget = nullptr)
+      : block_size_(block_size), max_blocks_(max_blocks), records_(0, NameKeys::kRecordBit - 16),
+        budget_(budget != nullptr ? std::move(budget) : std::make_shared<Budget>()) {}
+
+  ~Index() {
+    budget_->blocks -= tree_.block_count();
+    for (const Rank& rank : ranks_) budget_->names -= rank.live ? rank.names.size() : 0;
+  }
 
   uint32_t block_size() const { return block_size_; }
   const Tree& tree() const { return tree_; }
   Tree& tree() { return tree_; }
   const Tally& tally() const { return tally_; }
+  const Budget& budget() const { return *budget_; }
   uint64_t held(LayerId tier) const { return held_[tier]; }
   NameKeys keys() const { return {tree_, records_}; }
 
@@ -267,6 +297,7 @@ class Index {
     if (rank.seen_as == kMany) shared_with_.erase(id);
     for (LayerId tier = 0; tier < kTierLayers; ++tier) held_[tier] -= rank.held[tier];
     parked_ -= rank.parked();
+    budget_->names -= rank.names.size();
     rank.live = false;
     if (predicted_ != nullptr) predicted_->forget(id);
     retired_.push_back(id);
@@ -304,13 +335,7 @@ class Index {
   bool sweep(uint32_t budget) {
     Steps steps{budget};
     if (!settled(steps)) return true;
-    while (!retired_.empty() && steps.left()) {
-      const RankId id = retired_.back();
-      if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
-      retired_.pop_back();
-      ranks_[id] = Rank();
-      free_ranks_.push_back(id);
-    }
+    sweep_retired(steps);
     make_sequences(steps);
     while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);
     return !steps.left();
@@ -397,6 +422,7 @@ class Index {
   bool store(RankId id, const Store& s) {
     if (s.n == 0) return true;
     if (!has_room(id, s.n)) return false;
+    make_room(id, s.n);
     if (refers_to_itself(s)) {
       ++tally_.self_references;
       return true;
@@ -405,11 +431,13 @@ class Index {
     if (s.has_parent) {
       const uint32_t slot = ranks_[id].names.find(s.parent, keys());
       if (slot == Names::kAbsent) {
+        if (!budget_->fits(s.n)) return refuse(s.n);
         park_run(id, s);
         return true;
       }
       at = tree_.after(keys().block(ranks_[id].names.value(slot)));
     }
+    if (!affords(id, s, at)) return refuse(s.n);
     place(id, s, at);
     if (ranks_[id].parked() != 0) {
       for (uint32_t i = 0; i < s.n; ++i) work_.push_back(s.names[i]);
@@ -428,9 +456,12 @@ class Index {
                    uint32_t still = 0) {
     if (!has_room(id, n + still)) return false;
     const bool copy = is_copy(id, n, has_parent);
+    uint32_t refused = 0;
     for (uint32_t i = 0; i < n; ++i) {
       const uint32_t slot = ranks_[id].names.find(names[i], keys());
-      if (slot == Names::kAbsent) {
+      if (slot == Names::kAbsent && !budget_->fits(1)) {
+        ++refused;
+      } else if (slot == Names::kAbsent) {
         park(id, names[i], layer, nullptr);
       } else if ((keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) {
         gain_name(id, slot, layer);
@@ -440,7 +471,7 @@ class Index {
         ++tally_.refreshed;
       }
     }
-    return true;
+    return refused == 0 || refuse(refused);
   }
 
   void remove(RankId id, uint64_t name, LayerId layer) {
@@ -458,10 +489,10 @@ class Index {
     const LayerMask left = keys().layers(value) & ~(1u << layer);
     if (left != 0) {
       ranks_[id].names.set_layers(slot, left, keys(), records_);
-    } else if (ranks_[id].offloads && records_.live() < max_blocks_) {
+    } else if (ranks_[id].offloads && records_.live() < max_blocks_ && budget_->ample()) {
       haunt(id, slot, name, block);
     } else {
-      ranks_[id].names.erase(slot, keys(), records_);
+      erase_name(id, slot);
       ranks_[id].names.shrink(keys());
     }
     lose(id, block, layer);
@@ -582,6 +613,7 @@ class Index {
   static constexpr size_t kStepsAChain = 16;
   static constexpr size_t kStepsASegment = 8;
   static constexpr size_t kStepsASequence = 2;
+  static constexpr int64_t kStepsAStore = 64;  // of sweeping in the place of refusing
 
   // Chain by chain, what comes before always first; whatever is stored between two calls meets a
   // block with a sequence hash above it and has its own, or is still to come here.
@@ -629,6 +661,50 @@ class Index {
     return fits(tree_.block_count()) && fits(records_.live()) && fits(ranks_[id].names.size());
   }
 
+  // ---- the budget
+
+  // Whether the budget has room for what a run behind `at` would add; what is told again adds nothing.
+  // Where it has not, names that mean other blocks lose these all the same: they are gone.
+  bool affords(RankId id, const Store& s, Position at) {
+    if (budget_->fits(s.n)) return true;
+    ids_.resize(s.n);
+    const size_t met = tree_.walk(at, s.locals, s.n, ids_.data());
+    uint64_t fresh = 0;
+    for (uint32_t i = 0; i < s.n; ++i) {
+      fresh += ranks_[id].names.find(s.names[i], keys()) == Names::kAbsent;
+    }
+    if (budget_->fits(s.n - met, fresh)) return true;
+    forget_other_content(id, s, met);
+    return false;
+  }
+
+  bool refuse(uint32_t n) {
+    budget_->refused += n;
+    return false;
+  }
+
+  // Rather than to refuse n blocks, names that the rank remembers are forgotten, and what retired
+  // ranks hold, which counts until it is freed, is freed now; for as long as storing them would
+  // take. It may move chains.
+  void make_room(RankId id, uint32_t n) {
+    if (budget_->fits(n)) return;
+    Steps steps(kStepsAStore + int64_t{n} * 2);
+    for (; ranks_[id].ghosts() != 0 && !budget_->fits(n) && steps.left(); steps.take(1)) {
+      lay_oldest_ghost(id);
+    }
+    sweep_retired(steps);
+  }
+
+  void insert_name(RankId id, uint64_t name, BlockId block, LayerMask layers) {
+    ranks_[id].names.insert(name, block, layers, keys(), records_);
+    ++budget_->names;
+  }
+
+  void erase_name(RankId id, uint32_t slot) {
+    ranks_[id].names.erase(slot, keys(), records_);
+    --budget_->names;
+  }
+
   bool refers_to_itself(const Store& s) {
     if (s.n == 1) return s.has_parent && s.names[0] == s.parent;
     sorted_.assign(s.names, s.names + s.n);
@@ -650,6 +726,7 @@ class Index {
       met = tree_.walk(tip, s.locals, s.n, ids_.data());
     }
     tree_.grow(tip, s.locals + met, s.names + met, s.n - met, ids_.data() + met);
+    budget_->blocks += s.n - met;
     name_blocks(id, s);
     if (sequences_ != nullptr) sequence_blocks(s);
   }
@@ -687,7 +764,7 @@ class Index {
     const uint64_t name = keys().name(value);
     const BlockId block = keys().block(value);
     const LayerMask layers = keys().layers(value);
-    ranks_[id].names.erase(slot, keys(), records_);
+    erase_name(id, slot);
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((layers >> layer & 1) == 0) continue;
       if (ranks_[id].has_copies()) ranks_[id].rare->copies.erase({name, layer});
@@ -705,7 +782,7 @@ class Index {
       if (s.term != 0) terms_[ids_[i]] = s.term;
       const uint32_t slot = rank.names.find(s.names[i], keys());
       if (slot == Names::kAbsent) {
-        rank.names.insert(s.names[i], ids_[i], 1u << s.layer, keys(), records_);
+        insert_name(id, s.names[i], ids_[i], 1u << s.layer);
       } else if ((keys().layers(rank.names.value(slot)) >> s.layer & 1) == 0) {
         add_layer(id, slot, s.layer);
       } else {
@@ -810,6 +887,7 @@ class Index {
 
   void trim(NodeId node) {
     tree_.trim(node, [&](BlockId block) {
+      --budget_->blocks;
       if (!terms_.empty()) terms_.erase(block);
       if (sequences_ != nullptr) sequences_->erase(block);
     });
@@ -1020,7 +1098,7 @@ class Index {
       if ((layers & ~mask) != 0) {
         rank.names.set_layers(slot, layers & ~mask, keys(), records_);
       } else {
-        rank.names.erase(slot, keys(), records_);
+        erase_name(id, slot);
         --slot;  // another entry may have moved here (unsigned wrap at 0 is undone by ++)
       }
     }
@@ -1056,6 +1134,16 @@ class Index {
   }
 
   // ---- sweeping retired ranks
+
+  void sweep_retired(Steps& steps) {
+    while (!retired_.empty() && steps.left()) {
+      const RankId id = retired_.back();
+      if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
+      retired_.pop_back();
+      ranks_[id] = Rank();
+      free_ranks_.push_back(id);
+    }
+  }
 
   bool sweep_rarities(RankId id, Steps& steps) {
     if (ranks_[id].rare == nullptr) return true;
@@ -1105,6 +1193,7 @@ class Index {
   uint32_t max_blocks_;
   Tree tree_;
   Arena<Record> records_;
+  std::shared_ptr<Budget> budget_;
   std::vector<Rank> ranks_;
   std::vector<RankId> free_ranks_;
   std::vector<RankId> retired_;

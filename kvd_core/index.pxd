@@ -4,6 +4,7 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
+from libcpp.memory cimport shared_ptr
 from libcpp.pair cimport pair
 from libcpp.string cimport string
 from libcpp.string_view cimport string_view
@@ -26,6 +27,12 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
     LayerId kGhostLayer
     uint32_t kAllLayers
     uint32_t kMaxBlocks "kvd::Tree::kMaxBlocks"
+
+    cppclass CBudget "kvd::Budget":
+        uint64_t max                # of blocks, and of names
+        uint64_t blocks             # in trees
+        uint64_t names              # of live ranks
+        uint64_t refused            # blocks told that there was no room for
 
     cppclass CTally "kvd::Tally":
         uint64_t stored             # blocks gained by a rank on a layer
@@ -70,7 +77,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         uint32_t block_count()
 
     cppclass CIndex "kvd::Index":
-        CIndex(uint32_t, uint32_t) except +
+        CIndex(uint32_t, uint32_t, shared_ptr[CBudget]) except +
         uint32_t block_size()
         CTree& tree()
         const CTally& tally()
@@ -104,6 +111,7 @@ cdef extern from "worker.hpp" namespace "kvd" nogil:
 cdef extern from "stream.hpp" namespace "kvd" nogil:
     uint32_t kEmptied
     uint32_t kFlawed
+    uint32_t kNoRoom
     uint32_t kUnfinished
     size_t kIgnored
     size_t kReasons
@@ -170,6 +178,10 @@ cdef int settle(CIndex& index) except -1
 
 cdef class IngestCounters:
     cdef CStreamCounters c
+
+
+cdef class Budget:
+    cdef shared_ptr[CBudget] c
 
 
 cdef class PrefixIndex:

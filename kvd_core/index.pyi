@@ -7,6 +7,7 @@ TIERS: Final[tuple[str, ...]]
 MAX_BLOCKS: Final[int]
 EMPTIED: Final[int]
 FLAWED: Final[int]
+NO_ROOM: Final[int]
 UNFINISHED: Final[int]
 SLICE_STEPS: Final[int]
 IGNORED: Final[tuple[str, ...]]
@@ -43,10 +44,24 @@ class IndexStats(TypedDict):
 class IngestCounters:
     def as_dict(self) -> IngestTotals: ...
 
+class Budget:
+    max_blocks: int
+    def __init__(self, max_blocks: int = 0) -> None: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def pairs(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+
 class PrefixIndex:
     counters: Final[IngestCounters]
     def __init__(
-        self, block_size: int, counters: IngestCounters, max_blocks: int = ...
+        self,
+        block_size: int,
+        counters: IngestCounters,
+        max_blocks: int = ...,
+        budget: Budget | None = None,
     ) -> None: ...
     @property
     def block_size(self) -> int: ...

@@ -11,7 +11,8 @@ import json
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cython.operator cimport dereference as deref
-from libc.stdint cimport INT64_MAX
+from libc.stdint cimport INT64_MAX, UINT64_MAX
+from libcpp.memory cimport make_shared, shared_ptr
 
 from kvd_core.decoder import REASONS
 
@@ -19,6 +20,7 @@ TIERS = ("device", "host", "disk", "external")
 MAX_BLOCKS = kMaxBlocks
 EMPTIED = kEmptied
 FLAWED = kFlawed
+NO_ROOM = kNoRoom
 UNFINISHED = kUnfinished
 # What a batch may take of the loop at once, about 2 ms: then others have their turn.
 SLICE_STEPS = 20_000
@@ -60,19 +62,64 @@ cdef class IngestCounters:
         }
 
 
+cdef class Budget:
+    """What the indexes that share it may hold together, and what they do.
+
+    `max_blocks` bounds the distinct blocks, and likewise the (rank, block) pairs; 0 is no bound.
+    What is held stays when it is lowered.
+    """
+
+    def __cinit__(self, uint64_t max_blocks=0):
+        self.c = make_shared[CBudget]()
+        self.max_blocks = max_blocks
+
+    @property
+    def max_blocks(self):
+        cdef CBudget* budget = self.c.get()
+        return 0 if budget.max == UINT64_MAX else budget.max
+
+    @max_blocks.setter
+    def max_blocks(self, uint64_t blocks):
+        cdef CBudget* budget = self.c.get()
+        budget.max = blocks if blocks != 0 else UINT64_MAX
+
+    @property
+    def blocks(self):
+        """Distinct blocks in the indexes, those of ranks that are yet to be swept included."""
+        return self.c.get().blocks
+
+    @property
+    def pairs(self):
+        """(rank, block) pairs: what each rank calls the blocks that it holds."""
+        return self.c.get().names
+
+    @property
+    def refused(self):
+        """Blocks told that there was no room for, each time that they were."""
+        return self.c.get().refused
+
+
 cdef class PrefixIndex:
     """Blocks of `block_size` tokens and their holders.
 
     `counters` receives the event totals of this index's streams; several indexes may share one.
-    What exceeds `max_blocks` is refused: so many blocks, or names of one rank.
+    What exceeds `max_blocks` is refused: so many blocks, or names of one rank; and what the
+    `budget` has no room for, which several indexes may share, too.
     """
 
     def __cinit__(
-        self, uint32_t block_size, IngestCounters counters not None, uint32_t max_blocks=MAX_BLOCKS
+        self,
+        uint32_t block_size,
+        IngestCounters counters not None,
+        uint32_t max_blocks=MAX_BLOCKS,
+        Budget budget=None,
     ):
         if max_blocks > MAX_BLOCKS:
             raise ValueError(f"an index has at most {MAX_BLOCKS} blocks")
-        self.c = new CIndex(block_size, max_blocks)
+        cdef shared_ptr[CBudget] shared
+        if budget is not None:
+            shared = budget.c
+        self.c = new CIndex(block_size, max_blocks, shared)
         self.counters = counters
         self.workers = []
 

@@ -38,7 +38,7 @@ enum class Ignored : uint8_t {
   BLOCK_SIZE,      // not the registered block size
   TOKENS,          // fewer tokens than hashes
   TOO_MANY_RANKS,  // the worker's ranks exceed kMaxRanksPerWorker
-  FULL,            // the index has as many blocks as it can have
+  FULL,            // the index has as many blocks as it can or may have
 };
 constexpr size_t kIgnored = 8;
 
@@ -46,6 +46,7 @@ constexpr size_t kIgnored = 8;
 enum Outcome : uint32_t {
   kEmptied = 1,  // a clear left nothing of the stream's ranks: what was missed no longer matters
   kFlawed = 2,   // part of the batch could not be understood: its events are lost
+  kNoRoom = 8,   // the index was full: events of it had no effect, or not all
   kUnfinished = 4,  // and nothing else is said yet: the batch is long, and goes on with `go_on`
 };
 
@@ -176,7 +177,7 @@ class Stream {
       clear_layers(kAllLayers);
       // Where only some tiers are cleared, others may hold what was missed. They may, too, when the
       // engine has not shown yet that it is none of those that number groups.
-      if (traits().plain && holds_nothing()) outcome_ |= kEmptied;
+      if (traits().plain && holds_nothing()) outcome_ = (outcome_ & ~kNoRoom) | kEmptied;
     }
   }
 
@@ -248,6 +249,12 @@ class Stream {
   }
 
   void ignore(Ignored why) { ++counters_.ignored[static_cast<size_t>(why)]; }
+
+  bool no_room() {
+    ignore(Ignored::FULL);
+    outcome_ |= kNoRoom;
+    return false;
+  }
 
   bool ignored_rank() {
     if (rank_ != kNone) return false;
@@ -334,8 +341,7 @@ class Stream {
   bool store_names(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, uint32_t end) {
     const bool below = e.has_parent && e.n_hashes == 1;  // a lone block below a parent is a copy
     if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to)) return true;
-    ignore(Ignored::FULL);
-    return false;
+    return no_room();
   }
 
   // Stores the blocks of a part of an event, below the one before it; false when there is no room.
@@ -365,8 +371,7 @@ class Stream {
               layer, inherited};
     if (index_.sequences() != nullptr) add_plain(e, said, n, seed, run);
     if (index_.store(rank_, run)) return true;
-    ignore(Ignored::FULL);
-    return false;
+    return no_room();
   }
 
   // Sequence hashes have a seed of their own, and are about text.

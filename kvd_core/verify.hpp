@@ -139,6 +139,9 @@ class Verifier {
       }
     }
     require(records_ == index_.record_count(), "names 1: every record is some rank's");
+    const Budget& budget = index_.budget();  // others may share it
+    require(budget.names >= named_by_live_, "index 7: names of live ranks count in the budget");
+    require(budget.blocks >= tree_.block_count(), "index 7: blocks count in the budget");
     check_presence();
     check_counters();
   }
@@ -159,6 +162,7 @@ class Verifier {
       }
     }
     require(count == rank.names.size(), "names: entries are counted");
+    named_by_live_ += count;
     check_copies(rank);
   }
 
@@ -323,6 +327,7 @@ class Verifier {
   std::set<std::tuple<BlockId, RankId, LayerId>> held_;                 // by the runs
   std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t> named_;      // by the live ranks' names
   size_t records_ = 0;
+  uint64_t named_by_live_ = 0;
 };
 
 // A build with KVD_VERIFY checks everything after every applied batch.

@@ -120,7 +120,7 @@ def command_page() -> str:
         "answers what is under way and ends; a second one ends at once",
         ".TP",
         "SIGHUP",
-        "reads the files of settings, tokens, replicas' keys and the fleet again: what",
+        "reads the files of settings, tokens, keys, certificates and the fleet again: what",
         ".BR kvd.toml (5)",
         "marks as live changes, and the fleet is as its file says. With a mistake in any of them",
         "nothing changes and one line of the log names it. Without a file the signal is not",

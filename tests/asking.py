@@ -69,7 +69,11 @@ class Faces:
         sock = socket.create_connection((host, int(port)), SECONDS)
         if not address.startswith("tls:"):
             return sock
-        return (trust or self.trust).wrap_socket(sock, server_hostname="127.0.0.1")
+        try:
+            return (trust or self.trust).wrap_socket(sock, server_hostname="127.0.0.1")
+        except BaseException:
+            sock.close()
+            raise
 
     def ask(
         self,

@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from processes import Server, clean_environment, find_free_port
+from publishing import Running, running_conductor
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"
 
@@ -51,6 +52,20 @@ def kvd_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     for server, code in zip(servers, codes, strict=True):
         if server in ended_here:
             assert code == 0, f"exit code {code} on SIGTERM:\n{server.stderr}"
+
+
+@pytest.fixture(scope="module")
+def conductor_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A conductor for a module's tests, which may say what other flags theirs needs."""
+    with running_conductor(tmp_path_factory.mktemp("conductor")) as running:
+        yield running
+
+
+@pytest.fixture
+def conductor(conductor_process: Running) -> Iterator[Running]:
+    """The module's conductor, without publishers."""
+    yield conductor_process
+    conductor_process.end()
 
 
 @pytest.fixture

@@ -18,8 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import POLL_S, START_DEADLINE_S, clean_environment
+from processes import POLL_S, START_DEADLINE_S, clean_environment, find_free_port
 
+from kvd import status
+from kvd.cli import main
 from kvd.net import activation
 
 # Moves descriptors to where systemd passes them and becomes kvd: the process must name itself.
@@ -269,3 +271,42 @@ def test_ready_means_that_recovery_is_over(tmp_path: Path) -> None:
             process.terminate()
             assert process.wait(START_DEADLINE_S) == 0, manager.stderr
             manager.close()
+
+
+def test_status_finds_sockets_of_the_manager(
+    tmp_path: Path,
+    certificate: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the addresses of the file; who names sockets of others has to say where they are."""
+    with ExitStack() as stack:
+        path = os.fspath(tmp_path / "kvd.sock")
+        plain, secured, elsewhere = (listening(stack) for _ in range(3))
+        sockets = [plain, listening(stack, socket.AF_UNIX, path), secured, elsewhere]
+        said = {
+            "indexer_bind": f"127.0.0.1:{port_of(plain)}",
+            "slot_tracker_bind": f"unix:{path}",
+            "selection_bind": f"tls:127.0.0.1:{port_of(secured)}",
+            "conductor_bind": f"127.0.0.1:{find_free_port()}",
+            "tls_certfile": f"{certificate}/cert.pem",
+            "tls_keyfile": f"{certificate}/key.pem",
+        }
+        config = tmp_path / "kvd.toml"
+        config.write_text("".join(f'{name} = "{value}"\n' for name, value in said.items()))
+        file = f"--config={config}"
+
+        def shown(*flags: str) -> tuple[int, dict[str, Any]]:
+            code = main(["status", "--json", "--interval=0", file, *flags])
+            return code, json.loads(capsys.readouterr().out)["faces"]
+
+        conductor = f"--conductor-bind=127.0.0.1:{port_of(elsewhere)}"
+        with managed(tmp_path, sockets, "x:x:x:conductor", "serve", file) as (manager, _):
+            assert f"bind=127.0.0.1:{port_of(elsewhere)}" in manager.stderr
+            code, faces = shown()
+            assert code == 2 and "refused" in faces["conductor"].pop("error")
+            assert not any("error" in face for face in faces.values())
+            assert shown(conductor)[0] == 0
+        monkeypatch.setattr(status, "TIMEOUT_S", 0.1)
+        code, faces = shown(conductor)  # the manager's sockets are open, and nobody answers
+        assert code == 2 and all("timed out" in face["error"] for face in faces.values())

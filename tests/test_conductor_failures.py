@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,18 +32,6 @@ BODIES = {
     "/query_by_hash": BY_HASH,
     "/unregister": UNREGISTER,
 }
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_conductor(tmp_path_factory.mktemp("conductor")) as running:
-        yield running
-
-
-@pytest.fixture
-def conductor(process: Running) -> Iterator[Running]:
-    yield process
-    process.end()
 
 
 def refused(conductor: Running, path: str, body: bytes | str, status: int = 400) -> Json:

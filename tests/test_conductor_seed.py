@@ -28,17 +28,11 @@ STANDARD = sequence_hashes(local_hashes(PROMPT, 4))
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def conductor_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     # The page's engines have an address that operators would have to allow.
     allowed = "--outgoing-allow=private,1.1.1.1"
     with running_conductor(tmp_path_factory.mktemp("conductor"), allowed) as running:
         yield running
-
-
-@pytest.fixture
-def conductor(process: Running) -> Iterator[Running]:
-    yield process
-    process.end()
 
 
 def ask(**members: Any) -> Json:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import pytest
-from publishing import Json, Running, running_conductor
+from publishing import Json, Running
 
 from kvd_core.hashing import local_hashes, sequence_hashes
 from tests.conformance.engine import Engine
@@ -21,18 +20,6 @@ from tests.conformance.engine import Engine
 PROMPT = list(range(1, 17))
 HASHES = sequence_hashes(local_hashes(PROMPT, 4))
 QUERY: Json = {"model": "m", "block_size": 4, "token_ids": PROMPT}
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_conductor(tmp_path_factory.mktemp("conductor")) as running:
-        yield running
-
-
-@pytest.fixture
-def conductor(process: Running) -> Iterator[Running]:
-    yield process
-    process.end()
 
 
 def tell(engine: Engine, seq: int, *blocks: int, event_id: int | None = None, **how: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config import FACE_BINDS, ReplicaSync, StartError, StaticWorker, load
+from kvd.config import CONFIG, FACE_BINDS, ReplicaSync, StartError, StaticWorker, load
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.model import PartitionKey, RankKey
@@ -284,6 +284,35 @@ def test_tls_is_all_or_nothing_and_its_files_are_readable(tmp_path: Path) -> Non
                 load({name: present}, {})
         with pytest.raises(StartError, match="TLS needs an address"):
             load({**whole, face: OFF}, {})
+
+
+@pytest.mark.parametrize("shared", ["file", "environment"])
+def test_files_of_tls_may_be_for_a_face_of_another_command(tmp_path: Path, shared: str) -> None:
+    """What commands share says so itself, what a flag says is for its command."""
+    present = tmp_path / "present.pem"
+    present.write_bytes(b"")
+    said = {
+        "indexer_bind": "tls:[::1]:2",
+        "tls_certfile": f"{present}",
+        "tls_keyfile": f"{present}",
+        "tls_client_ca": "/nobody/reads/it",
+    }
+    environ: dict[str, str] = {}
+    given: dict[str, object] = {}
+    if shared == "file":
+        path = tmp_path / "kvd.toml"
+        path.write_text("".join(f'{name} = "{value}"\n' for name, value in said.items()))
+        given[CONFIG] = str(path)
+    else:
+        environ = {f"KVD_{name.upper()}": value for name, value in said.items()}
+    tracker = {**dict.fromkeys(FACE_BINDS, OFF), "slot_tracker_bind": None, **given}
+    config = load(tracker, environ)
+    assert config.tls is None and config.indexer_bind is None
+    with pytest.raises(StartError, match="TLS needs an address"):
+        load({**tracker, "tls_certfile": present}, environ)
+    with pytest.raises(StartError, match=r"cannot read /nobody"):
+        load(given, environ)
+    assert load({**given, "indexer_bind": parse_face_binds("[::1]:2")}, environ).tls is None
 
 
 def test_the_demo_needs_a_port() -> None:

@@ -16,7 +16,7 @@ from kvd.http.types import Request, Response
 from kvd.model import PartitionKey, RankKey
 from kvd.publishers import Publishers
 from kvd.registry import INDEXER, Registry
-from kvd.state import MAX_PARTITIONS, State, number_of
+from kvd.state import State, number_of
 from kvd.wire.publication import Publication, Terms
 from kvd_core.conductor import Source
 from kvd_core.hashing import local_hashes
@@ -425,9 +425,9 @@ def test_each_face_removes_only_its_own(fleet: Fleet) -> None:
     assert fleet.workers() == {7: (3, 3, 3)}
 
 
-def test_partitions_are_bounded_together(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MAX_PARTITIONS == 16_384
-    monkeypatch.setattr("kvd.state.MAX_PARTITIONS", 2)
+def test_partitions_are_bounded_together(fleet: Fleet) -> None:
+    assert fleet.state.max_partitions == 16_384
+    fleet.state.max_partitions = 2
     fleet.publisher("a")
     fleet.publisher("a", size=8)
     from kvd.errors import Unavailable

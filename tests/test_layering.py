@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__",),
     ("kvd.cli",),
     ("kvd.daemon",),
-    ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet"),
+    ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet", "kvd.room"),
     ("kvd.config", "kvd.demo", "kvd.desks"),
     ("kvd.configfile", "kvd.configpage", "kvd.tokens", "kvd.fleetfile"),
     ("kvd.settings",),
@@ -31,12 +31,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
 # Packages that must not touch the outside world, and what that means for each.
-IO = {"trio", "zmq", "socket", "quart", "quart_trio", "hypercorn", "httptools", "subprocess"}
+IO = {"trio", "zmq", "socket", "quart", "quart_trio", "ssl", "httptools", "subprocess"}
 FORBIDDEN = {
     "kvd.wire": IO | {"time", "datetime", "logging", "os", "kvd.logs"},
     "kvd.faces": (IO - {"trio"}) | {"time", "datetime", "os"},  # trio: long walks checkpoint
     "kvd.scheduling": IO | {"time", "datetime", "logging", "os", "kvd.logs"},
-    "kvd.state": {"time", "datetime", "os", "quart", "hypercorn"},
+    "kvd.state": {"time", "datetime", "os", "quart", "ssl"},
     "kvd.model": IO | {"time", "datetime", "logging", "os"},
     "kvd.errors": IO | {"time", "datetime", "logging", "os"},
 }

@@ -69,8 +69,8 @@ def test_a_bug_is_logged_with_its_traceback(written: Written) -> None:
 
 
 def test_foreign_loggers_come_out_the_same_way(written: Written) -> None:
-    logging.getLogger("hypercorn.error").warning("listening on %s", "x:1")
-    assert 'logger=hypercorn.error event="listening on x:1"' in written()
+    logging.getLogger("quart.error").warning("listening on %s", "x:1")
+    assert 'logger=quart.error event="listening on x:1"' in written()
     record = logging.LogRecord("quart.app", logging.ERROR, "", 0, "%d%%", ("no number",), None)
     logging.getLogger().handlers[0].emit(record)
     assert 'logger=quart.app event="%d%%"' in written()
@@ -123,7 +123,7 @@ def test_the_journal_gets_priorities_on_every_line_and_no_time(
         log = logs.get_logger("kvd.test")
         for write in (log.debug, log.info, log.warning, log.error):
             write("x")
-        logging.getLogger("hypercorn").critical("over")
+        logging.getLogger("quart").critical("over")
         fail()
     lines = path.read_text().splitlines()
     assert [line[:3] for line in lines[:5]] == ["<7>", "<6>", "<4>", "<3>", "<2>"]

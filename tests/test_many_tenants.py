@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import msgpack
 import pytest
 
-import kvd.state
 from kvd.errors import Unavailable
 from kvd.faces import indexer
 from kvd.http.types import Request
@@ -17,7 +16,7 @@ from kvd.model import PartitionKey, RankKey
 from kvd.state import SWEPT_PARTITIONS, State
 
 TENANTS = 1_000
-MAX_TENANT_BYTES = 40_000  # 31 KB each, as kvd/state.py says, and what the allocator adds
+MAX_TENANT_BYTES = 40_000  # 31 KB each, as kvd/model.py says, and what the allocator adds
 BLOCK_SIZE = 4
 
 
@@ -38,9 +37,8 @@ def test_an_empty_tenant_is_as_large_as_stated(crowded: State) -> None:
     assert 10_000 < min(sizes) <= max(sizes) < MAX_TENANT_BYTES
 
 
-def test_a_tenant_beyond_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvd.state, "MAX_PARTITIONS", 3)
-    state = State()
+def test_a_tenant_beyond_the_bound_is_refused() -> None:
+    state = State(max_partitions=3)
     for tenant in range(3):
         state.add_rank(rank(tenant), BLOCK_SIZE)
     with pytest.raises(Unavailable):

@@ -146,8 +146,7 @@ def test_totals_outlive_their_partitions() -> None:
 
 def test_what_reached_a_bound_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvd.state, "MAX_DEPARTED", 1)
-    monkeypatch.setattr(kvd.state, "MAX_PARTITIONS", 1)
-    state = State()
+    state = State(max_blocks=1, max_partitions=1)
     state.add_rank(RankKey(PartitionKey("m", "a"), 1, 0), 16)
     with pytest.raises(Unavailable):
         state.add_rank(RankKey(PartitionKey("m", "b"), 1, 0), 16)
@@ -157,6 +156,7 @@ def test_what_reached_a_bound_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     samples = parse(text_of(state_families(state, 1)))
     assert samples["kvd_departures_unnoted_total"] == 2
     assert samples["kvd_partitions_refused_total"] == 1
+    assert samples["kvd_index_max_blocks"] == 1
 
 
 def test_parked_blocks_that_lacked_their_salt_are_counted() -> None:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import exposition
 import httpx
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import Server, find_free_port
+from processes import find_free_port
+from reloading import daemon
 from running import running, running_kvd
 
-from kvd.config import CONFIG, StartError, load
+from kvd.config import CONFIG, TLS_FILES, StartError, load
 from kvd.parsers import Setting
 from kvd.reloading import Reader
 from kvd.scheduling.queue import QueuePolicy, SelectionQueue, Urgency
@@ -27,6 +25,7 @@ from kvd.settings import SETTINGS
 
 OTHERS = {  # values that are no default and leave the rest valid
     "log_level": '"error"',
+    "replay_bytes": "70000",
     "log_format": '"json"',
     "router_queue_policy": '"wspt"',
     "router_mode": '"random"',
@@ -59,7 +58,7 @@ def reader(path: Path, text: str = "", **given_: object) -> Reader:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({each.name for each in SETTINGS if each.live} | OTHERS.keys())
+    "name", sorted({each.name for each in SETTINGS if each.live} - {*TLS_FILES} | OTHERS.keys())
 )
 def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: str) -> None:
     (setting,) = (each for each in SETTINGS if each.name == name)
@@ -78,6 +77,37 @@ def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: 
     else:
         assert reloaded.waiting == (name,) and not reloaded.changed
         assert reloaded.config.values == before.values
+
+
+def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
+    files = {name: path.parent / name for name in ("one", "other")}
+    for name, file in files.items():
+        file.write_text(name)
+
+    def text(file: str) -> str:
+        said = "".join(f'{name} = "{files[file]}"\n' for name in TLS_FILES)
+        return said + 'indexer_bind = "tls:127.0.0.1:0"\n'
+
+    again = reader(path, text("one"))
+    before = load(again.given, {})
+    assert again.again(before).changed == ()
+    path.write_text(text("other"))
+    reloaded = again.again(before)
+    assert reloaded.changed == TLS_FILES and not reloaded.waiting
+    assert reloaded.config.tls == load(again.given, {}).tls != before.tls
+    path.write_text(text("one"))
+    files["one"].write_text("something else")
+    reloaded = again.again(before)
+    assert reloaded.changed == tuple(sorted(TLS_FILES)) and not reloaded.waiting
+    path.write_text("")  # no TLS any more, but its addresses are there until a restart
+    reloaded = again.again(before)
+    assert set(reloaded.waiting) == {"indexer_bind", *TLS_FILES}
+    assert reloaded.config.tls == before.tls
+    path.write_text("")
+    plain = load(again.given, {})
+    path.write_text(text("one"))  # the files come before the addresses
+    assert again.again(plain).waiting == ("indexer_bind",)
+    assert again.again(plain).config.tls is None
 
 
 def test_what_a_flag_says_stays(path: Path) -> None:
@@ -149,36 +179,6 @@ def test_another_policy_orders_those_that_wait_as_if_it_had_been_the_first(
 
 
 # ---- a daemon
-
-
-class Daemon:
-    """A running kvd and its file."""
-
-    def __init__(self, server: Server, path: Path) -> None:
-        self.server = server
-        self.path = path
-        self.http = httpx.Client(base_url=server.base_url, trust_env=False)
-
-    def reload(self, text: str, outcome: str = "applied") -> None:
-        """Writes the file, tells the daemon, and waits until it has looked at it."""
-        before = self.reloads(outcome)
-        self.path.write_text(text)
-        self.server.process.send_signal(signal.SIGHUP)
-        self.server.wait_until(lambda: self.reloads(outcome) == before + 1, "reloaded")
-
-    def reloads(self, outcome: str) -> float:
-        samples = exposition.parse(self.http.get("/metrics").text)
-        return samples[f'kvd_config_reloads_total{{outcome="{outcome}"}}']
-
-
-@contextmanager
-def daemon(folder: Path, face: str = "indexer", text: str = "") -> Iterator[Daemon]:
-    path = folder / "kvd.toml"
-    path.write_text(text)
-    with running_kvd(folder, "--config", os.fspath(path), face=face) as server:
-        found = Daemon(server, path)
-        with found.http:
-            yield found
 
 
 def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:

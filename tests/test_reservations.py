@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from kvd.errors import Conflict, NotFound
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.metrics import render
 from kvd.scheduling.options import RouterOptions
-from kvd.selection import retries
 from kvd.selection.asks import Held, Retry
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -228,9 +228,8 @@ async def test_once_the_booking_has_ended_the_request_is_a_new_one(by: str) -> N
     service.check()
 
 
-async def test_answers_are_forgotten_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "MAX_RETRIES", 2)
-    service = await ready()
+async def test_answers_are_forgotten_at_the_bound() -> None:
+    service = await ready(replace(OPTIONS, max_retries=2))
     for name in ("a", "b", "c"):
         service.select([1], reservation_id=name, retry=retry(name))
     kept = service.selections.bookings.retries

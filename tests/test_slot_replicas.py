@@ -1,6 +1,6 @@
 """Slot trackers as processes that tell each other of requests over ZMQ, both ways.
 
-Two kvd, or kvd with a live Dynamo where a test is marked `peer`.
+Two kvd, in clear and with CURVE, or kvd with a live Dynamo where a test is marked `peer`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zmq
 from processes import Server, find_free_port
 
 MODELS = ("m", "org/model:v1")
@@ -115,18 +117,49 @@ class Pair:
         second.server.wait_until(lambda: first.loads() == second.loads(), "equal")
 
 
-@pytest.fixture(params=["kvd", pytest.param("dynamo", marks=pytest.mark.peer)])
-def pair(request: pytest.FixtureRequest, kvd_process: Start) -> Iterator[Pair]:
+class Keys:
+    """The files of two replicas that let each other in, and nobody else."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.public = []
+        for number in range(2):
+            public, secret = (key.decode() for key in zmq.curve_keypair())
+            self.public.append(public)
+            (folder / f"secret{number}").write_text(secret)
+            (folder / f"keys{1 - number}").write_text(public)
+
+    def flags(self, number: int) -> tuple[str, ...]:
+        return (
+            f"--curve-secret-key-file={self._folder}/secret{number}",
+            f"--replica-sync-client-keys={self._folder}/keys{number}",
+        )
+
+
+@pytest.fixture(params=["kvd", "curve", pytest.param("dynamo", marks=pytest.mark.peer)])
+def pair(request: pytest.FixtureRequest, kvd_process: Start, tmp_path: Path) -> Iterator[Pair]:
     ports = find_free_port(), find_free_port()
 
     def flags(own: int, theirs: int) -> tuple[str, ...]:
         peers = f"tcp://127.0.0.1:{theirs}"
         return "--replica-sync-port", str(own), "--replica-sync-peers", peers
 
-    first = kvd_process(*flags(*ports), face="slot-tracker")
-    if request.param == "kvd":
-        tenant, second = "tenant_id", kvd_process(*flags(*ports[::-1]), face="slot-tracker")
+    tenant = "tenant_id"
+    if request.param == "curve":
+        keys = Keys(tmp_path)
+        first, second = replicas = [
+            kvd_process(f"--replica-sync-port={port}", *keys.flags(number), face="slot-tracker")
+            for number, port in enumerate(ports)
+        ]
+        for replica, port, key in zip(replicas, ports[::-1], keys.public[::-1], strict=True):
+            body = {"endpoint": f"tcp://127.0.0.1:{port}", "curve_server_key": key}
+            url = f"{replica.base_url}/replica_sync/register_peer"
+            assert httpx.post(url, json=body, trust_env=False).is_success
     else:
+        first = kvd_process(*flags(*ports), face="slot-tracker")
+    if request.param == "kvd":
+        second = kvd_process(*flags(*ports[::-1]), face="slot-tracker")
+    elif request.param == "dynamo":
         start = request.getfixturevalue("peer_process")
         tenant, second = "routing_group", start(*flags(*ports[::-1]), service="slot_tracker")
     with (

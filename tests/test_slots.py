@@ -15,8 +15,8 @@ from exposition import parse
 from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.faces.slot_metrics import slot_families
 from kvd.metrics import render
-from kvd.model import PartitionKey
-from kvd.slots import EXPIRY_SLICE, MAX_DP_SIZE, MAX_TRACKERS, SlotTrackers, Tracker, WorkerRow
+from kvd.model import MAX_PARTITIONS, PartitionKey
+from kvd.slots import EXPIRY_SLICE, MAX_DP_SIZE, SlotTrackers, Tracker, WorkerRow
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.ledger import MAX_RANKS, MAX_TOKENS, Ledger
 from kvd_core.scan import BodyScanner
@@ -115,7 +115,8 @@ def test_a_refused_registration_changes_nothing(kind: str) -> None:
 
 def test_trackers_have_a_bound() -> None:
     slots = SlotTrackers(EXPIRY_S)
-    for number in range(MAX_TRACKERS):
+    assert slots.max_trackers == MAX_PARTITIONS
+    for number in range(MAX_PARTITIONS):
         slots.register(PartitionKey("m", str(number)), 7, BLOCK, 0, 1)
     for _ in range(2):
         with refused(Unavailable):
@@ -125,7 +126,7 @@ def test_trackers_have_a_bound() -> None:
     slots.unregister(PartitionKey("m", "1"), 7)
     slots.register(PartitionKey("m", "one more"), 7, BLOCK, 0, 1)
     rests = sum(1 for _ in slots.expire(1000.0))
-    assert rests == MAX_TRACKERS // EXPIRY_SLICE
+    assert rests == MAX_PARTITIONS // EXPIRY_SLICE
 
 
 def test_ranks_have_a_bound() -> None:

@@ -22,6 +22,7 @@ from kvd.cli import main
 from kvd.parsers import Binds, TcpBind, UnixBind
 from kvd.status import faces_of, read_samples
 
+PAIR = {"cert": "pem", "key": "key"}
 TOKENS = list(range(16))
 STORED = msgpack.packb([0.0, [["BlockStored", [11, 12, 13, 14], None, TOKENS, 4, None]], 0])
 
@@ -108,6 +109,45 @@ def test_a_certificate_that_an_authority_has_signed_is_known(
         make_client_certificates(tmp_path, "kvd")  # somebody else's, of the same name
         code, shown = status(capsys, f"--indexer-bind={tls}", *others)
         assert code == 2 and "CERTIFICATE_VERIFY_FAILED" in shown["faces"]["indexer"]["error"]
+
+
+def test_where_clients_need_certificates_one_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_client_certificates(tmp_path, "kvd", "operator", "stranger")
+    one = (tmp_path / "operator.pem").read_bytes() + (tmp_path / "operator.key").read_bytes()
+    (tmp_path / "both.pem").write_bytes(one)
+    files = {"CERTFILE": "kvd.pem", "KEYFILE": "kvd.key", "CLIENT_CA": "ca.pem"}
+    environ = {f"KVD_TLS_{name}": f"{tmp_path}/{file}" for name, file in files.items()}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    flags = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    port, secured = find_free_port(), f"tls:127.0.0.1:{find_free_port()}"
+    binds = f"--indexer-bind=127.0.0.1:{port},{secured}"
+    flags.append(f"--indexer-bind={secured}")
+
+    def shown(*own: str) -> tuple[int, str]:
+        code, shown = status(capsys, *flags, *own)
+        return code, shown["faces"]["indexer"].get("error", "")
+
+    def pair(name: str) -> list[str]:
+        return [f"--client-{kind}file={tmp_path}/{name}.{end}" for kind, end in PAIR.items()]
+
+    with running(tmp_path, port, "serve", *flags[:3], binds, environ=environ):
+        assert shown(*pair("operator")) == (0, "")
+        assert shown(f"--client-certfile={tmp_path}/both.pem") == (0, "")
+        for own in ([], pair("stranger")):
+            code, error = shown(*own)
+            assert code == 2 and "alert" in error, error
+    for own, text in (
+        (pair("nobody"), f"cannot use {tmp_path}/nobody.key: No such file"),
+        ([f"--client-certfile={tmp_path}/operator.pem"], f"cannot use {tmp_path}/operator.pem: "),
+    ):
+        assert main(["status", *flags, *own]) == 2
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["status", *flags, *pair("operator")[1:]])
+    assert "--client-keyfile needs --client-certfile" in capsys.readouterr().err
 
 
 def test_loads_and_publishers_are_shown(

@@ -53,9 +53,9 @@ RANK = BodyScanner({}, ("instance_id", "dp_rank"))
 PEER = BodyScanner({}, ("url",))
 
 
-def dumps_bound() -> Admission:
+def dumps_bound(limit: int = MAX_DUMPS) -> Admission:
     """Returns what bounds the dumps of one process, to be shared by all that knows of them."""
-    return Admission(MAX_DUMPS, f"there are {MAX_DUMPS} dumps under way already")
+    return Admission(limit, f"there are {limit} dumps under way already")
 
 
 def routes(

@@ -20,7 +20,7 @@ log = get_logger(__name__)
 Message = MutableMapping[str, Any]
 KNOWN = "kvd.known"  # in the state of a request: Request.known
 # An application takes a Message, and callables that return and take one. Loosely typed, so that
-# applications written against Quart's, hypercorn's or our types all fit.
+# applications written against Quart's or our types all fit.
 AsgiApp = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
 
 

@@ -134,7 +134,7 @@ class Connection(Transport):
         """Serves the connection and closes its socket; raises nothing but cancellation."""
         stats = self.shared.stats
         try:
-            self._service.lane.add(self.fd)
+            await self._open()
             await self._serve()
         except* OSError:  # reset, or a send without progress: nobody is left to tell
             stats.client_gone += 1
@@ -142,7 +142,11 @@ class Connection(Transport):
             stats.bugs += 1
             log.exception("connection_failed")
         finally:
-            self.sock.close()
+            self._close()
+
+    async def _open(self) -> None:
+        """Gets ready for the first request; raises OSError if there will be none."""
+        self._service.lane.add(self.fd)
 
     def serve_parked(
         self, route: Route, captured: bytes, query: bytes, headers: Headers, body: bytes
@@ -180,7 +184,7 @@ class Connection(Transport):
             while await self._fill() and await self._serve_request(await self._read_head()):
                 self.arm(Phase.IDLE, self.shared.limits.idle_seconds)
                 await trio.lowlevel.checkpoint()
-            if self.buffer:  # sent by a client that did not expect this to be the end
+            if self._unread():  # sent by a client that did not expect this to be the end
                 await self.linger()
         except Refusal as refusal:
             await self._refuse(refusal)

@@ -1,21 +1,13 @@
-"""What an ASGI application needs around it: `observed`, `admitted`, `logged`.
-
-Under hypercorn besides: `guarded`, and `restricted`, as the front asks who may ask by itself.
-"""
+"""What an ASGI application needs around it: `observed`, `admitted`, `logged`."""
 
 from __future__ import annotations
 
-from math import inf
 from time import perf_counter
 from typing import Any
 
-import trio
-
 from kvd.http.access import AccessLog, echoed
-from kvd.http.asgi import KNOWN, AsgiApp, Message
+from kvd.http.asgi import AsgiApp, Message
 from kvd.http.errors import Failures, Refusal
-from kvd.http.permits import is_loopback
-from kvd.http.reception import Reception
 from kvd.http.table import RouteTable
 from kvd.http.types import Headers, Observer
 
@@ -100,94 +92,13 @@ def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
     return admitted_app
 
 
-def restricted(
-    app: AsgiApp, table: RouteTable, reception: Reception, *, checks_host: bool
-) -> AsgiApp:
-    """Returns `app` for those who may ask; the others are refused before a body is read.
-
-    With `checks_host` requests to the loopback interface are, that are for another host.
-    """
-
-    async def restricted_app(scope: Any, receive: Any, send: Any) -> None:
-        found = table.find(scope["method"], scope["raw_path"])
-        server = scope.get("server")
-        loopback = checks_host and server is not None and is_loopback(server[0])
-        route = None if found is None else found.route
-        headers = list(scope["headers"])
-        refusal = reception.permits.refusal(headers, route, loopback)
-        if refusal is None:
-            known = reception.permits.knows(headers, loopback)
-            await app({**scope, "state": {KNOWN: known}}, receive, send)
-            return
-        reception.note_refused(scope["method"], route, refusal, headers)
-        await _send_refusal(send, reception.failures, refusal, (b"connection", b"close"))
-
-    return restricted_app
-
-
-def guarded(app: AsgiApp, handler_seconds: float, failures: Failures) -> AsgiApp:
-    """Returns `app` fit for hypercorn: bounded in time, and HTTP requests only."""
-
-    async def guarded_app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close"})  # hypercorn answers the handshake 403
-            return
-        await _Exchange(receive, send, handler_seconds, failures).run(app, scope)
-
-    return guarded_app
-
-
-class _Exchange:
-    """One request; the application has `handler_seconds` between its messages."""
-
-    def __init__(self, receive: Any, send: Any, handler_seconds: float, failures: Failures) -> None:
-        self._failures = failures
-        self._receive = receive
-        self._send = send
-        self._handler_seconds = handler_seconds
-        self._scope = trio.CancelScope()
-        self._started = False
-        self._ended = trio.Event()
-
-    async def run(self, app: AsgiApp, scope: Message) -> None:
-        self._scope.deadline = trio.current_time() + self._handler_seconds
-        with self._scope:
-            await app(scope, self.receive, self.send)
-        if self._scope.cancelled_caught and not self._started:
-            closing = (b"connection", b"close")
-            refusal = Refusal(503, "the request took too long")
-            await _send_refusal(self._send, self._failures, refusal, closing)
-
-    async def receive(self) -> Message:
-        """Withholds the disconnection until the response is sent.
-
-        Quart-trio cancels its request when it hears of one, and with it the end of hypercorn's
-        last send, which restarts the keep-alive timer.
-        """
-        message: Message = await self._receive()
-        if message["type"] == "http.disconnect":
-            await self._ended.wait()
-        return message
-
-    async def send(self, message: Message) -> None:
-        self._started = True
-        self._scope.deadline = inf  # the connection bounds a send
-        await self._send(message)
-        self._scope.deadline = trio.current_time() + self._handler_seconds
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._ended.set()
-
-
-async def _send_refusal(
-    send: Any, failures: Failures, refusal: Refusal, *more: tuple[bytes, bytes]
-) -> None:
+async def _send_refusal(send: Any, failures: Failures, refusal: Refusal) -> None:
     response = failures.refused(refusal)
     assert isinstance(response.body, bytes)
     headers: Headers = [
         (b"content-type", response.content_type),
         (b"content-length", b"%d" % len(response.body)),
         *response.headers,
-        *more,
     ]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
     await send({"type": "http.response.body", "body": response.body})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -21,3 +22,5 @@ class TlsFiles:
     certfile: Path
     keyfile: Path
     client_ca: Path | None = None
+    # What they hold, by the names of their settings, as digests: whether a file has changed.
+    digests: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -24,6 +25,7 @@ RECEIVE_BYTES = 64 * 1024  # above 128 KiB malloc maps fresh pages for every cal
 class Phase(Enum):
     """What a connection is waiting for; the value names its timeout counter in HttpStats."""
 
+    HANDSHAKE = "handshakes_failed"  # of TLS
     IDLE = "idle_timeouts"  # the first byte of a request
     HEAD = "head_timeouts"
     BODY = "body_timeouts"
@@ -79,8 +81,8 @@ class Transport:
         self.phase = Phase.IDLE
         self.deadline = inf
         self.fd = sock.fileno()
-        self._recv = sock.recv
-        self._send = sock.send
+        self._recv: Callable[[int], bytes] = sock.recv
+        self._send: Callable[[bytes | memoryview], int] = sock.send
 
     def client(self) -> tuple[str, int] | None:
         """Returns the client's host and port, None on a Unix socket; raises OSError if gone."""
@@ -103,12 +105,25 @@ class Transport:
         setattr(stats, self.phase.value, getattr(stats, self.phase.value) + 1)
         self.expired = self.phase is not Phase.IDLE  # idle: a request that just came is served
         self.deadline = inf
-        self._shut(socket.SHUT_RDWR if self.phase is Phase.SENDING else socket.SHUT_RD)
+        writing = self.phase in (Phase.SENDING, Phase.HANDSHAKE)
+        self._shut(socket.SHUT_RDWR if writing else socket.SHUT_RD)
 
     def close_if_idle(self) -> None:
         """Ends a connection that waits for a request, after serving what has arrived already."""
-        if self.phase is Phase.IDLE:
+        if self.phase in (Phase.IDLE, Phase.HANDSHAKE):
             self._shut(socket.SHUT_RD)
+
+    def _close(self) -> None:
+        self.sock.close()
+
+    def _unread(self) -> bool:
+        """Returns whether something of the client's is here that nobody will look at."""
+        if self.buffer:
+            return True
+        try:
+            return bool(socket.socket.recv(self.sock, 1, socket.MSG_PEEK))
+        except OSError:
+            return False  # nothing there, or the client is gone
 
     def _shut(self, how: int) -> None:
         with contextlib.suppress(OSError):  # ENOTCONN: gone; its task is about to notice

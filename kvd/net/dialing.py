@@ -56,8 +56,8 @@ class Dialer:
         """Without a rule the default one holds; without keys they are made when needed."""
         self.outgoing = outgoing or Outgoing()
         self._keys = keys
-        self._lookup_s = lookup_s
-        self._look_again_s = look_again_s
+        self.lookup_s = lookup_s
+        self.look_again_s = look_again_s
         self._links: dict[Ends, str] = {}  # what lasts, and the endpoint it was made to
 
     def curve(self, server_key: str | None) -> Options:
@@ -76,7 +76,7 @@ class Dialer:
             address = literal(host)
         except ValueError as error:
             raise Unreachable(str(error)) from None
-        found = [str(address)] if address else await _look_up(host, self._lookup_s)
+        found = [str(address)] if address else await _look_up(host, self.lookup_s)
         allowed = self.outgoing.allowed_of(found)
         if not allowed:
             self.outgoing.refused_connections += 1
@@ -110,7 +110,7 @@ class Dialer:
     async def moved(self, named: str, used: str, connected: Callable[[], bool]) -> str:
         """Returns, with the reason, when a name's lost connection is to be made elsewhere."""
         while True:
-            await trio.sleep(self._look_again_s)
+            await trio.sleep(self.look_again_s)
             if connected():
                 continue
             place = host_and_port(named)

@@ -59,6 +59,10 @@ class ListenerTasks:
         self._health: dict[Listener, StreamHealth] = {}  # as last said
         nursery.start_soon(self._watch_health, health_every_s)
 
+    def follow(self, replays: ReplayOptions) -> None:
+        """Has other limits of replays hold from now on."""
+        self._replayer.follow(replays)
+
     def start(self, key: Hashable, listener: Listener) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
         self._tasks.start(key, partial(self._run, listener))

@@ -24,17 +24,13 @@ from kvd.net.dialing import Dialer
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
 from kvd.registry import Registry
 from kvd.restore import Planned, plan, restore
-from kvd.state import MAX_PARTITIONS, State
+from kvd.state import State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, JSON_DUMP, RECOVERING_HEADER
 from kvd.wire.listener import Listener, StreamHealth
 from kvd_core.recovery import DumpReader, StagedEntry
 
 ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
 
-# What a dump may hold. A block is 16 bytes while it is staged and ~54 in the index: 4 GiB in all.
-MAX_BLOCKS = 64 * 1024 * 1024
-# An event is 56 bytes while it is staged; lower tiers have one a block.
-MAX_EVENTS = 64 * 1024 * 1024
 # A rank of a worker is some 200 bytes with what belongs to it. The largest fleets have some
 # thousand; a query's answer has a row for each rank that matches.
 MAX_RANKS = 65_536
@@ -45,6 +41,15 @@ SETTLED_AFTER_S = 10.0
 SETTLE_EVERY_S = 1.0
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryLimits(FetchLimits):
+    """What a peer's dump may take, and hold."""
+
+    # A block is 16 bytes while it is staged and ~54 in the index: 4 GiB in all. There may be as
+    # many runs of blocks, 56 bytes each while they are staged: lower tiers have one a block.
+    blocks: int = 64 * 1024 * 1024
 
 
 class Attempt(StrEnum):
@@ -78,7 +83,7 @@ async def recover(
     state: State,
     peers: Iterable[str],
     stats: RecoveryStats,
-    limits: FetchLimits | None = None,
+    limits: RecoveryLimits | None = None,
     *,
     token: bytes = b"",
     dialer: Dialer | None = None,
@@ -92,7 +97,7 @@ async def recover(
     try:
         for url in peers:
             attempt = await _attempt(
-                state, url, stats, limits or FetchLimits(), dialer or Dialer(), token
+                state, url, stats, limits or RecoveryLimits(), dialer or Dialer(), token
             )
             stats.attempts[attempt] += 1
             if attempt is Attempt.RECOVERED:
@@ -108,12 +113,12 @@ async def _attempt(
     state: State,
     url: str,
     stats: RecoveryStats,
-    limits: FetchLimits,
+    limits: RecoveryLimits,
     dialer: Dialer,
     token: bytes,
 ) -> Attempt:
     try:
-        entries = await _dump_of(url, state.instance_id, limits, dialer, token)
+        entries = await _dump_of(url, state, limits, dialer, token)
         planned: list[Planned] = []
         for item in plan(state, entries):
             planned += [item] if item else []
@@ -136,18 +141,18 @@ async def _attempt(
 
 
 async def _dump_of(
-    url: str, own_id: str, limits: FetchLimits, dialer: Dialer, token: bytes
+    url: str, state: State, limits: RecoveryLimits, dialer: Dialer, token: bytes
 ) -> list[StagedEntry]:
     """Returns a peer's whole dump; ValueError when it is none."""
     reader: DumpReader | None = None
 
     def begin(headers: Headers) -> Sink:
         nonlocal reader
-        if headers.get(INSTANCE_HEADER) == own_id.encode():
+        if headers.get(INSTANCE_HEADER) == state.instance_id.encode():
             raise _Passed(Attempt.SELF)
         if RECOVERING_HEADER in headers:
             raise _Passed(Attempt.EMPTY)
-        reader = _reader(headers)
+        reader = _reader(headers, limits.blocks, state.max_partitions)
         return reader.feed
 
     await fetch(url.rstrip("/") + "/dump", ACCEPT, limits, begin, dialer, token=token)
@@ -155,13 +160,13 @@ async def _dump_of(
     return reader.finish()
 
 
-def _reader(headers: Headers) -> DumpReader:
+def _reader(headers: Headers, max_blocks: int, max_entries: int) -> DumpReader:
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     return DumpReader(
         media == BINARY_DUMP,
-        max_blocks=MAX_BLOCKS,
-        max_events=MAX_EVENTS,
-        max_entries=MAX_PARTITIONS,
+        max_blocks=max_blocks,
+        max_events=max_blocks,
+        max_entries=max_entries,
         max_ranks=MAX_RANKS,
     )
 

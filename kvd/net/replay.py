@@ -56,6 +56,11 @@ class Replayer:
         self.options = options
         self._turns = trio.CapacityLimiter(options.at_once)
 
+    def follow(self, options: ReplayOptions) -> None:
+        """Has other limits hold for replays that begin from now on."""
+        self.options = options
+        self._turns.total_tokens = options.at_once
+
     async def fetch(self, listener: Listener) -> ReplayEnd:
         """Has `listener` take what it wants to be replayed; returns why no more of it came."""
         end = ReplayEnd.LATE

@@ -100,7 +100,7 @@ class Sessions:
     async def _session(self) -> str:
         """Reads over one socket for as long as that is of use; returns why it is not any more."""
         linked = self._linked
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             try:
                 address = await self._dialer.endpoint(linked.endpoint, self._attempts)
                 self._attempts += 1
@@ -120,7 +120,7 @@ class Sessions:
             await self._reader.receive_rest(link)
             return why
 
-    def _link(self, stack: contextlib.ExitStack, address: str) -> Link:
+    def _link(self, stack: contextlib.AsyncExitStack, address: str) -> Link:
         return Link(
             stack,
             self._context,

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvd.model import MAX_PARTITIONS
 from kvd.scheduling.queue import QueuePolicy
+from kvd.scheduling.sessions import MAX_SESSIONS
 from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 # Selections that may wait in all, each a task of 5 KB and its prompt. Fleets hold some hundred.
 MAX_HELD = 16_384
+DEFAULT_MAX_WAIT_S = 25.0  # below the deadline of handlers, so that the answer says why
+# Answers to bookings that can be had again, about 1 KB each. Bookings whose answer is forgotten
+# refuse their retries as those without a key do; the oldest go first, whose clients have long had
+# their answers.
+MAX_RETRIES = 65_536
 
 # As the router guide says.
 DEFAULT_QUEUE_THRESHOLD = 2.0  # batches of prefill tokens
@@ -71,4 +78,7 @@ class RouterOptions:
     tracks_output_blocks: bool = False  # they weigh less towards the expected end of a request
     session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
     max_held: int = MAX_HELD
-    max_wait_s: float = 25.0  # below the deadline of handlers, so that the answer says why
+    max_wait_s: float = DEFAULT_MAX_WAIT_S
+    max_fleets: int = MAX_PARTITIONS
+    max_sessions: int = MAX_SESSIONS
+    max_retries: int = MAX_RETRIES

@@ -17,7 +17,6 @@ from kvd_core import ledger
 
 OWNER = "selection"  # of its registrations
 
-MAX_FLEETS = 16_384  # models and tenants, as elsewhere
 MAX_WORKERS = 65_536
 
 
@@ -89,8 +88,8 @@ class Admission:
             return
         key, block_size = records[0].key, records[0].block_size
         fleet = self._fleets.get(key)
-        if fleet is None and len(self._fleets) >= MAX_FLEETS:
-            raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
+        if fleet is None:
+            self.check_fleets()
         ranks = sum(len(record.ranks) for record in records)
         if fleet is not None:
             staying = [one for id_, one in fleet.workers.items() if id_ not in leaving]
@@ -105,6 +104,11 @@ class Admission:
                 if (found := record.addresses(dp_rank)) is not None
             }
             self._registry.check(key, addresses, block_size, OWNER, leaving)
+
+    def check_fleets(self) -> None:
+        """Raises Unavailable if there are too many models and tenants for another one."""
+        if len(self._fleets) >= self._options.max_fleets:
+            raise Unavailable(f"there are {self._options.max_fleets} models and tenants already")
 
     def check_all(self, records: list[WorkerRecord], gone: Fleet | None) -> None:
         """Raises what keeps any of the records from being scheduled, once a fleet has gone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvd.model import PartitionKey
-from kvd.scheduling.sessions import Binding, Sessions
+from kvd.scheduling.sessions import MAX_SESSIONS, Binding, Sessions
 from kvd.selection.asks import Ask
 from kvd.selection.fleet import Fleet
 from kvd.wire.affinity import Bound
@@ -31,8 +31,9 @@ class Affinity:
         writer_id: int,
         clock: Callable[[], float],
         wall_ns: Callable[[], int],
+        max_sessions: int = MAX_SESSIONS,
     ) -> None:
-        self.sessions: Sessions[Key] = Sessions(ttl_s)
+        self.sessions: Sessions[Key] = Sessions(ttl_s, max_sessions)
         self.leases: dict[str, tuple[Key, Binding]] = {}  # by reservation id
         self.publish: Callable[[Bound], None] | None = None  # told of bindings, if set
         self.writer_id = writer_id

@@ -12,6 +12,7 @@ from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.scheduling.decay import output_weight
+from kvd.scheduling.options import MAX_RETRIES
 from kvd.selection.affinity import Affinity
 from kvd.selection.asks import Ask, Chosen, Look, Receipt
 from kvd.selection.fleet import Fleet, schedulable
@@ -39,10 +40,12 @@ class Bookings:
         affinity: Affinity | None = None,
         *,
         decays: bool = False,
+        max_retries: int = MAX_RETRIES,
     ) -> None:
         """Calls `on_idle` after whatever may have made a rank of a fleet less busy.
 
-        `decays` makes output blocks weigh less towards the expected end of a request.
+        `decays` makes output blocks weigh less towards the expected end of a request. So many
+        answers can be had again.
         """
         self.live: dict[str, Fleet] = {}
         self.publish: Callable[[Event], None] | None = None  # told of every step, if set
@@ -53,7 +56,7 @@ class Bookings:
         self._ledgers = ledgers
         self._affinity = affinity
         self._decays = decays
-        self.retries = Retries()
+        self.retries = Retries(max_retries)
         self.given_back = 0
         self.expired = 0
         self.removed = 0  # with their ranks

@@ -9,11 +9,8 @@ request would. Between a retry and another request under the same key their cont
 from __future__ import annotations
 
 from kvd.errors import Conflict
+from kvd.scheduling.options import MAX_RETRIES
 from kvd.selection.asks import Answered, Retry
-
-# Answers remembered, about 1 KB each. Bookings whose answer is forgotten refuse their retries as
-# those without a key do; the oldest go first, whose clients have long had their answers.
-MAX_RETRIES = 65_536
 
 Name = tuple[str | None, str]  # the reservation id as given, the key
 
@@ -21,7 +18,8 @@ Name = tuple[str | None, str]  # the reservation id as given, the key
 class Retries:
     """The answers that can be had again."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_answers: int = MAX_RETRIES) -> None:
+        self._max_answers = max_answers
         self.repeated = 0
         self.forgotten = 0  # at the bound
         self._answers: dict[Name, tuple[bytes, Answered]] = {}  # oldest booking first
@@ -64,7 +62,7 @@ class Retries:
             return
         self._answers.pop(retry.name, None)
         self._answers[retry.name] = retry.content, answered
-        if len(self._answers) > MAX_RETRIES:
+        if len(self._answers) > self._max_answers:
             del self._answers[next(iter(self._answers))]
             self.forgotten += 1
 

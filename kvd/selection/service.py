@@ -48,7 +48,9 @@ class Selections:
         self.affinity: Affinity | None = None
         if options.session_affinity_ttl_s is not None:
             ttl_s, writer_id = options.session_affinity_ttl_s, random.randrange(1, 2**64)
-            self.affinity = Affinity(self.fleets, ttl_s, writer_id, clock, wall_ns)
+            self.affinity = Affinity(
+                self.fleets, ttl_s, writer_id, clock, wall_ns, options.max_sessions
+            )
         self.bookings = Bookings(
             self.fleets,
             expiry_s,
@@ -57,6 +59,7 @@ class Selections:
             ledgers or Ledgers(),
             self.affinity,
             decays=options.tracks_output_blocks,
+            max_retries=options.max_retries,
         )
         self.tally = Tally()
         self.counts = self.tally.counts
@@ -91,12 +94,16 @@ class Selections:
         return self.options.settings if fleet is None else fleet.settings
 
     def reload(self, options: RouterOptions, expiry_s: float) -> None:
-        """Goes on with other weights, thresholds, policy and expiry; the rest stays as it is.
+        """Goes on with other weights, thresholds, policy, expiry and bounds of waiting and fleets.
 
-        Selections that wait have the weights and thresholds they came with.
+        The rest stays as it is. Selections that wait have the weights and thresholds they came
+        with.
         """
         self.options.settings = options.settings
         self.options.queue_policy = options.queue_policy
+        self.options.max_held = options.max_held
+        self.options.max_wait_s = options.max_wait_s
+        self.options.max_fleets = options.max_fleets
         self.bookings.expiry_s = expiry_s
         for fleet in self.fleets.values():
             fleet.queue.reorder(options.queue_policy)

@@ -20,11 +20,11 @@ from collections.abc import Callable
 import trio
 
 from kvd.catalog import WorkerRecord
-from kvd.errors import Conflict, KvdError, NotFound, Unavailable
+from kvd.errors import Conflict, KvdError, NotFound
 from kvd.model import PartitionKey, RankKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
-from kvd.selection.admission import MAX_FLEETS, OWNER, Admission, Entry
+from kvd.selection.admission import OWNER, Admission, Entry
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet
 from kvd.selection.tuning import Tuning
@@ -262,8 +262,7 @@ class Workers:
     def _join(self, record: WorkerRecord) -> None:
         """Listens to a worker's ranks and makes them selectable; raises what `register` does."""
         if record.key not in self._fleets:
-            if len(self._fleets) >= MAX_FLEETS:
-                raise Unavailable(f"there are {MAX_FLEETS} models and tenants already")
+            self._admission.check_fleets()
             settings = self._tuning.settings(*record.key)
             self._fleets[record.key] = Fleet(record.key, self._options, self._state, settings)
         fleet = self._fleets[record.key]

@@ -38,7 +38,7 @@ from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor, Verdict
 from kvd.wire.endpoints import Addresses
 from kvd.wire.replay import ReplayEnd
-from kvd_core.index import EMPTIED, FLAWED, UNFINISHED
+from kvd_core.index import EMPTIED, FLAWED, NO_ROOM, UNFINISHED
 
 # A rolling restart or a network that is rewired takes seconds; an engine that is away for longer
 # has most likely lost its cache, and evicts or stores unheard in any case.
@@ -62,7 +62,7 @@ class ListenerStatus(StrEnum):
 class StreamHealth(StrEnum):
     """How far the index can be believed for a stream, worst first."""
 
-    STALE = "stale"  # disconnected for longer than STALE_AFTER_S
+    STALE = "stale"  # disconnected for longer than `stale_after_s`
     DEGRADED = "degraded"  # batches are lost or were not understood; `Listener.loss` says which
     # No batch since the connection was made, a gap is being replayed, or a long batch applied.
     RECOVERING = "recovering"
@@ -73,7 +73,7 @@ class Stream(Protocol):
     """Where batches go; `kvd_core.index.Stream` is one."""
 
     def apply(self, payload: bytes) -> int:
-        """Applies a batch and returns what it has shown, as bits: EMPTIED, FLAWED.
+        """Applies a batch and returns what it has shown, as bits: EMPTIED, FLAWED, NO_ROOM.
 
         Or only begins to, because it is long, and returns UNFINISHED.
         """
@@ -130,6 +130,7 @@ class Listener(StreamCounts):
         "name",
         "replay_endpoint",
         "server_key",
+        "stale_after_s",
         "unfinished",
     )
 
@@ -141,8 +142,10 @@ class Listener(StreamCounts):
         replay_endpoint: str | None = None,
         expected: int = 0,
         server_key: str | None = None,
+        stale_after_s: float = STALE_AFTER_S,
     ) -> None:
         super().__init__()
+        self.stale_after_s = stale_after_s
         self.name = name
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
@@ -188,7 +191,7 @@ class Listener(StreamCounts):
 
     def health(self, now: float) -> StreamHealth:
         since = self.disconnected_since
-        if since is not None and now - since > STALE_AFTER_S:
+        if since is not None and now - since > self.stale_after_s:
             return StreamHealth.STALE
         waits = self.held is not None or self.unfinished is not None
         if waits or self.cursor.expected == self._joined_at:
@@ -360,6 +363,8 @@ class Listener(StreamCounts):
             self._unproved = self._unproved or in_doubt
             self.loss = CLEARED_UNKNOWN if in_doubt else ""
             self._restored = False
+        if shown & NO_ROOM:
+            self.loss = f"batch {seq} found no room"
         if shown & FLAWED:
             self.flawed += 1
             self.last_flaw = seq, self._stream.flaw()

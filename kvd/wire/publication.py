@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeVar
 from kvd.wire import kv_events
 from kvd.wire.kv_events import MARK, U32_MAX, U64_MAX, Event
 from kvd_core.conductor import Source, namespace
-from kvd_core.index import FLAWED, SLICE_STEPS, UNFINISHED
+from kvd_core.index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED
 
 GPU, CPU, DISK = "GPU", "CPU", "DISK"
 # Names that are another medium's; any other name is a medium of its own.
@@ -161,6 +161,7 @@ class Publication:
         self._behind = 0  # of MAX_BEHIND
         self._engine = source.engine_events(terms.lora_name, terms.cache_salt)
         self._flaw = ""
+        self._full = 0  # events that have found no room, those of earlier payloads
         self.slice_steps = SLICE_STEPS  # of 0.1 us, that a call may take, about
         self._left = 0  # of these
         self._rest = _NOTHING  # of the payload that is being applied
@@ -223,7 +224,7 @@ class Publication:
             if applied:
                 self._rest = _NOTHING
                 self._flaw = self._engine.flaw()
-                return FLAWED if self._flaw else 0
+                return self._shown()
             self._rest = self._go_on_engine(payload, applied)
         else:
             self._rest = self._apply(payload)
@@ -234,7 +235,16 @@ class Publication:
         for _ in self._rest:
             return UNFINISHED
         self._rest = _NOTHING
-        return FLAWED if self._flaw else 0
+        return self._shown()
+
+    def _shown(self) -> int:
+        """Returns what a payload has shown, once it is applied."""
+        shown: int = FLAWED if self._flaw else 0
+        full = self._ignored["full"] + self._engine.full()
+        if full != self._full:
+            self._full = full
+            shown |= NO_ROOM
+        return shown
 
     def _go_on_engine(self, payload: bytes, applied: bool | None) -> _Slices:
         while applied is None:

@@ -5,7 +5,7 @@
 //       -Ikvd_core tests/fuzz/fuzz_index.cpp -o fuzz_index
 //   ./fuzz_index -max_len=8192 -max_total_time=120 CORPUS_FOLDER
 //
-// The input: a byte for the block size, then steps of [kind u8][length u16 LE][length bytes].
+// The input: a byte for the block size and the budget, then steps of [kind u8][length u16 LE][length bytes].
 
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +26,7 @@
 namespace {
 
 constexpr uint32_t kBlockSizes[] = {1, 4, 16, 64};
+constexpr uint64_t kBudgets[] = {UINT64_MAX, 3, 16, 100};
 constexpr size_t kWorkers = 2, kStreams = 4;  // two ranks of each worker
 constexpr double kTtl = 5;                    // calls of `book`
 constexpr uint32_t kPredicted = 32;           // entries
@@ -39,7 +40,9 @@ void require(bool holds) {
 
 class Life {
  public:
-  explicit Life(uint32_t block_size) : index_(block_size) {
+  Life(uint32_t block_size, uint64_t budget)
+      : budget_(std::make_shared<kvd::Budget>()), index_(block_size, kvd::Tree::kMaxBlocks, budget_) {
+    budget_->max = budget;
     index_.predict(kTtl, kPredicted, kPredicted / 2);
     for (size_t i = 0; i < kWorkers; ++i) {
       workers_[i].key = '"' + std::to_string(i) + '"';
@@ -77,6 +80,7 @@ class Life {
     require(index_.predicted()->size() == 0);
     kvd::Verifier(index_).run();
     require(index_.tree().block_count() == 0 && index_.parked_count() == 0);
+    require(budget_->blocks == 0 && budget_->names == 0);
   }
 
  private:
@@ -117,6 +121,7 @@ class Life {
     return owners;
   }
 
+  std::shared_ptr<kvd::Budget> budget_;
   kvd::Index index_;
   kvd::StreamCounters counters_;
   kvd::Worker workers_[kWorkers];
@@ -130,7 +135,7 @@ class Life {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
-  Life life(kBlockSizes[*data % 4]);
+  Life life(kBlockSizes[*data % 4], kBudgets[*data / 4 % 4]);
   const uint8_t *at = data + 1, *end = data + size;
   while (end - at >= 3) {
     const uint8_t kind = at[0] % kinds;

@@ -1,23 +1,31 @@
-"""A front on loopback for the tests, and a client that sends bytes and understands replies."""
+"""A front on loopback for the tests, and a client that sends bytes and understands replies.
+
+With the fixture `layers` a test runs twice, without TLS and with it.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import trio
 
 from kvd.errors import NotFound
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
+from kvd.http.certificates import load_terms
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
+from kvd.http.options import TlsFiles
 from kvd.http.permits import Permits, Policy
 from kvd.http.reception import Reception
+from kvd.http.tls import TlsServer
 from kvd.http.types import Request, Response, Route, Scope
 
 QUICK = HttpLimits(
@@ -131,10 +139,23 @@ class Reply:
         return self.headers.get("connection") != "close"
 
 
+class SecuredStream:
+    """TLS over a stream, to which tests can do what they do to that."""
+
+    def __init__(self, below: trio.SocketStream, trust: ssl.SSLContext) -> None:
+        """Shakes hands with the first bytes."""
+        self._tls = trio.SSLStream(below, trust, server_hostname="127.0.0.1", https_compatible=True)
+        self.send_all = self._tls.send_all
+        self.receive_some = self._tls.receive_some
+        self.setsockopt = below.setsockopt
+        self.send_eof = below.send_eof  # that of TLS would be the end of receiving, too
+        self.socket = below.socket
+
+
 class Client:
     """One connection; `read` calls raise trio.EndOfChannel where a reply ends too early."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    def __init__(self, stream: trio.SocketStream | SecuredStream) -> None:
         self.stream = stream
         self._buffer = b""
 
@@ -206,22 +227,29 @@ class Client:
         self.stream.socket.close()
 
 
+class TLS:
+    """Whether fronts of the running test have it; set by `layers`."""
+
+    certificates: Path | None = None
+
+
 @dataclass
 class Running:
     """A front that serves."""
 
     front: Front
     address: tuple[str, int]
-    stop: trio.Event
-    ended: trio.Event
+    stop: trio.Event = field(default_factory=trio.Event)
+    ended: trio.Event = field(default_factory=trio.Event)
     observed: list[tuple[str, str, int]] = field(default_factory=list)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    trust: ssl.SSLContext | None = None  # with TLS
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
-        stream = await trio.open_tcp_stream(*self.address)
-        async with stream:
-            yield Client(stream)
+        plain = await trio.open_tcp_stream(*self.address)
+        async with plain:
+            yield Client(plain if self.trust is None else SecuredStream(plain, self.trust))
 
     async def until(self, **counters: int) -> None:
         """Waits until each of the front's counters has this value, at least."""
@@ -258,8 +286,13 @@ async def serving(
         running.observed.append((method, path, status))
 
     reception = Reception(Permits(policy), observe, access=access or AccessLog())
-    front = Front(routes, build_app(routes, limits, reception), limits, reception)
-    running = Running(front, listeners[0].getsockname(), trio.Event(), trio.Event())
+    app = build_app(routes, limits, reception)
+    running = Running(Front(routes, app, limits, reception), listeners[0].getsockname())
+    if TLS.certificates is not None:
+        terms = load_terms(TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem"))
+        running.front = TlsServer(routes, app, terms, limits, reception)
+        running.trust = ssl.create_default_context(cafile=TLS.certificates / "cert.pem")
+    front = running.front
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:
         with running.scope:

@@ -15,6 +15,8 @@ from kvd.http.limits import HttpLimits
 from kvd.http.reception import Reception
 from kvd.http.types import Response, Route
 
+pytestmark = pytest.mark.usefixtures("layers")
+
 PREFIXES = pytest.mark.parametrize("prefix", ["", "/app"], ids=["hot", "app"])
 
 

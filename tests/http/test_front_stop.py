@@ -6,6 +6,8 @@ import pytest
 import trio
 from serving import PATIENT, Running, serving
 
+pytestmark = pytest.mark.usefixtures("layers")
+
 
 async def _seconds_to_end(running: Running) -> float:
     start = trio.current_time()

@@ -1,119 +1,44 @@
-"""The TLS listener, with a certificate made here by the `openssl` command."""
+"""What TLS adds to the front: handshakes, their terms, and how a stream ends.
+
+That it serves as the front does is tested with that: see `layers`.
+"""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import trio
-from serving import (
-    ECHO_LIMIT,
-    PATIENT,
-    PUBLIC,
-    QUICK,
-    ROUTES,
-    TEST_SECONDS,
-    Client,
-    Reply,
-    eventually,
-    open_descriptors,
-)
+from asking import make_client_certificates
+from serving import PATIENT, QUICK, TLS, Client, Running, eventually, open_descriptors, serving
 
-from kvd.http.app import build_app
-from kvd.http.limits import HttpLimits
-from kvd.http.listeners import open_listeners
+from kvd.http.certificates import Terms, load_terms
 from kvd.http.options import TlsFiles
-from kvd.http.permits import Permits
-from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
 
-
-class RunningTls:
-    def __init__(self, certificate: Path, limits: HttpLimits) -> None:
-        reception = Reception(Permits(PUBLIC))
-        app = build_app(ROUTES, limits, reception)
-        files = TlsFiles(certificate / "cert.pem", certificate / "key.pem")
-        self.server = TlsServer(ROUTES, app, files, limits, reception)
-        self.stop = trio.Event()
-        self.ended = trio.Event()
-        self.address = ("", 0)
-        self.trust = ssl.create_default_context(cafile=certificate / "cert.pem")
-
-    async def serve(self, task_status: trio.TaskStatus[None]) -> None:
-        listeners = await open_listeners("127.0.0.1:0")
-        self.address = listeners[0].getsockname()
-        await self.server.serve(listeners, self.stop, task_status=task_status)
-        self.ended.set()
-
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[Client]:
-        plain = await trio.open_tcp_stream(*self.address)
-        stream = trio.SSLStream(
-            plain, self.trust, server_hostname="127.0.0.1", https_compatible=True
-        )
-        try:
-            yield Client(stream)  # type: ignore[arg-type]
-        finally:
-            await trio.aclose_forcefully(stream)
-
-    async def until_empty(self) -> None:
-        await eventually(lambda: not self.server.stats.connections_open)
+HEALTH = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
 
 
-@asynccontextmanager
-async def serving_tls(
-    certificate: Path, limits: HttpLimits = PATIENT, **changes: float
-) -> AsyncIterator[RunningTls]:
-    running = RunningTls(certificate, replace(limits, **changes))  # type: ignore[arg-type]
-    with trio.fail_after(TEST_SECONDS):
-        async with trio.open_nursery() as nursery:
-            await nursery.start(running.serve)
-            yield running
-            running.stop.set()
-            await running.ended.wait()
-    assert running.server.stats.bugs == 0
-    assert running.server.stats.connections_open == 0
+@pytest.fixture(autouse=True)
+def tls(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TLS, "certificates", certificate)
 
 
-async def _check_alive(running: RunningTls) -> None:
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two authorities, and a client of each."""
+    folder = tmp_path_factory.mktemp("clients")
+    make_client_certificates(folder, "client", "stranger")
+    authorities = [(folder / f"{name}.pem").read_bytes() for name in ("ca", "otherca")]
+    (folder / "both.pem").write_bytes(b"".join(authorities))
+    return folder
+
+
+async def _check_alive(running: Running) -> None:
     async with running.client() as client:
         assert (await client.request("GET", "/health")).status == 200
-
-
-async def test_requests_are_answered_as_on_the_plain_port(certificate: Path) -> None:
-    async with serving_tls(certificate) as running, running.client() as client:
-        reply = await client.request("POST", "/query?a=1", b"{}")
-        assert (reply.status, reply.body) == (200, b"POST /query b'a=1' 2")
-        assert "server" not in reply.headers
-        assert (await client.request("GET", "/counted")).body == b"012"
-        assert (await client.request("GET", "/nope")).body == b'{"error": "not found"}'
-        assert (await client.request("POST", "/echo", b"x", content_type="a/b")).status == 415
-        assert (await client.request("POST", "/echo", b"x" * ECHO_LIMIT)).status == 200
-        assert (await client.request("POST", "/echo", b"x" * (ECHO_LIMIT + 1))).status == 413
-        assert (await client.request("GET", "/bug")).body == b'{"error": "internal error"}'
-
-
-@pytest.mark.parametrize("settings", ["A", "AAAA", "AAMAAABkAARAAAAAAAIAAAAA"])
-@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
-async def test_an_upgrade_ends_at_most_its_own_connection(
-    certificate: Path, upgrade: str, settings: str
-) -> None:
-    headers = {
-        "upgrade": upgrade,
-        "connection": "Upgrade",
-        "http2_settings": settings,
-        "sec_websocket_version": "13",
-        "sec_websocket_key": "AAAAAAAAAAAAAAAAAAAAAA==",
-    }
-    async with serving_tls(certificate, QUICK) as running:
-        async with running.client() as client:
-            reply = await client.request("GET", "/health", **headers)
-            assert reply.status == (200 if upgrade == "h2c" else 403)
-        await _check_alive(running)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +53,8 @@ async def test_an_upgrade_ends_at_most_its_own_connection(
     ],
     ids=["http/2", "long head", "zeros", "pipelined", "no body", "nothing"],
 )
-async def test_bad_clients_leave_nothing_behind(certificate: Path, data: bytes) -> None:
-    async with serving_tls(certificate, QUICK) as running:
+async def test_bad_clients_leave_nothing_behind(data: bytes) -> None:
+    async with serving(QUICK) as running:
         await _check_alive(running)
         await running.until_empty()
         before = open_descriptors()
@@ -145,64 +70,158 @@ async def test_bad_clients_leave_nothing_behind(certificate: Path, data: bytes) 
         await _check_alive(running)
 
 
-async def test_what_follows_the_last_request_takes_nothing_from_its_answer(
-    certificate: Path,
-) -> None:
-    health = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
+async def test_what_follows_the_last_request_takes_nothing_from_its_answer() -> None:
     last = b"GET /counted HTTP/1.1\r\nhost: kvd\r\nconnection: close\r\n\r\n"
     # A page's request: refused, which ends the connection.
     refused = b"GET /counted HTTP/1.1\r\nhost: a.example\r\norigin: http://a\r\n\r\n"
-    async with serving_tls(certificate) as running:
+    async with serving() as running:
         for sent, ends in ((last, b"0\r\n\r\n"), (refused, b"}")):
-            for more in (health, health * 30, b"\0" * 100):
+            for more in (HEALTH, HEALTH * 3000, b"\0" * 100):
                 async with running.client() as client:
-                    await client.send(health + sent + more)
+                    await client.send(HEALTH + sent + more)
                     got = b""
                     while data := await client.stream.receive_some():
                         got += data
                 assert got.count(b"HTTP/1.1 ") == 2 and got.endswith(ends), got
 
 
-async def test_idle_and_silent_connections_expire(certificate: Path) -> None:
-    async with serving_tls(certificate, QUICK) as running, running.client() as idle:
-        assert (await idle.request("GET", "/health")).status == 200
-        async with await trio.open_tcp_stream(*running.address):  # no handshake
-            await running.until_empty()
-        assert running.server.stats.idle_timeouts == 1
+@pytest.mark.parametrize("head", [b"origin: http://a", b"host: a.example", b"x: " + b"x" * 20_000])
+async def test_who_goes_on_sending_hears_why_he_is_refused(head: bytes) -> None:
+    body = b"x" * (20 * 1024 * 1024)
+    text = b"POST /query HTTP/1.1\r\n%b\r\ncontent-length: %d\r\n\r\n" % (head, len(body))
+    async with serving(linger_seconds=60) as running, running.client() as client:
+        await client.send(text + body)
+        assert (await client.read_reply()).status in (403, 421, 431)
+        await client.stream.send_eof()
+        assert await client.read_to_end() == b""
 
 
-async def test_an_asynchronous_handler_has_a_deadline(certificate: Path) -> None:
-    async with serving_tls(certificate, QUICK) as running, running.client() as client:
-        assert (await client.request("GET", "/slow?60000")).status == 503
+async def test_a_stream_ends_as_tls_has_it() -> None:
+    """Else a client could not tell the end of an answer without a length from a cut."""
+
+    async def read(path: str) -> bytes:
+        async with await trio.open_tcp_stream(*running.address) as plain:
+            assert running.trust is not None
+            strict = trio.SSLStream(plain, running.trust, server_hostname="127.0.0.1")
+            await strict.send_all(f"GET {path} HTTP/1.0\r\nhost: kvd\r\n\r\n".encode())
+            answer = b""
+            while piece := await strict.receive_some():  # raises without it
+                answer += piece
+            return answer
+
+    async with serving() as running:
+        assert (await read("/counted")).endswith(b"\r\n\r\n012")
+        with pytest.raises(trio.BrokenResourceError):
+            await read("/broken")
+        running.front.stats.handler_bugs = 0
 
 
-async def test_a_stop_answers_what_is_under_way(certificate: Path) -> None:
-    async with serving_tls(certificate) as running, running.client() as idle:
-        await idle.request("GET", "/health")
-        async with running.client() as busy, trio.open_nursery() as nursery:
-            replies: list[Reply] = []
-            nursery.start_soon(_request_slow, busy, replies)
-            await eventually(lambda: running.server.stats.requests == 2)
-            start = trio.current_time()
-            running.stop.set()
-            await running.ended.wait()
-            assert trio.current_time() - start < PATIENT.graceful_seconds
-        assert [reply.status for reply in replies] == [200]
+async def test_a_handshake_has_a_deadline_however_slowly_it_comes() -> None:
+    async with serving(QUICK) as running:
+        async with await trio.open_tcp_stream(*running.address) as silent:
+            assert await silent.receive_some() == b""
+        async with await trio.open_tcp_stream(*running.address) as slow:
+            with pytest.raises(trio.BrokenResourceError):
+                for byte in b"\x16\x03\x01\x3f\xff\x01" + b"\0" * 16_000:
+                    await slow.send_all(bytes([byte]))
+                    await trio.sleep(0.01)
+        assert running.front.stats.handshakes_failed == 2
+        await _check_alive(running)
 
 
-async def _request_slow(client: Client, replies: list[Reply]) -> None:
-    replies.append(await client.request("GET", "/slow?100"))
-
-
-@pytest.mark.parametrize("send_seconds", [0.1, 60.0])
-async def test_a_client_that_does_not_read_holds_no_stop(
-    certificate: Path, send_seconds: float
-) -> None:
-    opened = serving_tls(certificate, send_seconds=send_seconds)
-    async with opened as running, running.client() as deaf:
-        await deaf.send(b"GET /big HTTP/1.1\r\nhost: kvd\r\n\r\n")
-        await eventually(lambda: running.server.stats.requests == 1)
+async def test_one_handshake_waits_for_no_other() -> None:
+    async with (
+        serving(head_seconds=60) as running,
+        await trio.open_tcp_stream(*running.address) as begun,
+    ):
+        await begun.send_all(b"\x16\x03\x01")
+        await eventually(lambda: running.front.stats.connections_open == 1)
+        await _check_alive(running)
         start = trio.current_time()
         running.stop.set()
         await running.ended.wait()
-        assert trio.current_time() - start < 2 * PATIENT.graceful_seconds
+        assert trio.current_time() - start < PATIENT.graceful_seconds
+
+
+# ---- other terms
+
+
+def _terms(certificate: Path, authority: Path | None) -> Terms:
+    return load_terms(TlsFiles(certificate / "cert.pem", certificate / "key.pem", authority))
+
+
+def _renew(running: Running, terms: Terms) -> None:
+    assert isinstance(running.front, TlsServer)
+    running.front.renew(terms)
+
+
+def _trust(running: Running, certificate: Path, client: Path) -> None:
+    running.trust = ssl.create_default_context(cafile=certificate / "cert.pem")
+    running.trust.load_cert_chain(client, client.with_suffix(".key"))
+
+
+async def _may(client: Client) -> bool:
+    """Returns whether a connection is served."""
+    try:
+        return (await client.request("GET", "/health")).status == 200
+    except (trio.BrokenResourceError, trio.EndOfChannel):
+        return False
+
+
+async def test_who_lacks_an_authority_that_has_gone_is_not_served_any_more(
+    certificate: Path, clients: Path
+) -> None:
+    async with serving() as running:
+        _renew(running, _terms(certificate, clients / "both.pem"))
+        _trust(running, certificate, clients / "client.pem")
+        async with running.client() as kept:
+            assert await _may(kept)
+            _renew(running, _terms(certificate, clients / "both.pem"))
+            assert await _may(kept)
+            _renew(running, _terms(certificate, clients / "otherca.pem"))
+            assert not await _may(kept)
+        async with running.client() as again:
+            assert not await _may(again)
+        _trust(running, certificate, clients / "stranger.pem")
+        async with running.client() as other:
+            assert await _may(other)
+            _renew(running, _terms(certificate, None))
+            assert await _may(other)
+
+
+async def test_who_needs_no_certificate_is_served_until_one_is_needed(
+    certificate: Path, clients: Path
+) -> None:
+    async with serving() as running, running.client() as anybody, running.client() as waits:
+        assert await _may(anybody)
+        await waits.send(b"GET /waiting?50 HTTP/1.1\r\nhost: kvd\r\n\r\n" + HEALTH)
+        await running.until(requests=2)
+        _renew(running, _terms(certificate, clients / "ca.pem"))
+        assert not await _may(anybody)
+        assert (await waits.read_reply()).body == b"late"  # it was under way
+        assert await waits.read_to_end() == b""
+
+
+def test_terms_that_nobody_could_be_served_with_name_their_file(
+    certificate: Path, clients: Path, tmp_path: Path
+) -> None:
+    cert, key, ca = certificate / "cert.pem", certificate / "key.pem", clients / "ca.pem"
+    (tmp_path / "empty").touch()
+    (tmp_path / "locked").write_text(
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\n"
+        "MIGjMF8GCSqGSIb3DQEFDTBSMDEGCSqGSIb3DQEFDDAkBBCw6DBtRo0LXzEYNqw8\n"
+        "-----END ENCRYPTED PRIVATE KEY-----\n"
+    )
+    for files in (
+        (cert, clients / "client.key", None),
+        (key, key, None),
+        (cert, tmp_path / "empty", None),
+        (cert, tmp_path / "locked", None),
+        (cert, tmp_path / "none", None),
+        (cert, key, tmp_path / "empty"),
+        (cert, key, clients / "ca.key"),
+    ):
+        wrong = files[1] if files[2] is None else files[2]
+        with pytest.raises(ValueError, match=f"cannot use .*{wrong.name}"):
+            load_terms(TlsFiles(*files))
+    assert load_terms(TlsFiles(cert, key, ca)).authorities

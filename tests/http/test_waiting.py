@@ -8,6 +8,8 @@ from serving import eventually, serving
 
 from kvd.http.types import Request, Response, Route
 
+pytestmark = pytest.mark.usefixtures("layers")
+
 
 class Held:
     """A handler that holds every request until it is released."""

@@ -11,7 +11,16 @@ import pytest
 import trio
 import zmq
 from listening import Listening
-from zmtp_fakes import ChildPublisher, Publisher, open_descriptors, reserved_endpoint, until
+from zmtp_fakes import (
+    ChildPublisher,
+    Fake,
+    Publisher,
+    open_descriptors,
+    reserved_endpoint,
+    serve_fake,
+    shake_hands,
+    until,
+)
 
 from kvd.net.turns import MAX_TURN_MESSAGES, ROUND_NS
 
@@ -60,6 +69,25 @@ async def test_other_kinds_of_endpoints(
     worker.send(b"a")
     await until(lambda: listening.applied == [b"a"])
     await until(listening.is_("active"))
+
+
+async def test_the_end_of_a_subscription_is_said(nursery: trio.Nursery, listen: Listen) -> None:
+    said = bytearray()
+    over = trio.Event()
+
+    async def talk(stream: trio.SocketStream) -> None:
+        await shake_hands(stream)
+        async for part in stream:
+            said.extend(part)
+        over.set()
+
+    fake: Fake = await nursery.start(serve_fake, talk)
+    listening = listen(fake.endpoint)
+    subscribed, unsubscribed = b"\0\1\1", b"\0\1\0"  # ZMTP 3.0: flags, size, what to do
+    await until(lambda: said == subscribed)
+    await listening.stop()
+    await over.wait()
+    assert said == subscribed + unsubscribed
 
 
 async def test_gaps_and_stale_batches_are_counted(publish: Publish, listen: Listen) -> None:

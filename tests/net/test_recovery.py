@@ -17,8 +17,15 @@ from dumps import binary_of, dump_json, event, read, rows_of
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.faces import indexer
 from kvd.model import PartitionKey, RankKey
-from kvd.net.fetch import FetchLimits
-from kvd.net.recovery import MAX_RANKS, SETTLED_AFTER_S, Attempt, RecoveryStats, recover, settle
+from kvd.net.recovery import (
+    MAX_RANKS,
+    SETTLED_AFTER_S,
+    Attempt,
+    RecoveryLimits,
+    RecoveryStats,
+    recover,
+    settle,
+)
 from kvd.peers import MAX_PEERS, Peers
 from kvd.registry import Registry
 from kvd.restore import SLICE_WORKERS, Planned, plan, restore
@@ -28,7 +35,7 @@ from kvd.wire.listener import Listener
 from kvd_core.index import IngestCounters, PrefixIndex
 from tests.http.serving import serving
 
-HASTY = FetchLimits(connect_s=1, stall_s=0.05, total_s=0.2, body_bytes=1_000_000)
+HASTY = RecoveryLimits(connect_s=1, stall_s=0.05, total_s=0.2, body_bytes=1_000_000)
 PARTITION = PartitionKey("m", "t")
 GOOD = dump_json(event([(1, 1), (2, 2)], worker=7), event([(1, 1)], worker=8, dp_rank=3))
 

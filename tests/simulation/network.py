@@ -242,6 +242,11 @@ class SubSocket(SimulatedSocket):
         if monitor is not None:
             monitor.put([MONITOR_EVENT.pack(event, 0)])
 
+    def set(self, option: int, topic: bytes) -> None:
+        assert (option, topic) == (zmq.UNSUBSCRIBE, b"")  # what it subscribes to, its options say
+        if self.connection is not None:
+            self.connection.drop()
+
     def connect(self, endpoint: str) -> None:
         self.connection = self._wire.connect(endpoint, self)
 
