@@ -98,7 +98,7 @@ def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
     path.write_text(text("one"))
     files["one"].write_text("something else")
     reloaded = again.again(before)
-    assert reloaded.changed == tuple(sorted(TLS_FILES)) and not reloaded.waiting
+    assert reloaded.changed == TLS_FILES and not reloaded.waiting
     path.write_text("")  # no TLS any more, but its addresses are there until a restart
     reloaded = again.again(before)
     assert set(reloaded.waiting) == {"indexer_bind", *TLS_FILES}
