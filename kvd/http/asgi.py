@@ -1,12 +1,24 @@
-"""Passes one request to an ASGI application and its response to the client."""
+"""Passes one request to an ASGI application and its response to the client.
+
+The words of ASGI are those of `hypercorn.typing`, which Quart's are, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable
 from math import inf
-from typing import Any
 
 import trio
+from hypercorn.typing import (
+    ASGIReceiveCallable,
+    ASGIReceiveEvent,
+    ASGISendCallable,
+    ASGISendEvent,
+    ConnectionState,
+    HTTPResponseBodyEvent,
+    HTTPResponseStartEvent,
+    HTTPScope,
+)
 
 from kvd.http.errors import INTERNAL_ERROR, Refusal
 from kvd.http.head import Head
@@ -17,11 +29,10 @@ from kvd.logs import get_logger
 
 log = get_logger(__name__)
 
-Message = MutableMapping[str, Any]
 KNOWN = "kvd.known"  # in the state of a request: Request.known
-# An application takes a Message, and callables that return and take one. Loosely typed, so that
-# applications written against Quart's or our types all fit.
-AsgiApp = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
+Receive = ASGIReceiveCallable
+Send = ASGISendCallable
+AsgiApp = Callable[[HTTPScope, Receive, Send], Awaitable[None]]
 
 
 class AsgiExchange:
@@ -67,7 +78,7 @@ class AsgiExchange:
     def _extend(self) -> None:
         self._scope.deadline = trio.current_time() + self._transport.shared.limits.handler_seconds
 
-    def _request(self) -> Message:
+    def _request(self) -> HTTPScope:
         head = self._head
         return {
             "type": "http",
@@ -82,11 +93,11 @@ class AsgiExchange:
             "headers": head.headers,
             "client": self._transport.client(),
             "server": None,
-            "state": {KNOWN: self._known},
+            "state": ConnectionState({KNOWN: self._known}),
             "extensions": {},
         }
 
-    async def _receive(self) -> Message:
+    async def _receive(self) -> ASGIReceiveEvent:
         """The request at first; then, only once the response is sent, the disconnection.
 
         Quart-trio cancels its request when it hears of a disconnection, also while it sends.
@@ -97,7 +108,7 @@ class AsgiExchange:
         await self._ended.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: ASGISendEvent) -> None:
         if self._ended.is_set():
             raise RuntimeError("the response has ended")
         if message["type"] == "http.response.start":
@@ -105,7 +116,7 @@ class AsgiExchange:
         elif message["type"] == "http.response.body":
             await self._send_body(message)
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: HTTPResponseStartEvent) -> None:
         content_type, length = b"", None
         headers: Headers = []
         for name, value in message["headers"]:
@@ -118,7 +129,7 @@ class AsgiExchange:
                 headers.append((name, value))
         self.writer.start(message["status"], content_type, headers, length)
 
-    async def _send_body(self, message: Message) -> None:
+    async def _send_body(self, message: HTTPResponseBodyEvent) -> None:
         self._scope.deadline = inf  # the transport bounds a send
         try:
             await self.writer.write(message.get("body", b""))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any
+
+from hypercorn.typing import ASGISendEvent, HTTPScope
 
 from kvd.http.access import AccessLog, echoed
-from kvd.http.asgi import AsgiApp, Message
+from kvd.http.asgi import AsgiApp, Receive, Send
 from kvd.http.errors import Failures, Refusal
 from kvd.http.table import RouteTable
 from kvd.http.types import Headers, Observer
@@ -15,7 +16,7 @@ from kvd.http.types import Headers, Observer
 def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
     """Returns `app` with `observe` told of every request to a path of `table`."""
 
-    async def observed_app(scope: Any, receive: Any, send: Any) -> None:
+    async def observed_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
         started = perf_counter()
         answered = False
 
@@ -25,7 +26,7 @@ def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
             if path := table.label(scope.get("raw_path", b"")):
                 observe(path, scope["method"], status, perf_counter() - started)
 
-        async def noting_send(message: Message) -> None:
+        async def noting_send(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.start":
                 note(message["status"])
             await send(message)
@@ -42,7 +43,7 @@ def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
 def logged(app: AsgiApp, table: RouteTable, access: AccessLog) -> AsgiApp:
     """Returns `app` with a line of the log for every request, while `access` is on."""
 
-    async def logged_app(scope: Any, receive: Any, send: Any) -> None:
+    async def logged_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
         if not access.on or scope["type"] != "http":
             await app(scope, receive, send)
             return
@@ -50,12 +51,13 @@ def logged(app: AsgiApp, table: RouteTable, access: AccessLog) -> AsgiApp:
         headers = list(scope["headers"])
         status, size = 503, 0  # the server answers in its place if it does not
 
-        async def counting_send(message: Message) -> None:
+        async def counting_send(message: ASGISendEvent) -> None:
             nonlocal status, size
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *echoed(headers)]
-            size += len(message.get("body", b""))
+            elif message["type"] == "http.response.body":
+                size += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -74,7 +76,7 @@ def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
     in whatever way.
     """
 
-    async def admitted_app(scope: Any, receive: Any, send: Any) -> None:
+    async def admitted_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
         found = table.find(scope.get("method", ""), scope.get("raw_path", b""))
         admission = None if found is None else found.route.admission
         if admission is None:
@@ -92,7 +94,7 @@ def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
     return admitted_app
 
 
-async def _send_refusal(send: Any, failures: Failures, refusal: Refusal) -> None:
+async def _send_refusal(send: Send, failures: Failures, refusal: Refusal) -> None:
     response = failures.refused(refusal)
     assert isinstance(response.body, bytes)
     headers: Headers = [
@@ -101,4 +103,4 @@ async def _send_refusal(send: Any, failures: Failures, refusal: Refusal) -> None
         *response.headers,
     ]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await send({"type": "http.response.body", "body": response.body})
+    await send({"type": "http.response.body", "body": response.body, "more_body": False})
