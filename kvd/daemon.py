@@ -35,47 +35,34 @@ from kvd._version import VERSION
 from kvd.config import Config, Prepared, StartError
 from kvd.demo import DemoStats, run_demo
 from kvd.descriptors import listeners_within, raise_limit
-from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
-from kvd.faces import conductor, conductor_listings, indexer, replica_sync, slot_tracker
-from kvd.faces.selection.booking_metrics import booking_families
-from kvd.faces.selection.choice_metrics import choice_families
-from kvd.faces.selection.routes import selection_routes
-from kvd.faces.slot_metrics import slot_families
-from kvd.fleet import Desk, Fleet
+from kvd.fleet import Fleet
 from kvd.http.certificates import Terms
-from kvd.http.listeners import split_host_port
-from kvd.http.permits import is_loopback
-from kvd.http.types import Route
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
-from kvd.metrics import Family, by_label, counter, gauge
+from kvd.metrics import Family, by_label, counter
 from kvd.net import activation, sdnotify
-from kvd.net.curve import Doorkeeper, KeyPair
+from kvd.net.curve import KeyPair
 from kvd.net.dialing import Dialer
-from kvd.net.link import NO_CURVE
 from kvd.net.listeners import ListenerTasks
-from kvd.net.publisher import Publisher, open_publisher
 from kvd.net.recovery import RecoveryStats, recover, settle
-from kvd.net.replication import Replication
 from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.publishers import Publishers
 from kvd.registry import Registry
 from kvd.reloading import Reader
-from kvd.replicas import Replicas, apply_once
+from kvd.replicating import ReplicaSync
 from kvd.room import Room
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
-from kvd.serving import FaceServer, read_files
+from kvd.services import Known, Services
+from kvd.serving import read_files
 from kvd.slots import SlotTrackers
 from kvd.state import State
-from kvd.wire.lifecycle import Face, Lifecycle, Outcome
 from kvd.wire.outgoing import Outgoing
-from kvd.wire.replica import ReplicaCounts
 
 if TYPE_CHECKING:
-    from kvd.net.zsocket import Context
+    pass
 
 EXIT_SECOND_SIGNAL = 130
 
@@ -123,19 +110,14 @@ class _Daemon:
             self._outgoing, config.lookup_s, config.lookup_every_s, keys=self._keys
         )
         self._listeners: ListenerTasks | None = None
-        self._doorkeeper: Doorkeeper | None = None
+        self._sync: ReplicaSync | None = None
         self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers, config.max_partitions)
         self._selections: Selections | None = None
-        self._replica_counts = ReplicaCounts()
-        self._indexer = FaceServer("indexer", "dynamo_kvindexer", config)
-        self._slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config)
-        self._selection = FaceServer("selection", "kvd_selection", config)
-        self._conductor = FaceServer("conductor", "kvd_conductor", config, conductor.REASONS)
+        self._services = Services(config)
         self._fleet: Fleet | None = None
-        self._served: list[FaceServer] = []
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
         self._signalled = trio.Event()
@@ -144,10 +126,8 @@ class _Daemon:
     async def run(self, passed: activation.Passed) -> int:
         config = self._config
         with ExitStack() as opened:
-            await self._indexer.open(opened, config, config.indexer_bind, passed)
-            await self._slot_tracker.open(opened, config, config.slot_tracker_bind, passed)
-            await self._selection.open(opened, config, config.selection_bind, passed)
-            await self._conductor.open(opened, config, config.conductor_bind, passed)
+            for face, binds in self._services.binds.items():
+                await face.open(opened, config, binds, passed)
             if passed.left():  # their clients would wait for ever
                 raise StartError(
                     "the service manager passes sockets that belong to no face: "
@@ -161,7 +141,8 @@ class _Daemon:
         if self._keys is not None:
             log.info("curve", public_key=self._keys.public.decode())
         try:
-            publisher = await self._open_publisher(context)
+            self._sync = ReplicaSync(config, context, self._outgoing, self._dialer, self._keys)
+            await self._sync.open()
             # What there is to read again.
             keys = config.curve.replicas is not None
             files = config.policy.tokens, config.fleet_file, keys, config.tls
@@ -198,14 +179,23 @@ class _Daemon:
                         self._ledgers,
                         Readiness(config.min_initial_workers, len(config.peers)),
                     )
-                    replicas = self._replicate(listening, context, publisher)
-                    await self._follow_fleet(listening, registry, publishers, replicas)
+                    known = Known(
+                        self._state,
+                        registry,
+                        self._peers,
+                        self._recovery,
+                        publishers,
+                        self._slots,
+                        self._selections,
+                        self._sync.start(listening, self._slots, self._selections),
+                    )
+                    await self._follow_fleet(listening, known)
                     indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
                     if any(bind is not None for bind in indexing):
                         listening.start_soon(self._start_up, registry, tasks, ready)
                     else:
                         self._recovered.set()
-                    await self._serve(self._faces(registry, publishers, replicas))
+                    await self._serve(known)
                     listening.cancel_scope.cancel()
         finally:
             context.destroy(linger=0)
@@ -270,7 +260,7 @@ class _Daemon:
         reloaded = self._reader.again(self._config)
         config = reloaded.config
         terms = None if config.tls is None else read_files(config.tls)
-        for face in self._served:
+        for face in self._services.served:
             face.check_open(config)
         parts = [Prepared(reloaded.changed, partial(self._follow, config, terms))]
         if self._fleet is not None:
@@ -288,9 +278,9 @@ class _Daemon:
             self._listeners.follow(config.replays)
         self._state.budget.max_blocks = config.index_max_blocks
         self._state.max_partitions = self._slots.max_trackers = config.max_partitions
-        if self._doorkeeper is not None and config.curve.replicas is not None:
-            self._doorkeeper.keys = config.curve.replicas
-        for face in self._served:
+        if self._sync is not None:
+            self._sync.follow(config)
+        for face in self._services.served:
             face.limit(config.http)
             face.admit(config)
             if terms is not None:
@@ -354,154 +344,15 @@ class _Daemon:
             readiness.recovery = Recovery.DONE if recovered else Recovery.EMPTY
             readiness.recovered_blocks = self._recovery.blocks
 
-    async def _open_publisher(self, context: Context) -> Publisher | None:
-        """Returns what replicas hear; None without a port for them, or a face to speak of."""
-        sync = self._config.replica_sync
-        config = self._config
-        if sync is None or (config.slot_tracker_bind is None and config.selection_bind is None):
-            return None
-        curve = NO_CURVE
-        if self._keys is not None and config.curve.replicas is not None:
-            curve = self._keys.server()
-            self._doorkeeper = Doorkeeper(context, config.curve.replicas)
-        try:
-            publisher = await open_publisher(
-                context, sync.host, sync.port, config.replica_link, curve
-            )
-        except OSError as error:
-            raise StartError(str(error.strerror)) from None
-        self._check_publisher(publisher)
-        return publisher
-
-    def _check_publisher(self, publisher: Publisher) -> None:
-        """Raises StartError if strangers could hear of requests, and nobody has said they may."""
-        if self._config.allow_unauthenticated or self._doorkeeper is not None:
-            return
-        for endpoint in publisher.endpoints:
-            host, _ = split_host_port(endpoint.removeprefix("tcp://"))
-            if not is_loopback(host):
-                raise StartError(
-                    f"whoever reaches {endpoint} would hear of all requests: replica sync beyond "
-                    "this machine takes --replica-sync-client-keys or --allow-unauthenticated"
-                )
-
-    def _replicate(
-        self, nursery: trio.Nursery, context: Context, publisher: Publisher | None
-    ) -> Replicas:
-        """Returns the replicas; without a publisher there can be none."""
-        sync = self._config.replica_sync
-        if sync is None or publisher is None:
-            return Replicas(None, self._replica_counts, self._outgoing)
-        if self._doorkeeper is not None:
-            nursery.start_soon(self._doorkeeper.run)
-        assert self._selections is not None
-        faces = {
-            Face.SLOT_TRACKER: self._slots.apply,
-            Face.SELECTION: self._selections.bookings.apply,
-        }
-
-        def apply(event: Lifecycle) -> Outcome:
-            return apply_once(event, trio.current_time(), faces)
-
-        affinity = self._selections.affinity
-        bind = None if affinity is None else affinity.apply
-        counts = self._replica_counts
-        options = self._config.replica_link
-        links = Replication(
-            nursery, context, publisher, apply, counts, options, bind=bind, dialer=self._dialer
-        )
-        self._slots.publish = links.publish
-        self._selections.bookings.publish = links.publish
-        if affinity is not None:
-            affinity.writer_id = links.router_id
-            affinity.publish = links.publish_binding
-        replicas = Replicas(links, self._replica_counts, self._outgoing)
-        for endpoint in sync.peers:
-            replicas.register(endpoint)
-        return replicas
-
-    async def _follow_fleet(
-        self,
-        nursery: trio.Nursery,
-        registry: Registry,
-        publishers: Publishers,
-        replicas: Replicas,
-    ) -> None:
+    async def _follow_fleet(self, nursery: trio.Nursery, known: Known) -> None:
         """Registers who is in the fleet file, and goes on to follow it."""
-        config, selections = self._config, self._selections
+        config = self._config
         if config.fleet_file is None:
             return
-        desks: dict[str, Desk] = {}
-        if config.indexer_bind is not None:
-            desks["indexer"] = IndexerDesk(registry)
-        if config.slot_tracker_bind is not None:
-            desks["slot_tracker"] = SlotTrackerDesk(self._slots)
-        if config.selection_bind is not None and selections is not None:
-            desks["selection"] = SelectionDesk(selections.workers)
-        if config.conductor_bind is not None:
-            desks["conductor"] = ConductorDesk(publishers)
-        if config.replica_sync is not None:
-            desks["replica"] = ReplicaDesk(replicas)
+        desks = self._services.desks(known, config)
         self._fleet = Fleet(config.fleet_file, self._outgoing, desks)
         await self._fleet.read()
         nursery.start_soon(self._fleet.run)
-
-    def _faces(
-        self, registry: Registry, publishers: Publishers, replicas: Replicas
-    ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
-        """Yields the faces that are to be served, with their routes."""
-        config = self._config
-        dumps = indexer.dumps_bound(config.max_dumps)
-        if config.indexer_bind is not None:
-            self._indexer.sources.append(lambda: indexer.families(self._state, registry, dumps))
-            self._indexer.sources.append(self._recovery_families)
-            yield (
-                self._indexer,
-                indexer.routes(
-                    self._state,
-                    registry,
-                    self._peers,
-                    dumps,
-                    test_endpoints=config.test_endpoints,
-                ),
-            )
-        if config.slot_tracker_bind is not None:
-            self._slot_tracker.sources.append(
-                lambda: slot_families(self._slots, self._config.metrics_ranks)
-            )
-            self._slot_tracker.sources.append(replicas.families)
-            requests = slot_tracker.routes(self._slots, trio.current_time)
-            yield self._slot_tracker, requests + replica_sync.routes(replicas)
-        if config.selection_bind is not None and self._selections is not None:
-            self._selection.sources.append(lambda: indexer.families(self._state, registry, dumps))
-            self._selection.sources.append(replicas.families)
-            self._selection.sources.append(partial(booking_families, self._selections))
-            shown = self._selection.requests, config.metrics_ranks
-            self._selection.sources.append(partial(choice_families, self._selections, *shown))
-            yield (
-                self._selection,
-                (
-                    *selection_routes(self._selections),
-                    indexer.dump_route(self._selections.state, dumps),
-                    *replica_sync.routes(replicas),
-                ),
-            )
-
-        if config.conductor_bind is not None:
-            self._conductor.sources.append(
-                lambda: conductor_listings.families(self._state, publishers)
-            )
-            yield self._conductor, conductor.routes(self._state, publishers)
-
-    def _recovery_families(self) -> Iterator[Family]:
-        stats = self._recovery
-        help = "Attempts to take a peer's state, by outcome"
-        name = "kvd_recovery_attempts_total"
-        yield by_label(name, "counter", help, "outcome", stats.attempts)
-        yield gauge("kvd_recovery_blocks", "Blocks taken from a peer", stats.blocks)
-        yield gauge("kvd_recovery_seconds", "Time that took", stats.seconds)
-        help = "Peers refused at the bound"
-        yield counter("kvd_peers_refused_total", help, self._peers.refused)
 
     def _own_families(self) -> Iterator[Family]:
         """Yields what the process counts of itself, on every face."""
@@ -518,21 +369,19 @@ class _Daemon:
         )
         stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}
         yield by_label(name, "counter", help, "at", stages)
-        if self._doorkeeper is not None:
-            help = "Clients that may not subscribe to what replicas are told"
-            yield counter("kvd_replica_keys_refused_total", help, self._doorkeeper.refused)
 
-    async def _serve(self, faces: Iterator[tuple[FaceServer, tuple[Route, ...]]]) -> None:
+    async def _serve(self, known: Known) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         stop = trio.Event()
         async with trio.open_nursery() as serving:
-            for face, routes in faces:
+            for face, routes in self._services.routes(known, lambda: self._config):
                 face.sources.append(self._own_families)
                 face.sources.append(self._outgoing_families)
+                if self._sync is not None:
+                    face.sources.append(self._sync.families)
                 if self._fleet is not None:
                     face.sources.append(self._fleet.families)
                 face.log_requests(self._config.access_log)
-                self._served.append(face)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
@@ -543,7 +392,7 @@ class _Daemon:
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
             if self._config.demo:
-                await self._run_demo(f"http://{self._indexer.addresses()[0]}")
+                await self._run_demo(f"http://{self._services.indexer.addresses()[0]}")
             await self._signalled.wait()
             if self._selections is not None:
                 self._selections.choices.stop()
@@ -566,7 +415,7 @@ class _Daemon:
     def _totals(self) -> DemoStats:
         ingest = self._state.ingest.as_dict()
         indexes = [partition.index for partition in self._state.sized.values()]
-        stats = self._indexer.stats
+        stats = self._services.indexer.stats
         return DemoStats(
             events=ingest["stored"] + ingest["removed"] + ingest["cleared"],
             blocks=sum(index.stats()["blocks"] for index in indexes),

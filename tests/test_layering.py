@@ -15,6 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__",),
     ("kvd.cli",),
     ("kvd.daemon",),
+    ("kvd.services", "kvd.replicating"),
     ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet", "kvd.room"),
     ("kvd.config", "kvd.demo", "kvd.desks"),
     ("kvd.configfile", "kvd.configpage", "kvd.tokens", "kvd.fleetfile"),

@@ -1,0 +1,142 @@
+"""What each face serves: its routes, what its /metrics says, and who in the fleet file is its.
+
+Known ──> routes of the indexer, the slot tracker, the selection service, the conductor
+      └─> desks, one for each table of the fleet file that a served face has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from kvd.config import Config
+from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
+from kvd.faces import conductor, conductor_listings, indexer, replica_sync, slot_tracker
+from kvd.faces.selection.booking_metrics import booking_families
+from kvd.faces.selection.choice_metrics import choice_families
+from kvd.faces.selection.routes import selection_routes
+from kvd.faces.slot_metrics import slot_families
+from kvd.fleet import Desk
+from kvd.http.types import Route
+from kvd.metrics import Family, by_label, counter, gauge
+from kvd.net.recovery import RecoveryStats
+from kvd.parsers import Binds
+from kvd.peers import Peers
+from kvd.publishers import Publishers
+from kvd.registry import Registry
+from kvd.replicas import Replicas
+from kvd.selection.service import Selections
+from kvd.serving import FaceServer
+from kvd.slots import SlotTrackers
+from kvd.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the faces answer from."""
+
+    state: State
+    registry: Registry
+    peers: Peers
+    recovery: RecoveryStats
+    publishers: Publishers
+    slots: SlotTrackers
+    selections: Selections
+    replicas: Replicas
+
+
+class Services:
+    """The four faces; those with an address are served."""
+
+    def __init__(self, config: Config) -> None:
+        self.indexer = FaceServer("indexer", "dynamo_kvindexer", config)
+        self.slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config)
+        self.selection = FaceServer("selection", "kvd_selection", config)
+        self.conductor = FaceServer("conductor", "kvd_conductor", config, conductor.REASONS)
+        self.binds: dict[FaceServer, Binds | None] = {
+            self.indexer: config.indexer_bind,
+            self.slot_tracker: config.slot_tracker_bind,
+            self.selection: config.selection_bind,
+            self.conductor: config.conductor_bind,
+        }
+
+    @property
+    def served(self) -> list[FaceServer]:
+        return [face for face, binds in self.binds.items() if binds is not None]
+
+    def routes(
+        self, known: Known, config: Callable[[], Config]
+    ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
+        """Yields the faces that are served with their routes, and has their metrics complete.
+
+        `config` returns the settings of the moment, for what is live among them.
+        """
+        dumps = indexer.dumps_bound(config().max_dumps)
+        served = self.served
+        if self.indexer in served:
+            sources = self.indexer.sources
+            sources.append(partial(indexer.families, known.state, known.registry, dumps))
+            sources.append(partial(recovery_families, known))
+            yield (
+                self.indexer,
+                indexer.routes(
+                    known.state,
+                    known.registry,
+                    known.peers,
+                    dumps,
+                    test_endpoints=config().test_endpoints,
+                ),
+            )
+        if self.slot_tracker in served:
+            sources = self.slot_tracker.sources
+            sources.append(lambda: slot_families(known.slots, config().metrics_ranks))
+            sources.append(known.replicas.families)
+            requests = slot_tracker.routes(known.slots, trio.current_time)
+            yield self.slot_tracker, requests + replica_sync.routes(known.replicas)
+        if self.selection in served:
+            sources, selections = self.selection.sources, known.selections
+            sources.append(partial(indexer.families, known.state, known.registry, dumps))
+            sources.append(known.replicas.families)
+            sources.append(partial(booking_families, selections))
+            answered = self.selection.requests
+            sources.append(lambda: choice_families(selections, answered, config().metrics_ranks))
+            yield (
+                self.selection,
+                (
+                    *selection_routes(selections),
+                    indexer.dump_route(selections.state, dumps),
+                    *replica_sync.routes(known.replicas),
+                ),
+            )
+        if self.conductor in served:
+            state, publishers = known.state, known.publishers
+            sources = self.conductor.sources
+            sources.append(partial(conductor_listings.families, state, publishers))
+            yield self.conductor, conductor.routes(state, publishers)
+
+    def desks(self, known: Known, config: Config) -> dict[str, Desk]:
+        """Returns where entries of the fleet file are registered, by table."""
+        desks: dict[FaceServer, tuple[str, Desk]] = {
+            self.indexer: ("indexer", IndexerDesk(known.registry)),
+            self.slot_tracker: ("slot_tracker", SlotTrackerDesk(known.slots)),
+            self.selection: ("selection", SelectionDesk(known.selections.workers)),
+            self.conductor: ("conductor", ConductorDesk(known.publishers)),
+        }
+        found = dict(desks[face] for face in self.served)
+        if config.replica_sync is not None:
+            found["replica"] = ReplicaDesk(known.replicas)
+        return found
+
+
+def recovery_families(known: Known) -> Iterator[Family]:
+    stats = known.recovery
+    help = "Attempts to take a peer's state, by outcome"
+    name = "kvd_recovery_attempts_total"
+    yield by_label(name, "counter", help, "outcome", stats.attempts)
+    yield gauge("kvd_recovery_blocks", "Blocks taken from a peer", stats.blocks)
+    yield gauge("kvd_recovery_seconds", "Time that took", stats.seconds)
+    help = "Peers refused at the bound"
+    yield counter("kvd_peers_refused_total", help, known.peers.refused)
