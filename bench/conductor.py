@@ -29,7 +29,8 @@ from kvd.peers import Peers
 from kvd.publishers import Publishers
 from kvd.registry import Registry
 from kvd.state import State
-from kvd.wire.publication import Publication, Terms
+from kvd.wire.envelope import Terms
+from kvd.wire.publication import Publication
 from kvd_core.conductor import Conductor
 from kvd_core.hashing import local_hashes, sequence_hashes
 from kvd_core.index import UNFINISHED, IngestCounters, PrefixIndex

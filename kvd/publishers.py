@@ -23,9 +23,10 @@ from kvd.state import State
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses
+from kvd.wire.envelope import Terms
 from kvd.wire.listener import STALE_AFTER_S, Listener
 from kvd.wire.outgoing import Outgoing
-from kvd.wire.publication import Publication, Terms
+from kvd.wire.publication import Publication
 from kvd_core.conductor import Source
 
 STORES = ("mooncake",)  # types, in lower case; any other is an engine

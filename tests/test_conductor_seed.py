@@ -19,7 +19,8 @@ from publishing import Json, Running, running_conductor
 
 from kvd.model import PartitionKey
 from kvd.state import State
-from kvd.wire.publication import Publication, Terms
+from kvd.wire.envelope import Terms
+from kvd.wire.publication import Publication
 from kvd_core.hashing import local_hashes, sequence_hashes
 
 S = 1337  # the seed of hashes, which the page leaves open
@@ -466,7 +467,7 @@ def test_each_stream_is_numbered_by_itself(dimension: Json) -> None:
     publisher.tell(stored_at_root(42))
     publisher.tell(stored_at_root(7, **dimension))
     publisher.tell(stored_at_root(42))
-    assert (publisher.said.stale, publisher.said.gaps) == (1, 0)
+    assert (publisher.said.order.stale, publisher.said.order.gaps) == (1, 0)
     assert publisher.row(11, **scope_of(dimension))["longest_matched"] == 64
 
 
@@ -489,7 +490,7 @@ def test_events_are_processed_in_order_of_their_numbers() -> None:
     assert publisher.row(11)["longest_matched"] == 0
     publisher.tell(stored_at_root(46))
     assert publisher.row(11)["longest_matched"] == 64
-    assert (publisher.said.gaps, publisher.said.stale) == (1, 0)
+    assert (publisher.said.order.gaps, publisher.said.order.stale) == (1, 0)
 
 
 @pytest.mark.parametrize(

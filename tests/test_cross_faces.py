@@ -17,7 +17,8 @@ from kvd.model import PartitionKey, RankKey
 from kvd.publishers import Publishers
 from kvd.registry import INDEXER, Registry
 from kvd.state import State, number_of
-from kvd.wire.publication import Publication, Terms
+from kvd.wire.envelope import Terms
+from kvd.wire.publication import Publication
 from kvd_core.conductor import Source
 from kvd_core.hashing import local_hashes
 from tests.models.conductor_model import sequence_hashes

@@ -9,7 +9,8 @@ from recording import NAMES, Question, Recording, Tally, load
 
 from kvd.model import PartitionKey, RankKey
 from kvd.state import State
-from kvd.wire.publication import Publication, Terms
+from kvd.wire.envelope import Terms
+from kvd.wire.publication import Publication
 from kvd_core.hashing import local_hashes
 from tests.models.conductor_model import sequence_hashes
 

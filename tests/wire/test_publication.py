@@ -12,8 +12,10 @@ import pytest
 
 from kvd.model import PartitionKey
 from kvd.state import State
+from kvd.wire.envelope import Terms
+from kvd.wire.event_order import MAX_BEHIND, MAX_STREAMS
 from kvd.wire.kv_events import MAX_BYTES, MAX_EVENTS, MAX_TEXT_BYTES
-from kvd.wire.publication import MAX_BEHIND, MAX_STREAMS, Publication, Terms
+from kvd.wire.publication import Publication
 from kvd_core.conductor import Source
 from kvd_core.index import FLAWED
 from tests.applying import apply_whole
@@ -233,10 +235,10 @@ def test_events_of_others_are_counted_and_ignored(fleet: Fleet) -> None:
 def test_a_batch_is_applied_in_order_of_its_numbers(fleet: Fleet) -> None:
     one = fleet.add()
     tell(one, removed(STANDARD[1:], event_id=5), stored(STANDARD, event_id=4))
-    assert (fleet.row()["GPU"], one.gaps, one.stale) == (4, 0, 0)
+    assert (fleet.row()["GPU"], one.order.gaps, one.order.stale) == (4, 0, 0)
     tell(one, stored(STANDARD, event_id=4))
     tell(one, stored(STANDARD, event_id=5))
-    assert (fleet.row()["GPU"], one.stale) == (4, 2)
+    assert (fleet.row()["GPU"], one.order.stale) == (4, 2)
 
 
 def test_holes_are_counted_unless_the_publisher_has_one_counter(fleet: Fleet) -> None:
@@ -244,9 +246,9 @@ def test_holes_are_counted_unless_the_publisher_has_one_counter(fleet: Fleet) ->
     tell(one, stored(STANDARD[:1], event_id=1), stored(STANDARD[:1], event_id=2, medium="cpu"))
     tell(one, stored([7], event_id=3, tenant_id="other"))
     tell(one, stored(STANDARD[1:2], event_id=4))
-    assert one.gaps == 0
+    assert one.order.gaps == 0
     tell(one, stored(STANDARD[2:3], event_id=9))
-    assert (one.gaps, fleet.row()["GPU"]) == (1, 12)
+    assert (one.order.gaps, fleet.row()["GPU"]) == (1, 12)
 
 
 def test_bad_events_do_not_advance_their_stream(fleet: Fleet) -> None:
@@ -261,9 +263,9 @@ def test_three_stale_events_in_a_row_are_a_new_beginning(fleet: Fleet) -> None:
     tell(one, stored(STANDARD, event_id=100))
     for number in (0, 1):
         tell(one, stored(STANDARD[number : number + 1], event_id=number))
-    assert (fleet.row()["GPU"], one.beginnings) == (16, 0)
+    assert (fleet.row()["GPU"], one.order.beginnings) == (16, 0)
     tell(one, stored([5], event_id=2))
-    assert (fleet.row()["GPU"], one.beginnings, one.stale) == (8, 1, 0)
+    assert (fleet.row()["GPU"], one.order.beginnings, one.order.stale) == (8, 1, 0)
 
 
 def test_a_new_beginning_is_of_its_backend(fleet: Fleet) -> None:
@@ -272,9 +274,9 @@ def test_a_new_beginning_is_of_its_backend(fleet: Fleet) -> None:
     tell(one, stored(STANDARD, event_id=100))
     for number in range(3):
         tell(one, stored([number], event_id=number))
-    assert (fleet.row()["GPU"], one.beginnings) == (8, 1)
+    assert (fleet.row()["GPU"], one.order.beginnings) == (8, 1)
     tell(one, stored(STANDARD, event_id=50, backend_id="v"))
-    assert one.stale == 1
+    assert one.order.stale == 1
 
 
 def test_what_is_repeated_is_no_new_beginning(fleet: Fleet) -> None:
@@ -283,7 +285,7 @@ def test_what_is_repeated_is_no_new_beginning(fleet: Fleet) -> None:
         tell(one, stored(STANDARD if number < 10 else [number], event_id=number))
     for number in range(30, 40):
         tell(one, stored([number], event_id=number))
-    assert (fleet.row()["GPU"], one.beginnings, one.stale) == (16, 0, 10)
+    assert (fleet.row()["GPU"], one.order.beginnings, one.order.stale) == (16, 0, 10)
 
 
 def test_a_restart_forgets_blocks_and_numbers(fleet: Fleet) -> None:
@@ -292,17 +294,17 @@ def test_a_restart_forgets_blocks_and_numbers(fleet: Fleet) -> None:
     one.clear()
     assert fleet.row()["GPU"] == 0
     tell(one, stored(STANDARD[:1], event_id=0))
-    assert (fleet.row()["GPU"], one.gaps, one.stale) == (4, 0, 0)
+    assert (fleet.row()["GPU"], one.order.gaps, one.order.stale) == (4, 0, 0)
 
 
 def test_streams_are_bounded(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_STREAMS == 65_536
-    monkeypatch.setattr("kvd.wire.publication.MAX_STREAMS", 2)
+    monkeypatch.setattr("kvd.wire.event_order.MAX_STREAMS", 2)
     one = fleet.add()
     for medium in ("gpu", "cpu", "disk"):
         tell(one, stored([1], medium=medium, event_id=9))
     tell(one, stored([1], medium="gpu", event_id=1))
-    assert one.stale == 0  # the one heard longest ago is forgotten
+    assert one.order.stale == 0  # the one heard longest ago is forgotten
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
@@ -419,7 +421,7 @@ def test_texts_that_are_no_unicode_do_not_advance_their_stream(fleet: Fleet) -> 
     payload = msgpack.packb([0.5, [stored(STANDARD, event_id=9, medium="?")], None])
     assert one.apply(payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
     tell(one, stored(STANDARD, event_id=9))
-    assert (one.bad, one.stale, one.gaps) == ({"text": 1}, 0, 0)
+    assert (one.bad, one.order.stale, one.order.gaps) == ({"text": 1}, 0, 0)
 
 
 def test_payloads_are_bounded(fleet: Fleet) -> None:
@@ -437,7 +439,7 @@ def test_stale_events_are_kept_within_a_bound(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_BEHIND == 1_048_576
-    monkeypatch.setattr("kvd.wire.publication.MAX_BEHIND", 20)
+    monkeypatch.setattr("kvd.wire.event_order.MAX_BEHIND", 20)
     one = fleet.add()
     for medium in ("gpu", "cpu"):
         tell(one, stored(STANDARD, medium=medium, event_id=100))
@@ -445,10 +447,10 @@ def test_stale_events_are_kept_within_a_bound(
         for medium in ("gpu", "cpu"):
             tell(one, stored(list(range(8)), medium=medium, event_id=number, junk="x" * 1000))
     tell(one, stored([8], event_id=2))
-    assert (one.beginnings, one.stale) == (0, 5)
+    assert (one.order.beginnings, one.order.stale) == (0, 5)
     for number in (3, 4):
         tell(one, stored([8], event_id=number))
-    assert (one.beginnings, fleet.row()["GPU"]) == (1, 0)
+    assert (one.order.beginnings, fleet.row()["GPU"]) == (1, 0)
 
 
 def test_no_medium_takes_the_place_of_another_member(fleet: Fleet) -> None:

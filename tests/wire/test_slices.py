@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgpack
 import pytest
 
+from kvd.wire.envelope import Terms
 from kvd.wire.kv_events import MAX_CONTAINERS, MAX_EVENT_BYTES, MAX_JSON_BYTES
 from kvd.wire.listener import Listener
-from kvd.wire.publication import Publication, Terms
+from kvd.wire.publication import Publication
 from kvd_core.conductor import Conductor
 from kvd_core.index import FLAWED, UNFINISHED, IngestCounters, PrefixIndex, Stream
 from tests.applying import apply_whole
@@ -41,12 +43,9 @@ class Publishers:
             stream.slice_steps = slice_steps
 
     def state(self) -> dict[str, Any]:
-        names = "events orphans mismatches ignored bad gaps stale beginnings unlocated conflicts"
-        counts = [
-            [getattr(each, name) for name in names.split()]
-            for each in self.streams
-            if isinstance(each, Publication)
-        ]
+        names = "events orphans mismatches ignored bad unlocated conflicts"
+        counted = attrgetter(*names.split(), "order.gaps", "order.stale", "order.beginnings")
+        counts = [counted(each) for each in self.streams if isinstance(each, Publication)]
         rows = [self.conductor.match_tokens(TOKENS, *scope) for scope in SCOPES]
         rows += [self.conductor.match_hashes(STANDARD, *scope) for scope in SCOPES]
         stats = {name: n for name, n in self.index.stats().items() if name != "bytes"}

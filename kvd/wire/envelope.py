@@ -1,0 +1,162 @@
+"""What an event of the KV Events standard says of itself, against its publisher's registration.
+
+The registration says what an event leaves out. An event that says otherwise is another's.
+
+No clock, no sockets, no logging.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvd.wire import kv_events
+from kvd.wire.kv_events import U32_MAX, U64_MAX, Event
+from kvd_core.conductor import namespace
+
+GPU, CPU, DISK = "GPU", "CPU", "DISK"
+# Names that are another medium's; any other name is a medium of its own.
+MEDIA = {
+    "": GPU,
+    "DEVICE": GPU,
+    "CPU_PINNED": CPU,
+    "CPU_TIER1": CPU,
+    "HOST": CPU,
+    "HOST_PINNED": CPU,
+    "DRAM": CPU,
+    "CPU_TIER2": DISK,
+    "NVME": DISK,
+    "SSD": DISK,
+    "STORAGE": DISK,
+    "FS": DISK,
+}
+MAX_MEDIUM_CHARS = 64  # of a name that becomes a member of every answer
+
+MAX_BACKENDS = 4096  # of one publisher, by name; events of more are dropped and counted
+
+STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
+_TYPES = (STORED, REMOVED, CLEARED)
+
+_CONTENT = (  # members of an event beside its envelope
+    "seq_hashes",
+    "block_hashes",
+    "connector_block_hash",
+    "object_key",
+    "base_block_idx",
+    "parent_hash",
+    "token_ids",
+)
+
+# An adapter, a salt, a backend, a medium and a rank: events are numbered in each by itself.
+Stream = tuple[str, str, int, str | None, int | None]
+
+
+class Terms(NamedTuple):
+    """What a registration says of all its publisher's events."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    lora_name: str
+    cache_salt: str
+    dp_rank: int
+    store: bool  # a store's blocks are no rank's unless it says so
+
+
+@dataclass(slots=True)
+class StandardEvent:
+    """A standard event whose envelope is the registration's."""
+
+    event: Event
+    kind: str
+    event_id: int | None
+    lora_name: str
+    cache_salt: str
+    backend: int
+    medium: str | None
+    rank: int | None
+    size: int = 0  # once it is kept
+
+    def keep(self) -> int:
+        """Drops what is not needed to apply it later; returns its size, as MAX_BEHIND counts."""
+        self.event = {name: self.event[name] for name in _CONTENT if name in self.event}
+        self.size = 1 + sum(len(each) for each in self.event.values() if hasattr(each, "__len__"))
+        return self.size
+
+    @property
+    def stream(self) -> Stream:
+        return self.lora_name, self.cache_salt, self.backend, self.medium, self.rank
+
+    @property
+    def space(self) -> int:
+        return namespace(self.lora_name, self.cache_salt)
+
+
+class Foreign(Exception):
+    """The event is not this registration's: the dimension that says so, and the event's number."""
+
+    def __init__(self, dimension: str, event_id: int | None = None) -> None:
+        super().__init__(dimension)
+        self.event_id = event_id
+
+
+class Envelopes:
+    """Reads those of one publisher's events; knows its backends by their names."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._backends: dict[str, int] = {"": 0}
+
+    def read(self, event: Event, batch_rank: int | None) -> StandardEvent:
+        """Raises ValueError for a bad one, Foreign for another registration's."""
+        terms = self._terms
+        kind = event["event_type"]
+        if kind not in _TYPES:
+            raise ValueError("event_type")
+        event_id = kv_events.number(event, "event_id", U64_MAX)
+        block_size = kv_events.number(event, "block_size", U32_MAX)
+        rank = kv_events.number(event, "dp_rank", U32_MAX)
+        medium = kv_events.text(event, "medium")
+        backend = kv_events.text(event, "backend_id") or ""
+        lora_name = kv_events.text(event, "lora_name") or ""
+        cache_salt = kv_events.text(event, "additional_salt") or ""
+        model_name = kv_events.text(event, "model_name")
+        tenant_id = kv_events.text(event, "tenant_id")
+        if model_name not in (None, terms.model_name):
+            raise Foreign("model_name", event_id)
+        if tenant_id not in (None, terms.tenant_id):
+            raise Foreign("tenant_id", event_id)
+        if block_size not in (None, terms.block_size):
+            raise Foreign("block_size", event_id)
+        if terms.lora_name and lora_name not in ("", terms.lora_name):
+            raise Foreign("lora_name", event_id)
+        if terms.cache_salt and cache_salt not in ("", terms.cache_salt):
+            raise Foreign("additional_salt", event_id)
+        if rank is None and not terms.store:
+            rank = terms.dp_rank if batch_rank is None else batch_rank
+        return StandardEvent(
+            event,
+            kind,
+            event_id,
+            lora_name or terms.lora_name,
+            cache_salt or terms.cache_salt,
+            self._backend(backend),
+            None if medium is None else folded(medium),
+            rank,
+        )
+
+    def _backend(self, name: str) -> int:
+        known = self._backends.get(name)
+        if known is None:
+            if len(self._backends) >= MAX_BACKENDS:
+                raise ValueError("backends")
+            known = self._backends[name] = len(self._backends)
+        return known
+
+
+def folded(medium: str) -> str:
+    """Returns the medium that a name stands for, in upper case; ValueError for too long a one."""
+    name = medium.upper()
+    if len(name) > MAX_MEDIUM_CHARS:
+        raise ValueError("medium")
+    return MEDIA.get(name, name)

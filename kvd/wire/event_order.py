@@ -1,0 +1,133 @@
+"""The order of a publisher's standard events, by `event_id`.
+
+`event_id` numbers the events of a stream. An event that is not behind the last one is stale; a hole
+is counted and never waited for, because nothing can bring the event back. Three stale ones in a row
+that follow each other are a backend that has begun anew behind a relay, if their numbers are nearer
+to the first one heard than to the last: else they are repeated.
+
+    first ···································· last     what has been heard of a stream
+       n, n+1, n+2                                       nearer to the first: begun anew
+                                     n, n+1, n+2         nearer to the last: repeated
+
+An event costs a look into a dict of streams. No clock, no sockets, no logging.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvd.wire.envelope import StandardEvent, Stream
+
+# Streams whose last number is remembered, ~300 bytes each; the one heard longest ago goes first. A
+# publisher has one for each backend, medium, rank, adapter and salt.
+MAX_STREAMS = 65_536
+NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
+# Hashes, token ids and characters of stale events that are kept for it, some 60 MB; when there are
+# more, none of them will be.
+MAX_BEHIND = 1_048_576
+
+
+@dataclass(slots=True)
+class _Place:
+    """How far a stream of events has been heard."""
+
+    first: int
+    last: int
+    behind: list[StandardEvent] = field(default_factory=list)  # stale ones that follow each other
+
+
+class EventOrder:
+    """How far the streams of one publisher have been heard."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Stream, _Place] = {}
+        self._highest = -1  # event_id of the publisher
+        self._behind = 0  # of MAX_BEHIND
+        self.gaps = 0  # holes in event_id
+        self.stale = 0  # events at or below their stream's last number
+        self.beginnings = 0  # of the publisher behind a relay
+
+    def saw(self, number: int | None) -> None:
+        """Takes note of an event that is not this registration's.
+
+        A publisher that has one counter has used a number of it for that.
+        """
+        self._highest = max(self._highest, -1 if number is None else number)
+
+    def is_next(self, event: StandardEvent) -> bool:
+        """Whether an event goes on with its stream; notes what is missing before it."""
+        number = event.event_id
+        if number is None:
+            return True
+        stream = event.stream
+        place = self._streams.pop(stream, None)
+        if place is None:
+            place = _Place(number, number - 1)
+        if number <= place.last:
+            self._streams[stream] = place
+            self.stale += 1
+            return False
+        if number > place.last + 1 and number != self._highest + 1:
+            self.gaps += 1
+        place.last = number
+        self._let_go(place)
+        self._streams[stream] = place  # now the last of the dict
+        if len(self._streams) > MAX_STREAMS:
+            self._let_go(self._streams.pop(next(iter(self._streams))))
+        self._highest = max(self._highest, number)
+        return True
+
+    def begins_anew(self, event: StandardEvent) -> list[StandardEvent]:
+        """Takes note of a stale event; returns those of a new beginning once it is one."""
+        assert event.event_id is not None
+        place = self._streams[event.stream]
+        behind = place.behind
+        last = behind[-1].event_id if behind else None
+        if last is not None and event.event_id != last + 1:
+            self._let_go(place)
+        if not behind and event.event_id - place.first >= place.last - event.event_id:
+            return []  # nearer to the end of what has been heard: somebody repeats it
+        self._behind += event.keep()
+        behind.append(event)
+        if self._behind > MAX_BEHIND:
+            for each in self._streams.values():
+                self._let_go(each)
+        if len(behind) < NEW_BEGINNING:
+            return []
+        self.beginnings += 1
+        self.stale -= len(behind)
+        return list(behind)
+
+    def forget(self, backend: int) -> None:
+        """Forgets the streams of a backend."""
+        for stream in [each for each in self._streams if each[2] == backend]:
+            self._let_go(self._streams.pop(stream))
+
+    def clear(self) -> None:
+        """Forgets all numbers."""
+        self._streams.clear()
+        self._behind = 0
+        self._highest = -1
+
+    def _let_go(self, place: _Place) -> None:
+        """Forgets the stale events of a stream: they are no new beginning."""
+        self._behind -= sum(event.size for event in place.behind)
+        place.behind.clear()
+
+
+def put_in_order(events: list[object]) -> None:
+    """Puts the standard events of each stream in the order of their numbers."""
+    places: dict[Stream, list[int]] = {}
+    for at, event in enumerate(events):
+        if isinstance(event, StandardEvent) and event.event_id is not None:
+            places.setdefault(event.stream, []).append(at)
+    for ats in places.values():
+        if len(ats) > 1:
+            ordered = sorted((events[at] for at in ats), key=_number)
+            for at, event in zip(ats, ordered, strict=True):
+                events[at] = event
+
+
+def _number(event: object) -> int:
+    assert isinstance(event, StandardEvent) and event.event_id is not None
+    return event.event_id
