@@ -53,6 +53,10 @@ class Server:
                 pytest.fail(f"not {what} after {START_DEADLINE_S} s:\n{self.stderr}")
             time.sleep(POLL_S)
 
+    def wait_said(self, text: str) -> None:
+        """Waits until the log has `text`."""
+        self.wait_until(lambda: text in self.stderr, f"saying {text}")
+
     def _is_healthy(self) -> bool:
         try:
             # Without `verify` it does not load certificates, which takes longer than all the rest.

@@ -522,11 +522,11 @@ def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Engine
             "/register", json={**body, "endpoint": f"tcp://127.0.0.1:{two.port}"}
         )
         kvd.write("[[indexer", outcome="refused")
-        assert f'event=reload_refused reason="{kvd.path}: ' in kvd.server.stderr
+        kvd.server.wait_said(f'event=reload_refused reason="{kvd.path}: ')
         assert kvd.found() == {"1": 12, "2": 12}
         kvd.write(*both, rank(3, 9))
         assert kvd.metric('kvd_fleet_entries{state="failed"}') == 1
-        assert 'event=fleet_entry_failed entry="indexer, entry 2"' in kvd.server.stderr
+        kvd.server.wait_said('event=fleet_entry_failed entry="indexer, entry 2"')
         assert kvd.found() == {"1": 12}
         listed = kvd.clients["indexer"].get("/workers").json()
         assert sorted(each["instance_id"] for each in listed) == [1, 3]
