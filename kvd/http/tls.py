@@ -202,6 +202,7 @@ class TlsConnection(Connection):
             OSError: what came is no TLS, or never any data.
         """
         while (data := self._read(size)) is None:
+            self._flush()  # what OpenSSL says to messages without data
             if self._vain > VAIN_BYTES:
                 raise ConnectionAbortedError("TLS without data")
             received = self.sock.recv(SEALED_RECEIVE_BYTES)

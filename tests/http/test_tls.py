@@ -167,12 +167,13 @@ async def test_who_is_gone_before_the_handshake_is_no_bug() -> None:
         await _check_alive(running)
 
 
-class KeyUpdates:
-    """A client that changes its keys, which Python's has no way to do."""
+class OpenSsl:
+    """A client that does after the handshake what Python's has no way to do."""
 
-    REQUESTED = 1  # of the other side, too
+    REQUESTED = 1  # a change of the other side's keys, too
+    _SET_MAX_PROTO_VERSION = 124
 
-    def __init__(self, opened: ExitStack, address: tuple[str, int]) -> None:
+    def __init__(self, opened: ExitStack, address: tuple[str, int], newest: int = 0) -> None:
         self._lib = ctypes.CDLL(find_library("ssl"))
         for name in ("TLS_client_method", "SSL_CTX_new", "SSL_new"):
             getattr(self._lib, name).restype = ctypes.c_void_p
@@ -180,6 +181,7 @@ class KeyUpdates:
         self.sock.settimeout(None)  # OpenSSL is to wait
         context = self._pointer("SSL_CTX_new", self._pointer("TLS_client_method"))
         opened.callback(self._lib.SSL_CTX_free, context)
+        assert self._lib.SSL_CTX_ctrl(context, self._SET_MAX_PROTO_VERSION, newest, None) == 1
         self._ssl = self._pointer("SSL_new", context)
         opened.callback(self._lib.SSL_free, self._ssl)
         assert self._lib.SSL_set_fd(self._ssl, self.sock.fileno()) == 1
@@ -191,6 +193,11 @@ class KeyUpdates:
     def update(self, kind: int = 0) -> bool:
         """Returns whether it could be sent."""
         assert self._lib.SSL_key_update(self._ssl, kind) == 1
+        return bool(self._lib.SSL_do_handshake(self._ssl) == 1)
+
+    def renegotiate(self) -> bool:
+        """Returns whether the other side takes part in another handshake."""
+        assert self._lib.SSL_renegotiate(self._ssl) == 1
         return bool(self._lib.SSL_do_handshake(self._ssl) == 1)
 
     def ask(self, data: bytes) -> bytes:
@@ -206,9 +213,9 @@ async def test_keys_may_be_changed_but_not_for_ever() -> None:
 
     def change(stop: int) -> bool:
         with ExitStack() as opened:
-            client = KeyUpdates(opened, running.address)
+            client = OpenSsl(opened, running.address)
             for _ in range(3):
-                assert client.update(KeyUpdates.REQUESTED)
+                assert client.update(OpenSsl.REQUESTED)
                 assert client.update()
                 assert client.ask(HEALTH).startswith(b"HTTP/1.1 200")
             return all(client.update() for _ in range(stop))
@@ -220,6 +227,18 @@ async def test_keys_may_be_changed_but_not_for_ever() -> None:
         assert not await trio.to_thread.run_sync(change, 1_000_000)
         await running.until_empty()
         await _check_alive(running)
+
+
+async def test_there_is_no_second_handshake() -> None:
+    def renegotiate() -> bool:
+        with ExitStack() as opened:
+            client = OpenSsl(opened, running.address, ssl.TLSVersion.TLSv1_2)
+            assert client.ask(HEALTH).startswith(b"HTTP/1.1 200")
+            return client.renegotiate()
+
+    async with serving(idle_seconds=60) as running:
+        assert not await trio.to_thread.run_sync(renegotiate)
+        await running.until_empty()
 
 
 # ---- other terms
