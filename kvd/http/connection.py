@@ -247,6 +247,7 @@ class Connection(Transport):
             if data.endswith(HEAD_END, 0, end):
                 self.buffer = data[end:]
                 return parser.finish(limits)
+            await trio.lowlevel.checkpoint()  # with TLS a byte can be a record
             piece = await self.receive()
         if self.expired:
             raise Refusal(408, "the request head took too long")

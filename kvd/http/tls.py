@@ -2,8 +2,9 @@
 
     handshake ─ requests, as without TLS ─ close_notify, and what still comes read away
 
-OpenSSL reads and writes the socket itself, which does not block. The lane receives by itself and
-knows nothing of TLS, so requests go through the connection's task.
+OpenSSL is handed what has been received, and says what to send. Were it to read the socket itself,
+one call would go on for as long as messages come that carry no data, as key updates do. The lane
+receives by itself and knows nothing of TLS, so requests go through the connection's task.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from functools import partial
 
 import trio
 
@@ -25,8 +25,10 @@ from kvd.http.reception import Reception
 from kvd.http.transport import RECEIVE_BYTES, Phase, Shared
 from kvd.http.types import Route
 
-# Handed to OpenSSL in one go, which returns after each record of 16 KiB: 0.2 ms
-SEND_BYTES = 256 * 1024
+SEND_BYTES = 256 * 1024  # encrypted in one go: 0.2 ms
+SEALED_BYTES = 64 * 1024  # of these, at a time: what is encrypted waits for the client
+SEALED_RECEIVE_BYTES = 16 * 1024  # full of key updates: 10 ms
+VAIN_BYTES = 20 * 1024  # received without any data; a record that is not all there has 16 KiB
 
 
 class TlsServer(Front):
@@ -71,7 +73,17 @@ class TlsServer(Front):
 class TlsConnection(Connection):
     """Serves one client over TLS."""
 
-    __slots__ = ("_ended", "_retired", "_secured", "_terms")
+    __slots__ = (
+        "_ended",
+        "_incoming",
+        "_outgoing",
+        "_retired",
+        "_sealed",
+        "_sealing",
+        "_stream",
+        "_terms",
+        "_vain",
+    )
 
     def __init__(
         self,
@@ -83,7 +95,12 @@ class TlsConnection(Connection):
     ) -> None:
         super().__init__(sock, shared, service, checks_host)
         self._terms = terms
-        self._secured: ssl.SSLSocket | None = None
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._stream = terms.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._sealed = b""  # out of `_outgoing`, and not taken by the kernel yet
+        self._sealing = 0  # bytes of data that are in there
+        self._vain = 0  # received since there was data
         self._ended = False  # there is nothing more to say
         self._retired = False
 
@@ -100,17 +117,27 @@ class TlsConnection(Connection):
         """
         self.arm(Phase.HANDSHAKE, self.shared.limits.head_seconds)
         try:
-            context = self._terms.context
-            secured = context.wrap_socket(self.sock, True, do_handshake_on_connect=False)
-            self.sock = self._secured = secured
-            self._recv, self._send = self._decrypt, self._encrypt
-            await _shake_hands(secured)
+            await self._shake_hands()
         except OSError:
             if not self.expired:
                 self.shared.stats.handshakes_failed += 1
-                if self._secured is not None:
-                    await self.linger()  # OpenSSL has told the client why
+                await self.linger()  # OpenSSL tells the client why
             raise
+        self._recv, self._send = self._decrypt, self._encrypt
+
+    async def _shake_hands(self) -> None:
+        done = False
+        while not done:
+            try:
+                self._stream.do_handshake()
+                done = True
+            except ssl.SSLWantReadError:
+                pass
+            while not self._flush():
+                await trio.lowlevel.wait_writable(self.fd)
+            await trio.lowlevel.checkpoint()  # it took a millisecond
+            if not done:
+                self._feed(await self.receive(SEALED_RECEIVE_BYTES))
 
     async def _serve(self) -> None:
         await super()._serve()
@@ -126,22 +153,27 @@ class TlsConnection(Connection):
     async def linger(self) -> None:
         """Does so without decrypting anything."""
         self._end()
-        self._recv = partial(socket.socket.recv, self.sock)
+        self._recv = self.sock.recv
         await super().linger()
 
     def _end(self) -> None:
         """Sends the end of the stream as TLS has it, if there is room for that."""
-        if self._secured is not None and not self._ended:
+        if not self._ended:
             self._ended = True
-            with contextlib.suppress(OSError):  # the client's end is not there yet, or it is gone
-                self._secured.unwrap()
+            with contextlib.suppress(OSError):  # the client's end is not there yet
+                self._stream.unwrap()
+            with contextlib.suppress(OSError):  # it is gone
+                self._flush()
 
-    def _shut(self, how: int) -> None:
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self.sock, how)  # SSLSocket's forgets its keys
+    def _close(self) -> None:
+        super()._close()
+        self._recv, self._send = self.sock.recv, self.sock.send  # or else it is garbage in a ring
 
     def _unread(self) -> bool:
-        return super()._unread() or (self._secured is not None and self._secured.pending() > 0)
+        return super()._unread() or self._has_more()
+
+    def _has_more(self) -> bool:
+        return self._incoming.pending > 0 or self._stream.pending() > 0
 
     async def _watch_client(self, serving: trio.CancelScope) -> None:
         while not self.buffer:
@@ -151,7 +183,7 @@ class TlsConnection(Connection):
                 return
 
     def _client_has_left(self) -> bool:
-        """Returns whether the client's end is next; of what comes before it a record is kept."""
+        """Returns whether the client's end is next; of what comes before it some is kept."""
         if self.buffer:
             return False
         try:
@@ -163,33 +195,67 @@ class TlsConnection(Connection):
         return not self.buffer
 
     def _decrypt(self, size: int) -> bytes:
-        assert self._secured is not None
+        """Returns data, as far as one receive brings any, and nothing at the client's end.
+
+        Raises:
+            BlockingIOError: there is none yet.
+            OSError: what came is no TLS, or never any data.
+        """
+        while (data := self._read(size)) is None:
+            self._flush()  # what OpenSSL says to messages without data
+            if self._vain > VAIN_BYTES:
+                raise ConnectionAbortedError("TLS without data")
+            received = self.sock.recv(SEALED_RECEIVE_BYTES)
+            self._feed(received)
+            self._vain += len(received)
+        self._vain = 0
+        return data
+
+    def _read(self, size: int) -> bytes | None:
+        """Returns data that has been received, in one piece; None if a record is not all there."""
         try:
-            return self._secured.recv(size)
+            data = self._stream.read(size)
         except ssl.SSLWantReadError:
-            raise BlockingIOError from None
+            return None
+        if not data or len(data) == size or not self._has_more():
+            return data
+        pieces, missing = [data], size - len(data)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while missing and (data := self._stream.read(missing)):
+                pieces.append(data)
+                missing -= len(data)
+        return b"".join(pieces)
+
+    def _feed(self, received: bytes) -> None:
+        if received:
+            self._incoming.write(received)
+        else:
+            self._incoming.write_eof()
 
     def _encrypt(self, data: bytes | memoryview) -> int:
-        assert self._secured is not None
+        """Returns how much of `data` the kernel has; the rest is to be given again."""
         sent, most = 0, min(len(data), SEND_BYTES)
         with memoryview(data) as view:
-            try:
-                while sent < most:
-                    sent += self._secured.send(view[sent:])
-            except ssl.SSLWantWriteError:  # the same bytes are to be tried again
-                if not sent:
-                    raise BlockingIOError from None
+            while sent < most:
+                if not self._sealing:
+                    self._seal(view[sent : sent + SEALED_BYTES])
+                if not self._flush():
+                    break
+                sent += self._sealing
+                self._sealing = 0
         return sent
 
+    def _seal(self, data: memoryview) -> None:
+        while self._sealing < len(data):  # a record at a time
+            self._sealing += self._stream.write(data[self._sealing :])
 
-async def _shake_hands(secured: ssl.SSLSocket) -> None:
-    while True:
-        try:
-            secured.do_handshake()
-        except ssl.SSLWantReadError:
-            await trio.lowlevel.wait_readable(secured.fileno())
-        except ssl.SSLWantWriteError:
-            await trio.lowlevel.wait_writable(secured.fileno())
-        else:
-            await trio.lowlevel.checkpoint()  # it took a millisecond
-            return
+    def _flush(self) -> bool:
+        """Sends what OpenSSL has to say; returns whether the kernel has it all."""
+        while self._sealed or self._outgoing.pending:
+            self._sealed = self._sealed or self._outgoing.read()
+            try:
+                sent = self.sock.send(self._sealed)
+            except BlockingIOError:
+                return False
+            self._sealed = self._sealed[sent:]
+        return True

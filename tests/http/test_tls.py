@@ -5,14 +5,27 @@ That it serves as the front does is tested with that: see `layers`.
 
 from __future__ import annotations
 
+import ctypes
+import socket
 import ssl
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 import trio
 from asking import make_client_certificates
-from serving import PATIENT, QUICK, TLS, Client, Running, eventually, open_descriptors, serving
+from serving import (
+    PATIENT,
+    QUICK,
+    TEST_SECONDS,
+    TLS,
+    Client,
+    Running,
+    eventually,
+    open_descriptors,
+    serving,
+)
 
 from kvd.http.certificates import Terms, load_terms
 from kvd.http.options import TlsFiles
@@ -141,6 +154,91 @@ async def test_one_handshake_waits_for_no_other() -> None:
         running.stop.set()
         await running.ended.wait()
         assert trio.current_time() - start < PATIENT.graceful_seconds
+
+
+async def test_who_is_gone_before_the_handshake_is_no_bug() -> None:
+    async with serving() as running:
+        for half_closed in (True, False):
+            with socket.create_connection(running.address) as gone:  # not accepted so far
+                if half_closed:
+                    gone.shutdown(socket.SHUT_WR)
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        await running.until(handshakes_failed=2)
+        await _check_alive(running)
+
+
+class OpenSsl:
+    """A client that does after the handshake what Python's has no way to do."""
+
+    REQUESTED = 1  # a change of the other side's keys, too
+    _SET_MAX_PROTO_VERSION = 124
+
+    def __init__(self, opened: ExitStack, address: tuple[str, int], newest: int = 0) -> None:
+        self._lib = ctypes.CDLL(find_library("ssl"))
+        for name in ("TLS_client_method", "SSL_CTX_new", "SSL_new"):
+            getattr(self._lib, name).restype = ctypes.c_void_p
+        self.sock = opened.enter_context(socket.create_connection(address, TEST_SECONDS))
+        self.sock.settimeout(None)  # OpenSSL is to wait
+        context = self._pointer("SSL_CTX_new", self._pointer("TLS_client_method"))
+        opened.callback(self._lib.SSL_CTX_free, context)
+        assert self._lib.SSL_CTX_ctrl(context, self._SET_MAX_PROTO_VERSION, newest, None) == 1
+        self._ssl = self._pointer("SSL_new", context)
+        opened.callback(self._lib.SSL_free, self._ssl)
+        assert self._lib.SSL_set_fd(self._ssl, self.sock.fileno()) == 1
+        assert self._lib.SSL_connect(self._ssl) == 1
+
+    def _pointer(self, name: str, *arguments: ctypes.c_void_p) -> ctypes.c_void_p:
+        return ctypes.c_void_p(getattr(self._lib, name)(*arguments))
+
+    def update(self, kind: int = 0) -> bool:
+        """Returns whether it could be sent."""
+        assert self._lib.SSL_key_update(self._ssl, kind) == 1
+        return bool(self._lib.SSL_do_handshake(self._ssl) == 1)
+
+    def renegotiate(self) -> bool:
+        """Returns whether the other side takes part in another handshake."""
+        assert self._lib.SSL_renegotiate(self._ssl) == 1
+        return bool(self._lib.SSL_do_handshake(self._ssl) == 1)
+
+    def ask(self, data: bytes) -> bytes:
+        assert self._lib.SSL_write(self._ssl, data, len(data)) == len(data)
+        answer = ctypes.create_string_buffer(4096)
+        size = self._lib.SSL_read(self._ssl, answer, len(answer))
+        assert size > 0, self._lib.SSL_get_error(self._ssl, size)
+        return answer.raw[:size]
+
+
+async def test_keys_may_be_changed_but_not_for_ever() -> None:
+    """One call of OpenSSL's goes on while nothing else comes, and the whole process with it."""
+
+    def change(stop: int) -> bool:
+        with ExitStack() as opened:
+            client = OpenSsl(opened, running.address)
+            for _ in range(3):
+                assert client.update(OpenSsl.REQUESTED)
+                assert client.update()
+                assert client.ask(HEALTH).startswith(b"HTTP/1.1 200")
+            return all(client.update() for _ in range(stop))
+
+    async with serving(idle_seconds=60) as running:
+        assert await trio.to_thread.run_sync(change, 100)
+        await running.until_empty()
+        # As many as no buffer holds.
+        assert not await trio.to_thread.run_sync(change, 1_000_000)
+        await running.until_empty()
+        await _check_alive(running)
+
+
+async def test_there_is_no_second_handshake() -> None:
+    def renegotiate() -> bool:
+        with ExitStack() as opened:
+            client = OpenSsl(opened, running.address, ssl.TLSVersion.TLSv1_2)
+            assert client.ask(HEALTH).startswith(b"HTTP/1.1 200")
+            return client.renegotiate()
+
+    async with serving(idle_seconds=60) as running:
+        assert not await trio.to_thread.run_sync(renegotiate)
+        await running.until_empty()
 
 
 # ---- other terms
