@@ -135,7 +135,8 @@ class _Daemon:
         self._selection = FaceServer("selection", "kvd_selection", config)
         self._conductor = FaceServer("conductor", "kvd_conductor", config, conductor.REASONS)
         self._fleet: Fleet | None = None
-        self._served: list[FaceServer] = []
+        # Also those that do not serve yet, or are off: a reload can come before they do.
+        self._all = (self._indexer, self._slot_tracker, self._selection, self._conductor)
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
         self._signalled = trio.Event()
@@ -270,7 +271,7 @@ class _Daemon:
         reloaded = self._reader.again(self._config)
         config = reloaded.config
         terms = None if config.tls is None else read_files(config.tls)
-        for face in self._served:
+        for face in self._all:
             face.check_open(config)
         parts = [Prepared(reloaded.changed, partial(self._follow, config, terms))]
         if self._fleet is not None:
@@ -290,7 +291,7 @@ class _Daemon:
         self._state.max_partitions = self._slots.max_trackers = config.max_partitions
         if self._doorkeeper is not None and config.curve.replicas is not None:
             self._doorkeeper.keys = config.curve.replicas
-        for face in self._served:
+        for face in self._all:
             face.limit(config.http)
             face.admit(config)
             if terms is not None:
@@ -476,8 +477,8 @@ class _Daemon:
             self._selection.sources.append(lambda: indexer.families(self._state, registry, dumps))
             self._selection.sources.append(replicas.families)
             self._selection.sources.append(partial(booking_families, self._selections))
-            shown = self._selection.requests, config.metrics_ranks
-            self._selection.sources.append(partial(choice_families, self._selections, *shown))
+            choices = partial(choice_families, self._selections, self._selection.requests)
+            self._selection.sources.append(lambda: choices(self._config.metrics_ranks))
             yield (
                 self._selection,
                 (
@@ -532,7 +533,6 @@ class _Daemon:
                 if self._fleet is not None:
                     face.sources.append(self._fleet.families)
                 face.log_requests(self._config.access_log)
-                self._served.append(face)
                 await serving.start(face.serve, routes, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
