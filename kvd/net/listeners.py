@@ -104,7 +104,7 @@ class ListenerTasks:
             await self._look_at_health()
 
     async def _look_at_health(self) -> None:
-        """Ends after each look: a listener named in a frame that sleeps would stay, with its index."""
+        """Looks once, and ends: who is named in a frame that sleeps would stay, with its index."""
         for at, listener in enumerate(list(self._health), 1):
             if at % HEALTH_SLICE == 0:
                 await trio.lowlevel.checkpoint()
