@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from threading import Event, Thread
@@ -228,6 +229,51 @@ def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
         assert status("fedcba9876543210") == 200
     finally:
         server.stop()
+
+
+def test_sighups_neither_end_a_start_nor_a_stop(tmp_path: Path) -> None:
+    path, port = tmp_path / "kvd.toml", find_free_port()
+    path.write_text("")
+    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), "--config", str(path)]
+    server = Server(command, tmp_path, port, clean_environment())
+    try:
+        server.wait_until(lambda: catches_sighup(server.process.pid), "ready for signals")
+
+        def answers() -> bool:
+            server.process.send_signal(signal.SIGHUP)
+            return "event=serving" in server.stderr
+
+        server.wait_until(answers, "serving")
+        server.process.send_signal(signal.SIGTERM)
+        while server.process.poll() is None:
+            server.process.send_signal(signal.SIGHUP)
+        assert server.process.returncode == 0, server.stderr
+        assert "event=stopped" in server.stderr
+    finally:
+        server.stop()
+
+
+def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) -> None:
+    path, port = tmp_path / "kvd.toml", find_free_port()
+    path.write_text("")
+    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), "--config", str(path)]
+    server = Server(command, tmp_path, port, clean_environment())
+    body = b'{"instance_id": 1, "model_name": "m"}'
+    head = "POST /unregister HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    try:
+        server.wait_healthy()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head.encode() + body[:1])
+            server.wait_healthy()  # by then the other one has been read
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_until(lambda: "event=stopping" in server.stderr, "stopping")
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_until(lambda: "kvd is stopping" in server.stderr, "refused")
+            client.sendall(body[1:])
+            assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
+    finally:
+        assert server.stop() == 0, server.stderr
 
 
 def test_metrics_of_both_faces_follow_the_number_of_ranks_shown(tmp_path: Path) -> None:
