@@ -56,9 +56,9 @@ def _text(setting: Setting, said: object) -> str:
         if any("," in each for each in said):
             raise ValueError("a text with a comma in it")
         return ",".join(said)
-    if isinstance(said, bool):
+    if isinstance(said, bool) and setting.is_switch:
         return str(said).lower()
-    if isinstance(said, int | float | str):
+    if isinstance(said, int | float | str) and not isinstance(said, bool):
         return str(said)
     raise ValueError(f"expected {setting.metavar}")
 

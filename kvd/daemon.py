@@ -91,8 +91,16 @@ def run(config: Config, reader: Reader) -> int:
         passed = activation.receive(os.environ)
     except ValueError as error:
         raise StartError(str(error)) from None
+    daemon = _Daemon(config, max_ranks, reader)
+    if daemon.reloads:
+        # Until trio takes it over, and after it has given it back, SIGHUP does not end the process.
+        signal.signal(signal.SIGHUP, daemon.hang_up)
     with closing(passed):
-        return trio.run(_Daemon(config, max_ranks, reader).run, passed)
+        try:
+            return trio.run(daemon.run, passed)
+        finally:
+            if daemon.reloads:  # Python's end takes back what is no plain SIG_IGN
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class _Daemon:
@@ -122,6 +130,19 @@ class _Daemon:
         self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
         self._signalled = trio.Event()
         self._hung_up = trio.Event()  # SIGHUP
+        self._hung_up_early = False  # before signals are received
+
+    @property
+    def reloads(self) -> bool:
+        """Whether there is anything to read again."""
+        config = self._config
+        keys = config.curve.replicas is not None
+        files = config.policy.tokens, config.fleet_file, keys, config.tls
+        return self._reader.has_file or any(files)
+
+    def hang_up(self, number: int, frame: object) -> None:
+        """Takes note of a SIGHUP that comes before signals are received."""
+        self._hung_up_early = True
 
     async def run(self, passed: activation.Passed) -> int:
         config = self._config
@@ -143,12 +164,10 @@ class _Daemon:
         try:
             self._sync = ReplicaSync(config, context, self._outgoing, self._dialer, self._keys)
             await self._sync.open()
-            # What there is to read again.
-            keys = config.curve.replicas is not None
-            files = config.policy.tokens, config.fleet_file, keys, config.tls
-            reloads = self._reader.has_file or any(files)
-            reload = (signal.SIGHUP,) if reloads else ()
+            reload = (signal.SIGHUP,) if self.reloads else ()
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
+                if self._hung_up_early:
+                    self._hung_up.set()
                 async with self._background(signals), trio.open_nursery() as listening:
                     ready = trio.Event()
                     self._listeners = tasks = ListenerTasks(
@@ -257,7 +276,12 @@ class _Daemon:
 
         Nothing has changed until all parts are there.
         """
-        reloaded = self._reader.again(self._config)
+        # Thousands of workers take half a second, and a file may be on another machine.
+        reloaded = await trio.to_thread.run_sync(
+            self._reader.again, self._config, abandon_on_cancel=True
+        )
+        if self._signalled.is_set():
+            raise StartError("kvd is stopping")
         config = reloaded.config
         terms = None if config.tls is None else read_files(config.tls)
         for face in self._services.served:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -206,9 +207,17 @@ def within(minimum: int, maximum: int) -> Parse:
     return parse
 
 
+def _number(text: str) -> float:
+    """Reads a number as TOML writes it; what is none is nan, which is within no bounds."""
+    with suppress(ValueError):
+        if text.isascii() and "_" not in text:
+            return float(text)
+    return nan
+
+
 def parse_seconds(text: str) -> float:
     """Reads a duration in seconds, from a millisecond to a day."""
-    seconds = float(text)
+    seconds = _number(text)
     if not 0.001 <= seconds <= 86400:
         raise ValueError("expected seconds, from 0.001 to 86400")
     return seconds
@@ -216,7 +225,7 @@ def parse_seconds(text: str) -> float:
 
 def parse_pause(text: str) -> float:
     """Reads a duration in seconds, from none to an hour."""
-    seconds = float(text)
+    seconds = _number(text)
     if not 0 <= seconds <= 3600:
         raise ValueError("expected seconds, from 0 to 3600")
     return seconds
@@ -232,14 +241,14 @@ def parse_affinity_ttl(text: str) -> int:
 
 def parse_weight(text: str) -> float:
     """Reads a weight or threshold, 0 or more."""
-    weight = float(text)
+    weight = _number(text)
     if not 0 <= weight <= MAX_WEIGHT:
         raise ValueError(f"expected a number from 0 to {MAX_WEIGHT:g}")
     return weight
 
 
 def parse_share(text: str) -> float:
-    share = float(text)
+    share = _number(text)
     if not 0 <= share <= 1:
         raise ValueError("expected a number from 0 to 1")
     return share

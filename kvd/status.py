@@ -284,8 +284,9 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
             f"{_mib(index['bytes'])}; by rank and tier: {tiers or 'none'}"
         )
         if index["max_blocks"] or index["refused_blocks"]:
+            limit = f"{index['max_blocks']:,} blocks" if index["max_blocks"] else "none"
             yield (
-                f"{'index limit':13} {index['max_blocks']:,} blocks; {index['pairs']:,} "
+                f"{'index limit':13} {limit}; {index['pairs']:,} "
                 f"(rank, block) pairs; {index['refused_blocks']:,} blocks refused"
             )
         yield f"{'events':13} {shown['events_per_s']:,}/s"

@@ -331,6 +331,9 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         kvd.reload(text.format(0))
         send(made, 103, stored(70_001, 5000))
         kvd.server.wait_until(lambda: kvd.samples()["kvd_index_blocks"] == 6000, "no bound")
+        main(["status", "--interval=0", bind, *off])
+        limits = "index limit   none; 6,000 (rank, block) pairs; 9,100 blocks refused"
+        assert limits in capsys.readouterr().out.splitlines()
         send(made, 104, ["AllBlocksCleared"])
         kvd.server.wait_until(lambda: listener(kvd)["stream"] == "exact", "exact again")
         assert kvd.server.stderr.count("index full") == 1

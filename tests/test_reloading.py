@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -13,8 +15,8 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import find_free_port
-from reloading import daemon
+from processes import STOP_DEADLINE_S, Server, clean_environment, find_free_port
+from reloading import Daemon, daemon
 from running import running, running_kvd
 
 from kvd.config import CONFIG, TLS_FILES, StartError, load
@@ -190,6 +192,110 @@ def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
         kvd.reload("http_connections = 7\n")
         assert httpx.get(f"{kvd.server.base_url}/health", trust_env=False).status_code == 200
         kvd.server.wait_said('event=reloaded changed="http_connections log_level"')
+
+
+NO_EVENTS = "router_use_kv_events = false\n"
+
+
+def catches_sighup(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) & 1 << signal.SIGHUP - 1)
+
+
+def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
+    tokens, fleet, path = (tmp_path / name for name in ("tokens", "fleet.toml", "kvd.toml"))
+    worker = '[[slot_tracker]]\nworker_id = {}\nmodel_name = "m"\nblock_size = 16\n'
+    worker += "dp_start = 0\ndp_size = 1\n"
+    fleet.write_text("".join(map(worker.format, range(1000))))  # registered before
+    tokens.write_text("operator read 0123456789abcdef\n")
+    path.write_text(f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\n')
+    port = find_free_port()
+    command = [sys.executable, "-m", "kvd", "slot-tracker", "--port", str(port)]
+    server = Server([*command, "--config", str(path)], tmp_path, port, clean_environment())
+    try:
+        server.wait_until(lambda: catches_sighup(server.process.pid), "ready for signals")
+        tokens.write_text("operator read fedcba9876543210\n")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: "event=reloaded" in server.stderr, "reloaded")
+        server.wait_until(lambda: "event=serving" in server.stderr, "serving")
+
+        def status(token: str) -> int:
+            headers = {"authorization": f"Bearer {token}"}
+            url = f"{server.base_url}/loads"
+            return httpx.get(url, headers=headers, trust_env=False).status_code
+
+        assert status("0123456789abcdef") == 401
+        assert status("fedcba9876543210") == 200
+    finally:
+        server.stop()
+
+
+def test_sighups_neither_end_a_start_nor_a_stop(tmp_path: Path) -> None:
+    path, port = tmp_path / "kvd.toml", find_free_port()
+    path.write_text("")
+    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), "--config", str(path)]
+    server = Server(command, tmp_path, port, clean_environment())
+    try:
+        server.wait_until(lambda: catches_sighup(server.process.pid), "ready for signals")
+
+        def answers() -> bool:
+            server.process.send_signal(signal.SIGHUP)
+            return "event=serving" in server.stderr
+
+        server.wait_until(answers, "serving")
+        server.process.send_signal(signal.SIGTERM)
+        while server.process.poll() is None:
+            server.process.send_signal(signal.SIGHUP)
+        assert server.process.returncode == 0, server.stderr
+        assert "event=stopped" in server.stderr
+    finally:
+        server.stop()
+
+
+def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) -> None:
+    path, port = tmp_path / "kvd.toml", find_free_port()
+    path.write_text("")
+    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), "--config", str(path)]
+    server = Server(command, tmp_path, port, clean_environment())
+    body = b'{"instance_id": 1, "model_name": "m"}'
+    head = "POST /unregister HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    try:
+        server.wait_healthy()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head.encode() + body[:1])
+            server.wait_healthy()  # by then the other one has been read
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_until(lambda: "event=stopping" in server.stderr, "stopping")
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_until(lambda: "kvd is stopping" in server.stderr, "refused")
+            client.sendall(body[1:])
+            assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
+        assert server.process.wait(STOP_DEADLINE_S) == 0, server.stderr
+    finally:
+        server.stop()
+
+
+def test_metrics_of_both_faces_follow_the_number_of_ranks_shown(tmp_path: Path) -> None:
+    faces = {
+        "slot-tracker": ("/register", {"dp_start": 0, "dp_size": 1}),
+        "select-service": (
+            "/workers",
+            {"endpoint": "http://127.0.0.1:1", "max_num_batched_tokens": 8192},
+        ),
+    }
+    for face, (route, members) in faces.items():
+        with daemon(tmp_path, face, NO_EVENTS + "metrics_ranks = 0\n") as kvd:
+            body = {"worker_id": 1, "model_name": "m", "block_size": 4, **members}
+            assert kvd.http.post(route, json=body).status_code == 201
+
+            def shown(kvd: Daemon = kvd) -> bool:
+                return any("worker_id=" in name for name in kvd.samples())
+
+            assert not shown()
+            kvd.reload(NO_EVENTS + "metrics_ranks = 1\n")
+            assert shown(), face
 
 
 def test_a_narrower_list_of_addresses_ends_connections(tmp_path: Path) -> None:

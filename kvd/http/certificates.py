@@ -45,9 +45,9 @@ def load_terms(files: TlsFiles) -> Terms:
     if files.client_ca is None:
         return Terms(context, None)
     try:
-        said = files.client_ca.read_bytes()
-        context.load_verify_locations(files.client_ca)
-    except OSError as error:
+        said = files.client_ca.read_bytes()  # once: what is compared is what holds
+        context.load_verify_locations(cadata=said.decode("ascii", "ignore"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot use {files.client_ca}: {error}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     # The context does not tell of those that are no authorities but stand for themselves.

@@ -101,10 +101,14 @@ class ListenerTasks:
         """Logs every change of a stream's health that lasts."""
         while True:
             await trio.sleep(every_s)
-            for at, listener in enumerate(list(self._health), 1):
-                if at % HEALTH_SLICE == 0:
-                    await trio.lowlevel.checkpoint()
-                self._say_health(listener)
+            await self._look_at_health()
+
+    async def _look_at_health(self) -> None:
+        """Looks once, and ends: who is named in a frame that sleeps would stay, with its index."""
+        for at, listener in enumerate(list(self._health), 1):
+            if at % HEALTH_SLICE == 0:
+                await trio.lowlevel.checkpoint()
+            self._say_health(listener)
 
     def _say_health(self, listener: Listener) -> None:
         before, now = self._health.get(listener), listener.health(trio.current_time())

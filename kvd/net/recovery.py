@@ -176,15 +176,24 @@ async def settle(state: State, registry: Registry) -> None:
     since: dict[tuple[PartitionKey, InstanceId], float] = {}
     while state.unsettled:
         await trio.sleep(SETTLE_EVERY_S)
-        now = trio.current_time()
-        for registration in list(registry.registrations()):
-            instance = registration.key.partition, registration.key.instance_id
-            if instance not in state.unsettled:
-                continue
-            if not _is_heard(registration.listener, now):
-                since[instance] = now
-            elif now - since.setdefault(instance, now) >= SETTLED_AFTER_S:
-                state.settle(*instance)
+        _settle_heard(state, registry, since, trio.current_time())
+
+
+def _settle_heard(
+    state: State,
+    registry: Registry,
+    since: dict[tuple[PartitionKey, InstanceId], float],
+    now: float,
+) -> None:
+    """Settles who has been heard for long enough; `since` says when each was heard first."""
+    for registration in list(registry.registrations()):
+        instance = registration.key.partition, registration.key.instance_id
+        if instance not in state.unsettled:
+            continue
+        if not _is_heard(registration.listener, now):
+            since[instance] = now
+        elif now - since.setdefault(instance, now) >= SETTLED_AFTER_S:
+            state.settle(*instance)
 
 
 def _is_heard(listener: Listener, now: float) -> bool:

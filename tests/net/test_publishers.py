@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgpack
 import pytest
 import trio
 import zmq
 from listening import HASTY
+from loglines import logged
 from zmtp_fakes import Publisher, until
 
 from kvd.net.listeners import ListenerTasks
@@ -23,7 +25,9 @@ class Daemon:
     def __init__(self, nursery: trio.Nursery, context: zmq.Context, endpoint: str) -> None:
         ready = trio.Event()
         ready.set()
-        self.publishers = Publishers(State(), ListenerTasks(nursery, context, ready, HASTY))
+        self.state = State()
+        tasks = ListenerTasks(nursery, context, ready, HASTY, health_every_s=0.01)
+        self.publishers = Publishers(self.state, tasks)
         self._endpoint = endpoint
 
     def register(self, dp_rank: int) -> None:
@@ -62,3 +66,20 @@ async def test_whoever_is_slow_ends_no_later_registration(daemon: Daemon) -> Non
         assert left in ([], [2])
         if left:
             await daemon.publishers.unregister(ALL)
+
+
+async def test_who_has_left_takes_its_index_along(
+    nursery: trio.Nursery, context: zmq.Context, publish: Callable[..., Publisher]
+) -> None:
+    """What a sleeping task still named would count in the budget, with nothing to show for it."""
+    engine = publish()
+    daemon = Daemon(nursery, context, engine.endpoint)
+    daemon.register(0)
+    await engine.subscribed()
+    with logged() as lines:
+        engine.send(msgpack.packb([0.0, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None]], 0]))
+        await until(lambda: "health=exact" in lines())  # it has been looked at
+    assert daemon.state.budget.blocks == 1
+    await daemon.publishers.unregister(ALL)
+    assert daemon.state.budget.blocks == 0
+    nursery.cancel_scope.cancel()
