@@ -198,7 +198,7 @@ def test_a_batch_beyond_the_limit_costs_the_connection_and_a_lost_engine_goes_st
             assert register(kvd, made) == 201
             made.wait_subscribed(1, 10.0)
             send(made, 0, stored(1, 5000))
-            kvd.server.wait_until(lambda: listener(kvd)["last_seq"] == 0, "a batch below it")
+            kvd.server.wait_until(lambda: listener(kvd).get("last_seq") == 0, "a batch below it")
             send(made, 1, stored(2**32 - 40_000, 30_000))
             failures = "kvd_listener_failures_total"
             kvd.server.wait_until(lambda: kvd.samples()[failures] > 0, "cut off")

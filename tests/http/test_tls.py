@@ -125,7 +125,7 @@ async def test_a_stream_ends_as_tls_has_it() -> None:
     async with serving() as running:
         assert (await read("/counted")).endswith(b"\r\n\r\n012")
         with pytest.raises(trio.BrokenResourceError):
-            await read("/broken")
+            pytest.fail(f"a whole answer: {await read('/broken')!r}")
         running.front.stats.handler_bugs = 0
 
 
