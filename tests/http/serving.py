@@ -292,6 +292,7 @@ async def serving(
         terms = load_terms(TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem"))
         running.front = TlsServer(routes, app, terms, limits, reception)
         running.trust = ssl.create_default_context(cafile=TLS.certificates / "cert.pem")
+        running.trust.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF  # on with some builds of Python
     front = running.front
 
     async def serve(task_status: trio.TaskStatus[None]) -> None:
