@@ -26,7 +26,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, nullcontext
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -51,18 +50,16 @@ from kvd.peers import Peers
 from kvd.publishers import Publishers
 from kvd.registry import Registry
 from kvd.reloading import Reader
-from kvd.replicating import ReplicaSync
+from kvd.replicating import Participant
 from kvd.room import Room
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
 from kvd.services import Known, Services
 from kvd.serving import read_files
+from kvd.signals import Signals
 from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.outgoing import Outgoing
-
-if TYPE_CHECKING:
-    pass
 
 EXIT_SECOND_SIGNAL = 130
 
@@ -92,15 +89,12 @@ def run(config: Config, reader: Reader) -> int:
     except ValueError as error:
         raise StartError(str(error)) from None
     daemon = _Daemon(config, max_ranks, reader)
-    if daemon.reloads:
-        # Until trio takes it over, and after it has given it back, SIGHUP does not end the process.
-        signal.signal(signal.SIGHUP, daemon.hang_up)
-    with closing(passed):
-        try:
-            return trio.run(daemon.run, passed)
-        finally:
-            if daemon.reloads:  # Python's end takes back what is no plain SIG_IGN
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with (
+        closing(passed),
+        closing(Signals(signal.SIGTERM, signal.SIGINT)) as ends,
+        closing(Signals(*((signal.SIGHUP,) if daemon.reloads else ()))) as reloads,
+    ):
+        return trio.run(daemon.run, passed, ends, reloads)
 
 
 class _Daemon:
@@ -118,7 +112,7 @@ class _Daemon:
             self._outgoing, config.lookup_s, config.lookup_every_s, keys=self._keys
         )
         self._listeners: ListenerTasks | None = None
-        self._sync: ReplicaSync | None = None
+        self._sync = Participant(config, self._outgoing, self._dialer, self._keys)
         self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
@@ -129,8 +123,6 @@ class _Daemon:
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
         self._signalled = trio.Event()
-        self._hung_up = trio.Event()  # SIGHUP
-        self._hung_up_early = False  # before signals are received
 
     @property
     def reloads(self) -> bool:
@@ -140,11 +132,7 @@ class _Daemon:
         files = config.policy.tokens, config.fleet_file, keys, config.tls
         return self._reader.has_file or any(files)
 
-    def hang_up(self, number: int, frame: object) -> None:
-        """Takes note of a SIGHUP that comes before signals are received."""
-        self._hung_up_early = True
-
-    async def run(self, passed: activation.Passed) -> int:
+    async def run(self, passed: activation.Passed, ends: Signals, reloads: Signals) -> int:
         config = self._config
         with ExitStack() as opened:
             for face, binds in self._services.binds.items():
@@ -154,101 +142,93 @@ class _Daemon:
                     "the service manager passes sockets that belong to no face: "
                     f"{', '.join(passed.left())}; give each the address or the name of a face"
                 )
-            return await self._run()
+            return await self._run(ends, reloads)
 
-    async def _run(self) -> int:
+    async def _run(self, ends: Signals, reloads: Signals) -> int:
         config = self._config
         context = make_context()
         if self._keys is not None:
             log.info("curve", public_key=self._keys.public.decode())
         try:
-            self._sync = ReplicaSync(config, context, self._outgoing, self._dialer, self._keys)
-            await self._sync.open()
-            reload = (signal.SIGHUP,) if self.reloads else ()
-            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reload) as signals:
-                if self._hung_up_early:
-                    self._hung_up.set()
-                async with self._background(signals), trio.open_nursery() as listening:
-                    ready = trio.Event()
-                    self._listeners = tasks = ListenerTasks(
-                        listening,
-                        context,
-                        ready,
-                        config.engine_link,
-                        config.replays,
-                        dialer=self._dialer,
-                        begin=self._serving,
-                    )
-                    bounds = self._max_ranks, self._outgoing, config.stale_after_s
-                    registry = Registry(self._state, tasks, *bounds)
-                    if config.indexer_bind is not None:
-                        for worker in config.workers:
-                            registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                    publishers = Publishers(self._state, tasks, *bounds)
-                    registry.beside = publishers.__len__
-                    publishers.beside = registry.__len__
-                    self._selections = Selections(
-                        self._state,
-                        registry,
-                        config.router,
-                        config.request_expiry_s,
-                        Random(),
-                        trio.current_time,
-                        time.time_ns,
-                        self._ledgers,
-                        Readiness(config.min_initial_workers, len(config.peers)),
-                    )
-                    known = Known(
-                        self._state,
-                        registry,
-                        self._peers,
-                        self._recovery,
-                        publishers,
-                        self._slots,
-                        self._selections,
-                        self._sync.start(listening, self._slots, self._selections),
-                    )
-                    await self._follow_fleet(listening, known)
-                    indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
-                    if any(bind is not None for bind in indexing):
-                        listening.start_soon(self._start_up, registry, tasks, ready)
-                    else:
-                        self._recovered.set()
-                    await self._serve(known)
-                    listening.cancel_scope.cancel()
+            await self._sync.open(context)
+            async with self._background(ends, reloads), trio.open_nursery() as listening:
+                ready = trio.Event()
+                self._listeners = tasks = ListenerTasks(
+                    listening,
+                    context,
+                    ready,
+                    config.engine_link,
+                    config.replays,
+                    dialer=self._dialer,
+                    begin=self._serving,
+                )
+                bounds = self._max_ranks, self._outgoing, config.stale_after_s
+                registry = Registry(self._state, tasks, *bounds)
+                if config.indexer_bind is not None:
+                    for worker in config.workers:
+                        registry.register(worker.key, worker.endpoint, worker.block_size, None)
+                publishers = Publishers(self._state, tasks, *bounds)
+                registry.beside = publishers.__len__
+                publishers.beside = registry.__len__
+                self._selections = Selections(
+                    self._state,
+                    registry,
+                    config.router,
+                    config.request_expiry_s,
+                    Random(),
+                    trio.current_time,
+                    time.time_ns,
+                    self._ledgers,
+                    Readiness(config.min_initial_workers, len(config.peers)),
+                )
+                known = Known(
+                    self._state,
+                    registry,
+                    self._peers,
+                    self._recovery,
+                    publishers,
+                    self._slots,
+                    self._selections,
+                    self._sync.start(listening, context, self._slots, self._selections),
+                )
+                await self._follow_fleet(listening, known)
+                indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
+                if any(bind is not None for bind in indexing):
+                    listening.start_soon(self._start_up, registry, tasks, ready)
+                else:
+                    self._recovered.set()
+                await self._serve(known)
+                listening.cancel_scope.cancel()
         finally:
             context.destroy(linger=0)
         log.info("stopped")
         return 0
 
     @asynccontextmanager
-    async def _background(self, signals: AsyncIterator[int]) -> AsyncIterator[None]:
+    async def _background(self, ends: Signals, reloads: Signals) -> AsyncIterator[None]:
         """Runs what lives as long as the daemon."""
         async with trio.open_nursery() as root:
-            root.start_soon(self._watch_signals, signals)
-            root.start_soon(self._watch_reloads)
+            root.start_soon(self._watch_ends, ends)
+            root.start_soon(self._watch_reloads, reloads)
             root.start_soon(self._sweep)
             root.start_soon(self._expire)
             root.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
             yield
             root.cancel_scope.cancel()
 
-    async def _watch_signals(self, signals: AsyncIterator[int]) -> None:
-        async for number in signals:
-            if number == signal.SIGHUP:
-                self._hung_up.set()
-                continue
-            if self._signalled.is_set():
-                os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
-            log.info("stopping", signal=signal.Signals(number).name)
-            sdnotify.tell(sdnotify.STOPPING)
-            self._signalled.set()
+    async def _watch_ends(self, ends: Signals) -> None:
+        """Begins to stop at the first signal."""
+        number = await ends.wait()
+        log.info("stopping", signal=number.name)
+        sdnotify.tell(sdnotify.STOPPING)
+        self._signalled.set()
+        await ends.wait()
+        os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
 
-    async def _watch_reloads(self) -> None:
+    async def _watch_reloads(self, reloads: Signals) -> None:
         """Reloads when asked to; who asks meanwhile has it done once more."""
         while True:
-            await self._hung_up.wait()
-            self._hung_up = trio.Event()
+            await reloads.wait()
             sdnotify.tell_reloading()
             await self._reload()
             await self._dialer.recheck()
@@ -302,8 +282,7 @@ class _Daemon:
             self._listeners.follow(config.replays)
         self._state.budget.max_blocks = config.index_max_blocks
         self._state.max_partitions = self._slots.max_trackers = config.max_partitions
-        if self._sync is not None:
-            self._sync.follow(config)
+        self._sync.follow(config)
         for face in self._services.served:
             face.limit(config.http)
             face.admit(config)
@@ -401,8 +380,7 @@ class _Daemon:
             for face, routes in self._services.routes(known, lambda: self._config):
                 face.sources.append(self._own_families)
                 face.sources.append(self._outgoing_families)
-                if self._sync is not None:
-                    face.sources.append(self._sync.families)
+                face.sources.append(self._sync.families)
                 if self._fleet is not None:
                     face.sources.append(self._fleet.families)
                 face.log_requests(self._config.access_log)

@@ -34,19 +34,17 @@ if TYPE_CHECKING:
     from kvd.net.zsocket import Context
 
 
-class ReplicaSync:
-    """One process's part in it; none without a port, or without a face that accounts."""
+class Participant:
+    """This process's part in it; none without a port, or without a face that accounts."""
 
     def __init__(
         self,
         config: Config,
-        context: Context,
         outgoing: Outgoing,
         dialer: Dialer,
         keys: KeyPair | None,
     ) -> None:
         self._config = config
-        self._context = context
         self._outgoing = outgoing
         self._dialer = dialer
         self._keys = keys
@@ -54,7 +52,7 @@ class ReplicaSync:
         self._publisher: Publisher | None = None
         self._doorkeeper: Doorkeeper | None = None
 
-    async def open(self) -> None:
+    async def open(self, context: Context) -> None:
         """Opens the port; raises StartError."""
         config = self._config
         sync = config.replica_sync
@@ -63,10 +61,10 @@ class ReplicaSync:
         curve = NO_CURVE
         if self._keys is not None and config.curve.replicas is not None:
             curve = self._keys.server()
-            self._doorkeeper = Doorkeeper(self._context, config.curve.replicas)
+            self._doorkeeper = Doorkeeper(context, config.curve.replicas)
         try:
             self._publisher = await open_publisher(
-                self._context, sync.host, sync.port, config.replica_link, curve
+                context, sync.host, sync.port, config.replica_link, curve
             )
         except OSError as error:
             raise StartError(str(error.strerror)) from None
@@ -84,7 +82,13 @@ class ReplicaSync:
                     "this machine takes --replica-sync-client-keys or --allow-unauthenticated"
                 )
 
-    def start(self, nursery: trio.Nursery, slots: SlotTrackers, selections: Selections) -> Replicas:
+    def start(
+        self,
+        nursery: trio.Nursery,
+        context: Context,
+        slots: SlotTrackers,
+        selections: Selections,
+    ) -> Replicas:
         """Returns the replicas, those of the settings registered; without a port there are none."""
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:
@@ -99,7 +103,7 @@ class ReplicaSync:
         affinity = selections.affinity
         links = Replication(
             nursery,
-            self._context,
+            context,
             self._publisher,
             apply,
             self._counts,

@@ -140,7 +140,7 @@ def serving_faces(
     trust = ssl.create_default_context(cafile=certificates / "cert.pem")
     faces = Faces(server, folder, trust)
     try:
-        server.wait_until(lambda: "face=conductor" in server.stderr, "serving every face")
+        server.wait_said("face=conductor")
         faces.note_addresses()
         yield faces
         assert server.process.poll() is None, server.stderr

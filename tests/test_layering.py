@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
     ("kvd.metrics",),
     ("kvd.state", "kvd.scheduling", "kvd.ledgers"),
-    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors"),
+    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors", "kvd.signals"),
     ("kvd.model", "kvd.errors", "kvd.outlet", "kvd.toml", "kvd._version"),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

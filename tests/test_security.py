@@ -295,7 +295,7 @@ def test_a_reload_leaves_no_address_open(tmp_path: Path) -> None:
         config.write_text(said)
         server.process.send_signal(signal.SIGHUP)
         line = 'event=reload_refused reason="whoever reaches 0.0.0.0:'
-        server.wait_until(lambda: line in server.stderr, line)
+        server.wait_said(line)
         assert httpx.get(f"{server.base_url}/metrics", trust_env=False).status_code == 401
 
 

@@ -1,0 +1,57 @@
+"""Signals that a task reads, instead of handlers that interrupt whatever runs.
+
+They are blocked from then to the end of the process, and a signalfd tells of them. A handler in
+Python runs between any two steps, its own among them: signals that come faster than it returns nest
+it until a RecursionError ends the daemon. A blocked signal is pending once, however often it is
+sent; it waits for a reader that is not there yet, and after the last one it does nothing.
+
+Threads inherit what is blocked: signals have to be before any is started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import trio
+
+# <signal.h> and <sys/signalfd.h>, on every Linux.
+_SET_BYTES = 128  # sizeof(sigset_t)
+_INFO_BYTES = 128  # sizeof(struct signalfd_siginfo), whose first member is the number
+_NUMBER_BYTES = 4
+
+
+class Signals:
+    """Some signals, for one task that waits for them; with none there is nothing to wait for.
+
+    The kernel tells the lowest number first. Where one may come without end, and must not hide
+    another, each has a `Signals` of its own.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        """Blocks them; raises OSError where there is no descriptor for them."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        wanted = ctypes.create_string_buffer(_SET_BYTES)
+        libc.sigemptyset(wanted)
+        for number in numbers:
+            libc.sigaddset(wanted, number)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        self._fd: int = libc.signalfd(-1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "signalfd")
+
+    async def wait(self) -> signal.Signals:
+        """Returns the next one; of those that came since the last call, each comes once."""
+        while True:
+            await trio.lowlevel.wait_readable(self._fd)
+            try:
+                info = os.read(self._fd, _INFO_BYTES)
+            except BlockingIOError:  # readable once, and somebody else has had the signal
+                continue
+            return signal.Signals(int.from_bytes(info[:_NUMBER_BYTES], sys.byteorder))
+
+    def close(self) -> None:
+        """Closes the descriptor; the signals stay blocked."""
+        os.close(self._fd)
