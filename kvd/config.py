@@ -75,9 +75,8 @@ class Curve:
     """Keys on ZMQ, as their files say."""
 
     secret: str | None = field(repr=False)  # our own; None makes one when it is needed
-    replicas: (
-        frozenset[str] | None
-    )  # public keys of who may subscribe; None is anybody, unencrypted
+    # Public keys of who may subscribe; None is anybody, unencrypted.
+    replicas: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Services:
         if self.indexer in served:
             sources = self.indexer.sources
             sources.append(partial(indexer.families, known.state, known.registry, dumps))
-            sources.append(partial(recovery_families, known))
+            sources.append(partial(_recovery_families, known))
             yield (
                 self.indexer,
                 indexer.routes(
@@ -131,7 +131,7 @@ class Services:
         return found
 
 
-def recovery_families(known: Known) -> Iterator[Family]:
+def _recovery_families(known: Known) -> Iterator[Family]:
     stats = known.recovery
     help = "Attempts to take a peer's state, by outcome"
     name = "kvd_recovery_attempts_total"
