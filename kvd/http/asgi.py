@@ -85,7 +85,7 @@ class AsgiExchange:
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1" if head.http11 else "1.0",
             "method": head.method,
-            "scheme": "http",
+            "scheme": self._transport.scheme,
             "path": head.decoded_path(),
             "raw_path": head.path,
             "query_string": head.query,

@@ -134,8 +134,8 @@ class Connection(Transport):
         """Serves the connection and closes its socket; raises nothing but cancellation."""
         stats = self.shared.stats
         try:
-            await self._open()
-            await self._serve()
+            if await self._open():
+                await self._serve()
         except* OSError:  # reset, or a send without progress: nobody is left to tell
             stats.client_gone += 1
         except* Exception:
@@ -144,9 +144,10 @@ class Connection(Transport):
         finally:
             self._close()
 
-    async def _open(self) -> None:
-        """Gets ready for the first request; raises OSError if there will be none."""
+    async def _open(self) -> bool:
+        """Gets ready for the first request; returns False if there will be none."""
         self._service.lane.add(self.fd)
+        return True
 
     def serve_parked(
         self, route: Route, captured: bytes, query: bytes, headers: Headers, body: bytes

@@ -73,6 +73,8 @@ class TlsServer(Front):
 class TlsConnection(Connection):
     """Serves one client over TLS."""
 
+    scheme = "https"
+
     __slots__ = (
         "_ended",
         "_incoming",
@@ -109,23 +111,22 @@ class TlsConnection(Connection):
         self._retired = True
         self.close_if_idle()
 
-    async def _open(self) -> None:
-        """Shakes hands.
-
-        Raises:
-            OSError: the client is gone, speaks no TLS, or has no certificate where it needs one.
-        """
+    async def _open(self) -> bool:
+        """Shakes hands; returns False with who is gone, late, no client of TLS, or unknown."""
         self.arm(Phase.HANDSHAKE, self.shared.limits.head_seconds)
         try:
             await self._shake_hands()
         except OSError:
             if not self.expired:
                 self.shared.stats.handshakes_failed += 1
-                await self.linger()  # OpenSSL tells the client why
-            raise
+                with contextlib.suppress(OSError):  # who is gone hears nothing
+                    await self.linger()  # OpenSSL tells the client why
+            return False
         self._recv, self._send = self._decrypt, self._encrypt
+        return True
 
     async def _shake_hands(self) -> None:
+        """Raises OSError if that fails, for whatever reason."""
         done = False
         while not done:
             try:

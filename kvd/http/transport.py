@@ -61,6 +61,8 @@ class Shared:
 class Transport:
     """Receives from and sends to one client."""
 
+    scheme = "http"  # of its URLs
+
     __slots__ = (
         "_recv",
         "_send",

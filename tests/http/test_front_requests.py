@@ -6,6 +6,7 @@ import json
 import logging
 
 import pytest
+import quart
 import trio
 from serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, serving
 
@@ -13,7 +14,7 @@ from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.reception import Reception
-from kvd.http.types import Response, Route
+from kvd.http.types import Request, Response, Route
 
 pytestmark = pytest.mark.usefixtures("layers")
 
@@ -32,6 +33,16 @@ async def test_a_handler_sees_the_request_and_its_response_is_sent_as_it_is(pref
         assert "server" not in reply.headers
         assert reply.persists()
         assert running.observed == [("POST", f"{prefix}/query", 200)]
+
+
+async def test_the_application_knows_the_scheme(layers: str) -> None:
+    def scheme(request: Request) -> Response:
+        return Response(200, quart.request.scheme.encode(), b"text/plain")
+
+    async with serving(routes=(Route("GET", "/scheme", scheme),)) as running:
+        async with running.client() as client:
+            reply = await client.request("GET", "/scheme")
+        assert reply.body == {"plain": b"http", "tls": b"https"}[layers]
 
 
 @PREFIXES

@@ -165,6 +165,7 @@ async def test_who_is_gone_before_the_handshake_is_no_bug() -> None:
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         await running.until(handshakes_failed=2)
         await _check_alive(running)
+        assert running.front.stats.client_gone == 0  # that is who had begun to ask
 
 
 class OpenSsl:
