@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import nan
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -106,6 +107,13 @@ def parse_face_binds(text: str) -> Binds | str:
     if len(set(binds)) < len(binds):
         raise ValueError("an address twice")
     return Binds(binds)
+
+
+def parse_file(text: str) -> Path:
+    """Reads the path of a file; an empty one would be the directory that kvd runs in."""
+    if not text or "\0" in text:
+        raise ValueError("expected the path of a file")
+    return Path(text)
 
 
 def parse_file_mode(text: str) -> str:

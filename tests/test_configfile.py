@@ -79,6 +79,8 @@ def test_every_misspelling_is_refused(
         ("router_host_cache_hit_weight = '٣'", r"router_host_cache_hit_weight: expected a number"),
         ("model_name = true", r"model_name: expected NAME$"),
         ("tokens_file = false", r"tokens_file: expected FILE$"),
+        ("tokens_file = ''", r"tokens_file: expected the path of a file$"),
+        ('tls_keyfile = "a\\u0000b"', r"tls_keyfile: expected the path of a file$"),
         ("http_connections = [1]", r"http_connections: expected N"),
         ("peers = 'http://10.0.0.9:8090'", r"peers: expected an array of URL texts"),
         ("peers = ['http://10.0.0.9:8090,']", r"peers: a text with a comma"),
