@@ -18,6 +18,7 @@ import pytest
 import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from json_bodies import bodies, written
 
 from kvd.catalog import DEFAULT_MODEL, Role, WorkerRecord
 from kvd.errors import KvdError
@@ -234,7 +235,6 @@ TEXTS = [
 NUMBERS = ["0", "1", "12", "-0", "-1", "007", "1.0", "7e0", "1E400", "9" * 5000, str(U64_MAX)]
 NUMBERS += ["18446744073709551616", "4294967295", "4294967296", str(MAX_TOKENS)]
 NUMBERS += [str(MAX_TOKENS + 1)]
-OTHERS = ["null", "true", "false", "[]", "{}", '"7"']
 ARRAYS = ["[]", "[1,2,3]", "[1,2,4]", "[1,2,3,4,5,6,7,8,9]", "[-1,2,3]", "[4294967296]"]
 ARRAYS += ["[9223372036854775808]", "[1.0]", "[null]", "[-0]", "null", "1", "[1,]"]
 MEMBERS = {
@@ -261,34 +261,13 @@ USUAL = {
 NAMES = [SELECT, RESERVE, PROJECT]
 
 
-def written(members: dict[str, str]) -> bytes:
-    return ("{" + ",".join(f'"{name}":{value}' for name, value in members.items()) + "}").encode()
-
-
 def usual(**members: str) -> bytes:
     return written(USUAL | members)
 
 
-@st.composite
-def bodies(draw: st.DrawFn) -> bytes:
-    """A usual body with some members changed, added or left out, now and then damaged."""
-    members = dict(USUAL)
-    for _ in range(draw(st.integers(0, 3))):
-        name = draw(st.sampled_from(list(MEMBERS)))
-        value = draw(st.sampled_from([*MEMBERS[name], *OTHERS, ""]))
-        members[name] = value
-        if not value:
-            del members[name]
-    body = written(members)
-    if draw(st.integers(0, 15)) == 0:
-        at = draw(st.integers(0, len(body)))
-        body = body[:at] + draw(st.binary(max_size=2)) + body[at + 1 :]
-    return body
-
-
 SEGMENTS = [quote_from_bytes(name.encode()).encode() for name in IDS if name]
 SEGMENTS += [b"\xff", "é".encode(), b"c:prefill"]
-QUESTIONS = st.tuples(st.sampled_from(NAMES), bodies())
+QUESTIONS = st.tuples(st.sampled_from(NAMES), bodies(USUAL, MEMBERS))
 STEPS = st.tuples(st.sampled_from([COMPLETE, FREE]), st.sampled_from(SEGMENTS))
 LIVES = st.lists(st.one_of(QUESTIONS, STEPS), min_size=1, max_size=8)
 MODES = st.sampled_from([KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT])

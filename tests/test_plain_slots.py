@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from json_bodies import bodies, written
 
 from kvd.errors import KvdError
 from kvd.faces import slot_tracker
@@ -99,7 +100,6 @@ TEXTS = [
 NUMBERS = ["0", "1", "7", "-0", "-1", "007", "1.0", "7e0", "1E400", "9" * 400, str(U64_MAX)]
 NUMBERS += ["18446744073709551616", "4294967295", "4294967296", str(MAX_TOKENS)]
 NUMBERS += [str(MAX_TOKENS + 1)]
-OTHERS = ["null", "true", "[]", "{}", '"7"']
 HASHES = ["[]", "[1,2,3]", "[1,2,4]", "[-1]", "[9223372036854775807]", "[-9223372036854775808]"]
 HASHES += ["[9223372036854775808]", "[1.0]", "[null]", "[-0]", "null", "1", "[1,]"]
 
@@ -120,28 +120,7 @@ STEPS = ["/add", "/prefill_complete", "/free"]
 PATHS = [*STEPS, "/potential_loads"]
 
 
-def written(members: dict[str, str]) -> bytes:
-    return ("{" + ",".join(f'"{name}":{value}' for name, value in members.items()) + "}").encode()
-
-
-@st.composite
-def bodies(draw: st.DrawFn) -> bytes:
-    """A usual body with some members changed, added or left out, now and then damaged."""
-    members = dict(USUAL)
-    for _ in range(draw(st.integers(0, 3))):
-        name = draw(st.sampled_from(list(MEMBERS)))
-        value = draw(st.sampled_from([*MEMBERS[name], *OTHERS, ""]))
-        members[name] = value
-        if not value:
-            del members[name]
-    body = written(members)
-    if draw(st.integers(0, 15)) == 0:
-        at = draw(st.integers(0, len(body)))
-        body = body[:at] + draw(st.binary(max_size=2)) + body[at + 1 :]
-    return body
-
-
-LIVES = st.lists(st.tuples(st.sampled_from(PATHS), bodies()), min_size=1, max_size=8)
+LIVES = st.lists(st.tuples(st.sampled_from(PATHS), bodies(USUAL, MEMBERS)), min_size=1, max_size=8)
 
 
 def with_members(**members: str) -> bytes:
