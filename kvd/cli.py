@@ -233,19 +233,19 @@ def add_status(commands: Any) -> None:
     )
     parser.add_argument(
         "--token-file",
-        type=Path,
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help="a bearer token with the scope read, alone in the file",
     )
     parser.add_argument(
         "--client-certfile",
-        type=Path,
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help="PEM certificate to show at addresses with tls:, where clients need one",
     )
     parser.add_argument(
         "--client-keyfile",
-        type=Path,
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help="PEM private key of that, unless it is in the same file",
     )
@@ -266,7 +266,7 @@ def show_status(given: Mapping[str, object]) -> int:
 
     try:
         held = config.resolve(given, os.environ)
-        token = config.read_token(cast("Path | None", given["token_file"]))
+        token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
         own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
         client = status.Client(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
@@ -276,13 +276,16 @@ def show_status(given: Mapping[str, object]) -> int:
     # A rate over no time is that of a moment.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
     shown = status.figures(status.look(binds, interval_s, client), interval_s)
-    print(json.dumps(shown, indent=1) if given["json"] else "\n".join(status.text(shown)))
+    # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
+    text = "\n".join(map(logs.plain, status.text(shown)))
+    print(json.dumps(shown, indent=1) if given["json"] else text)
     return status.exit_code(shown)
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help=f"TOML file of settings, by their names; {config.CONFIG_VARIABLE} in the environment",
     )

@@ -6,8 +6,6 @@ in the configuration file and in code.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kvd import parsers
 from kvd.faces.indexer import MAX_DUMPS
 from kvd.http.limits import HttpLimits
@@ -327,7 +325,11 @@ PEER_SETTINGS = (
         "indexers to take the state from at the start",
     ),
     Setting(
-        "peers_token_file", Path, None, "FILE", "a bearer token, with the scope admin at the peers"
+        "peers_token_file",
+        parsers.parse_path,
+        None,
+        "FILE",
+        "a bearer token, with the scope admin at the peers",
     ),
     Setting(
         "recovery_delay_s",
@@ -376,16 +378,16 @@ PEER_SETTINGS = (
 SECURITY_SETTINGS = (
     Setting(
         "tls_certfile",
-        Path,
+        parsers.parse_path,
         None,
         "FILE",
         "PEM certificate chain of addresses with tls:",
         live=True,
     ),
-    Setting("tls_keyfile", Path, None, "FILE", "PEM private key of that", live=True),
+    Setting("tls_keyfile", parsers.parse_path, None, "FILE", "PEM private key of that", live=True),
     Setting(
         "tls_client_ca",
-        Path,
+        parsers.parse_path,
         None,
         "FILE",
         "PEM certificates: on addresses with tls: clients need one that these have signed",
@@ -398,10 +400,16 @@ SECURITY_SETTINGS = (
         "MODE",
         "of the sockets of addresses with unix:",
     ),
-    Setting("unix_socket_group", str, None, "GROUP", "name or number of the group they belong to"),
+    Setting(
+        "unix_socket_group",
+        parsers.parse_group,
+        None,
+        "GROUP",
+        "name or number of the group they belong to",
+    ),
     Setting(
         "tokens_file",
-        Path,
+        parsers.parse_path,
         None,
         "FILE",
         "bearer tokens that clients need, each with its scopes; see security.md",
@@ -435,7 +443,7 @@ SECURITY_SETTINGS = (
 FLEET_SETTINGS = (
     Setting(
         "fleet_file",
-        Path,
+        parsers.parse_path,
         None,
         "FILE",
         "TOML file of workers, publishers and replicas, followed while kvd runs",
@@ -612,14 +620,14 @@ INDEX_SETTINGS = (
 CURVE_SETTINGS = (
     Setting(
         "curve_secret_key_file",
-        Path,
+        parsers.parse_path,
         None,
         "FILE",
         "secret key of this process, to engines and replicas that speak CURVE (default: any)",
     ),
     Setting(
         "replica_sync_client_keys",
-        Path,
+        parsers.parse_path,
         None,
         "FILE",
         "public keys of replicas, one a line: nobody else hears of requests (default: everybody)",
