@@ -392,7 +392,7 @@ class _Daemon:
         config = self._config
         if config.fleet_file is None:
             return
-        desks = self._services.desks(known, config)
+        desks = self._services.desks(known)
         self._fleet = Fleet(config.fleet_file, self._outgoing, desks)
         await self._fleet.read()
         nursery.start_soon(self._fleet.run)
