@@ -1,4 +1,4 @@
-"""SIGTERM while kvd starts: what waits for others is given up, whoever they are."""
+"""SIGTERM, while kvd starts as well: what waits for others is given up, whoever they are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.abc
 from processes import STOP_DEADLINE_S, Server, blocks, clean_environment, find_free_port
+from running import running
 
 from kvd.config import FACE_BINDS, load
 from kvd.daemon import _Daemon
@@ -83,3 +84,13 @@ def test_a_file_that_does_not_come_holds_up_no_stop(tmp_path: Path) -> None:
         assert "event=serving" not in server.stderr
     finally:
         server.stop()
+
+
+def test_the_file_of_a_unix_socket_goes_with_kvd(tmp_path: Path) -> None:
+    path = tmp_path / "kvd.sock"
+    port = find_free_port()
+    binds = [f"--indexer-bind=127.0.0.1:{port},unix:{path}"]
+    binds += [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    with running(tmp_path, port, "serve", *binds):
+        assert path.is_socket()
+    assert not path.exists()
