@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = {config.CONFIG: args.config, **args.given(parser, args)}
         if args.command is not None:
-            return int(args.command(given))
+            return _told(args.command, given)
         loaded = config.load(given, os.environ, demo=args.demo)
         logs.setup(loaded.log_level, loaded.log_format)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
@@ -47,6 +48,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_START_ERROR
     except KeyboardInterrupt:  # before the daemon took the signal over
         return EXIT_INTERRUPTED
+
+
+def _told(command: Callable[[Mapping[str, object]], int], given: Mapping[str, object]) -> int:
+    """Runs a command that writes to standard output, and returns its exit code.
+
+    Whoever reads that may leave, as `head` does: then there is nothing more to say.
+    """
+    try:
+        code = command(given)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        # What is left of the text would be tried again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            logs.complain(config.StartError(f"cannot write: {error.strerror}"))
+        return EXIT_START_ERROR
 
 
 def build_parser() -> argparse.ArgumentParser:
