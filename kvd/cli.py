@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = {config.CONFIG: args.config, **args.given(parser, args)}
         if args.command is not None:
-            return int(args.command(given))
+            return _told(args.command, given)
         loaded = config.load(given, os.environ, demo=args.demo)
         logs.setup(loaded.log_level, loaded.log_format)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
@@ -47,6 +48,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_START_ERROR
     except KeyboardInterrupt:  # before the daemon took the signal over
         return EXIT_INTERRUPTED
+
+
+def _told(command: Callable[[Mapping[str, object]], int], given: Mapping[str, object]) -> int:
+    """Runs a command that writes to standard output, and returns its exit code.
+
+    Whoever reads that may leave, as `head` does: then there is nothing more to say.
+    """
+    try:
+        code = command(given)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        # What is left of the text would be tried again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            logs.complain(config.StartError(f"cannot write: {error.strerror}"))
+        return EXIT_START_ERROR
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -233,19 +251,19 @@ def add_status(commands: Any) -> None:
     )
     parser.add_argument(
         "--token-file",
-        type=Path,
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help="a bearer token with the scope read, alone in the file",
     )
     parser.add_argument(
         "--client-certfile",
-        type=Path,
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help="PEM certificate to show at addresses with tls:, where clients need one",
     )
     parser.add_argument(
         "--client-keyfile",
-        type=Path,
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help="PEM private key of that, unless it is in the same file",
     )
@@ -266,7 +284,7 @@ def show_status(given: Mapping[str, object]) -> int:
 
     try:
         held = config.resolve(given, os.environ)
-        token = config.read_token(cast("Path | None", given["token_file"]))
+        token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
         own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
         client = status.Client(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
@@ -276,13 +294,16 @@ def show_status(given: Mapping[str, object]) -> int:
     # A rate over no time is that of a moment.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
     shown = status.figures(status.look(binds, interval_s, client), interval_s)
-    print(json.dumps(shown, indent=1) if given["json"] else "\n".join(status.text(shown)))
+    # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
+    text = "\n".join(map(logs.plain, status.text(shown)))
+    print(json.dumps(shown, indent=1) if given["json"] else text)
     return status.exit_code(shown)
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
+        type=_usage(parsers.parse_path),
         metavar="FILE",
         help=f"TOML file of settings, by their names; {config.CONFIG_VARIABLE} in the environment",
     )

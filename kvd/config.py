@@ -185,12 +185,13 @@ def _file(
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Names the file in what is wrong with it."""
+def _reading(path: Path, name: str | None = None) -> Iterator[None]:
+    """Names the file in what is wrong with it, and the setting of a file that is not there."""
     try:
         yield
     except OSError as error:
-        raise StartError(f"cannot read {path}: {error.strerror}") from None
+        by = "" if name is None else f"{name}: "
+        raise StartError(f"{by}cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise StartError(f"{path}: {error}") from None
 
@@ -223,7 +224,7 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
     """
     config = build(read(given, environ), environ, demo=demo)
     if config.fleet_file is not None:
-        with _reading(config.fleet_file):
+        with _reading(config.fleet_file, "fleet_file"):
             fleetfile.load(config.fleet_file, Outgoing(config.outgoing))
     return config
 
@@ -253,7 +254,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         replica_sync=_replica_sync(values, outgoing),
         workers=_workers(values, outgoing),
         peers=_peers(values, outgoing),
-        peers_token=read_token(values["peers_token_file"]),
+        peers_token=read_token("peers_token_file", values["peers_token_file"]),
         recovery_delay_s=values["recovery_delay_s"],
         min_initial_workers=values["min_initial_workers"],
         http=HttpLimits(
@@ -312,7 +313,7 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
     digests = {}
     for name in TLS_FILES:
         if (path := values[name]) is not None:
-            with _reading(path), path.open("rb") as file:
+            with _reading(path, name), path.open("rb") as file:
                 digests[name] = file_digest(file, "sha256").digest()
     return TlsFiles(certfile, keyfile, client_ca, digests)
 
@@ -321,16 +322,16 @@ def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
     path = values["tokens_file"] or tokens.credential(environ)
     known: tuple[Token, ...] = ()
     if path is not None:
-        with _reading(path):
+        with _reading(path, "tokens_file"):
             known = tokens.read(path)
     return Policy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
 
 
-def read_token(path: Path | None) -> bytes:
+def read_token(name: str, path: Path | None) -> bytes:
     """Returns the token that is alone in a file, none without one; raises `StartError`."""
     if path is None:
         return b""
-    with _reading(path):
+    with _reading(path, name):
         return tokens.read_one(path)
 
 
@@ -396,17 +397,20 @@ def _peers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[str, ...]:
 
 
 def _curve(values: Mapping[str, Any]) -> Curve:
-    secret = _key_file(values["curve_secret_key_file"], parse_secret)
-    replicas = _key_file(values["replica_sync_client_keys"], parse_keys)
+    secret = _key_file("curve_secret_key_file", values, parse_secret)
+    replicas = _key_file("replica_sync_client_keys", values, parse_keys)
     if replicas is not None and secret is None:
         raise StartError("--replica-sync-client-keys needs --curve-secret-key-file")
     return Curve(secret, replicas)
 
 
-def _key_file(path: Path | None, parse: Callable[[str], Parsed]) -> Parsed | None:
+def _key_file(
+    name: str, values: Mapping[str, Any], parse: Callable[[str], Parsed]
+) -> Parsed | None:
+    path: Path | None = values[name]
     if path is None:
         return None
-    with _reading(path), path.open("rb") as file:
+    with _reading(path, name), path.open("rb") as file:
         return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
 
 

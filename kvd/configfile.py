@@ -58,7 +58,9 @@ def _text(setting: Setting, said: object) -> str:
         return ",".join(said)
     if isinstance(said, bool) and setting.is_switch:
         return str(said).lower()
-    if isinstance(said, int | float | str) and not isinstance(said, bool):
+    if isinstance(said, str):
+        return said
+    if isinstance(said, int | float) and not isinstance(said, bool) and not setting.is_text:
         return str(said)
     raise ValueError(f"expected {setting.metavar}")
 

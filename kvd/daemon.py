@@ -1,6 +1,7 @@
 """The daemon: everything it runs, in the order it starts, and the reverse in which it stops.
 
-    root: signals, sweep of removed ranks, expiry of requests, watchdog
+    root: SIGTERM and SIGINT, before anything else that may wait
+    background: SIGHUP, sweep of removed ranks, expiry of requests, watchdog
      └ listeners: one task per registered rank                      stop last
         └ start-up: recovery from a peer, the gate
         └ faces: one front per bind, TLS beside it, the demo        stop first
@@ -10,9 +11,10 @@ messages once the gate opens: after a peer's state is in, and as many instances 
 were asked for.
 
 SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
-second signal ends the process at once. SIGHUP reads the files again, all of them or none; without
-any it is not caught. An exception that reaches a nursery here is a bug: the
-daemon dies with its traceback, and whoever supervises it starts it again.
+start that still waits, for a name or a file, is given up. A second signal ends the process at once.
+SIGHUP reads the files again, all of them or none; without any it is not caught. An exception that
+reaches a nursery here is a bug: the daemon dies with its traceback, and whoever supervises it
+starts it again.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, nullcontext
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from functools import partial
 from random import Random
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -49,7 +52,7 @@ from kvd.net.zsocket import make_context
 from kvd.peers import Peers
 from kvd.publishers import Publishers
 from kvd.registry import Registry
-from kvd.reloading import Reader
+from kvd.reloading import Reader, Reloaded
 from kvd.replicating import Participant
 from kvd.room import Room
 from kvd.selection.readiness import Readiness, Recovery
@@ -60,6 +63,9 @@ from kvd.signals import Signals
 from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.outgoing import Outgoing
+
+if TYPE_CHECKING:
+    from kvd.net.zsocket import Context
 
 EXIT_SECOND_SIGNAL = 130
 
@@ -123,6 +129,8 @@ class _Daemon:
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
         self._signalled = trio.Event()
+        self._starting = trio.CancelScope()  # around what may wait before that
+        self._announced = False  # to the service manager
 
     @property
     def reloads(self) -> bool:
@@ -133,25 +141,42 @@ class _Daemon:
         return self._reader.has_file or any(files)
 
     async def run(self, passed: activation.Passed, ends: Signals, reloads: Signals) -> int:
-        config = self._config
-        with ExitStack() as opened:
-            for face, binds in self._services.binds.items():
-                await face.open(opened, config, binds, passed)
-            if passed.left():  # their clients would wait for ever
-                raise StartError(
-                    "the service manager passes sockets that belong to no face: "
-                    f"{', '.join(passed.left())}; give each the address or the name of a face"
-                )
-            return await self._run(ends, reloads)
+        fault: StartError | None = None
+        async with trio.open_nursery() as root:
+            root.start_soon(self._watch_ends, ends)
+            try:
+                await self._run(passed, reloads)
+            except StartError as error:  # by itself, not in a group
+                fault = error
+            root.cancel_scope.cancel()
+        if fault is not None:
+            raise fault
+        log.info("stopped")
+        return 0
 
-    async def _run(self, ends: Signals, reloads: Signals) -> int:
-        config = self._config
-        context = make_context()
+    async def _open(self, opened: ExitStack, passed: activation.Passed, context: Context) -> None:
+        """Opens the ports of the faces and of replica sync; raises StartError."""
+        for face, binds in self._services.binds.items():
+            await face.open(opened, self._config, binds, passed)
+        if passed.left():  # their clients would wait for ever
+            raise StartError(
+                "the service manager passes sockets that belong to no face: "
+                f"{', '.join(passed.left())}; give each the address or the name of a face"
+            )
         if self._keys is not None:
             log.info("curve", public_key=self._keys.public.decode())
-        try:
-            await self._sync.open(context)
-            async with self._background(ends, reloads), trio.open_nursery() as listening:
+        await self._sync.open(context)
+
+    async def _run(self, passed: activation.Passed, reloads: Signals) -> None:
+        config = self._config
+        context = make_context()
+        with ExitStack() as opened:
+            opened.callback(context.destroy, linger=0)
+            with self._until_signalled():
+                await self._open(opened, passed, context)
+            if self._signalled.is_set():
+                return
+            async with self._background(reloads), trio.open_nursery() as listening:
                 ready = trio.Event()
                 self._listeners = tasks = ListenerTasks(
                     listening,
@@ -191,24 +216,29 @@ class _Daemon:
                     self._selections,
                     self._sync.start(listening, context, self._slots, self._selections),
                 )
-                await self._follow_fleet(listening, known)
+                with self._until_signalled():
+                    await self._follow_fleet(listening, known)
                 indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
                 if any(bind is not None for bind in indexing):
                     listening.start_soon(self._start_up, registry, tasks, ready)
                 else:
                     self._recovered.set()
-                await self._serve(known)
+                if not self._signalled.is_set():
+                    await self._serve(known)
                 listening.cancel_scope.cancel()
-        finally:
-            context.destroy(linger=0)
-        log.info("stopped")
-        return 0
+
+    @contextmanager
+    def _until_signalled(self) -> Iterator[None]:
+        """Gives up a part of the start at the first signal."""
+        with trio.CancelScope() as self._starting:
+            if self._signalled.is_set():
+                self._starting.cancel()
+            yield
 
     @asynccontextmanager
-    async def _background(self, ends: Signals, reloads: Signals) -> AsyncIterator[None]:
+    async def _background(self, reloads: Signals) -> AsyncIterator[None]:
         """Runs what lives as long as the daemon."""
         async with trio.open_nursery() as root:
-            root.start_soon(self._watch_ends, ends)
             root.start_soon(self._watch_reloads, reloads)
             root.start_soon(self._sweep)
             root.start_soon(self._expire)
@@ -222,6 +252,7 @@ class _Daemon:
         log.info("stopping", signal=number.name)
         sdnotify.tell(sdnotify.STOPPING)
         self._signalled.set()
+        self._starting.cancel()
         await ends.wait()
         os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
 
@@ -229,11 +260,16 @@ class _Daemon:
         """Reloads when asked to; who asks meanwhile has it done once more."""
         while True:
             await reloads.wait()
-            sdnotify.tell_reloading()
+            if self._is_ready():
+                sdnotify.tell_reloading()
             await self._reload()
             await self._dialer.recheck()
-            if self._recovered.is_set():
+            if self._is_ready():
                 await sdnotify.tell_ready()
+
+    def _is_ready(self) -> bool:
+        """Says whether the service manager takes kvd for started, and not for stopping."""
+        return self._announced and not self._signalled.is_set()
 
     async def _reload(self) -> None:
         """Takes over what all files say now, or nothing, and says what is wrong with them."""
@@ -257,19 +293,23 @@ class _Daemon:
         Nothing has changed until all parts are there.
         """
         # Thousands of workers take half a second, and a file may be on another machine.
-        reloaded = await trio.to_thread.run_sync(
-            self._reader.again, self._config, abandon_on_cancel=True
+        reloaded, terms = await trio.to_thread.run_sync(
+            self._read_again, self._config, abandon_on_cancel=True
         )
         if self._signalled.is_set():
             raise StartError("kvd is stopping")
         config = reloaded.config
-        terms = None if config.tls is None else read_files(config.tls)
         for face in self._services.served:
             face.check_open(config)
         parts = [Prepared(reloaded.changed, partial(self._follow, config, terms))]
         if self._fleet is not None:
             parts.append(await self._fleet.prepare(config.outgoing))
         return parts, reloaded.waiting
+
+    def _read_again(self, running: Config) -> tuple[Reloaded, Terms | None]:
+        reloaded = self._reader.again(running)
+        tls = reloaded.config.tls
+        return reloaded, None if tls is None else read_files(tls)
 
     def _follow(self, config: Config, terms: Terms | None) -> None:
         """Has the daemon go on with other values of settings that are live, and terms of TLS."""
@@ -352,7 +392,7 @@ class _Daemon:
         config = self._config
         if config.fleet_file is None:
             return
-        desks = self._services.desks(known, config)
+        desks = self._services.desks(known)
         self._fleet = Fleet(config.fleet_file, self._outgoing, desks)
         await self._fleet.read()
         nursery.start_soon(self._fleet.run)
@@ -405,6 +445,7 @@ class _Daemon:
         """Tells systemd that the faces serve, with what a peer knew if there is one."""
         await self._recovered.wait()
         if not self._signalled.is_set():
+            self._announced = True
             await sdnotify.tell_ready()
 
     async def _run_demo(self, base_url: str) -> None:

@@ -177,7 +177,8 @@ class Fleet:
                 if len(entries) % SLICE_ENTRIES == 0:
                     await trio.lowlevel.checkpoint()
         except OSError as error:
-            raise StartError(f"cannot read {self._path}: {error.strerror or error}") from None
+            why = error.strerror or error
+            raise StartError(f"{SETTING}: cannot read {self._path}: {why}") from None
         except ValueError as error:
             raise StartError(f"{self._path}: {error}") from None
         return Written(entries, signature)

@@ -184,7 +184,14 @@ def dropped() -> int:
 def complain(error: Exception) -> None:
     """Writes the one line that says why kvd does not start, before there is a log."""
     prefix = f"<{PRIORITIES['error']}>" if is_journal(STDERR, os.environ) else ""
-    print(f"{prefix}kvd: {error}", file=sys.stderr)
+    print(f"{prefix}kvd: {plain(str(error))}", file=sys.stderr)
+
+
+def plain(text: str) -> str:
+    """Returns a text that is one line and does nothing to a terminal, whoever has written it."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def is_journal(descriptor: int, environ: Mapping[str, str]) -> bool:

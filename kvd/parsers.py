@@ -80,6 +80,7 @@ class Binds:
 
 TLS_PREFIX = "tls:"
 MAX_UNIX_PATH_BYTES = 107  # Linux: 108 with the zero at its end
+MAX_GROUP = 2**32 - 2  # chown(2) takes the number above for none at all
 OFF = "off"  # the bind of a face that is not to be served
 
 
@@ -109,17 +110,26 @@ def parse_face_binds(text: str) -> Binds | str:
     return Binds(binds)
 
 
-def parse_file(text: str) -> Path:
-    """Reads the path of a file; an empty one would be the directory that kvd runs in."""
-    if not text or "\0" in text:
-        raise ValueError("expected the path of a file")
-    return Path(text)
-
-
 def parse_file_mode(text: str) -> str:
     """Reads the mode of a file as `chmod` does, with its leading zero."""
     if not re.fullmatch("0[0-7]{3}", text):
         raise ValueError('expected a mode of four octal digits: "0660"')
+    return text
+
+
+def parse_path(text: str) -> Path:
+    """Reads the name of a file, which may be anything but nothing."""
+    if not text or "\0" in text:
+        raise ValueError("expected the name of a file")
+    return Path(text)
+
+
+def parse_group(text: str) -> str:
+    """Reads the name of a group, or its number."""
+    if text.isascii() and text.isdigit():
+        return str(parse_uint(text, MAX_GROUP))
+    if not text or not text.isprintable():
+        raise ValueError("expected the name of a group, or its number")
     return text
 
 
@@ -383,6 +393,11 @@ class Setting:
     def is_switch(self) -> bool:
         """Whether its flag can stand alone, or as --no-..., as well."""
         return self.parse is parse_switch
+
+    @property
+    def is_text(self) -> bool:
+        """Whether no number is meant by it."""
+        return self.parse in (str, parse_path, parse_host)
 
     @property
     def many(self) -> bool:

@@ -72,6 +72,11 @@ class Replicas:
         self._replicas: dict[str, Replica] = {}
         self.refused = 0  # registrations beyond MAX_REPLICAS
 
+    @property
+    def are_on(self) -> bool:
+        """Whether there is a port for them, and a face that accounts."""
+        return self._links is not None
+
     def all(self) -> Iterable[Replica]:
         return self._replicas.values()
 

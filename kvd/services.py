@@ -117,7 +117,7 @@ class Services:
             sources.append(partial(conductor_listings.families, state, publishers))
             yield self.conductor, conductor.routes(state, publishers)
 
-    def desks(self, known: Known, config: Config) -> dict[str, Desk]:
+    def desks(self, known: Known) -> dict[str, Desk]:
         """Returns where entries of the fleet file are registered, by table."""
         desks: dict[FaceServer, tuple[str, Desk]] = {
             self.indexer: ("indexer", IndexerDesk(known.registry)),
@@ -126,7 +126,7 @@ class Services:
             self.conductor: ("conductor", ConductorDesk(known.publishers)),
         }
         found = dict(desks[face] for face in self.served)
-        if config.replica_sync is not None:
+        if known.replicas.are_on:
             found["replica"] = ReplicaDesk(known.replicas)
         return found
 

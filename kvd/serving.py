@@ -18,7 +18,7 @@ from kvd.http.certificates import Terms, load_terms
 from kvd.http.errors import Failures
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits, HttpStats
-from kvd.http.listeners import open_listeners
+from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Permits, is_local
 from kvd.http.reception import Reception
@@ -181,11 +181,14 @@ async def _open(
         opened.enter_context(sock)
     for bind in [] if sockets else binds:
         try:
-            found = passed.at(bind.address) or await open_listeners(bind.address, rights)
+            taken = passed.at(bind.address)
+            found = taken or await open_listeners(bind.address, rights)
         except (OSError, ValueError) as error:
             raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
         for sock in found:
             sockets.append(opened.enter_context(sock))
+            if sock.family == socket.AF_UNIX and not taken:  # a manager's file is the manager's
+                opened.callback(file_remover(sock))
     return sockets
 
 

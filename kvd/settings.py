@@ -326,7 +326,7 @@ PEER_SETTINGS = (
     ),
     Setting(
         "peers_token_file",
-        parsers.parse_file,
+        parsers.parse_path,
         None,
         "FILE",
         "a bearer token, with the scope admin at the peers",
@@ -378,16 +378,16 @@ PEER_SETTINGS = (
 SECURITY_SETTINGS = (
     Setting(
         "tls_certfile",
-        parsers.parse_file,
+        parsers.parse_path,
         None,
         "FILE",
         "PEM certificate chain of addresses with tls:",
         live=True,
     ),
-    Setting("tls_keyfile", parsers.parse_file, None, "FILE", "PEM private key of that", live=True),
+    Setting("tls_keyfile", parsers.parse_path, None, "FILE", "PEM private key of that", live=True),
     Setting(
         "tls_client_ca",
-        parsers.parse_file,
+        parsers.parse_path,
         None,
         "FILE",
         "PEM certificates: on addresses with tls: clients need one that these have signed",
@@ -400,10 +400,16 @@ SECURITY_SETTINGS = (
         "MODE",
         "of the sockets of addresses with unix:",
     ),
-    Setting("unix_socket_group", str, None, "GROUP", "name or number of the group they belong to"),
+    Setting(
+        "unix_socket_group",
+        parsers.parse_group,
+        None,
+        "GROUP",
+        "name or number of the group they belong to",
+    ),
     Setting(
         "tokens_file",
-        parsers.parse_file,
+        parsers.parse_path,
         None,
         "FILE",
         "bearer tokens that clients need, each with its scopes; see security.md",
@@ -437,7 +443,7 @@ SECURITY_SETTINGS = (
 FLEET_SETTINGS = (
     Setting(
         "fleet_file",
-        parsers.parse_file,
+        parsers.parse_path,
         None,
         "FILE",
         "TOML file of workers, publishers and replicas, followed while kvd runs",
@@ -614,14 +620,14 @@ INDEX_SETTINGS = (
 CURVE_SETTINGS = (
     Setting(
         "curve_secret_key_file",
-        parsers.parse_file,
+        parsers.parse_path,
         None,
         "FILE",
         "secret key of this process, to engines and replicas that speak CURVE (default: any)",
     ),
     Setting(
         "replica_sync_client_keys",
-        parsers.parse_file,
+        parsers.parse_path,
         None,
         "FILE",
         "public keys of replicas, one a line: nobody else hears of requests (default: everybody)",

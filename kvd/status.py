@@ -40,6 +40,14 @@ LISTS = {
     "conductor": {"publishers": "/services"},
 }
 
+# What /metrics of each face has, and no other's.
+KNOWN_BY = {
+    "indexer": "kvd_peers_refused_total",
+    "slot-tracker": "kvd_slots_ranks",
+    "selection": "kvd_selection_ranks",
+    "conductor": "kvd_conductor_publishers",
+}
+
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 
 Samples = dict[tuple[str, str], float]  # by name and labels, as they are written
@@ -115,7 +123,7 @@ def _using(path: Path) -> Iterator[None]:
 
 def read_samples(text: str) -> Samples:
     """Returns the samples of a page in Prometheus' text format."""
-    found = map(_SAMPLE.fullmatch, text.splitlines())
+    found = map(_SAMPLE.fullmatch, text.split("\n"))
     return {(m["name"], m["labels"] or ""): float(m["value"]) for m in found if m}
 
 
@@ -178,6 +186,8 @@ def _try(look: Look, face: Face, client: Client) -> None:
 
 def _look_first(face: Face, client: Client) -> None:
     face.before = read_samples(client.ask(face.bind, "/metrics"))
+    if not any(name == KNOWN_BY[face.name] for name, _ in face.before):
+        raise ValueError(f"what answers there is no kvd {face.name}")
 
 
 def _look_again(face: Face, client: Client) -> None:

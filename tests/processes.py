@@ -77,6 +77,13 @@ class Server:
             pytest.fail(f"still there {STOP_DEADLINE_S} s after {number.name}:\n{self.stderr}")
 
 
+def blocks(pid: int, number: signal.Signals) -> bool:
+    """Returns whether a process has a signal blocked, as kvd does when it can read it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(mask, 16) & 1 << number - 1)
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """Returns this environment without what would configure the daemon, and with `extra`."""
     inherited = {

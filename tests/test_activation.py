@@ -208,6 +208,28 @@ def test_a_socket_of_no_face_is_refused(tmp_path: Path) -> None:
         assert f"belong to no face: indexr (127.0.0.1:{port_of(sock)});" in said
 
 
+def test_a_unix_socket_without_a_file_goes_by_its_name(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        path = f"\0kvd-{os.getpid()}"
+        sock = listening(stack, socket.AF_UNIX, path)
+        others = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+        with managed(tmp_path, [sock], "indexer", "serve", *others) as (manager, _):
+            with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+                assert client.get("http://kvd/workers").status_code == 200
+            assert f"bind=unix:@{path[1:]}" in manager.stderr
+
+
+def test_sockets_of_which_nobody_knows_who_may_come_are_refused(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        try:
+            sock = stack.enter_context(socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM))
+            sock.bind((socket.VMADDR_CID_ANY, socket.VMADDR_PORT_ANY))
+            sock.listen()
+        except OSError as error:
+            pytest.skip(f"no sockets between machines: {error}")
+        assert "no listening stream socket of TCP" in refused(tmp_path, [sock], "indexer")
+
+
 def test_what_does_not_listen_is_refused(tmp_path: Path) -> None:
     with socket.socket() as sock:
         assert "(indexer) of the service manager is no listening" in refused(

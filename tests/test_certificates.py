@@ -134,7 +134,7 @@ def _break_authority(folder: Path) -> None:
     [
         (_break_key, "cannot use {0}/cert.pem with {0}/key.pem: "),
         (_break_certificate, "cannot use {0}/cert.pem with {0}/key.pem: "),
-        (_remove_key, "cannot read {0}/key.pem: "),
+        (_remove_key, "tls_keyfile: cannot read {0}/key.pem: "),
         (_break_authority, "cannot use {0}/ca.pem: "),
     ],
 )

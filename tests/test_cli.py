@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -312,6 +313,24 @@ def test_both_signals_end_it_well(
     number: signal.Signals, kvd_process: Callable[..., Server]
 ) -> None:
     assert kvd_process().stop(number) == 0
+
+
+def test_who_reads_what_a_command_says_may_leave() -> None:
+    command = [sys.executable, "-m", "kvd", "config", "docs"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as nobody, open("/dev/full", "wb") as full:
+        for stdout, said in ((nobody, ""), (full, "kvd: cannot write: No space left on device\n")):
+            done = subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=clean_environment(),
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_both_faces_are_one_process(tmp_path: Path) -> None:

@@ -78,9 +78,14 @@ def test_every_misspelling_is_refused(
         ("router_temperature = 'hot'", r"router_temperature: expected a number from 0 to"),
         ("router_host_cache_hit_weight = '٣'", r"router_host_cache_hit_weight: expected a number"),
         ("model_name = true", r"model_name: expected NAME$"),
+        ("model_name = 5", r"model_name: expected NAME$"),
+        ("replica_sync_host = 127.1", r"replica_sync_host: expected HOST$"),
         ("tokens_file = false", r"tokens_file: expected FILE$"),
-        ("tokens_file = ''", r"tokens_file: expected the path of a file$"),
-        ('tls_keyfile = "a\\u0000b"', r"tls_keyfile: expected the path of a file$"),
+        ("tokens_file = 5", r"tokens_file: expected FILE$"),
+        ("fleet_file = ''", r"fleet_file: expected the name of a file$"),
+        ('tls_certfile = "a\\u0000"', r"tls_certfile: expected the name of a file$"),
+        ("unix_socket_group = ''", r"unix_socket_group: expected the name of a group"),
+        ("unix_socket_group = 4294967295", r"unix_socket_group: .* from 0 to 4294967294$"),
         ("http_connections = [1]", r"http_connections: expected N"),
         ("peers = 'http://10.0.0.9:8090'", r"peers: expected an array of URL texts"),
         ("peers = ['http://10.0.0.9:8090,']", r"peers: a text with a comma"),
@@ -114,6 +119,31 @@ def test_what_is_wrong_is_said_in_one_line(text: str, complaint: str, tmp_path: 
     with pytest.raises(StartError, match=rf"^{re.escape(str(path))}: {complaint}") as caught:
         load(write(path, text), {})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokens_file", "peers_token_file", "fleet_file", "curve_secret_key_file", "tls_certfile"],
+)
+def test_who_names_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvd.toml"
+    text = f'{name} = "{tmp_path}"\ntls_keyfile = "nowhere"\nindexer_bind = "tls:127.0.0.1:0"\n'
+    if name != "tls_certfile":
+        text = f'{name} = "{tmp_path}"\n'
+    with pytest.raises(StartError, match=rf"^{name}: cannot read {tmp_path}: Is a directory$"):
+        load(write(path, text), {})
+
+
+@pytest.mark.parametrize(
+    "text", ['"a\\nb" = 1', 'tokens_file = "/\\u001b[31m\\n"', 'replica_sync_host = "a\\rb"']
+)
+def test_no_complaint_is_more_than_a_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "check", f"--config={write(tmp_path / 'kvd.toml', text)[CONFIG]}"]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith("\n")
+    assert said[:-1].isprintable(), said
 
 
 def test_no_text_and_no_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import Server, find_free_port
-from running import running
+from running import running, running_kvd
 from selecting import Service
 
 from kvd import fleetfile
@@ -531,6 +531,19 @@ def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Engine
         listed = kvd.clients["indexer"].get("/workers").json()
         assert sorted(each["instance_id"] for each in listed) == [1, 3]
         assert kvd.clients["slot-tracker"].get("/workers").json()[0]["worker_id"] == 1
+
+
+def test_replicas_of_faces_that_are_off_are_left_out(tmp_path: Path) -> None:
+    """One file and one environment may be for several commands."""
+    path = tmp_path / "fleet.toml"
+    path.write_text(replica(1))
+    environ = {"KVD_REPLICA_SYNC_PORT": str(find_free_port())}
+    flags = ["--fleet-file", str(path)]
+    with running_kvd(tmp_path, *flags, face="conductor", environ=environ) as server:
+        text = httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False).text
+        shown = exposition.parse(text)
+    assert shown['kvd_fleet_entries{state="off"}'] == 1
+    assert shown['kvd_fleet_entries{state="failed"}'] == 0
 
 
 def test_the_file_is_followed_without_a_word(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from running import running
 
 from kvd.cli import main
 from kvd.parsers import Binds, TcpBind, UnixBind
-from kvd.status import faces_of, read_samples
+from kvd.status import LISTS, faces_of, read_samples
 
 PAIR = {"cert": "pem", "key": "key"}
 TOKENS = list(range(16))
@@ -208,6 +208,39 @@ def test_a_face_that_is_not_there_is_an_exit_code_of_its_own(
     assert "error" not in shown["faces"]["indexer"] and shown["indexer"]["workers"] == []
     assert main(["status", "--interval=0", "--config", str(tmp_path / "none.toml")]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("face", LISTS)
+def test_a_face_that_answers_in_place_of_another_is_told(
+    binds: list[str], capsys: pytest.CaptureFixture[str], face: str
+) -> None:
+    """Its lists and sizes would be missing, as if there were nobody."""
+    flag = f"--{face}-bind"
+    others = [each for each in binds if not each.startswith(flag)]
+    for other in others:
+        off = [f"--{name}-bind=off" for name in LISTS if name != face]
+        code, shown = status(capsys, f"{flag}={other.partition('=')[2]}", *off)
+        assert code == 2
+        assert shown["faces"][face]["error"] == f"what answers there is no kvd {face}"
+
+
+def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "m\x1b]0;title\x07\nindexer 127.0.0.1:1\u2028\u202e\x9b2J"
+    publisher = {"instance_id": "a\r\n", "type": "vLLM", "endpoint": "tcp://127.0.0.1:9"}
+    publisher |= {"model": name, "block_size": 4, "dp_rank": 0}
+    httpx.post(
+        url(binds[3]) + "/register", json=publisher, trust_env=False, verify=False
+    ).raise_for_status()
+    try:
+        assert main(["status", "--interval=0", *binds]) == 1
+        said = capsys.readouterr().out
+    finally:
+        left = {"instance_id": "a\r\n"}
+        httpx.post(url(binds[3]) + "/unregister", json=left, trust_env=False, verify=False)
+    assert all(line.isprintable() for line in said.split("\n"))
+    assert r"publisher a\r\n rank 0 of m\x1b]0;title\x07\nindexer" in said
 
 
 def test_the_file_says_where_the_faces_are(

@@ -8,6 +8,7 @@ import grp
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -74,19 +75,41 @@ def _open_tcp(family: int, address: _Address, bind: str) -> socket.socket:
 
 
 def _open_unix(path: str, rights: UnixRights) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_stale(path)
-        sock.bind(path)
-        # Nobody can connect before listen(), whatever the file says until then. The group first:
-        # a change of that may take bits of the mode away.
-        if rights.group is not None:
-            os.chown(path, -1, _group_number(rights.group))
-        os.chmod(path, rights.mode)
-        return _listening(sock)
-    except OSError as error:
-        sock.close()
-        raise _explained(error, _UNIX_PREFIX + path) from None
+    with contextlib.ExitStack() as undone:
+        sock = undone.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            group = -1 if rights.group is None else _group_number(rights.group)
+            _remove_stale(path)
+            sock.bind(path)
+            undone.callback(os.unlink, path)
+            # Nobody can connect before listen(), whatever the file says until then. The group
+            # first: a change of that may take bits of the mode away.
+            os.chown(path, -1, group)
+            os.chmod(path, rights.mode)
+            _listening(sock)
+        except OSError as error:
+            raise _explained(error, _UNIX_PREFIX + path) from None
+        undone.pop_all()
+        return sock
+
+
+def file_remover(sock: socket.socket) -> Callable[[], None]:
+    """Returns what removes a listening Unix socket's file, if it is this one's still."""
+    path = sock.getsockname()
+    own = _identity(path)
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):
+            if _identity(path) == own:
+                os.unlink(path)
+
+    return remove
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """Returns what tells a file from others of its name: numbers of inodes are used again."""
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def _group_number(group: str) -> int:

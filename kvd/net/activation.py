@@ -16,6 +16,7 @@ from collections.abc import Iterable, MutableMapping
 
 FIRST = 3  # descriptor, as sd_listen_fds(3) says
 VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)  # of which it is known who may come
 
 
 class Passed:
@@ -71,9 +72,10 @@ def _adopt(descriptor: int, name: str) -> socket.socket:
         raise ValueError(
             f"descriptor {descriptor} ({name}) of the service manager: {error.strerror}"
         ) from None
-    if not listening or sock.type != socket.SOCK_STREAM:
+    if not listening or sock.type != socket.SOCK_STREAM or sock.family not in FAMILIES:
         raise ValueError(
-            f"descriptor {descriptor} ({name}) of the service manager is no listening stream socket"
+            f"descriptor {descriptor} ({name}) of the service manager is no listening stream "
+            "socket of TCP or a Unix socket"
         )
     sock.set_inheritable(False)
     sock.setblocking(False)
@@ -81,8 +83,13 @@ def _adopt(descriptor: int, name: str) -> socket.socket:
 
 
 def address(sock: socket.socket) -> str:
-    """Returns where a socket listens, in the form of a bind address."""
+    """Returns where a socket listens, in the form of a bind address.
+
+    A Unix socket without a file has an @ in front of its name.
+    """
     name = sock.getsockname()
+    if isinstance(name, bytes):
+        return f"unix:@{os.fsdecode(name[1:])}"
     if isinstance(name, str):
         return f"unix:{name}"
     host, port = name[:2]

@@ -16,7 +16,7 @@ from kvd.config import StartError, load
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.listeners import open_listeners, split_host_port
+from kvd.http.listeners import file_remover, open_listeners, split_host_port
 from kvd.http.options import UnixRights
 from kvd.http.reception import Reception
 
@@ -112,6 +112,21 @@ async def test_a_unix_socket_has_the_rights_it_is_given(tmp_path: Path) -> None:
         os.umask(before)
     with pytest.raises(OSError, match="there is no group nobodies-group"):
         await open_listeners(f"unix:{path}", UnixRights(0o660, "nobodies-group"))
+    assert not path.exists()
+
+
+async def test_a_socket_file_goes_unless_it_is_anothers(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    (first,) = await open_listeners(f"unix:{path}")
+    with first:
+        remove = file_remover(first)
+    (second,) = await open_listeners(f"unix:{path}")
+    with second:
+        remove()
+        assert path.exists()
+        file_remover(second)()
+        assert not path.exists()
+        remove()  # and nothing is there any more
 
 
 def test_rights_are_said_in_octal() -> None:
