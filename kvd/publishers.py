@@ -184,7 +184,8 @@ class Publishers:
         if known is not None:
             addresses = known.described.addresses
             if addresses != described.addresses:
-                raise Conflict(f"{key.triple} is registered already, at {addresses.endpoint}")
+                other = addresses.unlike(described.addresses)
+                raise Conflict(f"{key.triple} is registered already, with {other}")
             if key in self._leaving:
                 raise Conflict(f"{key.triple} is being unregistered")
             return
@@ -237,13 +238,18 @@ class Publishers:
         # Shielded: a client that goes away must not leave one registered without its listener.
         with trio.CancelScope(shield=True):
             self._leaving.update(key for key, _ in leaving)
-            for key, publisher in leaving:
-                # Another request may be faster, and a client have registered it anew meanwhile.
-                if self._publishers.get(key) is publisher:
-                    await self._listeners.stop(key)
-                if self._publishers.get(key) is publisher:
-                    self._remove(key, publisher)
+            # All at once: each waits some milliseconds for the end of its connection.
+            async with trio.open_nursery() as nursery:
+                for key, publisher in leaving:
+                    nursery.start_soon(self._leave, key, publisher)
         return sorted({key.triple for key, _ in leaving})
+
+    async def _leave(self, key: PublisherKey, publisher: Publisher) -> None:
+        # Another request may be faster, and a client have registered it anew meanwhile.
+        if self._publishers.get(key) is publisher:
+            await self._listeners.stop(key)
+        if self._publishers.get(key) is publisher:
+            self._remove(key, publisher)
 
     def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
         del self._publishers[key]

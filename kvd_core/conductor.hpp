@@ -83,6 +83,9 @@ class Conductor final : public Placements {
   // Its blocks no longer count; `Index::sweep` frees them.
   void remove_source(Source* source);
 
+  // Forgets the source's holders that hold nothing.
+  void drop_idle(Source* source);
+
   Instance* find(const std::string& key) const {
     const auto it = by_key_.find(key);
     return it == by_key_.end() ? nullptr : it->second;
@@ -97,7 +100,7 @@ class Conductor final : public Placements {
   // The instance's ranks count as those of a worker of the index, or of none.
   void link(Instance* instance, Worker* worker);
 
-  // The holder's rank, made when it is new; kNone when the source has too many.
+  // The holder's rank, made when it is new; kNone when too many of the source hold something.
   RankId holder(Source* source, uint32_t backend, bool ranked, uint32_t dp_rank);
 
   // The layer of a medium by its upper-case name, and as a JSON member name; kNone when there are
@@ -243,6 +246,8 @@ class Conductor final : public Placements {
 
   void prepare();
   static bool before(const Holder& a, const Holder& b);
+  void give_back(const Instance& instance);
+  static bool has_row(const Instance& instance, uint32_t dp_rank);
   template <class T>
   static void drop(std::vector<T*>& list, const T* item);
   template <class T>

@@ -52,6 +52,7 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
         cbool sequence(uint32_t) except +
         CSource* add_source(const string&, uint64_t, uint32_t, cbool) except +
         void remove_source(CSource*) except +
+        void drop_idle(CSource*) except +
         CInstance* find(const string&)
         vector[string] keys_of_instances() except +
         void link(CInstance*, CWorker*) except +

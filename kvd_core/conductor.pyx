@@ -349,6 +349,11 @@ cdef class Source:
             return []
         return [(each.backend, each.dp_rank if each.ranked else None) for each in self.c.holders]
 
+    def drop_idle(self):
+        """Forgets those that hold nothing: who comes for good must not lack room for them."""
+        if self.c != NULL:
+            self.conductor.c.drop_idle(self.c)
+
     def stats(self):
         """What it holds, and what questions have found with it.
 

@@ -10,10 +10,12 @@
 // Invariants
 //   1. `owners_[id]` is the source one of whose holders has the id, null for all other ranks;
 //   2. `rows` and `shared` of an instance are made anew when a source or holder comes, goes or has
-//      another id; who its holders are seen as, with every holder and link.
+//      another id; who its holders are seen as, with every holder and link;
+//   3. a rank that an instance's worker has for its holders only is in the `rows`.
 //
 // Costs: O(holders of the instance), times the worker's ranks for those without a rank; to find a
 // holder that is there O(log holders of the source). Blocks of a source removed: `Index::sweep`.
+// A rank that a worker gets back, O(ranks of the index).
 #pragma once
 
 #include <algorithm>
@@ -49,24 +51,44 @@ inline void Conductor::remove_source(Source* source) {
   }
   Instance* instance = source->instance;
   drop(instance->sources, source);
+  list_rows(*instance);
+  give_back(*instance);
   if (instance->sources.empty()) {
     link(instance, nullptr);
     by_key_.erase(instance->key);
     drop_owned(instances_, instance);
-  } else {
-    list_rows(*instance);
   }
   drop_owned(sources_, source);
 }
 
 inline void Conductor::link(Instance* instance, Worker* worker) {
   if (instance->worker != nullptr) instance->worker->shared = false;
+  if (instance->worker != nullptr && instance->worker != worker) {
+    instance->rows.clear();
+    give_back(*instance);
+    list_rows(*instance);
+  }
   instance->worker = worker;
   if (worker != nullptr) {
     worker->shared = true;
-    for (const Source* source : instance->sources) worker->rank(index_, source->dp_rank);
+    for (const Source* source : instance->sources) worker->lend(index_, source->dp_rank);
   }
   show(*instance);
+}
+
+// Ends the ranks that the instance's worker has for its holders only, but for those of its rows.
+inline void Conductor::give_back(const Instance& instance) {
+  if (instance.worker == nullptr) return;
+  std::vector<uint32_t> ended;
+  for (const auto& [dp_rank, id] : instance.worker->ranks) {
+    if (index_.rank(id).lent && !has_row(instance, dp_rank)) ended.push_back(dp_rank);
+  }
+  for (const uint32_t dp_rank : ended) instance.worker->retire(index_, dp_rank);
+}
+
+inline bool Conductor::has_row(const Instance& instance, uint32_t dp_rank) {
+  return std::binary_search(instance.rows.begin(), instance.rows.end(), Instance::Row{dp_rank, {}},
+                            [](const Instance::Row& a, const Instance::Row& b) { return a.dp_rank < b.dp_rank; });
 }
 
 inline RankId Conductor::holder(Source* source, uint32_t backend, bool ranked, uint32_t dp_rank) {
@@ -74,7 +96,10 @@ inline RankId Conductor::holder(Source* source, uint32_t backend, bool ranked, u
   std::vector<Holder>& holders = source->holders;
   const auto at = std::lower_bound(holders.begin(), holders.end(), wanted, before);
   if (at != holders.end() && at->order() == wanted.order()) return at->id;
-  if (holders.size() == kMaxHolders) return kNone;
+  if (holders.size() == kMaxHolders) {
+    drop_idle(source);
+    return holders.size() == kMaxHolders ? kNone : holder(source, backend, ranked, dp_rank);
+  }
   const RankId id = index_.add_rank(wanted.dp_rank);
   Rank& rank = index_.ranks_[id];
   rank.settling = rank.offloads = rank.salted = rank.hidden = rank.published = true;
@@ -84,6 +109,22 @@ inline RankId Conductor::holder(Source* source, uint32_t backend, bool ranked, u
   show(*source->instance);
   list_rows(*source->instance);
   return id;
+}
+
+inline void Conductor::drop_idle(Source* source) {
+  const auto is_idle = [&](const Holder& holder) {
+    return index_.lies_within(holder.id, 0) && index_.ranks_[holder.id].parked() == 0;
+  };
+  std::vector<Holder>& holders = source->holders;
+  const auto idle = std::stable_partition(holders.begin(), holders.end(),
+                                          [&](const Holder& holder) { return !is_idle(holder); });
+  for (auto it = idle; it != holders.end(); ++it) {
+    owners_[it->id] = nullptr;
+    index_.retire_rank(it->id);
+  }
+  holders.erase(idle, holders.end());
+  list_rows(*source->instance);
+  give_back(*source->instance);
 }
 
 inline LayerId Conductor::medium(const std::string& name, const std::string& key) {
@@ -146,7 +187,7 @@ inline void Conductor::show(const Instance& instance, const Holder& holder,
   if (instance.worker == nullptr) {
     index_.show_as(holder.id, kNone);
   } else if (holder.ranked) {
-    index_.show_as(holder.id, instance.worker->rank(index_, holder.dp_rank));
+    index_.show_as(holder.id, instance.worker->lend(index_, holder.dp_rank));
   } else {
     std::vector<RankId> ids;
     for (const auto& rank : ranks) ids.push_back(rank.second);

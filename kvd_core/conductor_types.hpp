@@ -26,7 +26,8 @@ namespace kvd {
 // Blocks of a partition told without tokens or parent, once it has publishers of the standard: a
 // store alone, without its engines, tells of nothing else. Some 300 MB.
 constexpr size_t kMaxLoose = size_t{1} << 20;
-// Backends and ranks of one source. The bound keeps a mad publisher from making one a number.
+// Backends and ranks of one source; those that hold nothing are forgotten when there are more. The
+// bound keeps a mad publisher from making one a number.
 constexpr size_t kMaxHolders = 4096;
 // Steps of making sequence hashes at the first source, two a block: 1 to 1.5 ms.
 constexpr uint32_t kSequencedAtOnce = 8192;

@@ -44,6 +44,12 @@ inline void Conductor::each_credit(uint64_t key, Visit&& visit) const {
 
 template <class Require>
 inline void Conductor::verify(Require&& require) const {
+  for (const auto& instance : instances_) {
+    if (instance->worker == nullptr) continue;
+    for (const auto& [dp_rank, id] : instance->worker->ranks) {
+      require(!index_.rank(id).lent || has_row(*instance, dp_rank), "sources 3: a rank made for holders has some");
+    }
+  }
   for (RankId id = 0; id < index_.rank_end(); ++id) {
     const Rank& rank = index_.rank(id);
     if (!rank.live || id >= owners_.size() || owners_[id] == nullptr) continue;

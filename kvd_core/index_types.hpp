@@ -206,6 +206,7 @@ struct RankTraits {
   RankId seen_as = kNone;
   bool hidden = false;
   bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
+  bool lent = false;       // a worker's, for a conductor's to be seen as only (worker.hpp)
 };
 
 struct Rank : RankTraits {

@@ -232,9 +232,16 @@ def test_addresses(conductor: Running, field: str) -> None:
 def test_conflicts(conductor: Running) -> None:
     conductor.post("/register", REGISTER)
     conductor.post("/register", REGISTER)
-    for field in ("endpoint", "replay_endpoint"):
-        failure = conductor.post("/register", REGISTER | {field: "tcp://127.0.0.1:2"}, 409)
+    other = {
+        "endpoint": "tcp://127.0.0.1:2",
+        "replay_endpoint": "tcp://127.0.0.1:2",
+        "curve_server_key": "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6",
+    }
+    for field, value in other.items():
+        failure = conductor.post("/register", REGISTER | {field: value}, 409)
         assert failure["reason"] == "invalid_registration"
+        known = REGISTER.get(field, "none")
+        assert failure["error"] == f"a|default|0 is registered already, with {field} {known}"
     assert len(conductor.services()) == 1
 
 

@@ -276,6 +276,42 @@ def test_both_registrations_of_one_id_add_up(fleet: Fleet) -> None:
     assert fleet.workers() == {}
 
 
+def test_ranks_go_with_the_publishers_that_brought_them(fleet: Fleet) -> None:
+    """A worker keeps those that are registered elsewhere, or that its own engines speak for."""
+    stream = fleet.state.add_rank(RankKey(KEY, 7, 1), BLOCK_SIZE)
+    pool = fleet.publisher("7", store=True, rank=9)[0]
+    sources = []
+    for rank in (0, 1, 2, 3):
+        source, publication = fleet.publisher("7", rank=rank)
+        sources.append(source)
+        publication.apply(batch(STORED, rank=rank + 4))
+    worker = fleet.state.partition(*KEY).workers[7]
+    assert worker.ranks() == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+    assert fleet.rows()["7"]["DP"].keys() == {*"012345679"}
+    stream.apply(batch(STORED, rank=2))
+    stream.apply(batch(["BlockRemoved", [1, 2, 3], "GPU"], rank=2))
+    fleet.leave(sources[0])
+    assert worker.ranks() == [1, 2, 3, 5, 6, 7, 9]
+    for source in (*sources[1:], pool):
+        fleet.leave(source)
+    assert worker.ranks() == [1, 2]
+    assert fleet.rows()["7"]["DP"] == {"1": 0, "2": 0}
+    fleet.publisher("7", rank=3)
+    fleet.state.remove_rank(RankKey(KEY, 7, 1))
+    assert fleet.state.partition(*KEY).workers[7].ranks() == [3]
+
+
+def test_publishers_of_any_ranks_come_and_go(fleet: Fleet) -> None:
+    """A worker may have 4096 ranks; those of before are no reason for new ones not to count."""
+    fleet.publisher("7")
+    for rank in range(4096):
+        fleet.leave(fleet.publisher("7", rank=rank)[0])
+    fleet.publisher("7", rank=4096)[1].apply(batch(STORED))
+    partition = fleet.state.partition(*KEY)
+    assert partition.workers[7].ranks() == [0, 4096]
+    assert partition.index.match(LOCALS)[0] == {(7, 4096): (3, 3, 3)}
+
+
 def test_the_indexer_s_answer_shows_publishers(fleet: Fleet) -> None:
     from kvd.faces.indexer import QUERY
 

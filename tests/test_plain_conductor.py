@@ -152,6 +152,28 @@ def test_hashes_may_be_texts() -> None:
     assert rows("/query_by_hash", block_hash=signed) == asked
 
 
+@pytest.mark.parametrize("unknown", ["1", '{"a":1,"a":1}', "1e999", "9" * 5000])
+def test_what_is_ignored_is_beside_texts_too(unknown: str) -> None:
+    """Hashes as texts are read another way; what is refused is the same."""
+    members = {"model": '"m"', "block_size": str(BLOCK_SIZE), "x": unknown, "x\\u0020": "1"}
+    rest = "".join(f',"{name}":{value}' for name, value in members.items()) + ',"x":2}'
+    as_texts = json.dumps([str(each) for each in HASHES])
+    asked = (f'{{"seq_hashes":{hashes}{rest}'.encode() for hashes in (json.dumps(HASHES), as_texts))
+    plain, spelled = (handled(ROUTES["/query_by_hash"], each) for each in asked)
+    assert plain is not None and plain == spelled
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [('"seq_hashes":["1"]', "duplicate member `seq_hashes`"), ('"block_hash":7', "block_hash: exp"),
+     ('"model":"m"', "duplicate member `model`"), ('"block_hash":[2]', "are the same member")],
+)  # fmt: skip
+def test_what_is_wrong_beside_hashes_as_texts(more: str, why: str) -> None:
+    asked = f'{{"model":"m","block_size":{BLOCK_SIZE},"seq_hashes":["1"],{more}}}'
+    with pytest.raises(KvdError, match=why):
+        called(ROUTES["/query_by_hash"], asked.encode())
+
+
 @pytest.mark.parametrize("name", ["tenant_id", "lora_name", "instance_id", "cache_salt"])
 @pytest.mark.parametrize("path", ["/query", "/query_by_hash"])
 def test_names_have_a_bound(path: str, name: str) -> None:

@@ -46,8 +46,9 @@ SALT = ("cache_salt", "additional_salt", "additionalsalt")
 HASHES = ("seq_hashes", "block_hash", "block_hashes")
 ECHOED = ("hash_profile", "cache_group")  # of newer conductors: shown again, without effect
 
-QUERY = BodyScanner({"token_ids": "u32"}, FIELDS)
-QUERY_BY_HASH = BodyScanner(dict.fromkeys(HASHES, "hash64"), FIELDS)
+QUERY = BodyScanner({"token_ids": "u32?"}, FIELDS)
+QUERY_BY_HASH = BodyScanner(dict.fromkeys(HASHES, "hash64?"), FIELDS)
+SPELLED = BodyScanner({}, (*FIELDS, *HASHES))  # reads the same, and hashes as whatever they are
 DESCRIBED = (
     *MODEL,
     "endpoint",
@@ -173,7 +174,7 @@ def _scan_topic(request: Request) -> tuple[int, Topic]:
 
 def _topic(members: Members) -> Topic:
     return Topic(
-        model_name(members),
+        model_name(members, "model"),
         text(members, "tenant_id") or DEFAULT_TENANT,
         uint(members, "block_size", 1),
         _adapter(members),
@@ -216,38 +217,16 @@ def _rewritten(body: bytes) -> bytes | None:
     """Returns a body with its hashes as integers; None if that is not what is wrong with it."""
     if len(body) > TEXT_HASHES_LIMIT:
         return None
-    try:
-        members = json.loads(body.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError):
+    members = scan_body(SPELLED, body)
+    given = {name: members[name] for name in HASHES if isinstance(members.get(name), list)}
+    if not any(isinstance(each, str) for hashes in given.values() for each in hashes):
         return None
-    if not isinstance(members, dict):
-        return None
-    given = {name: members.pop(name) for name in HASHES if name in members}
-    if not any(_is_rewritten(value) for value in given.values()):
-        return None
-    for name, value in given.items():
-        if value is None:
-            continue
-        if not isinstance(value, list):
-            return None
+    for name, hashes in given.items():
         try:
-            members[name] = [kv_events.hash_of(each) for each in value]
+            members[name] = [kv_events.hash_of(each) for each in hashes]
         except ValueError:
             raise invalid(f"{name}: expected whole numbers of 64 bits", name) from None
     return json.dumps(members).encode()
-
-
-def _is_rewritten(hashes: object) -> bool:
-    if isinstance(hashes, list):
-        return any(isinstance(each, str) for each in hashes)
-    return hashes is None
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("duplicate member")
-    return found
 
 
 # ---- registrations
@@ -274,7 +253,7 @@ def read_publisher(body: bytes) -> Described:
         endpoint=required(members, "endpoint"),
         replay_endpoint=text(members, "replay_endpoint") or None,
         type=required(members, "type"),
-        model_name=model_name(members),
+        model_name=model_name(members, "modelname"),
         lora_name=text(members, "lora_name") or "",
         tenant_id=text(members, "tenant_id") or DEFAULT_TENANT,
         instance_id=required(members, "instance_id"),

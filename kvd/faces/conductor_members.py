@@ -98,12 +98,13 @@ def alias(members: Members, names: tuple[str, ...]) -> str | None:
     return next(iter(given.values()), None)
 
 
-def model_name(members: Members) -> str:
+def model_name(members: Members, called: str) -> str:
+    """Returns the model; `called` is the name that the documentation has for it there."""
     name = alias(members, MODEL)
     if name is None:
-        raise missing(MODEL[0])
+        raise missing(called)
     if not name:
-        raise invalid("the model must not be empty", MODEL[0])
+        raise invalid("the model must not be empty", called)
     return name
 
 

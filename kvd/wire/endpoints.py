@@ -24,6 +24,14 @@ class Addresses(NamedTuple):
     replay_endpoint: str | None = None
     server_key: str | None = None  # of CURVE, for both; None speaks without it
 
+    def unlike(self, others: Addresses) -> str:
+        """Says the first that is not as in others, which there must be."""
+        if self.endpoint != others.endpoint:
+            return f"endpoint {self.endpoint}"
+        if self.replay_endpoint != others.replay_endpoint:
+            return f"replay_endpoint {self.replay_endpoint or 'none'}"
+        return f"curve_server_key {self.server_key or 'none'}"
+
 
 def check_endpoint(endpoint: str) -> None:
     """Raises BadRequest, naming the endpoint and its fault, unless a SUB may connect to it."""

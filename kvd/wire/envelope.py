@@ -32,7 +32,9 @@ MEDIA = {
 }
 MAX_MEDIUM_CHARS = 64  # of a name that becomes a member of every answer
 
-MAX_BACKENDS = 4096  # of one publisher, by name; events of more are dropped and counted
+# Of one publisher, by name: those that hold nothing are forgotten from time to time when there are
+# half as many; events of more are dropped and counted.
+MAX_BACKENDS = 4096
 
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
 _TYPES = (STORED, REMOVED, CLEARED)
@@ -106,6 +108,20 @@ class Envelopes:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._backends: dict[str, int] = {"": 0}
+        self._named = 0  # the highest number; none is given twice
+        self._crowd = MAX_BACKENDS // 2  # so many backends are a reason to forget some
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it is time to `forget_backends`."""
+        return len(self._backends) >= self._crowd
+
+    def forget_backends(self, busy: set[int]) -> None:
+        """Forgets all but these; between two payloads, since events in hand may be of others."""
+        self._backends = {
+            name: number for name, number in self._backends.items() if number in busy or not number
+        }
+        self._crowd = max(MAX_BACKENDS // 2, (len(self._backends) + MAX_BACKENDS + 1) // 2)
 
     def read(self, event: Event, batch_rank: int | None) -> StandardEvent:
         """Raises ValueError for a bad one, Foreign for another registration's."""
@@ -150,7 +166,8 @@ class Envelopes:
         if known is None:
             if len(self._backends) >= MAX_BACKENDS:
                 raise ValueError("backends")
-            known = self._backends[name] = len(self._backends)
+            self._named += 1
+            known = self._backends[name] = self._named
         return known
 
 

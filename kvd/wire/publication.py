@@ -147,6 +147,9 @@ class Publication:
 
     def _apply(self, payload: bytes) -> _Slices:
         self._flaw = ""
+        if self._envelopes.crowded:
+            self._source.drop_idle()
+            self._envelopes.forget_backends({backend for backend, _ in self._source.holders()})
         try:
             batch = kv_events.read_batch(payload)
         except ValueError as error:

@@ -126,6 +126,22 @@ def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
     conductor.verify()
 
 
+def test_holders_are_bounded_and_those_that_hold_nothing_make_room() -> None:
+    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    source = conductor.add_source("a", "", "", 0, True)
+    for backend in range(4096):
+        source.store_named(backend, None, "CPU", [backend], 0)
+    assert source.store_named(4096, None, "CPU", [5], 0) == "holders"
+    source.remove(7, None, "CPU", [7], 0)
+    source.remove(9, None, "CPU", [9], 0)
+    assert source.store_named(4096, None, "CPU", [5], 0) == "placed"
+    assert [each for each, _ in source.holders()] == [
+        each for each in range(4097) if each not in (7, 9)
+    ]
+    assert source.stats()["waiting"] == 4095
+    conductor.verify()
+
+
 def test_a_block_below_one_of_another_namespace_has_none() -> None:
     conductor = Conductor(PrefixIndex(4, IngestCounters()))
     source = conductor.add_source("a", "", "", 0, False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import msgpack
 import pytest
 import trio
+import trio.testing
 import zmq
 from listening import HASTY
 from loglines import logged
@@ -15,6 +16,7 @@ from zmtp_fakes import Publisher, until
 from kvd.net.listeners import ListenerTasks
 from kvd.publishers import Described, Narrowing, Publishers
 from kvd.state import State
+from kvd.wire.listener import Listener
 
 ALL = Narrowing("default", "a")
 
@@ -83,3 +85,33 @@ async def test_who_has_left_takes_its_index_along(
     await daemon.publishers.unregister(ALL)
     assert daemon.state.budget.blocks == 0
     nursery.cancel_scope.cancel()
+
+
+class Slow:
+    """Listeners that take a moment to end; it notes how many had been told to by then."""
+
+    def __init__(self) -> None:
+        self._told: set[Hashable] = set()
+        self.told_at_ends: list[int] = []
+
+    def start(self, key: Hashable, listener: Listener) -> None:
+        pass
+
+    async def stop(self, key: Hashable) -> bool:
+        self._told.add(key)
+        await trio.testing.wait_all_tasks_blocked()
+        self.told_at_ends.append(len(self._told))
+        return True
+
+
+async def test_those_who_leave_are_waited_for_together() -> None:
+    """The end of a connection takes milliseconds, and an instance may have a thousand."""
+    listeners = Slow()
+    publishers = Publishers(State(), listeners)
+    for rank in range(3):
+        publishers.register(
+            Described("tcp://127.0.0.1:1", None, "vLLM", "m", "", "default", "a", 4, rank, "")
+        )
+    assert len(await publishers.unregister(ALL)) == 3
+    assert listeners.told_at_ends == [3, 3, 3]
+    assert len(publishers) == 0

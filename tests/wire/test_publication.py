@@ -12,7 +12,7 @@ import pytest
 
 from kvd.model import PartitionKey
 from kvd.state import State
-from kvd.wire.envelope import Terms
+from kvd.wire.envelope import MAX_BACKENDS, Terms
 from kvd.wire.event_order import MAX_BEHIND, MAX_STREAMS
 from kvd.wire.kv_events import MAX_BYTES, MAX_EVENTS, MAX_TEXT_BYTES
 from kvd.wire.publication import Publication
@@ -305,6 +305,30 @@ def test_streams_are_bounded(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> N
         tell(one, stored([1], medium=medium, event_id=9))
     tell(one, stored([1], medium="gpu", event_id=1))
     assert one.order.stale == 0  # the one heard longest ago is forgotten
+
+
+def test_backends_that_hold_nothing_make_room(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a store come and go for months, each under a name of its own."""
+    assert MAX_BACKENDS == 4096
+    monkeypatch.setattr("kvd.wire.envelope.MAX_BACKENDS", 8)
+    store = fleet.add(store=True)
+    usual: dict[str, Any] = {"dp_rank": None, "medium": "cpu"}
+    tell(store, stored(STANDARD[:1], backend_id="stays", **usual))
+    for number in range(100):
+        name = f"pod-{number}"
+        tell(store, stored(STANDARD[1:2], backend_id=name, **usual))
+        assert fleet.row()["CPU"] == 8
+        tell(store, event("cleared", backend_id=name, **usual))
+        assert fleet.row()["CPU"] == 4
+    assert not store.bad
+    assert len(fleet.sources[store].holders()) < 8
+    for number in range(10):
+        tell(store, stored(STANDARD[1:2], backend_id=f"busy-{number}", **usual))
+    assert store.bad == {"backends": 4}  # of the rest each holds something
+    tell(store, removed(STANDARD[:1], backend_id="stays", **usual))
+    assert fleet.row()["CPU"] == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
