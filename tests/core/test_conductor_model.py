@@ -207,6 +207,10 @@ class Life:
     def sweep(self) -> None:
         self.index.sweep(self.random.choice((1, 10, 1000)))
 
+    def drop_idle(self) -> None:
+        """Changes nothing that anybody could see."""
+        self.random.choice(self.publishers).source.drop_idle()
+
     STEPS = (
         (store, 30),
         (store_named, 20),
@@ -217,6 +221,7 @@ class Life:
         (store_at_worker, 6),
         (drop_at_worker, 4),
         (sweep, 3),
+        (drop_idle, 3),
     )
 
     def step(self) -> None:

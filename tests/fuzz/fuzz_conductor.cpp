@@ -64,7 +64,7 @@ class Life {
 
   void step(Bytes& in) {
     const size_t i = in.below(kSources);
-    switch (in.below(12)) {
+    switch (in.below(13)) {
       case 0: case 1: case 2: store(in, i); break;
       case 3: case 4: named(in, i); break;
       case 5: remove(in, i); break;
@@ -73,6 +73,7 @@ class Life {
       case 8: batch(in, i); break;
       case 9: tell(in); break;
       case 10: grouped(in, i); break;
+      case 11: conductor_.drop_idle(sources_[i]); break;
       default: index_.sweep(in.next()); break;
     }
     ask(in);
