@@ -18,7 +18,8 @@
 // Invariants: 1 of conductor.hpp, which `verify` checks; children wait under `behind(key)`, all
 // others under the key itself.
 //
-// Costs: a look-up a key while anything is loose; to place a block what the index takes to store it.
+// Costs: a look-up a key while anything is loose, of an engine's own hash one more for each other
+// namespace that its instance is registered in; to place a block what the index takes to store it.
 // `settle` is done in slices, kStepsALook a block looked at. A loose block takes about 300 bytes.
 #pragma once
 
