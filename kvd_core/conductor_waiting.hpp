@@ -18,7 +18,8 @@
 // Invariants: 1 of conductor.hpp, which `verify` checks; children wait under `behind(key)`, all
 // others under the key itself.
 //
-// Costs: a look-up a key while anything is loose; to place a block what the index takes to store it.
+// Costs: a look-up a key while anything is loose, of an engine's own hash one more for each other
+// namespace that its instance is registered in; to place a block what the index takes to store it.
 // `settle` is done in slices, kStepsALook a block looked at. A loose block takes about 300 bytes.
 #pragma once
 
@@ -147,11 +148,17 @@ inline void Conductor::await(uint64_t key) {
   }
 }
 
-// A hash means something now.
+// A hash means something now; an engine's own also to whoever of its instance has told of it by the
+// hash alone, which waits in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine) {
   if (loose_.empty()) return;
   await(Sequences::key(space, hash));
-  if (by_engine && space != source.home) await(Sequences::key(source.home, hash));
+  if (!by_engine) return;
+  uint64_t last = space;
+  for (const Source* each : source.instance->sources) {
+    if (each->home != last && each->home != space) await(Sequences::key(each->home, hash));
+    last = each->home;
+  }
 }
 
 inline Parked* Conductor::parked_at(RankId id, uint64_t name) const {

@@ -171,6 +171,19 @@ def hashes(event: Event) -> list[object]:
     return []
 
 
+def names_object(event: Event) -> bool:
+    """Says whether `hashes` has returned what an engine's connector calls a block.
+
+    Those are the engine's own hashes, which it has made of the adapter and the salt, too.
+    """
+    if event.get("seq_hashes") or event.get("block_hashes"):
+        return False
+    if object_hash(event.get("connector_block_hash")) is not None:
+        return True
+    key = event.get("object_key")
+    return isinstance(key, str) and _number_in(key) is None and object_hash(key) is not None
+
+
 def tokens(event: Event) -> list[int] | None:
     """Returns the token ids, each part of which `check_tokens` has to allow; None without any."""
     value = event.get("token_ids")

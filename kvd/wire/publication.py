@@ -295,10 +295,13 @@ class Publication:
             yield from self._store_blocks(event, medium, hashes, tokens, parent)
 
     def _store_names(self, event: StandardEvent, medium: str, hashes: list[int]) -> _Slices:
+        # Of an object's adapter and salt its engine has told, unless the event does.
+        scope = self._terms.lora_name, self._terms.cache_salt
+        by_engine = kv_events.names_object(event.event) and scope == event.stream[:2]
         for at in range(0, len(hashes), _NAMES_A_PART):
             part = _part(hashes, at, _NAMES_A_PART)
             outcome = self._source.store_named(
-                event.backend, event.rank, medium, part, event.space, whole=False
+                event.backend, event.rank, medium, part, event.space, by_engine, whole=False
             )
             yield from self._settle()
             if outcome != "placed":

@@ -176,6 +176,24 @@ def test_an_event_without_hashes_may_name_its_object() -> None:
             kv_events.hashes(event)
 
 
+@pytest.mark.parametrize(
+    ("members", "named"),
+    [
+        ({"object_key": f"llama@tp_rank:0@{HEX}"}, True),
+        ({"object_key": f"{HEX}_0_k"}, True),
+        ({"connector_block_hash": HEX}, True),
+        ({"connector_block_hash": 17, "object_key": "17"}, True),
+        ({"object_key": "17"}, False),
+        ({"object_key": 17}, False),
+        ({"object_key": "unread"}, False),
+        ({"object_key": f"{HEX}_0_k", "block_hashes": [1]}, False),
+        ({}, False),
+    ],
+)
+def test_connectors_name_objects_by_their_engine_s_hashes(members: Any, named: bool) -> None:
+    assert kv_events.names_object({"seq_hashes": []} | members) is named
+
+
 def test_tokens_are_u32() -> None:
     assert kv_events.tokens({"token_ids": [0, 2**32 - 1]}) == [0, 2**32 - 1]
     for nothing in ({}, {"token_ids": None}, {"token_ids": []}):

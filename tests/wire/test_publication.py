@@ -369,6 +369,39 @@ def test_object_keys_of_a_connector_find_the_engine_s_blocks(fleet: Fleet) -> No
     assert pool.ignored == {"object_key": 1}
 
 
+@pytest.mark.parametrize("store_first", [True, False])
+@pytest.mark.parametrize("registered", ["", "adapter"])
+def test_objects_are_the_engine_s_blocks_whatever_adapter_and_salt(
+    fleet: Fleet, registered: str, store_first: bool
+) -> None:
+    """A store does not know with which its engine has made the hashes that it is told."""
+    engine, pool = fleet.add(lora=registered), fleet.add(store=True)
+    pair: dict[str, Any] = {"dp_rank": None, "medium": "cpu", "event_id": None}
+    objects = [{**pair, "object_key": f"m@tp_rank:{rank}@{501:032x}"} for rank in (0, 1)]
+    told = {
+        "type": "BlockStored", "block_hashes": [501], "parent_block_hash": None, "block_size": 4,
+        "token_ids": TOKENS[:4], "lora_name": "adapter", "cache_salt": "salt", "medium": "GPU",
+    }  # fmt: skip
+    if not store_first:
+        tell(engine, told)
+    for each in objects:
+        tell(pool, stored([], **each))
+    if store_first:
+        tell(engine, told)
+    row = fleet.row(lora="adapter", salt="salt")
+    assert (row["GPU"], row["CPU"]) == (4, 4)
+    assert fleet.row()["longest_matched"] == fleet.row(lora="adapter")["longest_matched"] == 0
+    tell(engine, ["BlockRemoved", [501], "GPU"])
+    assert fleet.row(lora="adapter", salt="salt")["longest_matched"] == 4
+    tell(pool, removed([], **objects[1]))
+    assert fleet.row(lora="adapter", salt="salt")["longest_matched"] == 0
+    tell(pool, stored([], **objects[0]))
+    tell(engine, told)
+    assert fleet.row(lora="adapter", salt="salt")["CPU"] == 4
+    tell(pool, event("cleared", dp_rank=None, medium="cpu", event_id=None))
+    assert fleet.row(lora="adapter", salt="salt")["CPU"] == 0
+
+
 def test_an_engine_s_reset_is_of_its_rank_on_all_media(fleet: Fleet) -> None:
     one = fleet.add()
     tell(one, stored(STANDARD, medium="cpu"), stored(STANDARD, dp_rank=1, backend_id="v"))
