@@ -15,7 +15,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import STOP_DEADLINE_S, Server, blocks, clean_environment, find_free_port
+from processes import STOP_DEADLINE_S, Server, clean_environment, find_free_port, reads
 from reloading import Daemon, daemon
 from running import running, running_kvd
 
@@ -208,7 +208,7 @@ def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvd", "slot-tracker", "--port", str(port)]
     server = Server([*command, "--config", str(path)], tmp_path, port, clean_environment())
     try:
-        server.wait_until(lambda: blocks(server.process.pid, signal.SIGHUP), "ready for signals")
+        server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
         tokens.write_text("operator read fedcba9876543210\n")
         server.process.send_signal(signal.SIGHUP)
         server.wait_said("event=reloaded")
@@ -231,7 +231,7 @@ def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Pa
     command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), "--config", str(path)]
     server = Server(command, tmp_path, port, clean_environment())
     try:
-        server.wait_until(lambda: blocks(server.process.pid, signal.SIGHUP), "ready for signals")
+        server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
 
         def answers() -> bool:
             server.process.send_signal(signal.SIGHUP)

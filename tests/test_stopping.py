@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import trio
 import trio.abc
-from processes import STOP_DEADLINE_S, Server, blocks, clean_environment, find_free_port
+from processes import STOP_DEADLINE_S, Server, clean_environment, find_free_port, reads
 from running import running
 
 from kvd.config import FACE_BINDS, load
@@ -78,7 +78,7 @@ def test_a_file_that_does_not_come_holds_up_no_stop(tmp_path: Path) -> None:
     server = Server([*command, "--fleet-file", str(fleet)], tmp_path, port, clean_environment())
     try:
         fleet.write_text("")  # read for the check of the settings; then nobody writes any more
-        server.wait_until(lambda: blocks(server.process.pid, signal.SIGTERM), "ready for signals")
+        server.wait_until(lambda: reads(server.process.pid, signal.SIGTERM), "ready for signals")
         assert server.stop() == 0
         assert "event=stopped" in server.stderr
         assert "event=serving" not in server.stderr
