@@ -99,7 +99,7 @@ def file_remover(sock: socket.socket) -> Callable[[], None]:
     own = _identity(path)
 
     def remove() -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # gone already, or its folder is closed to us now
             if _identity(path) == own:
                 os.unlink(path)
 
