@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import exposition
 import httpx
-from processes import Server
+from processes import Server, clean_environment, find_free_port
 from running import running_kvd
 
 
@@ -35,6 +36,19 @@ class Daemon:
     def samples(self) -> dict[str, float]:
         """Returns what /metrics says."""
         return exposition.parse(self.http.get("/metrics").text)
+
+
+@contextmanager
+def starting(folder: Path, face: str = "indexer", text: str = "") -> Iterator[Server]:
+    """Starts a face with these settings in its file and waits for nothing; a test may end it."""
+    path, port = folder / "kvd.toml", find_free_port()
+    path.write_text(text)
+    command = [sys.executable, "-m", "kvd", face, "--port", str(port), "--config", os.fspath(path)]
+    server = Server(command, folder, port, clean_environment())
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import STOP_DEADLINE_S, Server, clean_environment, find_free_port, reads
-from reloading import Daemon, daemon
+from processes import STOP_DEADLINE_S, find_free_port, reads
+from reloading import Daemon, daemon, starting
 from running import running, running_kvd
 
 from kvd.config import CONFIG, TLS_FILES, StartError, load
@@ -198,16 +197,13 @@ NO_EVENTS = "router_use_kv_events = false\n"
 
 
 def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
-    tokens, fleet, path = (tmp_path / name for name in ("tokens", "fleet.toml", "kvd.toml"))
+    tokens, fleet = tmp_path / "tokens", tmp_path / "fleet.toml"
     worker = '[[slot_tracker]]\nworker_id = {}\nmodel_name = "m"\nblock_size = 16\n'
     worker += "dp_start = 0\ndp_size = 1\n"
     fleet.write_text("".join(map(worker.format, range(1000))))  # registered before
     tokens.write_text("operator read 0123456789abcdef\n")
-    path.write_text(f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\n')
-    port = find_free_port()
-    command = [sys.executable, "-m", "kvd", "slot-tracker", "--port", str(port)]
-    server = Server([*command, "--config", str(path)], tmp_path, port, clean_environment())
-    try:
+    text = f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\n'
+    with starting(tmp_path, "slot-tracker", text) as server:
         server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
         tokens.write_text("operator read fedcba9876543210\n")
         server.process.send_signal(signal.SIGHUP)
@@ -221,16 +217,10 @@ def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
 
         assert status("0123456789abcdef") == 401
         assert status("fedcba9876543210") == 200
-    finally:
-        server.stop()
 
 
 def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Path) -> None:
-    path, port = tmp_path / "kvd.toml", find_free_port()
-    path.write_text("")
-    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), "--config", str(path)]
-    server = Server(command, tmp_path, port, clean_environment())
-    try:
+    with starting(tmp_path) as server:
         server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
 
         def answers() -> bool:
@@ -247,21 +237,15 @@ def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Pa
         assert server.process.returncode == 0, server.stderr
         assert "event=reloaded" in server.stderr
         assert "event=stopped" in server.stderr
-    finally:
-        server.stop()
 
 
 def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) -> None:
-    path, port = tmp_path / "kvd.toml", find_free_port()
-    path.write_text("")
-    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port), "--config", str(path)]
-    server = Server(command, tmp_path, port, clean_environment())
     body = b'{"instance_id": 1, "model_name": "m"}'
     head = "POST /unregister HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(body)}\r\n\r\n"
-    try:
+    with starting(tmp_path) as server:
         server.wait_healthy()
-        with socket.create_connection(("127.0.0.1", port)) as client:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(head.encode() + body[:1])
             server.wait_healthy()  # by then the other one has been read
             server.process.send_signal(signal.SIGTERM)
@@ -271,8 +255,6 @@ def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) ->
             client.sendall(body[1:])
             assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
         assert server.process.wait(STOP_DEADLINE_S) == 0, server.stderr
-    finally:
-        server.stop()
 
 
 def test_metrics_of_both_faces_follow_the_number_of_ranks_shown(tmp_path: Path) -> None:
