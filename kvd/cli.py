@@ -25,6 +25,8 @@ DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt 
 EXIT_START_ERROR = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
+Told = tuple[str, int]  # what a command writes to standard output, and its exit code
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse itself exits 2 on a usage error."""
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = {config.CONFIG: args.config, **args.given(parser, args)}
         if args.command is not None:
-            return _told(args.command, given)
+            return _told(*args.command(given))
         loaded = config.load(given, os.environ, demo=args.demo)
         logs.setup(loaded.log_level, loaded.log_format)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
@@ -50,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _told(command: Callable[[Mapping[str, object]], int], given: Mapping[str, object]) -> int:
-    """Runs a command that writes to standard output, and returns its exit code.
+def _told(text: str, code: int) -> int:
+    """Writes what a command has to say to standard output, and returns its exit code.
 
     Whoever reads that may leave, as `head` does: then there is nothing more to say.
     """
     try:
-        code = command(given)
+        sys.stdout.write(text)
         sys.stdout.flush()
         return code
     except OSError as error:
@@ -206,26 +208,23 @@ def add_config_docs(actions: Any) -> None:
     docs.set_defaults(given=lambda parser, args: {}, config=None, demo=False, command=write_docs)
 
 
-def write_docs(given: Mapping[str, object]) -> int:
-    print("\n".join(render_page()))
-    return 0
+def write_docs(given: Mapping[str, object]) -> Told:
+    return "\n".join(render_page()) + "\n", 0
 
 
-def check_config(given: Mapping[str, object]) -> int:
+def check_config(given: Mapping[str, object]) -> Told:
     loaded = config.load(given, os.environ)
     if loaded.tls is not None:
         from kvd.serving import read_files  # here, as only those with TLS need to load it
 
         read_files(loaded.tls)
-    print("ok")
-    return 0
+    return "ok\n", 0
 
 
-def show_config(given: Mapping[str, object]) -> int:
+def show_config(given: Mapping[str, object]) -> Told:
     config.load(given, os.environ)
     held = config.resolve(given, os.environ)
-    print(render({name: (said.value, said.source) for name, said in held.items()}), end="")
-    return 0
+    return render({name: (said.value, said.source) for name, said in held.items()}), 0
 
 
 def add_status(commands: Any) -> None:
@@ -279,7 +278,7 @@ def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     return binds | {name: getattr(args, name) for name in own}
 
 
-def show_status(given: Mapping[str, object]) -> int:
+def show_status(given: Mapping[str, object]) -> Told:
     from kvd import status  # here, because only this command needs a client
 
     try:
@@ -289,15 +288,15 @@ def show_status(given: Mapping[str, object]) -> int:
         client = status.Client(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
         logs.complain(error)
-        return status.UNREACHABLE
+        return "", status.UNREACHABLE
     binds = status.faces_of({name: said.value for name, said in held.items()})
     # A rate over no time is that of a moment.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
     shown = status.figures(status.look(binds, interval_s, client), interval_s)
     # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
     text = "\n".join(map(logs.plain, status.text(shown)))
-    print(json.dumps(shown, indent=1) if given["json"] else text)
-    return status.exit_code(shown)
+    text = json.dumps(shown, indent=1) if given["json"] else text
+    return f"{text}\n", status.exit_code(shown)
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
