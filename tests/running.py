@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,13 +34,17 @@ def running_both(folder: Path, *flags: str) -> Iterator[tuple[Server, str]]:
 
 @contextmanager
 def running(
-    folder: Path, port: int, *arguments: str, environ: dict[str, str] | None = None
+    folder: Path,
+    port: int,
+    *arguments: str,
+    environ: dict[str, str] | None = None,
+    under: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Runs a kvd that answers on `port`.
+    """Runs a kvd that answers on `port`, by the command `under` if there is one.
 
     It must end with exit code 0 on SIGTERM, and alive until then.
     """
-    command = [sys.executable, "-m", "kvd", *arguments]
+    command = [*under, sys.executable, "-m", "kvd", *arguments]
     server = Server(command, folder, port, clean_environment(**environ or {}))
     try:
         server.wait_healthy()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from processes import REPOSITORY
-from running import running_kvd
+import zmq
+from processes import REPOSITORY, find_free_port
+from running import running, running_kvd
 
 from kvd import fleetfile
 from kvd.cli import main
@@ -69,6 +73,44 @@ def test_the_service_is_hardly_exposed() -> None:
     found = re.search(r"exposure level for kvd.service: ([0-9.]+)", shown.stdout)
     assert found is not None, shown.stderr
     assert float(found[1]) <= MOST_EXPOSED
+
+
+def test_ports_and_sockets_open_under_what_the_service_forbids(
+    tmp_path: Path, certificate: Path
+) -> None:
+    """libzmq aborts where it may not ask for interfaces; no file may change hands."""
+    http, https, replicas = find_free_port(), find_free_port(), find_free_port()
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    for name, text in (
+        ("secret", secret),
+        ("keys", public),
+        ("tokens", "operator read 0123456789abcdef\n"),
+        ("fleet.toml", ""),
+    ):
+        (tmp_path / name).write_text(text)
+    sock = tmp_path / "socket"
+    flags = {
+        "indexer-bind": f"127.0.0.1:{http},tls:127.0.0.1:{https},unix:{sock}",
+        "slot-tracker-bind": "127.0.0.1:0",
+        "selection-bind": "127.0.0.1:0",
+        "conductor-bind": "127.0.0.1:0",
+        "tls-certfile": certificate / "cert.pem",
+        "tls-keyfile": certificate / "key.pem",
+        "tokens-file": tmp_path / "tokens",
+        "unix-socket-group": os.getgid(),
+        "fleet-file": tmp_path / "fleet.toml",
+        "replica-sync-port": replicas,
+        "replica-sync-host": "localhost",
+        "curve-secret-key-file": tmp_path / "secret",
+        "replica-sync-client-keys": tmp_path / "keys",
+    }
+    told = [f"--{name}={value}" for name, value in flags.items()]
+    sandbox = [sys.executable, str(REPOSITORY / "tests" / "unit_sandbox.py")]
+    with running(tmp_path, http, "serve", *told, under=sandbox):
+        for port in (https, replicas):
+            socket.create_connection(("127.0.0.1", port)).close()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(sock))
 
 
 # ---- containers

@@ -78,13 +78,14 @@ def _open_unix(path: str, rights: UnixRights) -> socket.socket:
     with contextlib.ExitStack() as undone:
         sock = undone.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            group = -1 if rights.group is None else _group_number(rights.group)
+            group = None if rights.group is None else _group_number(rights.group)
             _remove_stale(path)
             sock.bind(path)
             undone.callback(os.unlink, path)
             # Nobody can connect before listen(), whatever the file says until then. The group
             # first: a change of that may take bits of the mode away.
-            os.chown(path, -1, group)
+            if group is not None:
+                _give(path, group)
             os.chmod(path, rights.mode)
             _listening(sock)
         except OSError as error:
@@ -119,6 +120,17 @@ def _group_number(group: str) -> int:
         return grp.getgrnam(group).gr_gid
     except KeyError:
         raise OSError(errno.EINVAL, f"there is no group {group}") from None
+
+
+def _give(path: str, group: int) -> None:
+    """Has a file belong to a group; sandboxes forbid even a change to the one it has."""
+    if os.lstat(path).st_gid == group:
+        return
+    try:
+        os.chown(path, -1, group)
+    except OSError as error:
+        why = f"it cannot be given to group {group}: {error.strerror or error}"
+        raise OSError(error.errno, why) from None
 
 
 def _listening(sock: socket.socket) -> socket.socket:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 # What subscribers send is subscriptions: a topic, or two.
 MAX_SUBSCRIPTION_BYTES = 4096
 
+BACKLOG = 1024  # a fleet of replicas that reconnects at once; the kernel caps it at somaxconn
+
+Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # as getaddrinfo's
+
 
 async def open_publisher(
     context: Context,
@@ -31,41 +36,43 @@ async def open_publisher(
 
     Raises OSError whose text names the address and the reason.
     """
-    where = _address(host, port)
     try:
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # libzmq looks no names up to bind to them.
-        addresses = sorted({(family, str(address[0])) for family, *_, address in found})
-        return Publisher(context, [_address(text, port) for _, text in addresses], options, curve)
-    except OSError as error:
-        raise _explained(error.errno, error.strerror or str(error), where) from None
-    except zmq.ZMQError as error:
-        raise _explained(error.errno, zmq.strerror(error.errno or 0), where) from None
+        with ExitStack() as opened:
+            listening = [
+                opened.enter_context(_listening(family, address))
+                for family, address in sorted({(family, address) for family, *_, address in found})
+            ]
+            publisher = Publisher(context, listening, options, curve)
+            opened.pop_all()
+        return publisher
+    except (OSError, zmq.ZMQError) as error:
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        why = f"cannot publish on {where}: {error.strerror or error}"
+        raise OSError(error.errno or errno.EINVAL, why) from None
 
 
 class Publisher:
-    """Sends to all that subscribe; its task, `run`, ends the socket.
-
-    Raises zmq.ZMQError where an address cannot be bound to.
-    """
+    """Sends to all that subscribe; its task, `run`, ends the socket."""
 
     def __init__(
         self,
         context: Context,
-        addresses: Iterable[str],
+        listening: Sequence[socket.socket],
         options: LinkOptions,
         curve: Mapping[int, int | bytes] = NO_CURVE,
     ) -> None:
-        offered = {**_options(addresses := list(addresses), options), **curve}
-        self._socket = ZSocket(context, zmq.PUB, offered)
+        """Takes the sockets that subscribers connect to, which are libzmq's from then on.
+
+        libzmq cannot open them: before it binds to any address but `*` it asks by netlink for
+        names of interfaces, and aborts the process where a sandbox forbids that.
+        """
+        self._socket = ZSocket(context, zmq.PUB, {**_options(options), **curve})
         self.endpoints: list[str] = []  # as bound, with the port
-        try:
-            for address in addresses:
-                self._socket.socket.bind(f"tcp://{address}")
-                self.endpoints.append(str(self._socket.socket.get_string(zmq.LAST_ENDPOINT)))
-        except zmq.ZMQError:
-            self._socket.close()
-            raise
+        for sock in listening:
+            self._socket.socket.set(zmq.USE_FD, sock.detach())
+            self._socket.socket.bind("tcp://*:*")  # the address is that of the socket
+            self.endpoints.append(str(self._socket.socket.get_string(zmq.LAST_ENDPOINT)))
 
     def send(self, frames: list[bytes]) -> bool:
         """Sends to all subscribers with room in their queues; returns whether that was all so far.
@@ -99,19 +106,25 @@ class Publisher:
             self._socket.close()
 
 
-def _options(addresses: Iterable[str], options: LinkOptions) -> dict[int, int | bytes]:
+def _options(options: LinkOptions) -> dict[int, int | bytes]:
     return {
         **socket_options("", options),
-        zmq.IPV6: int(any(address.startswith("[") for address in addresses)),
         zmq.SNDHWM: options.queue_messages,
         zmq.XPUB_NODROP: 1,
         zmq.MAXMSGSIZE: MAX_SUBSCRIPTION_BYTES,
     }
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _explained(number: int | None, why: str, where: str) -> OSError:
-    return OSError(number or errno.EINVAL, f"cannot publish on {where}: {why}")
+def _listening(family: int, address: Address) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+        return sock
+    except OSError:
+        sock.close()
+        raise
