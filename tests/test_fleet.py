@@ -416,7 +416,7 @@ async def test_what_a_refused_reload_has_left_out_waits_for_another_change(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    with trio.fail_after(8):
+    with trio.fail_after(60):
         while not condition():  # noqa: ASYNC110 - files and threads set no event
             await trio.sleep(0.005)
 

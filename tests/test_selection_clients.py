@@ -57,6 +57,7 @@ class World:
         self.workers: dict[int, int] = {}  # ranks by worker id; an id is used once
         self.leaving: set[int] = set()  # workers that have been told to go
         self.numbered = 0
+        self.connected = 0  # connections made so far, those that are closed included
         self.clients = [Caller(self, number) for number in range(CLIENTS)]
         # Who sent these went away before the answer.
         self.unsure: dict[str, list[int]] = {}
@@ -109,9 +110,14 @@ class World:
             self.resting -= 1
 
     def is_quiet(self) -> bool:
+        """Says whether the service has nothing to do: every client rests, or what it waits for is
+        held, and no connection is yet to be taken or to be found closed.
+        """
         held = self.service.selections.choices.held
-        opened = self.running.front.stats.connections_open
-        return self.resting + held == CLIENTS and opened == self.connections
+        stats = self.running.front.stats
+        connections = stats.connections_total, stats.connections_open
+        all_seen = connections == (self.connected, self.connections)
+        return all_seen and self.resting + held == CLIENTS
 
     def go_on(self) -> None:
         self.steps = 0
@@ -211,6 +217,7 @@ class Caller:
     async def connect(self) -> None:
         self.client = Client(await trio.open_tcp_stream(*self.world.running.address))
         self.world.connections += 1
+        self.world.connected += 1
 
     async def disconnect(self) -> None:
         await self.client.stream.aclose()
@@ -336,6 +343,7 @@ async def test_clients_at_once_account_as_the_model(seed: int) -> None:
         world = World(running, service, Random(seed))
         async with running.client() as client, trio.open_nursery() as nursery:
             world.connections += 1
+            world.connected += 1
             for _ in range(3):
                 await world.register(client)
             for caller in world.clients:

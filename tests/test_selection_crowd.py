@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import selectors
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import Server
+from processes import START_DEADLINE_S, Server
 
 from kvd.descriptors import raise_limit
 
@@ -21,7 +20,7 @@ CROWD = 10_000
 LEAVING = 1_000  # of them, before they are served
 DOOMED = 2_000  # of them may go to one worker only, which vanishes
 OTHERS = 500  # descriptors for all else
-ASKED_WITHIN_S = 12.0  # all of them; nobody is held for more than 25 s
+PATIENCE_S = 600  # that a selection may wait: longer than the slowest machine needs for the crowd
 BATCH = 4_000  # tokens: the two that stay have room for what is left, one token each
 RESERVED = 50  # reservations on each worker beside those that make it busy
 
@@ -52,7 +51,7 @@ class Crowd:
             for name, waiting in self.waiting.items():
                 selector.register(waiting, selectors.EVENT_READ, name)
             while len(found) < count:
-                ready = selector.select(timeout=20)
+                ready = selector.select(timeout=START_DEADLINE_S)
                 assert ready, f"{len(found)} of {count} answers"
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
@@ -108,20 +107,24 @@ class Service:
 def test_ten_thousand_clients_are_held(kvd_process: Callable[..., Server]) -> None:
     if raise_limit() < CROWD + OTHERS:
         pytest.skip(f"needs {CROWD + OTHERS} file descriptors: ulimit -n")
-    environ = {"DYN_ROUTER_QUEUE_THRESHOLD": "1", "KVD_HTTP_CONNECTIONS": str(CROWD + 10)}
+    environ = {
+        "DYN_ROUTER_QUEUE_THRESHOLD": "1",
+        "KVD_HTTP_CONNECTIONS": str(CROWD + 10),
+        "KVD_HTTP_HANDLER_S": str(PATIENCE_S),
+        "KVD_ROUTER_QUEUE_S": str(PATIENCE_S),
+    }
     server = kvd_process(face="select-service", environ=environ)
-    with httpx.Client(base_url=server.base_url, trust_env=False, timeout=20) as client:
+    with httpx.Client(
+        base_url=server.base_url, trust_env=False, timeout=START_DEADLINE_S
+    ) as client:
         service = Service(server, client)
         for worker_id in (1, 2, 3):
             service.register(worker_id)
         before = service.rows(), service.descriptors()
         crowd = Crowd(server)
-        start = time.monotonic()
         for number in range(CROWD):
             members = {"allowed_worker_ids": [3]} if number < DOOMED else {}
             crowd.ask(f"c{number}", **members)
-        if time.monotonic() - start > ASKED_WITHIN_S:
-            pytest.skip("the machine is too slow: those who asked first will not be held so long")
         service.wait_pending(CROWD)
         assert service.rows() == before[0]
         crowd.leave([f"c{number}" for number in range(CROWD - LEAVING, CROWD)])

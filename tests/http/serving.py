@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import trio
+from narrow import narrow_stream
 
 from kvd.errors import NotFound
 from kvd.http.access import AccessLog
@@ -28,19 +29,13 @@ from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
 from kvd.http.types import Request, Response, Route, Scope
 
-QUICK = HttpLimits(
-    head_seconds=0.15,
-    body_seconds=0.15,
-    handler_seconds=0.15,
-    send_seconds=0.15,
-    idle_seconds=0.3,
-    linger_seconds=0.15,
-    graceful_seconds=0.4,
-)
+# A test shortens the one deadline that it waits for: another one would end what is to be seen, as
+# soon as the machine is busy.
 PATIENT = HttpLimits(linger_seconds=0.1, graceful_seconds=0.5)
+SOON = 0.15  # seconds, of that one deadline
 PUBLIC = Policy(allowed_hosts=("kvd",))
-TEST_SECONDS = 10  # for any one of these tests, most of which take milliseconds
-BIG = b"x" * (16 * 1024 * 1024)  # more than loopback buffers hold
+TEST_SECONDS = 60  # for any one of these tests, most of which take milliseconds on an idle machine
+BIG = b"x" * (16 * 1024 * 1024)  # more than a narrow stream takes
 
 
 def echo(request: Request) -> Response:
@@ -247,9 +242,17 @@ class Running:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
-        plain = await trio.open_tcp_stream(*self.address)
-        async with plain:
-            yield Client(plain if self.trust is None else SecuredStream(plain, self.trust))
+        async with await trio.open_tcp_stream(*self.address) as plain:
+            yield self._client_of(plain)
+
+    @asynccontextmanager
+    async def narrow_client(self) -> AsyncIterator[Client]:
+        """One for which little comes while it does not read."""
+        async with await narrow_stream(*self.address) as plain:
+            yield self._client_of(plain)
+
+    def _client_of(self, plain: trio.SocketStream) -> Client:
+        return Client(plain if self.trust is None else SecuredStream(plain, self.trust))
 
     async def until(self, **counters: int) -> None:
         """Waits until each of the front's counters has this value, at least."""

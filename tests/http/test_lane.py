@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import trio
-from serving import Client, serving
+from serving import TEST_SECONDS, Client, serving
 
 LANE_BUFFER = 256 * 1024  # bytes the lane receives at once (kvd_core/lane.pyx)
 
@@ -62,7 +62,7 @@ async def test_a_half_closed_connection_ends_after_its_answer() -> None:
                 await client.send(request("/echo", b"abc"))
                 await client.stream.send_eof()
                 assert (await client.read_reply()).body == b"abc"
-                with trio.fail_after(2):
+                with trio.fail_after(TEST_SECONDS):
                     assert await client.read_to_end() == b""
 
 

@@ -11,7 +11,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import QUICK, Running, serving
+from serving import SOON, Running, serving
 
 from kvd import tokens
 from kvd.config import StartError, load
@@ -256,7 +256,7 @@ def test_loopback() -> None:
 
 
 async def test_slow_requests_are_ended_as_ever(tmp_path: Path) -> None:
-    async with serving(QUICK, policy=HELD) as running:
+    async with serving(policy=HELD, head_seconds=SOON, body_seconds=SOON) as running:
         async with running.client() as slow:
             await slow.send(b"GET /describe HTTP/1.1\r\nauthorization: Bea")
             assert (await slow.read_reply()).status == 408

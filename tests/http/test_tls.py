@@ -16,8 +16,7 @@ import pytest
 import trio
 from asking import make_client_certificates
 from serving import (
-    PATIENT,
-    QUICK,
+    SOON,
     TEST_SECONDS,
     TLS,
     Client,
@@ -67,7 +66,7 @@ async def _check_alive(running: Running) -> None:
     ids=["http/2", "long head", "zeros", "pipelined", "no body", "nothing"],
 )
 async def test_bad_clients_leave_nothing_behind(data: bytes) -> None:
-    async with serving(QUICK) as running:
+    async with serving(head_seconds=0.5) as running:
         await _check_alive(running)
         await running.until_empty()
         before = open_descriptors()
@@ -130,7 +129,7 @@ async def test_a_stream_ends_as_tls_has_it() -> None:
 
 
 async def test_a_handshake_has_a_deadline_however_slowly_it_comes() -> None:
-    async with serving(QUICK) as running:
+    async with serving(head_seconds=SOON) as running:
         async with await trio.open_tcp_stream(*running.address) as silent:
             assert await silent.receive_some() == b""
         async with await trio.open_tcp_stream(*running.address) as slow:
@@ -144,16 +143,14 @@ async def test_a_handshake_has_a_deadline_however_slowly_it_comes() -> None:
 
 async def test_one_handshake_waits_for_no_other() -> None:
     async with (
-        serving(head_seconds=60) as running,
+        serving(head_seconds=60, graceful_seconds=60) as running,
         await trio.open_tcp_stream(*running.address) as begun,
     ):
         await begun.send_all(b"\x16\x03\x01")
         await eventually(lambda: running.front.stats.connections_open == 1)
         await _check_alive(running)
-        start = trio.current_time()
         running.stop.set()
-        await running.ended.wait()
-        assert trio.current_time() - start < PATIENT.graceful_seconds
+        await running.ended.wait()  # at once: the test has no time for more
 
 
 async def test_who_is_gone_before_the_handshake_is_no_bug() -> None:

@@ -109,7 +109,10 @@ async def test_what_cannot_be_sent_whole_is_undone() -> None:
         return Response(200, b"x" * (64 << 20), undo=lambda: undone.append(True))
 
     routes = (Route("GET", "/large", handle, hot=True),)
-    async with serving(routes=routes, send_seconds=0.05) as running, running.client() as client:
+    async with (
+        serving(routes=routes, send_seconds=0.05) as running,
+        running.narrow_client() as client,
+    ):
         await client.send(b"GET /large HTTP/1.1\r\n\r\n")
         await running.until(send_timeouts=1)
         await eventually(lambda: undone == [True])

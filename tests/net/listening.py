@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import trio
 import zmq
+from zmtp_fakes import NOT_MY_FAULT_S
 
 from kvd.net.link import LinkOptions
 from kvd.net.listener import run_listener
@@ -15,9 +16,9 @@ from kvd.wire.listener import Listener
 
 # Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
 HASTY = LinkOptions(
-    heartbeat_s=0.1,
-    heartbeat_timeout_s=0.5,
-    handshake_timeout_s=0.5,
+    heartbeat_s=0.2,
+    heartbeat_timeout_s=2.0,
+    handshake_timeout_s=2.0,
     reconnect_s=0.01,
     reconnect_max_s=0.05,
     give_up_s=0.3,
@@ -75,5 +76,5 @@ class Listening:
 
     async def stop(self) -> None:
         self.scope.cancel()
-        with trio.fail_after(1):
+        with trio.fail_after(NOT_MY_FAULT_S):
             await self.ended.wait()

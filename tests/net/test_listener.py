@@ -12,6 +12,7 @@ import trio
 import zmq
 from listening import Listening
 from zmtp_fakes import (
+    NOT_MY_FAULT_S,
     ChildPublisher,
     Fake,
     Publisher,
@@ -176,7 +177,7 @@ async def test_a_worker_that_comes_and_goes_costs_no_descriptors(
 
 async def revive(publish: Publish, dead: Publisher) -> Publisher:
     """Binds to the same address again, which libzmq frees some time after the close."""
-    with trio.fail_after(5):
+    with trio.fail_after(NOT_MY_FAULT_S):
         while True:
             try:
                 return publish(dead.endpoint)
@@ -243,7 +244,7 @@ async def applied_between_turns(
 
     listening.stream.on_batch = apply
     listening.ready.set()
-    with trio.fail_after(8):
+    with trio.fail_after(NOT_MY_FAULT_S):
         while total < messages:
             since_turn = 0
             await trio.lowlevel.checkpoint()
@@ -326,7 +327,7 @@ class TestCancelled:
         await until(lambda: listening.listener.connected)
         listening.stream.on_batch = lambda payload: listening.scope.cancel()
         listening.ready.set()
-        with trio.fail_after(1):
+        with trio.fail_after(NOT_MY_FAULT_S):
             await listening.ended.wait()
         assert 0 < listening.listener.messages <= MAX_TURN_MESSAGES
         await until(lambda: open_descriptors() <= before)

@@ -11,7 +11,7 @@ import trio
 import zmq
 from listening import HASTY
 from replay_servers import ReplayServer, three_frames
-from zmtp_fakes import Publisher, until
+from zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 from kvd.errors import NotFound
 from kvd.model import PartitionKey, RankKey
@@ -95,7 +95,7 @@ async def test_unregistering_ends_it(daemon: Daemon, batch: bytes) -> None:
     await daemon.engine.subscribed()
     daemon.engine.send(batch)
     await until(lambda: listener.unfinished is not None and daemon.stats()["parked_now"])
-    with trio.fail_after(1):
+    with trio.fail_after(NOT_MY_FAULT_S):
         await daemon.publishers.unregister(Narrowing("default", "a"))
     while daemon.state.sweep(10_000):
         pass
@@ -107,7 +107,7 @@ async def test_what_a_pause_leaves_is_done_when_it_is_over(daemon: Daemon) -> No
     await daemon.engine.subscribed()
     daemon.engine.send(ENGINE)
     await until(lambda: listener.unfinished is not None)
-    with trio.fail_after(1):
+    with trio.fail_after(NOT_MY_FAULT_S):
         await daemon.registry.pause(1, 0)
     assert listener.unfinished == 0
     daemon.registry.resume(1, 0)
@@ -142,7 +142,7 @@ async def test_a_removed_worker_is_gone(daemon: Daemon) -> None:
     await daemon.engine.subscribed()
     daemon.engine.send(ENGINE)
     await until(lambda: listener.unfinished is not None)
-    with trio.fail_after(1):
+    with trio.fail_after(NOT_MY_FAULT_S):
         await daemon.registry.unregister(1, "m", None, None)
     with pytest.raises(NotFound):
         daemon.state.partition(*KEY)

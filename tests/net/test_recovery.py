@@ -13,6 +13,7 @@ import msgpack
 import pytest
 import trio
 from dumps import binary_of, dump_json, event, read, rows_of
+from zmtp_fakes import NOT_MY_FAULT_S
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.faces import indexer
@@ -111,7 +112,7 @@ async def peer(serve: Serve) -> AsyncIterator[str]:
         with contextlib.suppress(trio.BrokenResourceError):  # the client has had enough
             await serve(stream)
 
-    with trio.fail_after(5):
+    with trio.fail_after(NOT_MY_FAULT_S):
         async with trio.open_nursery() as nursery:
             listen = partial(trio.serve_tcp, handle, 0, host="127.0.0.1")
             (listener,) = await nursery.start(listen)

@@ -12,7 +12,7 @@ import zmq
 from listening import HASTY
 from loglines import logged
 from replay_servers import ReplayServer, one_and_silence, silent, three_frames
-from zmtp_fakes import Publisher, until
+from zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey, RankKey
@@ -56,7 +56,7 @@ class Daemon:
         self.registry.register(key, self.worker.endpoint, BLOCK, self.server.endpoint)
 
     async def unregister(self, dp_rank: int | None = None) -> None:
-        with trio.fail_after(1):
+        with trio.fail_after(NOT_MY_FAULT_S):
             await self.registry.unregister(1, "m", None, dp_rank)
 
     @property
@@ -156,7 +156,7 @@ async def test_pausing_in_the_midst_of_a_replay(daemon: Daemon) -> None:
     daemon.server.answer = one_and_silence
     daemon.publish(0, 9)
     await until(lambda: daemon.listener.replayed)
-    with trio.fail_after(1):
+    with trio.fail_after(NOT_MY_FAULT_S):
         await daemon.registry.pause(1, 0)
     assert (daemon.listener.held, daemon.listener.status) == (None, "paused")
 

@@ -14,9 +14,11 @@ import pytest
 import trio
 import trio.testing
 import zmq
+from narrow import narrow_stream
 from replicating import HASTY_REPLICA, Ledger, Process, add, event, frames, start
 from zmtp_fakes import (
     GREETING,
+    NOT_MY_FAULT_S,
     Fake,
     Publisher,
     large_frame,
@@ -175,7 +177,7 @@ async def test_a_burst_leaves_room_for_other_tasks(
             await trio.lowlevel.checkpoint()
 
     send(publisher, *(add(f"r{number}") for number in range(3000)))
-    with trio.fail_after(8):
+    with trio.fail_after(NOT_MY_FAULT_S):
         await watch()
     largest = max(b - a for a, b in itertools.pairwise(at_pass))
     assert 0 < largest <= 2 * MAX_TURN_MESSAGES
@@ -200,8 +202,7 @@ async def stuck_subscriber(
 ) -> AsyncIterator[trio.SocketStream]:
     """Subscribes and never reads again."""
     host, port = endpoint.removeprefix("tcp://").split(":")
-    stream = await trio.open_tcp_stream(host, int(port))
-    async with stream:
+    async with await narrow_stream(host, int(port)) as stream:
         await shake_hands(stream, b"SUB", version)
         await stream.send_all(message(b"\1" + TOPIC))
         yield stream
@@ -226,7 +227,8 @@ async def test_a_stuck_subscriber_costs_nobody_else_anything(
             speaker.do(event(Step.FREE, request))
             await until(lambda: healthy.ledger.live == speaker.ledger.live)
     assert len(requests) > 8
-    assert speaker.counts.overflows == 1  # told of once, see `Publisher.send`
+    # Told of once, see `Publisher.send`, and again only after the kernel has taken half a queue.
+    assert 1 <= speaker.counts.overflows <= 1 + len(requests) // (patient.queue_messages // 2)
 
 
 async def test_who_subscribes_and_leaves_again_and_again_fills_no_memory(
@@ -251,7 +253,7 @@ async def test_who_subscribes_and_leaves_again_and_again_fills_no_memory(
 async def test_a_frozen_subscriber_is_cut_off(process: Process) -> None:
     """One that knows heartbeats does not answer them, as its process is stopped."""
     async with stuck_subscriber(process.endpoint, version=b"\3\1") as stream:
-        with trio.fail_after(8), pytest.raises(trio.BrokenResourceError):
+        with trio.fail_after(NOT_MY_FAULT_S), pytest.raises(trio.BrokenResourceError):
             while True:
                 await read_exactly(stream, 1)
 
@@ -259,7 +261,7 @@ async def test_a_frozen_subscriber_is_cut_off(process: Process) -> None:
 async def test_a_subscriber_that_sends_too_much_is_cut_off(process: Process) -> None:
     async with stuck_subscriber(process.endpoint) as stream:
         await stream.send_all(large_frame(2**40))
-        with trio.fail_after(8), pytest.raises(trio.BrokenResourceError):
+        with trio.fail_after(NOT_MY_FAULT_S), pytest.raises(trio.BrokenResourceError):
             while True:
                 await read_exactly(stream, 1)
     process.plane.publish(add("a"))
@@ -270,7 +272,10 @@ ADDRESSES_REFUSED = {"192.0.2.1": "Cannot assign", "x.invalid": "", "::2": ""}
 
 @pytest.mark.parametrize("host", ADDRESSES_REFUSED)
 async def test_an_address_that_cannot_be_published_on(host: str, context: zmq.Context) -> None:
-    with trio.fail_after(8), pytest.raises(OSError, match="cannot publish on") as caught:
+    with (
+        trio.fail_after(NOT_MY_FAULT_S),
+        pytest.raises(OSError, match="cannot publish on") as caught,
+    ):
         await open_publisher(context, host, 5000, HASTY_REPLICA)
     assert ADDRESSES_REFUSED[host] in str(caught.value)
     assert host in str(caught.value)
@@ -454,7 +459,7 @@ async def test_who_is_deregistered_is_not_heard_any_more(
     assert not process.replicas.register(publisher.endpoint)
     send(publisher, add("a"))
     await until(lambda: "a" in process.ledger.live)
-    with trio.fail_after(1):
+    with trio.fail_after(NOT_MY_FAULT_S):
         await process.replicas.deregister(publisher.endpoint)
     assert process.replicas.endpoints() == []
     with pytest.raises(NotFound):
@@ -536,7 +541,7 @@ async def test_without_a_port_there_are_no_replicas() -> None:
 async def test_the_end_leaves_no_socket(context: zmq.Context) -> None:
     before = open_descriptors()
     with closing(Publisher(context)) as publisher:
-        with trio.fail_after(8):
+        with trio.fail_after(NOT_MY_FAULT_S):
             async with trio.open_nursery() as nursery:
                 process = await start(nursery, context)
                 other = await start(nursery, context)
@@ -546,6 +551,6 @@ async def test_the_end_leaves_no_socket(context: zmq.Context) -> None:
                 send(publisher, *(add(f"r{number}") for number in range(1000)))
                 nursery.cancel_scope.cancel()
     process.plane.publish(add("late"))  # a request that is answered at the very end
-    with trio.fail_after(8):
+    with trio.fail_after(NOT_MY_FAULT_S):
         await trio.to_thread.run_sync(context.term)  # waits for sockets that are open
     assert open_descriptors() <= before

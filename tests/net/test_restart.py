@@ -10,7 +10,7 @@ import trio
 import zmq
 from listening import HASTY, Listening
 from replay_servers import ReplayServer, three_frames
-from zmtp_fakes import Publisher, until
+from zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 Publish = Callable[..., Publisher]
 
@@ -31,7 +31,7 @@ class Engine:
         self.life += 1
         self.restarts += 1
         endpoint = self.worker.endpoint
-        with trio.fail_after(5):
+        with trio.fail_after(NOT_MY_FAULT_S):
             while True:  # libzmq frees an address some time after the close
                 try:
                     self.worker = self._publish(endpoint)

@@ -6,6 +6,7 @@ import pytest
 import trio
 import trio.testing
 import zmq
+from zmtp_fakes import NOT_MY_FAULT_S
 
 from kvd.net.zsocket import ZSocket
 
@@ -30,7 +31,7 @@ async def receive_all(socket: ZSocket, received: list[list[bytes]]) -> None:
 async def test_receive_waits_for_messages(pair: Pair) -> None:
     left, right = pair
     received: list[list[bytes]] = []
-    with trio.fail_after(5):
+    with trio.fail_after(NOT_MY_FAULT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(receive_all, left, received)
             await trio.testing.wait_all_tasks_blocked()
@@ -44,7 +45,7 @@ async def test_messages_that_come_while_sending_wake_the_receiver(pair: Pair) ->
     """A send takes libzmq's one signal for what has arrived; the receiver must not rely on it."""
     left, right = pair
     received: list[list[bytes]] = []
-    with trio.fail_after(5):
+    with trio.fail_after(NOT_MY_FAULT_S):
         for i in range(20):
             right.socket.send(b"answer")
             left.socket.send(b"%d" % i)
@@ -58,13 +59,13 @@ async def test_a_cancelled_receive_takes_nothing(pair: Pair) -> None:
     with trio.move_on_after(0):
         await left.receive()
     right.socket.send(b"a")
-    with trio.fail_after(5):
+    with trio.fail_after(NOT_MY_FAULT_S):
         assert await left.receive() == [b"a"]
 
 
 async def test_closing_wakes_who_waits(pair: Pair) -> None:
     left, _ = pair
-    with trio.fail_after(5):
+    with trio.fail_after(NOT_MY_FAULT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(closed_while_receiving, left)
             await trio.testing.wait_all_tasks_blocked()
