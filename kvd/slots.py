@@ -23,6 +23,7 @@ from typing import NamedTuple
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
 from kvd.ledgers import Ledgers
 from kvd.model import MAX_PARTITIONS, PartitionKey
+from kvd.wire.early import EarlySteps
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core import ledger
 from kvd_core.ledger import Ledger, LiveRequest
@@ -80,6 +81,7 @@ class SlotTrackers:
         self._ledgers = ledgers or Ledgers()
         self.publish: Callable[[Lifecycle], None] | None = None  # told of every step, if set
         self.trackers: dict[PartitionKey, Tracker] = {}
+        self.early = EarlySteps()
         self.refused_trackers = 0  # at `max_trackers`
         self.ended: Counter[str] = Counter()  # totals of ledgers that are no more
 
@@ -240,7 +242,7 @@ class SlotTrackers:
         rank = named_rank(event, tracker.block_size, tracker.workers, tracker.ledger)
         if isinstance(rank, Outcome):
             return rank
-        outcome = apply_to(tracker.ledger, rank, event, now)
+        outcome = apply_to(tracker.ledger, rank, self.early, event, now)
         if outcome is Outcome.APPLIED and event.step is not Step.ADD:
             ease(tracker.ledger)
         return outcome
@@ -282,16 +284,15 @@ def named_rank(
     return Outcome.UNKNOWN_RANK if rank is None else rank
 
 
-def apply_to(live_requests: Ledger, rank: int, event: Lifecycle, now: float) -> Outcome:
+def apply_to(
+    live_requests: Ledger, rank: int, early: EarlySteps, event: Lifecycle, now: float
+) -> Outcome:
     """Takes a replica's step on the ledger and the rank it is about."""
     if event.step is Step.ADD:
-        content = event.hashes, event.prefill_tokens, now, None, event.expected_output_tokens
-        outcome = live_requests.add(event.request_id, rank, *content)
-        if outcome == ledger.ADDED:
-            return Outcome.APPLIED
-        return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
+        return _add_to(live_requests, rank, early.meet(event, now), event, now)
     live = live_requests.request(event.request_id)
     if live is None:
+        early.note(event, now)
         return Outcome.UNKNOWN_REQUEST
     if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
         return Outcome.OTHER_WORKER
@@ -300,6 +301,20 @@ def apply_to(live_requests: Ledger, rank: int, event: Lifecycle, now: float) -> 
     else:
         live_requests.prefill_complete(event.request_id)
     return Outcome.APPLIED
+
+
+def _add_to(
+    live_requests: Ledger, rank: int, before: Step | None, event: Lifecycle, now: float
+) -> Outcome:
+    """Books a replica's request, of which the step `before` was heard before, if one was."""
+    if before is Step.FREE:
+        return Outcome.ENDED
+    tokens = event.prefill_tokens if before is None else 0
+    content = event.hashes, tokens, now, None, event.expected_output_tokens
+    outcome = live_requests.add(event.request_id, rank, *content)
+    if outcome == ledger.ADDED:
+        return Outcome.APPLIED
+    return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
 
 
 def _refusal(outcome: int) -> Exception:

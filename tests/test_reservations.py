@@ -279,6 +279,8 @@ async def test_metrics_say_so(nursery: trio.Nursery) -> None:
         "kvd_selection_given_back_total": 1,
         "kvd_selection_expired_total": 0,
         "kvd_selection_removed_total": 0,
+        "kvd_selection_early_ends": 0,
+        "kvd_selection_early_ends_forgotten_total": 0,
         "kvd_selection_retries_known": 1,
         "kvd_selection_retries_total": 2,
         "kvd_selection_retries_forgotten_total": 0,
@@ -335,6 +337,20 @@ async def test_a_mirrored_booking_fades_as_well() -> None:
     for load in (1, 0):
         service.selections.bookings.output_block("r", None)
         assert decode_blocks(service) == load  # a half, rounded away from zero; nothing
+
+
+async def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
+    service = await ready()
+    bookings = service.selections.bookings
+    add = Event(M, BLOCK_SIZE, "r", 1, 0, Step.ADD, b"", 8, router_id=1)
+    freed = replace(add, step=Step.FREE, router_id=2)
+    assert bookings.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
+    assert bookings.apply(add, service.now) is Outcome.ENDED
+    assert not bookings.live
+    assert bookings.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
+    service.select([1, 2], reservation_id="r")  # whatever replicas say, a client may use it
+    assert bookings.apply(add, service.now) is Outcome.ENDED
+    assert list(bookings.live) == ["r"]
 
 
 async def test_what_is_shown() -> None:

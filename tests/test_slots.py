@@ -338,6 +338,36 @@ def test_unregistering_frees_every_request_of_the_worker_on_replicas() -> None:
     assert slots.told[2:] == [event(Step.FREE, "elsewhere", 8, 0)]
 
 
+def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
+    slots = Slots()
+    added = replace(event(Step.ADD, "r", 7, 1, 1, 2), router_id=1)
+    freed = replace(event(Step.FREE, "r", 7, 1), router_id=2)
+    assert slots.apply(freed, 0.0) is Outcome.UNKNOWN_REQUEST
+    assert slots.apply(added, 1.0) is Outcome.ENDED
+    assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 0)]
+    assert slots.apply(added, 2.0) is Outcome.APPLIED  # the id is used again
+    assert slots.loads() == [(7, 0, 0, 0), (7, 1, 48, 2)]
+
+
+def test_a_prefill_that_one_replica_has_completed_another_does_not_begin() -> None:
+    slots = Slots()
+    completed = replace(event(Step.PREFILL_COMPLETE, "r", 7, 1), router_id=2)
+    assert slots.apply(completed, 0.0) is Outcome.UNKNOWN_REQUEST
+    added = replace(event(Step.ADD, "r", 7, 1, 1, 2), router_id=1)
+    assert slots.apply(added, 1.0) is Outcome.APPLIED
+    assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 2)]
+
+
+def test_what_a_client_books_is_booked_whatever_a_replica_has_freed() -> None:
+    slots = Slots()
+    slots.apply(replace(event(Step.FREE, "r", 7, 0), router_id=2), 0.0)
+    slots.book("r", 1, 2)
+    assert slots.loads() == [(7, 0, 48, 2), (7, 1, 0, 0)]
+    late = replace(event(Step.ADD, "r", 7, 0, 9), router_id=1)
+    assert slots.apply(late, 1.0) is Outcome.ENDED
+    assert slots.loads() == [(7, 0, 48, 2), (7, 1, 0, 0)]
+
+
 FITTING = event(Step.ADD, "new", 7, 1, 1, 2)
 MISFITS = {
     Outcome.UNKNOWN_MODEL: [

@@ -43,6 +43,10 @@ def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | Non
     help = "Bookings and output blocks refused"
     refused = {reason: sums[f"refused_{reason}"] for reason in REFUSALS}
     yield by_label("kvd_slots_refused_total", "counter", help, "reason", refused)
+    help = "Ends heard before their requests from replicas, which no request has met yet"
+    yield gauge("kvd_slots_early_ends", help, len(slots.early))
+    help = "Of these, forgotten at the bound"
+    yield counter("kvd_slots_early_ends_forgotten_total", help, slots.early.forgotten)
     help = "Trackers refused at the bound"
     yield counter("kvd_slots_trackers_refused_total", help, slots.refused_trackers)
     if ranks <= most_ranks:

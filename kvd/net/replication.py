@@ -5,7 +5,8 @@
 
 There is no history and no acknowledgement: who joins late, or was cut off, has missed what was said
 meanwhile. Requests end, so what was missed ends with them: a request that is missing here is freed
-unheard, and one whose end was missed expires.
+unheard, and one whose end was missed expires. Nor is there an order between two replicas: an end
+that is read before its beginning is noted until that comes (`kvd.wire.early`).
 
 Neither end bounds the number of frames a message may have before its last one has come: libzmq
 keeps them all. Replicas are whom an operator names, on a network of their own.
@@ -203,11 +204,10 @@ class _Reader:
         if isinstance(decoded, Refused):
             self._refuse(decoded)
             return
-        event, router_id = decoded
-        if router_id == self._router_id:
+        if decoded.router_id == self._router_id:
             counts.own += 1
         else:
-            counts.count(self._apply(event))
+            counts.count(self._apply(decoded))
 
     def _take_binding(self, frames: list[bytes], bind: Bind) -> None:
         bound = affinity.decode(frames)

@@ -19,6 +19,7 @@ from kvd.selection.fleet import Fleet, schedulable
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.retries import Retries
 from kvd.slots import apply_to, named_rank
+from kvd.wire.early import EarlySteps
 from kvd.wire.lifecycle import Face, Outcome, Step
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core import ledger
@@ -57,6 +58,7 @@ class Bookings:
         self._affinity = affinity
         self._decays = decays
         self.retries = Retries(max_retries)
+        self.early = EarlySteps()
         self.given_back = 0
         self.expired = 0
         self.removed = 0  # with their ranks
@@ -278,9 +280,9 @@ class Bookings:
         rank = named_rank(event, fleet.block_size, fleet.workers, fleet.ledger)
         if isinstance(rank, Outcome):
             return rank
-        if event.step is Step.ADD and event.request_id in self.live:
+        if event.step is Step.ADD and self.live.get(event.request_id, fleet) is not fleet:
             return Outcome.DUPLICATE
-        outcome = apply_to(fleet.ledger, rank, event, now)
+        outcome = apply_to(fleet.ledger, rank, self.early, event, now)
         if outcome is not Outcome.APPLIED:
             return outcome
         if event.step is Step.ADD:

@@ -97,7 +97,8 @@ class Lifecycle:
     """One step of one request's life; all from `hashes` to `expected_output_tokens` is of an ADD.
 
     `hashes` are the sequence hashes of its blocks as native u64s. `prefill_tokens` are those that
-    count until the prefill is complete. `face` is None where nobody said.
+    count until the prefill is complete. `face` is None where nobody said. `router_id` names who has
+    told of it, 0 is nobody: this process, until it has been sent.
     """
 
     partition: PartitionKey
@@ -111,6 +112,7 @@ class Lifecycle:
     expected_output_tokens: int | None = None
     lora_name: str | None = None
     face: Face | None = None
+    router_id: int = 0
 
 
 class Outcome(StrEnum):
@@ -122,6 +124,7 @@ class Outcome(StrEnum):
     UNKNOWN_RANK = "unknown_rank"
     BLOCK_SIZE = "block_size"  # another than the one registered here
     DUPLICATE = "duplicate"  # an ADD of a request that lives
+    ENDED = "ended"  # an ADD of a request that another replica has told the end of before
     UNKNOWN_REQUEST = "unknown_request"
     OTHER_WORKER = "other_worker"  # the request lives on another worker or rank
     FULL = "full"  # a bound is reached
@@ -167,15 +170,15 @@ def _request(event: Lifecycle) -> dict[str, Any]:
 # ---- reading
 
 
-def decode(frames: list[bytes]) -> tuple[Lifecycle, int] | Refused:
-    """Returns a message's event and the router_id of who published it, or why there is none."""
+def decode(frames: list[bytes]) -> Lifecycle | Refused:
+    """Returns a message's event, or why there is none."""
     try:
         return _read(payload_of(frames, TOPIC, BOUNDS))
     except Refusal as refusal:
         return refusal.reason
 
 
-def _read(value: object) -> tuple[Lifecycle, int]:
+def _read(value: object) -> Lifecycle:
     envelope = to_members(value, ENVELOPE, Refused.ENVELOPE)
     partition = PartitionKey(
         to_text(envelope.get("model_name"), Refused.ENVELOPE),
@@ -186,7 +189,7 @@ def _read(value: object) -> tuple[Lifecycle, int]:
     worker = to_members(event.get("worker"), WORKER, Refused.EVENT)
     lora_name = event.get("lora_name")
     step, of_add = _data(event.get("data"))
-    read = Lifecycle(
+    return Lifecycle(
         partition,
         block_size,
         to_text(event.get("request_id"), Refused.EVENT),
@@ -195,9 +198,9 @@ def _read(value: object) -> tuple[Lifecycle, int]:
         step,
         lora_name=None if lora_name is None else to_text(lora_name, Refused.EVENT),
         face=_face(envelope.get("face")),
+        router_id=to_number(event.get("router_id"), U64_MAX),
         **of_add,
     )
-    return read, to_number(event.get("router_id"), U64_MAX)
 
 
 def _face(name: object) -> Face | None:

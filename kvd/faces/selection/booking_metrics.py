@@ -18,6 +18,11 @@ def booking_families(selections: Selections) -> Iterator[Family | None]:
     yield counter("kvd_selection_expired_total", help, bookings.expired)
     help = "Reservations that went with their rank"
     yield counter("kvd_selection_removed_total", help, bookings.removed)
+    early = bookings.early
+    help = "Ends heard before their reservations from replicas, which none has met yet"
+    yield gauge("kvd_selection_early_ends", help, len(early))
+    help = "Of these, forgotten at the bound"
+    yield counter("kvd_selection_early_ends_forgotten_total", help, early.forgotten)
     yield gauge("kvd_selection_retries_known", "Answers that can be had again", len(retries))
     help = "Requests answered again under their Idempotency-Key"
     yield counter("kvd_selection_retries_total", help, retries.repeated)

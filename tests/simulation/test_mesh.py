@@ -1,0 +1,39 @@
+"""Some lives of meshes of replicas; more of them with KVD_MESH_SEEDS=0-4999."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import trio
+
+from kvd.wire.lifecycle import Outcome
+from tests.simulation.mesh import Mesh
+
+SEEDS = os.environ.get("KVD_MESH_SEEDS", "0-11")  # the first and the last, 0.1 s each
+REQUESTS = 60
+WHILES = 2  # of which each uses the ids of the one before again
+
+
+async def life(seed: int) -> Counter[Outcome]:
+    mesh = await Mesh.made(seed)
+    outcomes: Counter[Outcome] = Counter()
+    for _ in range(WHILES):
+        ended = [one.name for one in mesh.requests if not one.live]
+        mesh.live_a_while([*ended, *(f"{len(mesh.requests)}-{n}" for n in range(REQUESTS))])
+        mesh.check()
+        mesh.rest()
+    for one in mesh.replicas:
+        outcomes += one.outcomes
+    return outcomes
+
+
+def test_replicas_agree_however_steps_are_routed_and_whoever_stalls() -> None:
+    first, last = (int(text) for text in SEEDS.split("-"))
+    outcomes: Counter[Outcome] = Counter()
+    for seed in range(first, last + 1):
+        try:
+            outcomes += trio.run(life, seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert outcomes[Outcome.ENDED] and outcomes[Outcome.UNKNOWN_REQUEST] and outcomes["applied"]
