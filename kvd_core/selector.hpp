@@ -34,7 +34,8 @@
 //   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
 //
 // Costs: look O(blocks + candidates + what Match and depths take); choose O(candidates), with a
-// temperature one exp a candidate; refusal O(candidates). Nothing is allocated in the steady state.
+// temperature one exp a candidate; refusal, remember and changed O(candidates). Nothing is allocated
+// in the steady state.
 #pragma once
 
 #include <algorithm>
@@ -119,6 +120,23 @@ class Pool {
   int64_t refusal(const Settings& settings, const uint8_t* mask) {
     find_loads();
     return find_open(scale(settings), mask);
+  }
+
+  // Remembers what decides about `refusal` at this moment, of all candidates.
+  void remember() {
+    find_loads();
+    remembers_ = true;
+    seen_.clear();
+    for (const Standing& at : standings_) seen_.emplace_back(at);
+  }
+
+  // Says of each candidate, by 1 or 0, whether that is other than what was remembered. False where
+  // nothing was.
+  bool changed(uint8_t* changed) {
+    if (!remembers_) return false;
+    find_loads();
+    for (size_t i = 0; i < candidates_.size(); ++i) changed[i] = seen_[i].differs(standings_[i]);
+    return true;
   }
 
   // Blocks of the prompt cached by whoever caches most of those that the last `choose` or `refusal`
@@ -334,6 +352,19 @@ class Pool {
     uint64_t before = 0;   // its turn until then
   };
 
+  struct Seen {
+    explicit Seen(const Standing& at)
+        : prefill_tokens(at.prefill_tokens), decode_blocks(at.decode_blocks), present(at.present) {}
+    bool differs(const Standing& at) const {
+      return prefill_tokens != at.prefill_tokens || decode_blocks != at.decode_blocks ||
+             present != at.present;
+    }
+
+    uint64_t prefill_tokens;
+    uint64_t decode_blocks;
+    bool present;
+  };
+
   uint64_t turn_ = 0;  // choices in ROUND_ROBIN, here and in former pools
   Turn last_;          // what `choose` has made of it
   Prompt prompt_;
@@ -343,6 +374,8 @@ class Pool {
   std::vector<uint32_t> depths_;     // by rank of the ledger
   std::vector<uint64_t> chained_;    // scratch of `foresee`
   std::vector<Lines> turns_;         // one a candidate: when it was last chosen, 0 is never
+  std::vector<Seen> seen_;           // one a candidate, once it `remembers_`
+  bool remembers_ = false;
   std::vector<uint32_t> open_;       // scratch of `choose`
   std::vector<uint32_t> idle_;
   std::vector<uint32_t> ties_;

@@ -85,6 +85,8 @@ cdef extern from "selector.hpp" namespace "kvd::selector" nogil:
         int64_t choose(const CSettings&, const uint8_t*, uint64_t, const double*) except +
         int64_t refusal(const CSettings&, const uint8_t*) except +    # 0 or a Refusal, of now
         uint32_t best()                         # blocks, of those that the last of these found open
+        void remember() except +                # the loads of now
+        cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
         uint64_t least_effective_tokens(const CSettings&, const uint8_t*)
         void take_back()                        # the last choice of ROUND_ROBIN
         void take_turns(const CPool&)           # of the pool that this one replaces

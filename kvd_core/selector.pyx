@@ -260,10 +260,10 @@ cdef class Pool:
         """Tokens to prefill on the candidate that caches most of the prompt. O(candidates)."""
         return self.c.least_effective_tokens(settings.c, self.mask_of(eligible))
 
-    def mask(self, worker_ids):
-        """Returns the `eligible` that allows the ranks of these workers; unknown ones are ignored.
+    def mask(self, worker_ids, dp_rank=None):
+        """Returns the `eligible` that allows the ranks of these workers, or one of each of them.
 
-        O(worker ids x log candidates + candidates).
+        Unknown ones are ignored. O(worker ids x log candidates + candidates).
         """
         cdef bytes eligible = PyBytes_FromStringAndSize(NULL, self.c.size())
         cdef char* mask = PyBytes_AS_STRING(eligible)
@@ -271,11 +271,28 @@ cdef class Pool:
         cdef size_t at
         memset(mask, 0, self.c.size())
         for worker_id in worker_ids:
+            if dp_rank is not None:
+                found = self.find(worker_id, dp_rank)
+                if found is not None:
+                    mask[<size_t>found] = 1
+                continue
             at = self.c.position(worker_id, 0)
             while at < self.c.size() and self.c.candidate(at).worker_id == worker_id:
                 mask[at] = 1
                 at += 1
         return eligible
+
+    def remember(self):
+        """Remembers the loads of this moment, for `changed`. O(candidates)."""
+        self.c.remember()
+
+    def changed(self):
+        """Returns whose loads are others than those remembered: a byte for each candidate, 1 or 0.
+
+        None where nothing is remembered. O(candidates).
+        """
+        cdef bytes changed = PyBytes_FromStringAndSize(NULL, self.c.size())
+        return changed if self.c.changed(<uint8_t*>PyBytes_AS_STRING(changed)) else None
 
     def find(self, uint64_t worker_id, uint32_t dp_rank):
         """The position of a candidate, None if it is not one. O(log candidates)."""

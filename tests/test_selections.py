@@ -26,6 +26,8 @@ from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.queue import QueuePolicy
 from kvd.selection.asks import Constraints, Held
+from kvd.selection.choices import Choices
+from kvd.selection.fleet import Fleet
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.hashing import sequence_hashes
@@ -467,6 +469,34 @@ async def test_constrained_ones_block_nobody(nursery: trio.Nursery) -> None:
     await settled()
     assert only_1.answer is None and only_2.answer["worker_id"] == 2
     assert service.select([5])["worker_id"] == 2
+    service.check()
+
+
+async def test_only_those_who_wait_for_a_changed_rank_are_asked(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await busy_fleet()
+    asked: list[Any] = []
+    serve = Choices._serve
+
+    def noted(self: Choices, fleet: Fleet, held: Held) -> int:
+        asked.append(held.ask.constraints)
+        return serve(self, fleet, held)
+
+    monkeypatch.setattr(Choices, "_serve", noted)
+    only_1 = calls(nursery, service, [1], constraints=ONLY[1])
+    only_2 = calls(nursery, service, [2], constraints=ONLY[2], tokens=400)
+    for _ in range(2):  # all are asked once, and told whom they wait for
+        service.selections.choices.turn_all()
+    assert asked == [ONLY[1], ONLY[2]]
+    service.selections.bookings.free("b")
+    assert asked[2:] == [ONLY[2]] and only_2.answer is None  # until it runs
+    await settled()
+    assert only_2.answer["worker_id"] == 2 and only_1.answer is None
+    assert len(asked) == 3
+    service.selections.bookings.free("a")
+    await settled()
+    assert only_1.answer["worker_id"] == 1
     service.check()
 
 

@@ -14,7 +14,7 @@ import trio
 from kvd.errors import BadRequest, KvdError
 from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterOptions
-from kvd.scheduling.queue import Urgency
+from kvd.scheduling.queue import ANYONE, Urgency
 from kvd.selection.affinity import Affinity
 from kvd.selection.asks import Answered, Ask, Chosen, Held, Look
 from kvd.selection.bookings import Bookings
@@ -150,9 +150,6 @@ class Choices:
 
     def _serve_one(self, fleet: Fleet, ask: Ask) -> Answered | None:
         """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
-        if (again := self._again(ask)) is not None:
-            return again  # both have waited
-        self._check_new(ask)
         if ask.phase is Phase.BOTH:
             answered = self._serve_both(fleet, ask)
         else:
@@ -268,38 +265,71 @@ class Choices:
     def stop(self) -> None:
         """Answers those that wait, now and from now on, that nobody will serve them."""
         self._stopping = True
-        self.turn_all()
+        self.ask_all()
 
     # ---- what moves those that wait
 
+    def ask_all(self) -> None:
+        """Serves all that can be served now, whatever it is that has changed."""
+        for fleet in self._fleets.values():
+            fleet.queue.wake()
+        self.turn_all()
+
     def turn_all(self) -> None:
-        """Serves all that can be served now."""
+        """Serves all that changes of workers and loads have made servable."""
         if self.held:
             for fleet in self._fleets.values():
                 self.turn(fleet)
 
     def turn(self, fleet: Fleet) -> None:
-        """Serves the selections that can be served now, in their order."""
-        if len(fleet.queue):
-            for _ in fleet.queue.release(lambda held: self._serve(fleet, held)):
-                pass
+        """Does so in one fleet, in the order of those that wait."""
+        if not len(fleet.queue):
+            return
+        changed = fleet.pool.changed()
+        fleet.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
+        for _ in fleet.queue.release(partial(self._serve, fleet)):
+            pass
+        fleet.pool.remember()
 
-    def _serve(self, fleet: Fleet, held: Held) -> bool:
+    def _serve(self, fleet: Fleet, held: Held) -> int:
+        """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
+        ask = held.ask
         try:
             if self._stopping:
                 raise Unserved(Outcome.STOPPING, _STOPPING)
             if not fleet.workers:
                 raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
-            fleet.pool.look_again(held.prompt)
-            answered = self._serve_one(fleet, held.ask)
+            if (answered := self._again(ask)) is None:  # both have waited
+                self._check_new(ask)
+                if self._all_busy(fleet, ask):
+                    return _awaited(fleet, ask)
+                fleet.pool.look_again(held.prompt)
+                answered = self._serve_one(fleet, ask)
         except KvdError as error:
-            self._tally.failed(held.ask, error)
+            self._tally.failed(ask, error)
             held.settle(error)
-            return True
+            return 0
         if answered is None:
-            return False
+            return _awaited(fleet, ask)
         held.settle(answered)
-        return True
+        return 0
+
+    def _all_busy(self, fleet: Fleet, ask: Ask) -> bool:
+        """Says so where no look at the prompt is needed, which costs a walk of the index."""
+        phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
+        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
+
+
+def _awaited(fleet: Fleet, ask: Ask) -> int:
+    """Returns the bits of the pool's ranks whose loads decide whether a selection can be served."""
+    awaited = 0
+    for phase in (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,):
+        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        if eligible is None:
+            return ANYONE
+        awaited |= int.from_bytes(eligible, "little")
+    return awaited
 
 
 def _check_constraints(ask: Ask) -> None:

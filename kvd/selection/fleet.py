@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvd.catalog import WorkerRecord
@@ -139,11 +139,20 @@ class Fleet:
             if phase not in self._masks:
                 self._masks[phase] = self._mask(pool, phase)
             return self._masks[phase]
-        records = [self.workers[each.worker_id] for each in pool.candidates]
-        return bytes(
-            serves(record.role, phase) and constraints.admits(record, each.dp_rank)
-            for record, each in zip(records, pool.candidates, strict=True)
+        named: Iterable[int] = self.workers
+        dp_rank = None
+        if constraints.pinned is not None:
+            named, dp_rank = (constraints.pinned[0],), constraints.pinned[1]
+        elif constraints.allowed is not None:
+            named = constraints.allowed
+        admitted = (
+            worker_id
+            for worker_id in named
+            if (record := self.workers.get(worker_id)) is not None
+            and serves(record.role, phase)
+            and constraints.admits(record, dp_rank or 0)
         )
+        return pool.mask(admitted, dp_rank)
 
     def _mask(self, pool: Pool, phase: Phase | None) -> bytes | None:
         mask = bytes(serves(self.workers[each.worker_id].role, phase) for each in pool.candidates)

@@ -66,7 +66,7 @@ class Selections:
         self.choices = Choices(
             self.fleets, options, self.bookings, self.draws, clock, self.tally, self.affinity
         )
-        self.tuning = Tuning(self.fleets, options.settings, self.choices.turn_all)
+        self.tuning = Tuning(self.fleets, options.settings, self.choices.ask_all)
         self.workers = Workers(
             self.fleets,
             self.state,

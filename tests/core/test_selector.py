@@ -355,6 +355,8 @@ def test_direct() -> None:
     assert [fleet.pool.find(*place) for place in ((1, 0), (7, 1), (7, 3))] == [0, 1, 2]
     assert [fleet.pool.find(*place) for place in ((0, 0), (1, 1), (7, 2), (9, 0))] == [None] * 4
     assert fleet.pool.mask([7, 8, 2**64 - 1]) == b"\0\1\1"
+    assert fleet.pool.mask([7, 1], 1) == b"\0\1\0"
+    assert fleet.pool.mask([7], 2) == b"\0\0\0"
 
 
 def busy_fleet(*tokens: int, batch: int = 100) -> Fleet:
@@ -398,6 +400,21 @@ def test_observed_choice_of_a_busy_rank_that_costs_less() -> None:
     assert fleet.pool.choose(queueing, None, 0) == 0
     assert fleet.pool.explained(0, queueing).cost == 13.0
     assert fleet.pool.choose(queueing, fleet.pool.mask([1]), 0) == BUSY
+
+
+def test_what_has_changed_since_it_was_remembered() -> None:
+    fleet = loaded(0, 5, 9)
+    assert fleet.pool.changed() is None
+    fleet.pool.remember()
+    assert fleet.pool.changed() == b"\0\0\0"
+    fleet.ledger.free("3/0/0")
+    assert fleet.pool.changed() == fleet.pool.changed() == b"\0\0\1"
+    fleet.pool.remember()
+    assert fleet.pool.changed() == b"\0\0\0"
+    nobody = Pool(None, Ledger(), 16)
+    assert nobody.changed() is None
+    nobody.remember()
+    assert nobody.changed() == b""
 
 
 def test_who_waits_is_asked_again_without_a_prompt() -> None:

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.scheduling.queue import QueuePolicy, SelectionQueue, Urgency, Waiting
+from kvd.scheduling.queue import ANYONE, QueuePolicy, SelectionQueue, Urgency, Waiting
 
 FCFS, WSPT = QueuePolicy.FCFS, QueuePolicy.WSPT
 RANKS = ("a", "b", "c")
 
 
 def released(queue: SelectionQueue[str], *stuck: str) -> str:
-    return "".join(queue.release(lambda entry: entry not in stuck))
+    queue.wake()
+    return "".join(queue.release(lambda entry: ANYONE if entry in stuck else 0))
 
 
 def filled(policy: QueuePolicy, *urgencies: Urgency) -> SelectionQueue[str]:
@@ -57,7 +58,7 @@ def test_what_is_booked_in_between_is_seen() -> None:
     queue: SelectionQueue[str] = SelectionQueue(FCFS)
     for number, lane in enumerate("abab"):
         queue.push(lane, lane, Urgency(), float(number))
-    for entry in queue.release(lambda entry: room[entry] > 0):
+    for entry in queue.release(lambda entry: 0 if room[entry] > 0 else ANYONE):
         room[entry] -= 1
     assert room == {"a": 0, "b": 0} and list(queue) == ["a"]
 
@@ -126,7 +127,8 @@ def check_release(
         ranks = RANKS if held.lane is None else (held.lane,)
         return next((rank for rank in ranks if room.get(rank)), None)
 
-    for held in queue.release(lambda held: rank_for(held) is not None):
+    queue.wake()
+    for held in queue.release(lambda held: 0 if rank_for(held) is not None else ANYONE):
         model.sort(key=lambda one: one.order(policy))
         assert held is next(one for one in model if rank_for(one) is not None)
         rank = rank_for(held)
@@ -134,3 +136,129 @@ def check_release(
         room[rank] -= 1
         model.remove(held)
     assert all(rank_for(held) is None for held in model)
+
+
+# ---- who sleeps
+
+MASKS = st.integers(1, 15)  # of four ranks
+WAKING = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), MASKS, URGENCIES),
+        st.tuples(st.just("push"), MASKS, URGENCIES),
+        st.tuples(st.just("remove"), st.integers(0, 20)),
+        st.tuples(st.just("ease"), st.integers(0, 3), st.integers(1, 2)),
+        st.tuples(st.just("load"), st.integers(0, 3)),
+        st.tuples(st.just("reorder"), st.sampled_from(QueuePolicy)),
+        st.tuples(st.just("turn")),
+    ),
+    max_size=60,
+)
+
+
+@dataclass(eq=False)
+class Sleeper(Held):
+    mask: int = 0
+
+
+@given(st.sampled_from(QueuePolicy), WAKING)
+def test_whoever_sleeps_would_have_been_told_to_wait(
+    policy: QueuePolicy, steps: list[tuple[Any, ...]]
+) -> None:
+    """The order is that of asking everybody again and again for the best who can be served."""
+    queue: SelectionQueue[Sleeper] = SelectionQueue(policy)
+    model: list[Sleeper] = []
+    room = [0] * 4
+    changed = 0
+
+    def rank_for(one: Sleeper, room: list[int]) -> int | None:
+        return next((rank for rank in range(4) if one.mask >> rank & 1 and room[rank]), None)
+
+    def expected() -> list[Sleeper]:
+        left, order = list(room), []
+        waiting = sorted(model, key=lambda one: one.order(policy))
+        while (
+            best := next((one for one in waiting if rank_for(one, left) is not None), None)
+        ) is not None:
+            rank = rank_for(best, left)
+            assert rank is not None
+            left[rank] -= 1
+            waiting.remove(best)
+            order.append(best)
+        return order
+
+    def serve(one: Sleeper) -> int:
+        rank = rank_for(one, room)
+        if rank is None:
+            return one.mask
+        room[rank] -= 1
+        return 0
+
+    for number, (kind, *rest) in enumerate(steps):
+        if kind == "push":
+            one = Sleeper(str(rest[0]), rest[1], number, mask=rest[0])
+            one.waiting = queue.push(one.lane, one, one.urgency, float(number))
+            model.append(one)
+        elif kind == "remove" and model:
+            gone = model.pop(rest[0] % len(model))
+            assert gone.waiting is not None and queue.remove(gone.waiting)
+        elif kind == "ease":
+            room[rest[0]] += rest[1]
+            changed |= 1 << rest[0]
+        elif kind == "load":
+            room[rest[0]] = 0
+            changed |= 1 << rest[0]
+        elif kind == "reorder":
+            policy = rest[0]
+            queue.reorder(policy)
+        elif kind == "turn":
+            wanted = expected()
+            queue.wake(changed)
+            changed = 0
+            assert list(queue.release(serve)) == wanted
+            model = [one for one in model if one not in wanted]
+        assert set(queue) == set(model)
+
+
+LANES = 2000
+
+
+def stuck() -> SelectionQueue[int]:
+    queue: SelectionQueue[int] = SelectionQueue(FCFS)
+    for number in range(LANES):
+        queue.push(number, number, Urgency(), float(number))
+    assert list(queue.release(lambda number: 1 << number)) == []
+    return queue
+
+
+def test_only_those_are_asked_for_whom_something_has_changed() -> None:
+    queue = stuck()
+    asked: list[int] = []
+
+    def serve(number: int) -> int:
+        asked.append(number)
+        return 1 << number if number == 3 else 0
+
+    assert list(queue.release(serve)) == [] == asked
+    queue.wake(1 << 7 | 1 << 3 | 1 << LANES)
+    assert list(queue.release(serve)) == [7]
+    assert asked == [3, 7]
+    queue.push(9, LANES, Urgency(strict_priority=1), 1.0)  # the first of its lane from now on
+    queue.push(11, LANES + 1, Urgency(), 2.0 * LANES)  # behind another one that sleeps
+    assert list(queue.release(serve)) == [LANES, 9]
+
+
+def test_all_that_are_awake_are_looked_at_in_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = stuck()
+    compared = 0
+
+    def before(one: Waiting[int], other: Waiting[int]) -> bool:
+        nonlocal compared
+        compared += 1
+        return one.place < other.place
+
+    monkeypatch.setattr(Waiting, "__lt__", before)
+    queue.wake()
+    asked: list[int] = []
+    assert list(queue.release(lambda number: asked.append(number) or 1)) == []
+    assert asked == list(range(LANES))
+    assert compared < LANES * 4 * LANES.bit_length()  # with each against all it is the square
