@@ -509,6 +509,7 @@ class EventReader {
   }
 
   bool read_identity() {
+    event_->names_salts = extra_keys_ != nullptr;
     if (mm_infos_ == nullptr && extra_keys_ == nullptr) return true;
     BlockIdentity identity(in_.end(), scratch_, *pending_);
     return identity.read(mm_infos_, mm_from_tail_, extra_keys_);

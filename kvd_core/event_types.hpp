@@ -37,6 +37,7 @@ struct StoredEvent {
   bool has_lora_id;
   int64_t lora_id;
   std::string_view salt;       // empty = none
+  bool names_salts;            // there is a list of extra_keys, in which a salt would stand
   const uint32_t* mm_begin;    // n_hashes + 1 offsets into mm; nullptr when no block has objects
   const uint64_t* mm;          // block i: mm[mm_begin[i] .. mm_begin[i + 1]) ascending
   std::string_view medium;     // as it is spelled; empty = none

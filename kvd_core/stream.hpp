@@ -398,7 +398,7 @@ class Stream {
   // What an engine says once, with a prompt's first block, and what holds for all blocks below it:
   // the cache salt, and an adapter known by number only, which counts as one named "#number".
   uint64_t prompt_term(const StoredEvent& e, bool has_parent, uint64_t parent) {
-    if (!e.salt.empty()) index_.rank(rank_).salted = true;
+    if (e.names_salts || !e.salt.empty()) index_.rank(rank_).salted = true;
     if (!has_parent) return salt_term(e.salt) + numbered_adapter_term(e);
     const uint64_t above = index_.term_of(rank_, parent);
     return above != 0 ? above : salt_term(e.salt);

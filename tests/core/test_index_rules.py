@@ -161,6 +161,18 @@ def test_a_rank_without_creditable_blocks_has_no_zero_row() -> None:
     assert scores(index, [6]) == {}
 
 
+@pytest.mark.parametrize("extra_keys", [[None], [["other"]], []])
+def test_who_lists_extra_keys_says_salts(extra_keys: list[Any]) -> None:
+    """Others salt without saying so, and a question with a salt counts their unsalted blocks."""
+    index, worker = make()
+    stream = worker.stream(0)
+    stream.apply(batch(stored(1, 1), stored(2, 2, extra_keys=None)))
+    assert scores(index, [1], "s") == {"1": {"0": 4}}
+    stream.apply(batch(stored(3, 3, extra_keys=extra_keys)))
+    assert scores(index, [1], "s") == scores(index, [2], "s") == {}
+    assert scores(index, [1]) == {"1": {"0": 4}}
+
+
 def test_salts_of_parked_blocks() -> None:
     index, worker = make()
     stream = worker.stream(0)
