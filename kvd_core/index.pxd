@@ -109,10 +109,12 @@ cdef extern from "worker.hpp" namespace "kvd" nogil:
         void retire_all(CIndex&) except +
 
 cdef extern from "stream.hpp" namespace "kvd" nogil:
-    uint32_t kEmptied
+    uint32_t kCleared
     uint32_t kFlawed
-    uint32_t kNoRoom
     uint32_t kUnfinished
+    uint32_t kNoRoom
+    uint32_t kNewRank
+    uint32_t kAllTiers
     size_t kIgnored
     size_t kReasons
 
@@ -129,6 +131,9 @@ cdef extern from "stream.hpp" namespace "kvd" nogil:
         uint32_t apply(const uint8_t*, size_t, uint32_t) except +
         uint32_t go_on(uint32_t) except +
         size_t flaw()               # a kvd::Reason, kReasons if there is none
+        cbool rank(uint32_t*)       # false when the last batch does not say it
+        cbool names_ranks()
+        uint32_t cleared()          # tiers as bits
         void clear() except +
         cbool restored()
         void drop_restored() except +

@@ -18,10 +18,12 @@ from kvd_core.decoder import REASONS
 
 TIERS = ("device", "host", "disk", "external")
 MAX_BLOCKS = kMaxBlocks
-EMPTIED = kEmptied
+CLEARED = kCleared
 FLAWED = kFlawed
-NO_ROOM = kNoRoom
 UNFINISHED = kUnfinished
+NO_ROOM = kNoRoom
+NEW_RANK = kNewRank
+ALL_TIERS = kAllTiers
 # What a batch may take of the loop at once, about 2 ms: then others have their turn.
 SLICE_STEPS = 20_000
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
@@ -389,11 +391,12 @@ cdef class Stream:
     def apply(self, bytes payload not None):
         """Applies one batch as it came off the wire, or begins to.
 
-        Bad input, and blocks that an index has no room for, are counted and never raise. Returns 0, or bits: EMPTIED when a clear
-        has left nothing of this stream's ranks, FLAWED when part of the batch could not be
-        understood; or UNFINISHED alone, when it takes longer than `slice_steps` of about 0.1 us:
-        then `go_on` has to follow, as long as it says so, before the next batch. RuntimeError when
-        the worker was removed.
+        Bad input, and blocks that an index has no room for, are counted and never raise. Returns 0,
+        or bits: CLEARED when what was missed before does not matter any more on the tiers that
+        `cleared` says, FLAWED when part of the batch could not be understood, NO_ROOM when not all
+        of it was stored, NEW_RANK when no batch has spoken for its rank before; or UNFINISHED
+        alone, when it takes longer than `slice_steps` of about 0.1 us: then `go_on` has to follow,
+        as long as it says so, before the next batch. RuntimeError when the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
@@ -419,6 +422,19 @@ cdef class Stream:
         """Why the last applied batch is FLAWED: the first of REASONS that it met, "" if it is not."""
         cdef size_t reason = self.c.flaw()
         return "" if reason == kReasons else REASONS[reason]
+
+    def rank(self):
+        """The rank that the last applied batch has spoken for, None when that cannot be known."""
+        cdef uint32_t dp_rank = 0
+        return dp_rank if self.c.rank(&dp_rank) else None
+
+    def names_ranks(self):
+        """Whether batches name their ranks, so that there may be more than have been heard."""
+        return self.c.names_ranks()
+
+    def cleared(self):
+        """The tiers that clears of the last applied batch have emptied, as bits of ALL_TIERS."""
+        return self.c.cleared()
 
     def clear(self):
         """Drops the blocks of every rank this stream has spoken for, also in batches only.

@@ -42,12 +42,15 @@ enum class Ignored : uint8_t {
 };
 constexpr size_t kIgnored = 8;
 
+constexpr uint32_t kAllTiers = (1u << kTierLayers) - 1;
+
 // What one batch has shown about how far the stream's blocks can be believed, as bits.
 enum Outcome : uint32_t {
-  kEmptied = 1,  // a clear left nothing of the stream's ranks: what was missed no longer matters
+  kCleared = 1,  // what was missed of its rank no longer matters on the tiers that `cleared` says
   kFlawed = 2,   // part of the batch could not be understood: its events are lost
-  kNoRoom = 8,   // the index was full: events of it had no effect, or not all
   kUnfinished = 4,  // and nothing else is said yet: the batch is long, and goes on with `go_on`
+  kNoRoom = 8,      // the index was full: events of it had no effect, or not all
+  kNewRank = 16,    // no batch has spoken for its rank before, or none has named one
 };
 
 struct StreamCounters {
@@ -67,7 +70,8 @@ class Stream {
   // Begins a batch and returns its Outcome bits, or kUnfinished. What was unfinished is dropped.
   uint32_t apply(const uint8_t* payload, size_t size, uint32_t steps) {
     ++counters_.batches;
-    outcome_ = 0;
+    outcome_ = cleared_ = 0;
+    says_rank_ = false;
     flaw_ = kReasons;
     batch_.begin(payload, size, scratch_);
     return go_on(steps);
@@ -83,6 +87,18 @@ class Stream {
   // order, kReasons if it is not.
   size_t flaw() const { return flaw_; }
 
+  // The rank that the last applied batch has spoken for; false when that cannot be known of it.
+  bool rank(uint32_t* dp_rank) const {
+    *dp_rank = speaks_for_;
+    return says_rank_;
+  }
+
+  // Whether batches name their ranks, so that there may be more than have been heard.
+  bool names_ranks() const { return names_ranks_; }
+
+  // The tiers that the last applied batch has emptied by clears, as bits.
+  uint32_t cleared() const { return cleared_; }
+
   // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
   // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
   void clear() {
@@ -93,6 +109,7 @@ class Stream {
       if (dp_rank != dp_rank_) worker_.renew(index_, dp_rank);
     }
     heard_.clear();
+    names_ranks_ = false;
   }
 
   // Whether there are blocks of a dump that this stream's engine has not been heard about.
@@ -123,7 +140,10 @@ class Stream {
     speaks_for_ = has_rank ? dp_rank : dp_rank_;
     resume();
     if (rank_ == kNone) return;
-    heard_.insert(speaks_for_);
+    says_rank_ = true;
+    named_ = has_rank;
+    if (heard_.insert(speaks_for_).second || (has_rank && !names_ranks_)) outcome_ |= kNewRank;
+    names_ranks_ = names_ranks_ || has_rank;
     traits().restored = false;
   }
 
@@ -170,14 +190,13 @@ class Stream {
     if (e.has_tier && e.tier == Tier::UNKNOWN) {
       ignore(Ignored::MEDIUM);
     } else if (e.has_tier) {
-      clear_layers(index_.tier_mask(static_cast<uint32_t>(e.tier)));
+      clear_layers(index_.tier_mask(static_cast<uint32_t>(e.tier)), 1u << static_cast<uint32_t>(e.tier));
     } else if (traits().numbers_groups) {
-      clear_layers(index_.tier_mask(kDeviceLayer));
+      clear_layers(index_.tier_mask(kDeviceLayer), 1u << kDeviceLayer);
     } else {
-      clear_layers(kAllLayers);
-      // Where only some tiers are cleared, others may hold what was missed. They may, too, when the
-      // engine has not shown yet that it is none of those that number groups.
-      if (traits().plain && holds_nothing()) outcome_ = (outcome_ & ~kNoRoom) | kEmptied;
+      // Lower tiers may hold what was missed where the engine has not shown yet that it is none of
+      // those that number groups.
+      clear_layers(kAllLayers, traits().plain ? kAllTiers : 1u << kDeviceLayer);
     }
   }
 
@@ -186,6 +205,7 @@ class Stream {
     // Bytes behind a batch take nothing from it, and events of other types are about other things.
     if (reason == Reason::TRAILING || reason == Reason::UNKNOWN_TYPE) return;
     outcome_ |= kFlawed;
+    if (reason == Reason::TRUNCATED || reason == Reason::NOT_MSGPACK) lose_rank();
     if (flaw_ == kReasons) flaw_ = static_cast<size_t>(reason);
   }
 
@@ -223,17 +243,18 @@ class Stream {
 
   static constexpr Place kNowhere{kNone, false};
 
+  // The batch broke off before it could name its rank: it passes for the stream's own, and may be
+  // another's.
+  void lose_rank() {
+    if (named_ || !says_rank_) return;
+    says_rank_ = false;
+    if ((outcome_ & kNewRank) != 0) heard_.erase(dp_rank_);
+    outcome_ &= ~kNewRank;
+  }
+
   // What has been taught about the rank of the batch.
   RankTraits& traits() { return index_.rank(rank_); }
   const RankTraits& traits() const { return index_.rank(rank_); }
-
-  bool holds_nothing() const {
-    for (const uint32_t dp_rank : heard_) {
-      const RankId rank = worker_.find(dp_rank);
-      if (rank != kNone && !index_.holds_nothing(rank)) return false;
-    }
-    return !restored();
-  }
 
   // A rank that came with a dump is this stream's if it is its own, or is registered nowhere: then
   // only batches name it, and these may be of this stream.
@@ -242,7 +263,10 @@ class Stream {
     return rank.restored && (entry.first == dp_rank_ || !rank.listed);
   }
 
-  void clear_layers(LayerMask mask) {
+  void clear_layers(LayerMask mask, uint32_t tiers) {
+    outcome_ |= kCleared;
+    cleared_ |= tiers;
+    if (cleared_ == kAllTiers) outcome_ &= ~kNoRoom;
     rank_ = worker_.clear(index_, index_.rank(rank_).dp_rank, mask);
     // Nothing that came with a dump is left, so whatever is told from now on is told once.
     if (index_.holds_nothing(rank_)) traits().settling = false;
@@ -414,13 +438,17 @@ class Stream {
   uint32_t dp_rank_;
   StreamCounters& counters_;
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
+  bool names_ranks_ = false;            // some have named theirs
   Scratch scratch_;
   std::vector<uint64_t> locals_;
   std::vector<uint64_t> plain_;  // local hashes by the seed of sequence hashes, where it differs
   SlicedBatch<Stream> batch_;
   uint32_t speaks_for_ = 0;  // the rank of the batch
   RankId rank_ = kNone;      // the same, of the index
+  bool named_ = false;       // it says so itself
+  bool says_rank_ = false;   // the last batch is known to be of that rank
   uint32_t outcome_ = 0;
+  uint32_t cleared_ = 0;
   size_t flaw_ = kReasons;
 };
 

@@ -152,6 +152,7 @@ class Link:
         self._patience = trio.CancelScope()  # ends when libzmq has done nothing more for too long
         self._give_up_at = math.inf
         self._connection: OthersDescriptor | None = None
+        self._idle = trio.CancelScope()  # while nothing comes
 
         stack.push_async_callback(self._gone)
         first, *more = topics
@@ -183,6 +184,11 @@ class Link:
                 break
         return f"{self._given_up or self._fault or 'protocol error'}: {self._linked.endpoint}"
 
+    async def wait(self) -> None:
+        """Returns when there may be a message, or the other end has joined."""
+        with trio.CancelScope() as self._idle:
+            await self.sub.wait_readable()
+
     def give_up(self, why: str) -> None:
         """Ends `watch`, with that reason."""
         self._given_up = why
@@ -203,6 +209,7 @@ class Link:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._fault = ""
             linked.joined()
+            self._idle.cancel()
             self._log.info(f"{self._log.kind} joined", endpoint=linked.endpoint)
         elif event == zmq.EVENT_DISCONNECTED:
             self._wait_until(trio.current_time() + self._options.give_up_s)

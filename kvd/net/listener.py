@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+ASK_AGAIN_S = 1.0  # between two questions to an engine that is idle, whatever the settings say
+
 
 async def run_listener(
     listener: Listener,
@@ -92,8 +94,10 @@ class _Reader:
                 await trio.lowlevel.checkpoint()
             elif more:
                 await trio.lowlevel.checkpoint()
+            elif self._listener.asks:
+                await self._ask(link)
             else:
-                await link.sub.wait_readable()
+                await link.wait()
 
     async def receive_rest(self, link: Link) -> None:
         """Takes what had arrived before the socket became useless, up to the first gap.
@@ -159,6 +163,24 @@ class _Reader:
         if lost:
             self._log.warning("batches lost", missing=lost, lost=listener.lost, replay=end)
 
+    async def _ask(self, link: Link) -> None:
+        """Asks an engine that has come back whether it is the same; waits while it is spared."""
+        listener = self._listener
+        if trio.current_time() < self._spare_until:
+            with trio.move_on_at(self._spare_until):
+                await link.wait()
+            return
+        listener.ask()
+        await self._replay()
+        await self._finish()
+        if listener.asks:  # it has not answered
+            self._spare(ASK_AGAIN_S)
+        self._say_flaw()
+
+    def _spare(self, at_least_s: float = 0.0) -> None:
+        pause_s = max(self._replayer.options.spare_s, at_least_s)
+        self._spare_until = trio.current_time() + pause_s
+
     async def _replay(self) -> ReplayEnd | None:
         """Fetches what is missing before the held batch; None if nothing can be asked."""
         listener = self._listener
@@ -176,5 +198,5 @@ class _Reader:
         if count:
             self._log.info("batches replayed", count=count, ended=end)
         elif end not in (ReplayEnd.REACHED, ReplayEnd.MARKER):
-            self._spare_until = trio.current_time() + self._replayer.options.spare_s
+            self._spare()
         return end

@@ -64,13 +64,15 @@ class Replayer:
     async def fetch(self, listener: Listener) -> ReplayEnd:
         """Has `listener` take what it wants to be replayed; returns why no more of it came."""
         end = ReplayEnd.LATE
-        with trio.move_on_after(self.options.total_s):
+        with trio.move_on_after(self.options.total_s) as patience:
             async with self._turns:
-                end = await self._ask(listener)
-        listener.replay_ended(end)
-        return end
+                room = _Room(self.options)
+                end = await self._ask(listener, room)
+                while listener.wants_more(end):
+                    end = await self._ask(listener, room)
+        return listener.replay_ended(ReplayEnd.LATE if patience.cancelled_caught else end)
 
-    async def _ask(self, listener: Listener) -> ReplayEnd:
+    async def _ask(self, listener: Listener, room: _Room) -> ReplayEnd:
         try:
             endpoint = await self._dialer.endpoint(listener.replay_endpoint or "")
             options = socket_options(endpoint, self._link)
@@ -84,23 +86,39 @@ class Replayer:
                 dealer.socket.send_multipart(request(listener.wanted().start), zmq.NOBLOCK)
             except zmq.ZMQError:
                 return ReplayEnd.FAILED
-            return await _Answer(dealer, listener, self.options).read()
+            listener.answer_begins()
+            return await _Answer(dealer, listener, self.options.idle_s, room).read()
+
+
+class _Room:
+    """What the answers of one replay may still bring together."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._messages = options.max_messages
+        self._bytes = options.max_bytes
+
+    def take(self, frames: list[bytes]) -> None:
+        self._messages -= 1
+        self._bytes -= sum(map(len, frames))
+
+    @property
+    def is_used_up(self) -> bool:
+        return self._messages <= 0 or self._bytes <= 0
 
 
 class _Answer:
     """What comes back for one request."""
 
-    def __init__(self, dealer: ZSocket, listener: Listener, options: ReplayOptions) -> None:
+    def __init__(self, dealer: ZSocket, listener: Listener, idle_s: float, room: _Room) -> None:
         self._dealer = dealer
         self._listener = listener
-        self._options = options
-        self._messages = 0
-        self._bytes = 0
+        self._idle_s = idle_s
+        self._room = room
 
     async def read(self) -> ReplayEnd:
         while True:
             replayed = self._listener.replayed
-            with trio.move_on_after(self._options.idle_s) as patience:
+            with trio.move_on_after(self._idle_s) as patience:
                 while self._listener.replayed == replayed:
                     end = await self._read_some()
                     if end is not None:
@@ -130,8 +148,7 @@ class _Answer:
         return None
 
     def _take(self, frames: list[bytes]) -> ReplayEnd | None:
-        self._messages += 1
-        self._bytes += sum(map(len, frames))
+        self._room.take(frames)
         answer = read_answer(frames)
         if answer is None:
             self._listener.strays += 1
@@ -139,6 +156,4 @@ class _Answer:
             return ReplayEnd.MARKER
         elif (end := self._listener.take_replayed(*answer)) is not None:
             return end
-        too_many = self._messages >= self._options.max_messages
-        too_much = self._bytes >= self._options.max_bytes
-        return ReplayEnd.TOO_MUCH if too_many or too_much else None
+        return ReplayEnd.TOO_MUCH if self._room.is_used_up else None

@@ -10,6 +10,7 @@ A cursor holds the number that should come next (`expected`) and judges each bat
     > expected                                                  GAP       applied after the missing
     < expected    one of the last 128, unchanged: a duplicate   STALE     ignored
     < expected    of the last 128, skipped: it comes late       STALE     ignored
+    < expected    brought by a replay, not yet heard live       STALE     ignored
     < expected    other, and not yet enough of these in a row   STALE     ignored
     < expected    other, and the one that decides               RESTART   applied after `restart`
 
@@ -52,7 +53,7 @@ class Verdict(Enum):
 class Cursor:
     """The place in one engine's stream of batches."""
 
-    __slots__ = ("_doubt_below", "_recent", "_row", "_row_at", "expected")
+    __slots__ = ("_doubt_below", "_recent", "_row", "_row_at", "brought", "expected")
 
     def __init__(self, expected: int = 0) -> None:
         """Begins before the number `expected`, where an earlier cursor left off; 0 is anew."""
@@ -61,6 +62,7 @@ class Cursor:
         self._row = range(0)  # the numbers of the others that came last
         self._row_at = 0  # what was expected when they came
         self._doubt_below = expected + SIZE if expected else 0
+        self.brought = range(0)  # by a replay, up to the last number; they may still come live
 
     @property
     def last(self) -> int | None:
@@ -105,17 +107,27 @@ class Cursor:
         Those before may be waiting still, so the doubt goes only with as many as are remembered.
         """
         self._doubt_below = self.expected + SIZE
+        self.brought = range(0)
 
     def restart(self) -> None:
         """Begins anew: another engine speaks."""
         self.expected = self._doubt_below = 0
-        self._row = range(0)
+        self._row = self.brought = range(0)
 
     def _is_other(self, seq: int, payload: bytes) -> bool:
-        if self.holds(seq, payload):
+        if self.holds(seq, payload) or self._was_brought(seq):
             return False
         late = seq >= self.expected - SIZE and self._recent.skipped(seq)
         return self._in_doubt() or not late
+
+    def _was_brought(self, seq: int) -> bool:
+        """Whether a replay has brought it, too long ago to be remembered by its content."""
+        if self.expected != self.brought.stop or seq >= self.expected - SIZE:
+            return False
+        was = seq in self.brought
+        if was:
+            self.brought = range(seq + 1, self.expected)  # live ones come one after the other
+        return was
 
     def _needed(self) -> int:
         if self._in_doubt():

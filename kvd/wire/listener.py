@@ -21,6 +21,12 @@ it before it takes another one:
       └─ held ── judge ── stale ──────────────────────────────> ignored
                    └─ gap or restart ─ take_replayed .. settle ─> applied; what did not come is lost
 
+An engine that has come back and says nothing is asked, while no batch waits (`asks`):
+
+    ask ── take_replayed .. ─┬─ the last batch, and those behind it ──> the same: applied
+                             ├─ another one of that number ───────────> another: asked from 0
+                             └─ nothing but the end ──────────────────> another: asked from 0
+
 A long batch is applied in slices. Whatever has begun to apply one leaves it `unfinished`, and the
 task calls `go_on` as long as it is, with others in between, before anything else of the stream. If
 the task ends before that, the rest waits for the next one, or goes with the registration.
@@ -37,8 +43,9 @@ from typing import Protocol
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor, Verdict
 from kvd.wire.endpoints import Addresses
-from kvd.wire.replay import ReplayEnd
-from kvd_core.index import EMPTIED, FLAWED, NO_ROOM, UNFINISHED
+from kvd.wire.losses import Losses
+from kvd.wire.replay import END_SEQ, ReplayEnd
+from kvd_core.index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFINISHED
 
 # A rolling restart or a network that is rewired takes seconds; an engine that is away for longer
 # has most likely lost its cache, and evicts or stores unheard in any case.
@@ -46,6 +53,8 @@ STALE_AFTER_S = 30.0
 
 UNKNOWN = "not known to be the same engine"
 CLEARED_UNKNOWN = "not known to be cleared by the same engine"
+
+FEW = 100  # batches; an answer of so many has lost none to the bound of a socket
 
 MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
 
@@ -73,7 +82,8 @@ class Stream(Protocol):
     """Where batches go; `kvd_core.index.Stream` is one."""
 
     def apply(self, payload: bytes) -> int:
-        """Applies a batch and returns what it has shown, as bits: EMPTIED, FLAWED, NO_ROOM.
+        """Applies a batch and returns what it has shown, as bits: CLEARED, FLAWED, NEW_RANK,
+        NO_ROOM.
 
         Or only begins to, because it is long, and returns UNFINISHED.
         """
@@ -83,6 +93,15 @@ class Stream(Protocol):
 
     def flaw(self) -> str:
         """Says why the last batch was FLAWED."""
+
+    def rank(self) -> int | None:
+        """Returns the rank that the last batch has spoken for, None where that is not known."""
+
+    def names_ranks(self) -> bool:
+        """Says whether batches name their ranks, so that others may follow."""
+
+    def cleared(self) -> int:
+        """Returns the tiers that the last batch has CLEARED, as bits."""
 
     def clear(self) -> None:
         """Drops all that earlier batches have stored, and the rest of an UNFINISHED one."""
@@ -105,13 +124,20 @@ class Listener(StreamCounts):
     """
 
     __slots__ = (
+        "_answered",
         "_apply",
+        "_asked_at",
+        "_asked_from",
+        "_asking",
         "_broken",
+        "_brought",
+        "_cleared_in_doubt",
         "_confirming",
         "_failed",
         "_holes",
         "_joined",
         "_joined_at",
+        "_losses",
         "_paused",
         "_proving",
         "_receiving",
@@ -126,7 +152,6 @@ class Listener(StreamCounts):
         "held",
         "last_error",
         "last_flaw",
-        "loss",
         "name",
         "replay_endpoint",
         "server_key",
@@ -156,7 +181,9 @@ class Listener(StreamCounts):
 
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
         self.unfinished: int | None = None  # number of the batch that is not wholly applied yet
-        self.loss = "registered again" if expected else ""  # why degraded, empty if not
+        self._losses = Losses()
+        if expected:
+            self._losses.lose("registered again", expected)
         self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
@@ -165,7 +192,14 @@ class Listener(StreamCounts):
         self._unproved = False  # the engine may be another one since the connection broke,
         self._proving = False  # and the held batch's replay is to tell by the last number,
         self._confirming = False  # and whose the held batch is by its own
+        self._asking = False  # it is being asked that, without a held batch,
+        self._asked_at = 0  # since so many lost connections,
+        self._asked_from = 0  # for the batches from this number on
+        self._answered = False  # the answer that is being read has held a batch,
+        self._brought = 0  # and so many of use
         self._unknown = False  # the engine has been asked, and has not shown that it is the same
+        # Number, rank and tiers of a clear that counts once the engine has shown it.
+        self._cleared_in_doubt: tuple[int, int, int] | None = None
 
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
@@ -193,10 +227,23 @@ class Listener(StreamCounts):
         since = self.disconnected_since
         if since is not None and now - since > self.stale_after_s:
             return StreamHealth.STALE
-        waits = self.held is not None or self.unfinished is not None
+        waits = self._asking or self.held is not None or self.unfinished is not None
         if waits or self.cursor.expected == self._joined_at:
             return StreamHealth.RECOVERING
         return StreamHealth.DEGRADED if self.loss else StreamHealth.EXACT
+
+    @property
+    def loss(self) -> str:
+        """Why the stream is degraded, empty if it is not."""
+        losses = self._losses
+        if not losses:
+            return ""
+        restored = losses.of_unheard and self._stream.restored()
+        if not restored and not losses.matter(self.cursor.expected):
+            return ""
+        doubted = self._cleared_in_doubt
+        in_doubt = doubted is not None and doubted[0] == self.cursor.last
+        return CLEARED_UNKNOWN if in_doubt else losses.why
 
     # ---- batches
 
@@ -249,21 +296,54 @@ class Listener(StreamCounts):
         come as far meanwhile, and then its batch of that number is another one. So is the held
         batch's: it may have waited in the queue since before, and be the old engine's.
         """
-        seq, _ = self._held()
-        return range(self.cursor.expected - self._proving, seq + self._confirming)
+        first = self.cursor.expected - self._proving
+        return range(first, END_SEQ if self._asking else self._held()[0] + self._confirming)
+
+    @property
+    def asks(self) -> bool:
+        """Whether an engine that has come back is to be asked whether it is the same.
+
+        One that is idle would have the last one's blocks credited until it speaks.
+        """
+        waits = self.held is not None or self.unfinished is not None
+        return self._unproved and self.connected and not waits and self.cursor.last is not None
+
+    def ask(self) -> None:
+        """Begins to ask it, with a replay of all from the last batch on; `replay_ended` ends it."""
+        self._asking = self._proving = True
+        self._asked_at = self.losses
+        self._asked_from = self.cursor.expected
+
+    def answer_begins(self) -> None:
+        """Notes that `take_replayed` is about another answer from now on."""
+        self._answered = False
+        self._brought = 0
+
+    def wants_more(self, end: ReplayEnd) -> bool:
+        """Whether an answer that ended so has brought something, and may not be all there is."""
+        if not self._brought or end not in (ReplayEnd.HOLE, ReplayEnd.MARKER, ReplayEnd.SILENT):
+            return False
+        if self._asking:  # what comes meanwhile comes live as well, and would go on for ever
+            return end is ReplayEnd.HOLE or self._brought > FEW
+        return bool(self.wanted())
 
     def take_replayed(self, seq: int, payload: bytes) -> ReplayEnd | None:
         """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
+        self._answered = True
         wanted = self.wanted()
+        if seq > self.cursor.expected and self._brought:
+            return ReplayEnd.HOLE
         known = self.cursor.holds(seq, payload)
         if seq not in wanted or (known and seq >= self.cursor.expected):
             self.strays += 1  # one that is known and yet to come was the last engine's
             return ReplayEnd.REACHED if seq >= wanted.stop else None
-        if seq == self._held()[0]:
+        if self.held is not None and seq == self.held[0]:
             return self._confirm(seq, payload)
         if seq >= self.cursor.expected:
             if self._proving:
                 self._give_up_proof()
+            if self._asking and seq != self.cursor.expected:
+                return ReplayEnd.REACHED  # a live batch is to show that there is a gap
             self.replayed += 1
             self._continue(seq, payload)
         elif known:
@@ -272,13 +352,39 @@ class Listener(StreamCounts):
             self._restart()
             return ReplayEnd.OTHER_ENGINE
         self._proving = False
+        self._brought += 1
         return ReplayEnd.REACHED if seq + 1 == wanted.stop else None
 
-    def replay_ended(self, end: ReplayEnd) -> None:
-        self.replays[end] = self.replays.get(end, 0) + 1
+    def replay_ended(self, end: ReplayEnd) -> ReplayEnd:
+        """Notes why a replay is over, and returns it: what did not come may say more than that."""
+        if self._asking:
+            end = self._asked(end)
         answered = end in (ReplayEnd.REACHED, ReplayEnd.MARKER)
         if answered and (self._proving or self._confirming):
             self._give_up_proof()
+        self.replays[end] = self.replays.get(end, 0) + 1
+        return end
+
+    def _asked(self, end: ReplayEnd) -> ReplayEnd:
+        """Concludes from an answer to what has been asked without a held batch.
+
+        An engine keeps its last batches, so one that has nothing from the last one on is another.
+        """
+        is_marked = end is ReplayEnd.MARKER
+        if is_marked and self._proving and not self._answered:
+            self._restart()
+            end = ReplayEnd.OTHER_ENGINE
+        if end is ReplayEnd.OTHER_ENGINE:
+            self._asked_from = 0  # this one is asked for all that it has
+            return end
+        # A connection that was made again meanwhile may lead to another one still.
+        is_same = self.connected and self._asked_at == self.losses and not self._proving
+        is_whole = is_marked and self._brought <= FEW
+        self._unproved = not is_same
+        self._joined_at = -1 if is_same and is_whole else self.cursor.expected
+        self._asking = self._proving = False
+        self.cursor.brought = range(self._asked_from, self.cursor.expected)
+        return end
 
     def settle(self) -> str:
         """Applies the batch held back and returns which numbers before it are lost, if any."""
@@ -310,7 +416,7 @@ class Listener(StreamCounts):
             self._holes.append(hole)
             self._restored = self._restored or self._stream.restored()
             behind = ", restored from a peer" if self._restored else ""
-            self.loss = f"missing {_ranges(self._holes)}{behind}"
+            self._losses.lose(f"missing {_ranges(self._holes)}{behind}", seq)
         self.cursor.accept(seq, payload)
         self._learn(seq, self._apply(payload))
 
@@ -324,7 +430,7 @@ class Listener(StreamCounts):
             return
         if self._stream.goes_on(payload):
             self._restored = True
-            self.loss = "restored from a peer"
+            self._losses.lose("restored from a peer", self.cursor.expected)
         else:
             self.superseded += self._stream.drop_restored()
 
@@ -344,31 +450,50 @@ class Listener(StreamCounts):
         """The engine has answered, and does not hold what would show that it is the same."""
         self._proving = self._confirming = False
         self._unknown = True
-        self.loss = UNKNOWN
+        self._losses.lose(UNKNOWN, self.cursor.expected)
         self.cursor.rejoined()
 
     def _proved(self) -> None:
         """The last batch is the engine's own; if it was a clear, nothing of another is left."""
         self._unknown = False
-        if self.loss == CLEARED_UNKNOWN:
-            self.loss = ""
+        if self._cleared_in_doubt is not None:
+            seq, rank, tiers = self._cleared_in_doubt
+            if seq == self.cursor.last:
+                self._losses.clear(rank, tiers)
+            self._cleared_in_doubt = None
 
     def _learn(self, seq: int, shown: int) -> None:
         if shown & UNFINISHED:
             self.unfinished = seq
             return
-        if shown & EMPTIED:
-            # One of another engine, that was queued, says nothing about what comes behind it.
-            in_doubt = bool(self.loss) and self._unknown
-            self._unproved = self._unproved or in_doubt
-            self.loss = CLEARED_UNKNOWN if in_doubt else ""
-            self._restored = False
+        if not shown:
+            return
+        rank = self._stream.rank()
+        if shown & NEW_RANK and rank is not None:
+            self._losses.hear(rank, self._stream.names_ranks())
+        if shown & CLEARED and rank is not None:
+            self._clear(seq, rank, self._stream.cleared())
         if shown & NO_ROOM:
-            self.loss = f"batch {seq} found no room"
+            self._lose_of(rank, f"batch {seq} found no room")
         if shown & FLAWED:
             self.flawed += 1
             self.last_flaw = seq, self._stream.flaw()
-            self.loss = f"batch {seq} not understood"
+            self._lose_of(rank, f"batch {seq} not understood")
+
+    def _clear(self, seq: int, rank: int, tiers: int) -> None:
+        if self._losses and self._unknown:
+            # One of another engine, that was queued, says nothing about what comes behind it.
+            self._cleared_in_doubt = seq, rank, tiers
+            self._unproved = True
+        else:
+            self._losses.clear(rank, tiers)
+            self._restored = self._restored and bool(self.loss)
+
+    def _lose_of(self, rank: int | None, why: str) -> None:
+        if rank is None:
+            self._losses.lose(why, self.cursor.expected)
+        else:
+            self._losses.lose_of(rank, why)
 
     def _restart(self) -> None:
         """Another engine speaks: nothing that the last one cached is there any more."""
@@ -378,7 +503,8 @@ class Listener(StreamCounts):
         self._holes.clear()
         self._proving = self._restored = self._unknown = False
         self._joined_at = -1
-        self.loss = ""
+        self._losses = Losses()
+        self._cleared_in_doubt = None
 
     # ---- connections
 
@@ -418,7 +544,7 @@ class Listener(StreamCounts):
         """Notes a bug: the batch it happened on is not applied, or not wholly."""
         self.crashes += 1
         self.unfinished = None
-        self.loss = "an internal error"
+        self._losses.lose("an internal error", self.cursor.expected)
 
     def paused(self, now: float) -> None:
         self._disconnected(now)
@@ -427,10 +553,9 @@ class Listener(StreamCounts):
 
     def _forget_held(self) -> None:
         """Drops the held batch; what its replay was to prove is still to be proved."""
-        if self.held is not None:
-            self._unproved = self._unproved or self._proving or self._confirming
-            self._proving = self._confirming = False
-            self.held = None
+        self._unproved = self._unproved or self._proving or self._confirming
+        self._asking = self._proving = self._confirming = False
+        self.held = None
 
     def _disconnected(self, now: float) -> None:
         if self.connected:

@@ -193,6 +193,15 @@ class Publication:
     def flaw(self) -> str:
         return self._flaw
 
+    def rank(self) -> None:
+        """Its events speak for many ranks and backends: what is lost may concern any of them."""
+
+    def names_ranks(self) -> bool:
+        return True
+
+    def cleared(self) -> int:
+        return 0
+
     def clear(self) -> None:
         """The publisher has been started anew: what it held, and its numbers, are over."""
         self._rest = _NOTHING

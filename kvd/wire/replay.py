@@ -6,8 +6,12 @@
     the end                             the same with an empty payload (number 2^64-1)
 
 The engine answers with what its buffer still holds, ascending, and may leave out the end (SGLang
-has been seen to). An answer is only ever believed as far as it fits the question
-(`Listener.take_replayed`): numbers in the wanted range, ascending, each once.
+has been seen to). It also leaves out what its socket had no room for (vLLM, beyond 1,000 messages):
+so what is missing behind something that came is asked for again. What is missing at the beginning
+of an answer is not there any more.
+
+An answer is only ever believed as far as it fits the question (`Listener.take_replayed`): numbers
+in the wanted range, ascending, each once.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 SEQ_BYTES = 8
+END_SEQ = 2**64 - 1  # the number of the end, and of no batch
 ANSWER_FRAMES = (3, 4)
 
 
@@ -23,6 +28,7 @@ class ReplayEnd(StrEnum):
 
     REACHED = "reached"  # the last number asked for has come, or a later one
     MARKER = "marker"  # the engine says that it has no more
+    HOLE = "hole"  # numbers were left out behind some that came; these are asked for again
     SILENT = "silent"  # nothing of use came for the idle time
     LATE = "late"  # the whole took too long, with the wait for a turn
     TOO_MUCH = "too_much"  # more messages or bytes than any buffer holds

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_core.conductor import Conductor
-from kvd_core.index import NO_ROOM, Budget, IngestCounters, PrefixIndex, Worker
+from kvd_core.index import NEW_RANK, NO_ROOM, Budget, IngestCounters, PrefixIndex, Worker
 
 LIMIT = 200
 RUN = 20  # blocks of a prompt
@@ -140,7 +140,7 @@ def test_a_stream_says_that_it_has_found_no_room() -> None:
     index, worker = make(Budget(RUN))
     stream = worker.stream(0)
     whole, more = stored(prompt(0)), stored(prompt(1))
-    assert stream.apply(msgpack.packb([0.0, [whole]])) == 0
+    assert stream.apply(msgpack.packb([0.0, [whole]])) == NEW_RANK
     assert stream.apply(msgpack.packb([0.0, [more]])) == NO_ROOM
     assert stream.apply(msgpack.packb([0.0, [stored(prompt(1), 5)]])) == NO_ROOM  # no such parent
     assert index.counters.as_dict()["ignored"]["full"] == 2

@@ -9,12 +9,12 @@ import msgpack
 import pytest
 from dumps import dump_json, event, read
 
-from kvd_core.index import EMPTIED, FLAWED, IngestCounters, PrefixIndex
+from kvd_core.index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK, IngestCounters, PrefixIndex
 from kvd_core.recent import SIZE, Recent
 from kvd_core.scan import BodyScanner
 
 BLOCK = 4
-CLEARED = {"type": "AllBlocksCleared"}
+ALL_CLEARED = {"type": "AllBlocksCleared"}
 QUERY = BodyScanner({"token_ids": "u32"}, ())
 
 
@@ -81,10 +81,12 @@ def test_what_a_dump_brought_is_known_until_batches_speak_for_it() -> None:
     assert made.held() == {0, 1, 2}
     made.streams[0].clear()
     assert made.held() == {1}
-    # A clear that leaves a rank which may be the stream's has not emptied it.
+    # A clear of its own rank leaves another that may be the stream's, until that is heard.
     made = fresh()
-    assert made.streams[0].apply(batch(stored(9, 9), CLEARED)) == 0
-    assert made.streams[0].apply(batch(stored(9, 9), CLEARED, rank=2)) == EMPTIED
+    made.streams[0].apply(batch(ALL_CLEARED))
+    assert made.streams[0].restored()
+    made.streams[0].apply(batch(ALL_CLEARED, rank=2))
+    assert not made.streams[0].restored()
     made.index.verify()
 
 
@@ -140,40 +142,61 @@ def test_clear_of_a_removed_worker_is_an_error() -> None:
 BAD = {"type": "BlockStored", "block_hashes": "x"}
 OTHER = {"type": "Something"}
 
-# batches, and what the last one shows
-OUTCOMES: dict[str, tuple[list[bytes], int]] = {
-    "stored": ([batch(stored(1, 7))], 0),
-    "nothing in it": ([batch()], 0),
-    "an event of another type": ([batch(OTHER)], 0),
-    "a medium that is no tier": ([batch(stored(1, 7, medium="TAPE"))], 0),
-    "no msgpack": ([b"\xc1\xc1"], FLAWED),
-    "cut off": ([batch(stored(1, 7))[:-8]], FLAWED),
-    "a bad event among good ones": ([batch(stored(1, 7), BAD, stored(2, 8))], FLAWED),
-    "cleared": ([batch(stored(1, 7)), batch(CLEARED)], EMPTIED),
-    "cleared on one tier": ([batch(stored(1, 7)), batch({**CLEARED, "medium": "GPU"})], 0),
-    "cleared where lower tiers stay": ([batch(stored(1, 7, group_idx=0)), batch(CLEARED)], 0),
-    "cleared by who knows what engine": ([batch(CLEARED)], 0),
-    "cleared and stored": ([batch(stored(1, 7)), batch(CLEARED, stored(1, 7))], EMPTIED),
-    "bad, then cleared": ([batch(stored(1, 7)), batch(BAD, CLEARED)], EMPTIED | FLAWED),
-    "cleared, then bad": ([batch(stored(1, 7)), batch(CLEARED, BAD)], EMPTIED | FLAWED),
-    "another rank still holds": (
-        [batch(stored(1, 7)), batch(stored(1, 7), rank=5), batch(CLEARED, rank=5)],
+# batches behind a first one, what the last one shows, of which rank, and the tiers it has cleared
+OUTCOMES: dict[str, tuple[list[bytes], int, int | None, int]] = {
+    "stored": ([batch(stored(2, 8))], 0, 0, 0),
+    "nothing in it": ([batch()], 0, 0, 0),
+    "an event of another type": ([batch(OTHER)], 0, 0, 0),
+    "a medium that is no tier": ([batch(stored(2, 8, medium="TAPE"))], 0, 0, 0),
+    "no msgpack": ([b"\xc1\xc1"], FLAWED, None, 0),
+    "cut off": ([batch(stored(2, 8), rank=5)[:-8]], FLAWED, None, 0),
+    "a bad event among good ones": ([batch(stored(2, 8), BAD, stored(3, 9))], FLAWED, 0, 0),
+    "the first of a rank": ([batch(stored(2, 8), rank=5)], NEW_RANK, 5, 0),
+    "its own rank named for the first time": ([batch(rank=0)], NEW_RANK, 0, 0),
+    "its own rank named again": ([batch(rank=0), batch(rank=0)], 0, 0, 0),
+    "cleared": ([batch(ALL_CLEARED)], CLEARED, 0, ALL_TIERS),
+    "cleared on one tier": ([batch({**ALL_CLEARED, "medium": "CPU"})], CLEARED, 0, 0b10),
+    "cleared on two": (
+        [batch(*({**ALL_CLEARED, "medium": medium} for medium in ("GPU", "DISK")))],
+        CLEARED,
         0,
+        0b101,
     ),
-    "another tier still holds": (  # numbered groups: a clear is of the device only
-        [batch(stored(1, 7, group_idx=0, medium="CPU")), batch(CLEARED)],
+    "cleared on no tier": ([batch({**ALL_CLEARED, "medium": "TAPE"})], 0, 0, 0),
+    "cleared where lower tiers stay": (
+        [batch(stored(2, 8, group_idx=0), ALL_CLEARED)],
+        CLEARED,
         0,
+        0b1,
     ),
+    "cleared by who knows what engine": ([batch(ALL_CLEARED, rank=5)], CLEARED | NEW_RANK, 5, 0b1),
+    "cleared and stored": ([batch(ALL_CLEARED, stored(1, 7))], CLEARED, 0, ALL_TIERS),
+    "bad, then cleared": ([batch(BAD, ALL_CLEARED)], CLEARED | FLAWED, 0, ALL_TIERS),
+    "cleared, then bad": ([batch(ALL_CLEARED, BAD)], CLEARED | FLAWED, 0, ALL_TIERS),
 }
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_outcome(name: str) -> None:
-    batches, shown = OUTCOMES[name]
+    batches, shown, rank, cleared = OUTCOMES[name]
     stream = Worker().streams[0]
+    assert stream.apply(batch(stored(1, 7))) == NEW_RANK
     for payload in batches:
         outcome = stream.apply(payload)
-    assert outcome == shown
+    assert (outcome, stream.rank(), stream.cleared()) == (shown, rank, cleared)
+
+
+def test_a_batch_that_breaks_off_may_be_of_any_rank() -> None:
+    stream = Worker().streams[0]
+    assert stream.apply(batch(stored(1, 7), rank=5)[:-8]) == FLAWED
+    assert stream.rank() is None
+    assert not stream.names_ranks()
+    assert stream.apply(batch(stored(1, 7))) == NEW_RANK
+    assert stream.apply(batch(stored(1, 7), rank=5)) == NEW_RANK
+    assert stream.names_ranks()
+    stream.clear()
+    assert not stream.names_ranks()
+    assert stream.apply(batch(stored(1, 7), rank=5)) == NEW_RANK
 
 
 def test_a_flaw_of_a_batch_is_named() -> None:
@@ -224,5 +247,5 @@ def test_after_a_clear_nothing_came_with_a_dump() -> None:
     stream = made.streams[0]
     second = stored(2, 8, parent_block_hash=1)
     removed = {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU"}
-    stream.apply(batch(CLEARED, stored(1, 7), second, second, removed))
+    stream.apply(batch(ALL_CLEARED, stored(1, 7), second, second, removed))
     assert made.index.stats()["held"]["device"] == 2

@@ -89,7 +89,8 @@ def stream(publish: Publish, context: zmq.Context, nursery: trio.Nursery) -> Cal
 GARBAGE = answering([], [b""], [b"\0"], [b"", b"", b"", b"", b""], [b"\0" * 7, b"p"])
 ALL = [0, 1, 2, 3, 4, 5, 6]
 
-# Asked for are 1 .. 5: how it answers, what is applied in the end, how the replay ends.
+# Asked for are 1 .. 5: how it answers, what is applied in the end, how the replay ends. What is
+# missing behind something that came is asked for again; what is missing at the beginning is lost.
 SERVERS: dict[str, tuple[Answer, list[int], str]] = {
     "3 frames": (three_frames, ALL, "reached"),
     "4 frames": (four_frames, ALL, "reached"),
@@ -97,7 +98,6 @@ SERVERS: dict[str, tuple[Answer, list[int], str]] = {
     "slow": (slow, ALL, "reached"),
     "the end alone": (answering([b"\xff" * 8, b""]), [0, 6], "marker"),
     "silent": (silent, [0, 6], "silent"),
-    "silent after the first": (one_and_silence, [0, 1, 6], "silent"),
     "endless": (endless, [0, 6], "too_much"),
     "dripping": (dripping, [0, 6], "silent"),
     "garbage": (GARBAGE, [0, 6], "silent"),
@@ -120,12 +120,58 @@ async def test_replay(stream: Callable, serve: Serve, name: str) -> None:
     made.send(6)
     await made.applied(*applied)
     listener = made.listener
-    assert (server.requests, listener.replays) == ([1], {end: 1})
+    again = [3] if name in ("a hole", "reordered") else []
+    assert (server.requests, listener.replays) == ([1, *again], {end: 1})
     assert (listener.gaps, listener.replayed) == (1, len(applied) - 2)
     assert listener.lost == 7 - len(applied)
     assert made.health() == ("exact" if applied == ALL else "degraded")
     made.send(7, 8)
     await made.applied(*applied, 7, 8)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+@pytest.mark.parametrize("last_words", ["the end", "the last batch", "nothing"])
+async def test_what_has_not_come_is_asked_for_again_as_long_as_something_does(
+    stream: Callable, serve: Serve, most: int, last_words: str
+) -> None:
+    """A socket that has room for so many messages drops others, the end among them or not."""
+
+    async def some(server: ReplayServer, start: int, reply: Callable) -> None:
+        if last_words == "the last batch" and start < 6:
+            for seq in [*range(start, 6)[:most], 99]:
+                reply([seq.to_bytes(8), b"%d" % seq])
+            return
+        for seq in range(start, 7)[:most]:
+            reply([seq.to_bytes(8), b"%d" % seq])
+        if last_words == "the end":
+            reply([b"\xff" * 8, b""])
+
+    server = serve(some)
+    made = await stream(server.endpoint)
+    made.send(6)
+    await made.applied(*ALL)
+    assert server.requests == list(range(1, 6, most))
+    assert (made.listener.replays, made.listener.lost) == ({"reached": 1}, 0)
+
+
+async def test_what_is_asked_for_again_ends(stream: Callable, serve: Serve) -> None:
+    """A number that its engine has spent without a batch comes in no answer."""
+    server = serve(three_frames)
+    server.buffer.pop(3)
+    server.buffer.pop(5)
+    made = await stream(server.endpoint)
+    made.send(9)
+    await made.applied(0, 1, 2, 4, 6, 7, 8, 9)
+    assert server.requests == [1, 3, 5]
+    assert made.listener.loss == "missing 3,5"
+
+
+async def test_all_answers_of_a_replay_have_one_limit(stream: Callable, serve: Serve) -> None:
+    sizes = dataclasses.replace(HASTY_REPLAYS, max_messages=3)
+    made = await stream(serve(one_and_silence).endpoint, sizes)
+    made.send(6)
+    await made.applied(0, 1, 2, 3, 6)
+    assert made.listener.replays == {"too_much": 1}
 
 
 async def test_a_dead_server(stream: Callable) -> None:
@@ -216,9 +262,9 @@ async def test_a_late_answer_is_never_that_to_a_later_question(
     await until(lambda: len(server.requests) == 2)
     for frames in ([(5).to_bytes(8), b"wrong"], [b"\xff" * 8, b""]):
         server.reply(server.askers[0], frames)
-    await made.applied(0, 3, 4, 6)
+    await made.applied(0, 3, 4, 5, 6)
     assert server.askers[0] != server.askers[1]
-    assert (made.listener.replays, made.listener.strays) == ({"silent": 2}, 0)
+    assert (made.listener.replays, made.listener.strays) == ({"silent": 1, "reached": 1}, 0)
 
 
 async def test_a_silent_server_is_spared_for_a_while(stream: Callable, serve: Serve) -> None:

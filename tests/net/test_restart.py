@@ -9,7 +9,7 @@ import pytest
 import trio
 import zmq
 from listening import HASTY, Listening
-from replay_servers import ReplayServer, three_frames
+from replay_servers import ReplayServer, four_frames, silent, three_frames
 from zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 Publish = Callable[..., Publisher]
@@ -87,6 +87,85 @@ def now_held(listening: Listening) -> list[bytes | None]:
     return applied[cleared:]
 
 
+def said(listening: Listening) -> tuple[str, int]:
+    listener = listening.listener
+    return str(listener.health(trio.current_time())), listener.restarts
+
+
+@pytest.mark.parametrize("said_since", [0, 3])
+async def test_it_comes_back_and_says_nothing(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, said_since: int
+) -> None:
+    """Its replay server has nothing from the last number on, so it is another one."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    await engine.restart()
+    engine.keep(*range(said_since))
+    await until(lambda: said(listening) == ("exact", 1))
+    assert now_held(listening) == engine.batches(said_since)
+    assert engine.server.requests == [57, 0]
+    engine.send(said_since)
+    await until(lambda: now_held(listening) == engine.batches(said_since + 1))
+    assert said(listening) == ("exact", 1)
+
+
+@pytest.mark.parametrize("missed", [0, 3, 1000])
+async def test_a_connection_is_lost_and_the_engine_says_nothing(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, missed: int
+) -> None:
+    """It is the same one, and what it has said meanwhile is brought."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    engine.life, engine.server.buffer = 0, kept
+    engine.keep(*range(58, 58 + missed))
+    await until(lambda: said(listening) == ("exact", 0) and listening.listener.joins == 2)
+    assert listening.applied == engine.batches(58 + missed)
+    assert engine.server.requests == ([57, 57 + missed + 1] if missed == 1000 else [57])
+
+
+async def test_who_does_not_answer_is_asked_again(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(3))
+    await until(lambda: len(listening.applied) == 3)
+    engine.server.answer = silent
+    await engine.restart()
+    await until(lambda: len(engine.server.requests) == 2)
+    assert said(listening) == ("recovering", 0)
+    assert now_held(listening) == [b"%d of life 0" % seq for seq in range(3)]
+    engine.server.answer = four_frames
+    await until(lambda: said(listening) == ("exact", 1))
+    assert now_held(listening) == []
+
+
+async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    """More than the batches that are remembered by their content."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(5))
+    await until(lambda: len(listening.applied) == 5)
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    engine.life, engine.server.buffer = 0, kept
+
+    async def speaking(server: ReplayServer, start: int, reply: Callable[..., None]) -> None:
+        server.answer = three_frames
+        engine.send(*range(5, 405))
+        await three_frames(server, start, reply)
+
+    engine.server.answer = speaking
+    await until(lambda: listening.listener.stale == 400)
+    engine.send(405)
+    await until(lambda: listening.applied == engine.batches(406))
+    assert said(listening) == ("exact", 0)
+
+
 @pytest.mark.parametrize("replay", [False, True])
 async def test_it_begins_with_0(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, replay: bool
@@ -96,14 +175,15 @@ async def test_it_begins_with_0(
     await until(lambda: len(listening.applied) == 58)
     await engine.restart()
     await lost_and_found(listening, engine)
+    if replay:
+        await until(lambda: said(listening) == ("exact", 1))
     engine.send(0)
     await until(lambda: now_held(listening) == engine.batches(1))
     engine.send(1, 2)
     await until(lambda: now_held(listening) == engine.batches(3))
     assert (listening.listener.restarts, listening.listener.stale) == (1, 0)
     assert listening.listener.health(trio.current_time()) == "exact"
-    # Asked whose 0 it is: it might have been in the queue since before.
-    assert engine.server.requests == ([0] if replay else [])
+    assert engine.server.requests == ([57, 0] if replay else [])
 
 
 async def test_it_is_heard_late(
@@ -115,10 +195,11 @@ async def test_it_is_heard_late(
     await until(lambda: len(listening.applied) == 58)
     await engine.restart()
     await lost_and_found(listening, engine)
+    await until(lambda: said(listening) == ("exact", 1))
     engine.keep(*range(7))
     engine.send(7, 8)
     await until(lambda: now_held(listening) == engine.batches(9))
-    assert (listening.listener.restarts, engine.server.requests) == (1, [0])
+    assert (listening.listener.restarts, engine.server.requests) == (1, [57, 0, 0])
     assert listening.listener.health(trio.current_time()) == "exact"
 
 
@@ -131,8 +212,8 @@ async def test_it_has_come_as_far_as_the_old_one(
     engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
     await engine.restart()
-    await lost_and_found(listening, engine)
     engine.keep(*range(first_heard))
+    await lost_and_found(listening, engine)
     engine.send(first_heard, first_heard + 1)
     await until(lambda: now_held(listening) == engine.batches(first_heard + 2))
     assert (listening.listener.restarts, engine.server.requests) == (1, [4, 0])
@@ -148,8 +229,8 @@ async def test_a_lost_connection_is_no_restart(
     kept = dict(engine.server.buffer)
     await engine.restart()
     engine.life, engine.server.buffer = 0, kept
-    await lost_and_found(listening, engine)
     engine.keep(*range(5, first_heard))
+    await lost_and_found(listening, engine)
     engine.send(first_heard, first_heard + 1)
     await until(lambda: listening.applied == engine.batches(first_heard + 2))
     assert (listening.listener.restarts, engine.server.requests) == (0, [4])

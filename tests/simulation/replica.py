@@ -31,7 +31,7 @@ from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.registry import Registration, Registry
 from kvd.state import State
 from kvd.wire.listener import Listener, StreamHealth
-from kvd_core.index import EMPTIED, Stream
+from kvd_core.index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
 from tests.simulation.network import Network, SimulatedZSocket, Wire, drain
 
@@ -66,6 +66,15 @@ class Tap:
     def flaw(self) -> str:
         return self._stream.flaw()
 
+    def rank(self) -> int | None:
+        return self._stream.rank()
+
+    def names_ranks(self) -> bool:
+        return self._stream.names_ranks()
+
+    def cleared(self) -> int:
+        return self._stream.cleared()
+
     def goes_on(self, payload: bytes) -> bool:
         return self._stream.goes_on(payload)
 
@@ -83,7 +92,7 @@ class Tap:
         if self.last is not None:
             self._compare(process)
         shown = self._stream.apply(payload)
-        if shown & EMPTIED:
+        if shown & CLEARED and self._stream.cleared() == ALL_TIERS:
             self.mixed = ""
         if self.last is None:
             self.first, self.unbroken = (process, seq), True

@@ -56,6 +56,7 @@ class Life:
         self.process = 0
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=self.chance.choice((1, 3, 10, 1000)))
         self.loss = self.chance.choice((0.0, 0.1, 0.5))
+        self.room = self.chance.choice((2, 20, 1000))  # messages that its replay socket holds
         self.on_the_way: deque[tuple[int, bytes]] = deque()
         self.applied = Applied()
         endpoint = "tcp://127.0.0.1:2" if replays else None
@@ -68,8 +69,21 @@ class Life:
         self.listener.joined()
 
     def step(self) -> None:
-        kinds = [self.publish, self.arrive, self.arrive, self.reconnect, self.restart]
-        self.chance.choices(kinds, (40, 40, 40, 2, 2))[0]()
+        kinds = [self.publish, self.arrive, self.arrive, self.reconnect, self.restart, self.ask]
+        self.chance.choices(kinds, (40, 40, 40, 2, 2, 20))[0]()
+
+    def ask(self) -> None:
+        """Asks, as the listener's task does when nothing comes; something may come meanwhile."""
+        if not self.listener.asks or self.on_the_way:
+            return
+        self.listener.ask()
+        for _ in range(self.chance.choice((0, 0, 2, 200))):
+            self.publish()
+        if self.replay() is ReplayEnd.OTHER_ENGINE:
+            self.replay()
+        assert not self.listener.asks
+        dead = [batch for batch in self.applied if batch.split()[2] != b"%d" % self.process]
+        assert not dead or self.listener.loss  # of the dead, one that came as far may be unknown
 
     def publish(self, heard: bool = True) -> None:
         seq = len(self.published)
@@ -95,14 +109,22 @@ class Life:
         if not wanted:
             return None
         end = self.answer(wanted.start)
-        self.listener.replay_ended(end)
-        return end
+        while self.listener.wants_more(end):
+            end = self.answer(self.listener.wanted().start)
+        return self.listener.replay_ended(end)
 
     def answer(self, start: int) -> ReplayEnd:
+        """Answers from a number on; what the server's socket has no room for is left out."""
+        self.listener.answer_begins()
+        sent = 0
         for seq, batch in list(self.kept):
-            if seq >= start and (end := self.listener.take_replayed(seq, batch)):
+            if seq < start or (sent >= self.room and self.chance.random() < 0.5):
+                continue
+            sent += 1
+            if (end := self.listener.take_replayed(seq, batch)) is not None:
                 return end
-        return ReplayEnd.MARKER
+        silent = sent and self.chance.random() < 0.1
+        return ReplayEnd.SILENT if silent else ReplayEnd.MARKER
 
     def reconnect(self) -> None:
         self.break_off(self.chance.choice((0, 0, 3)))

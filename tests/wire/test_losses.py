@@ -1,0 +1,168 @@
+"""What a stream lacks: of which ranks, on which tiers, until when."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from kvd.wire.cursor import Verdict
+from kvd.wire.listener import Listener
+from kvd.wire.losses import HEARD_AFTER, Losses
+from kvd_core.index import ALL_TIERS, IngestCounters, PrefixIndex
+
+GPU, CPU, STORAGE, EXTERNAL = 1, 2, 4, 8
+BLOCK = 4
+
+
+def test_a_clear_ends_the_loss_of_its_own_rank_only() -> None:
+    losses = Losses()
+    losses.hear(0, named=True)
+    losses.hear(1, named=True)
+    assert not losses
+    losses.lose("missing 5", 6)
+    losses.clear(0, ALL_TIERS)
+    assert losses.matter(6 + HEARD_AFTER)
+    losses.clear(1, ALL_TIERS)
+    assert losses.matter(5 + HEARD_AFTER)
+    assert not losses.matter(6 + HEARD_AFTER)
+
+
+def test_a_clear_ends_the_loss_of_its_own_tiers_only() -> None:
+    losses = Losses()
+    losses.hear(0, named=False)
+    losses.lose("missing 5", 6)
+    for tiers in (GPU, CPU, STORAGE | GPU):
+        losses.clear(0, tiers)
+        assert losses.matter(6)
+    losses.clear(0, EXTERNAL)
+    assert not losses.matter(6)
+
+
+def test_a_rank_first_heard_after_a_loss_lacks_it_too() -> None:
+    losses = Losses()
+    losses.hear(0, named=True)
+    losses.lose("missing 5", 6)
+    losses.clear(0, ALL_TIERS)
+    assert not losses.matter(10**6)
+    losses.hear(1, named=True)
+    assert losses.matter(10**6)
+    losses.clear(1, ALL_TIERS)
+    losses.hear(1, named=True)  # which is no first time
+    assert not losses.matter(10**6)
+
+
+def test_what_a_known_rank_has_lost_is_its_own() -> None:
+    losses = Losses()
+    losses.hear(0, named=True)
+    losses.hear(1, named=True)
+    losses.lose_of(1, "batch 3 not understood")
+    losses.clear(0, ALL_TIERS)
+    assert losses.matter(10**6)
+    losses.hear(2, named=True)
+    losses.clear(1, ALL_TIERS)
+    assert not losses
+
+
+def test_before_any_rank_is_heard_a_loss_is_somebody_s() -> None:
+    losses = Losses()
+    losses.lose("missing 0..4", 5)
+    assert losses.matter(10**6)
+
+
+# ---- with the real stream, as a listener feeds it
+
+
+class Port:
+    """An engine's port that several ranks share, and the listener of the one registered for it."""
+
+    def __init__(self, expected: int = 0) -> None:
+        self.index = PrefixIndex(BLOCK, IngestCounters())
+        worker = self.index.add_worker(1)
+        worker.register(0)
+        stream = worker.stream(0)
+        self.listener = Listener("1:0", "tcp://127.0.0.1:1", stream, None, expected)
+        self.listener.connecting()
+        self.listener.receiving()
+        self.listener.joined()
+
+    def say(self, seq: int, rank: int | None, *events: object) -> str:
+        """Returns the stream's health behind a batch."""
+        payload: bytes = msgpack.packb([seq + 0.5, events, rank])
+        if self.listener.take(seq, payload) and self.listener.judge() is not Verdict.STALE:
+            self.listener.settle()
+        return self.listener.health(0.0)
+
+    def go_on(self, seq: int, rank: int, batches: int) -> list[str]:
+        return [self.say(seq + n, rank) for n in range(batches)]
+
+
+def stored(name: int, **members: object) -> dict[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [name],
+        "parent_block_hash": None,
+        "token_ids": [name] * BLOCK,
+        "block_size": BLOCK,
+        **members,
+    }
+
+
+ALL_CLEARED = {"type": "AllBlocksCleared"}
+
+
+def test_a_clear_of_one_rank_leaves_what_another_has_lost() -> None:
+    port = Port()
+    assert port.say(0, 1, stored(1)) == "exact"
+    assert port.say(1, 0, stored(2)) == "exact"
+    assert port.say(3, 0, stored(3)) == "degraded"  # 2 may have been of rank 1
+    assert port.say(4, 0, ALL_CLEARED) == "degraded"
+    assert port.listener.loss == "missing 2"
+    assert port.say(5, 1, ALL_CLEARED, stored(4)) == "degraded"  # there may be others
+    assert port.go_on(6, 0, HEARD_AFTER - 3)[-2:] == ["degraded", "exact"]
+
+
+def test_a_rank_that_is_heard_late_has_lost_what_came_before() -> None:
+    port = Port()
+    assert port.say(1, 0, stored(2)) == "degraded"  # 0 was of rank 1
+    assert port.say(2, 0, ALL_CLEARED) == "degraded"
+    assert port.go_on(3, 0, HEARD_AFTER)[-1] == "exact"
+    assert port.say(HEARD_AFTER + 3, 1, stored(7)) == "degraded"
+    assert port.listener.loss == "missing 0"
+    assert port.say(HEARD_AFTER + 4, 1, ALL_CLEARED) == "exact"
+
+
+def test_who_is_registered_again_has_lost_it_for_every_rank() -> None:
+    port = Port(expected=2)
+    assert port.say(2, 0, stored(8)) == "degraded"
+    assert port.say(3, 0, ALL_CLEARED) == "degraded"
+    assert port.listener.loss == "registered again"
+
+
+def test_a_port_whose_batches_name_no_rank_has_one() -> None:
+    port = Port()
+    assert port.say(3, None, stored(8)) == "degraded"
+    assert port.say(4, None, ALL_CLEARED) == "exact"
+    assert port.say(5, 0, stored(9)) == "degraded"  # now they do, and there may be others
+
+
+def test_a_clear_of_the_device_leaves_what_lower_tiers_have_lost() -> None:
+    port = Port()
+    group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    port.say(0, None, stored(5, **group))
+    assert port.say(2, None, stored(6, **group)) == "degraded"  # 5 was offloaded
+    assert port.say(3, None, ALL_CLEARED) == "degraded"
+    for seq, medium in enumerate(("CPU", "STORAGE"), 4):
+        assert port.say(seq, None, {**ALL_CLEARED, "medium": medium}) == "degraded"
+    assert port.say(6, None, {**ALL_CLEARED, "medium": "EXTERNAL"}) == "exact"
+
+
+@pytest.mark.parametrize("flaw", ["of its rank", "of no rank"])
+def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
+    port = Port()
+    port.say(0, 0, stored(1))
+    port.say(1, 1, stored(1))
+    if flaw == "of its rank":
+        assert port.say(2, 1, {"type": "BlockStored"}) == "degraded"
+    elif port.listener.take(2, b"\xc1"):
+        port.listener.settle()
+    assert port.say(3, 1, ALL_CLEARED) == ("exact" if flaw == "of its rank" else "degraded")
