@@ -20,6 +20,7 @@ from typing import Any
 from kvd.errors import BadRequest
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.wire.endpoints import Addresses, check_endpoint, check_replay_endpoint
+from kvd.wire.urls import masked
 
 DEFAULT_MODEL = "default"
 MAX_DP_SIZE = 4096  # ranks of one worker, as in the slot tracker
@@ -135,16 +136,16 @@ class WorkerRecord:
             "model_name": self.model_name,
             "tenant_id": self.tenant_id,
             "lifecycle": lifecycle,
-            "endpoint": self.endpoint,
-            "kv_events_endpoint": self.kv_events_endpoint,
+            "endpoint": _shown(self.endpoint),
+            "kv_events_endpoint": _shown(self.kv_events_endpoint),
         }
         if self.kv_events_endpoints:
             endpoints = sorted(self.kv_events_endpoints.items())
-            row["kv_events_endpoints"] = {str(dp_rank): text for dp_rank, text in endpoints}
+            row["kv_events_endpoints"] = {str(rank): _shown(text) for rank, text in endpoints}
+        row["replay_endpoint"] = _shown(self.replay_endpoint)
         row |= {
             name: getattr(self, name)
             for name in (
-                "replay_endpoint",
                 "block_size",
                 "data_parallel_start_rank",
                 "data_parallel_size",
@@ -165,3 +166,8 @@ class WorkerRecord:
         if reasons:
             row["not_schedulable_reasons"] = reasons
         return row
+
+
+def _shown(endpoint: str | None) -> str | None:
+    """Returns an address for all who may read: without the user and the password it may have."""
+    return endpoint and masked(endpoint)

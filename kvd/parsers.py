@@ -172,6 +172,8 @@ def parse_tcp_bind(text: str) -> TcpBind:
 
 def parse_host(text: str) -> str:
     """Reads where to listen: an address, an IPv6 one with its zone, or a name."""
+    if text == "*":
+        raise ValueError("every address is 0.0.0.0, of IPv6 [::]")
     literal(text.partition("%")[0] if ":" in text else text)
     return text
 

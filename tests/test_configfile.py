@@ -94,7 +94,10 @@ def test_every_misspelling_is_refused(
         ("peers = ['http://h:0']", r"peers: entry 1: a URL whose port"),
         ("peers = ['http://h#x']", r"peers: entry 1: a question mark or a #"),
         ('peers = ["http://h\\u0000"]', r"peers: entry 1: blanks, control characters"),
-        ("replica_sync_peers = ['tcp://*:1']", r"replica_sync_peers: .*nothing can be connected"),
+        (
+            "replica_sync_peers = ['tcp://*:1']",
+            r"replica_sync_peers: .*\* is every address of a machine",
+        ),
         (
             "replica_sync_peers = ['tcp://u:p@x:1']",
             r"replica_sync_peers: .*tcp://\*\*\*@x:1`: missing",
@@ -282,7 +285,7 @@ def test_nobody_reads_a_password_in_an_address(
             assert main(given_) == 1
     shown = capsys.readouterr()
     assert "precious" not in shown.out + shown.err
-    assert shown.err.count(name) + shown.err.count(name.replace("_", "-")) >= 6
+    assert shown.err.lower().replace("-", "_").count(name) >= 6
 
 
 def test_check_reads_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

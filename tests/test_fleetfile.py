@@ -114,10 +114,11 @@ WRONG = {
     WORKER + "role = 'x'": "^selection, entry 1: role: expected one of",
     WORKER + "kv_events_endpoint = 'x'": "^selection, entry 1: invalid ZMQ endpoint `x`",
     WORKER + "kv_events_endpoints = {0 = 'tcp://127.1:5'}": "^selection, entry 1: .*127.1 is no",
-    WORKER + "replay_endpoint = 'tcp://0.0.0.0:5'": "^selection, entry 1: .*not in outgoing_allow",
+    WORKER
+    + "replay_endpoint = 'tcp://0.0.0.0:5'": "^selection, entry 1: .*0 is every address of a mach",
     WORKER + WORKER: "^selection, entry 2: the same as entry 1$",
     "[[conductor]]\ntype = ''": "^conductor, entry 1: ",
-    "[[replica]]\nendpoint = 'tcp://*:5600'": "^replica, entry 1: .*nothing can be connected",
+    "[[replica]]\nendpoint = 'tcp://*:5600'": "^replica, entry 1: .*is every address of a machine",
     "[[replica]]\nendpoint = 'tcp://[fe80::1]:5600'": "^replica, entry 1: .*not in outgoing_allow",
     "[[replica]]\nendpoint = 'tcp://10.0.0.1:5600'\ncurve_server_key = 'x'": (
         "^replica, entry 1: invalid curve_server_key"

@@ -13,6 +13,7 @@ from processes import find_free_port
 from running import running
 
 from kvd.cli import main
+from kvd.wire.hosts import everywhere
 
 FACES = ("indexer", "slot_tracker", "selection", "conductor")
 
@@ -163,6 +164,36 @@ def test_nothing_is_registered_that_may_not_be_connected_to(
     assert listed(clients) == before
 
 
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]} {place[2]}")
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]"])
+def test_where_others_listen_is_told_from_where_they_are(
+    clients: Clients, place: tuple[str, str, str, dict[str, Any], bool], host: str
+) -> None:
+    face, method, path, body, is_url = place
+    address = f"http://{host}:80/" if is_url else f"tcp://{host}:5557"
+    said = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
+    before = listed(clients)
+    response = clients[face].request(method, path, json=said)
+    assert response.status_code == 400, response.text
+    assert everywhere(host.strip("[]")) in response.json()["error"]
+    assert listed(clients) == before
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]} {place[2]}")
+def test_no_password_is_shown_to_others(
+    clients: Clients, place: tuple[str, str, str, dict[str, Any], bool]
+) -> None:
+    face, method, path, body, is_url = place
+    address = f"{'http' if is_url else 'tcp'}://me:secret@10.0.0.1:5557"
+    said = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
+    if "worker_id" in said:
+        said["endpoint"] = "http://me:secret@10.0.0.1"  # where it serves, which is shown as well
+    response = clients[face].request(method, path, json=said)
+    assert "secret" not in response.text and "secret" not in listed(clients)
+    if face == "selection":
+        undo(clients)
+
+
 def refuse(
     clients: Clients, face: str, method: str, path: str, body: dict[str, Any], address: str
 ) -> None:
@@ -209,3 +240,46 @@ def count(client: httpx.Client) -> float:
 def test_nor_does_it_start_with_one(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", *flags]) == 1
     assert "is not in outgoing_allow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--workers=1=tcp://*:5557", "--block-size=16"], everywhere("*")),
+        (["--workers=1=tcp://0.0.0.0:5557", "--block-size=16"], everywhere("0.0.0.0")),
+        (["--workers=1=tcp://::1:5557", "--block-size=16"], "has brackets: tcp://[::1]:5557"),
+        (["--peers=http://0.0.0.0:8090"], everywhere("0.0.0.0")),
+        (["--replica-sync-port=5600", "--replica-sync-peers=tcp://[::]:5600"], everywhere("::")),
+        (
+            ["--workers=tcp://me:secret@h:1", "--block-size=16"],
+            "'tcp://***@h:1' is not of the form",
+        ),
+        (["--workers=x=tcp://me:secret@h:1", "--block-size=16"], "tcp://***@h:1': bad instance id"),
+    ],
+)
+def test_what_is_no_address_is_said_at_the_start(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "check", *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--indexer-bind=*:8090", "every address is 0.0.0.0, of IPv6 [::]"),
+        ("--replica-sync-host=*", "every address is 0.0.0.0, of IPv6 [::]"),
+        ("--indexer-bind=::1:8090", "an IPv6 address needs brackets: [::1]:8090"),
+        ("--indexer-bind=tcp://0.0.0.0:8090", "expected HOST:PORT"),
+        ("--replica-sync-peers=tcp://*:5600", everywhere("*")),
+        ("--replica-sync-peers=tcp://::1:5600", "has brackets: tcp://[::1]:5600"),
+        ("--peers=http://*:8090", everywhere("*")),
+        ("--peers=http://::1:8090", "an IPv6 address has brackets"),
+    ],
+)
+def test_what_is_no_address_is_said_of_a_flag(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", "check", flag])
+    assert said in capsys.readouterr().err

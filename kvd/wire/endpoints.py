@@ -4,8 +4,9 @@ Rules and texts are those of Dynamo's standalone indexer 1.6.1, as seen on a liv
 `tcp://HOST:PORT` with a u16 port (0 passes) and IPv6 hosts in brackets, `ipc://` and `inproc://`
 with any address. On top of them kvd refuses what libzmq would read differently than it looks: a
 NUL byte cuts the rest off, a `;` splits source from destination, blanks and control characters are
-never part of an address. What passes may still not be connectable (`tcp://*:5557`): that shows in
-the listener's status. A replica's address is refused then; there the original takes a port 0.
+never part of an address. What passes may still not be connectable (port 0): that shows in the
+listener's status. A replica's address is refused then; there the original takes a port 0. In the
+place of a user and a password that an address is given, the texts have stars.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvd.errors import BadRequest
+from kvd.wire.hosts import everywhere
+from kvd.wire.hosts import is_ipv6 as is_ipv6_address
+from kvd.wire.urls import masked
 
 MAX_PORT = 65_535
 
@@ -37,7 +41,12 @@ def check_endpoint(endpoint: str) -> None:
     """Raises BadRequest, naming the endpoint and its fault, unless a SUB may connect to it."""
     fault = _fault(endpoint)
     if fault:
-        raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: {fault}")
+        raise refused(endpoint, fault)
+
+
+def refused(endpoint: str, fault: str, what: str = "ZMQ") -> BadRequest:
+    """Returns what says that an endpoint is faulty."""
+    return BadRequest(f"invalid {what} endpoint `{masked(endpoint)}`: {fault}")
 
 
 def check_replay_endpoint(endpoint: str) -> None:
@@ -45,15 +54,18 @@ def check_replay_endpoint(endpoint: str) -> None:
     try:
         check_endpoint(endpoint)
     except BadRequest as error:
-        raise BadRequest(f"invalid replay endpoint `{endpoint}`: {error}") from None
+        raise refused(endpoint, str(error), "replay") from None
 
 
 def check_replica_endpoint(endpoint: str) -> None:
     """Raises BadRequest unless another process may publish there."""
     check_endpoint(endpoint)
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if endpoint.startswith("tcp://") and (host == "*" or not port.strip("0")):
-        raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: nothing can be connected to there")
+    if endpoint.startswith("tcp://"):
+        if host == "*":
+            raise refused(endpoint, everywhere(host))
+        if not port.strip("0"):
+            raise refused(endpoint, "nothing can be connected to at port 0")
 
 
 def is_endpoint(endpoint: str) -> bool:
@@ -98,11 +110,19 @@ def _tcp_fault(address: str) -> str | None:
     else:
         host, separator, port = address.partition(":")
         if not separator or ":" in port:
-            return "missing TCP port"
+            return "missing TCP port" + _bracket_hint(address)
     if not host:
         return "missing TCP host"
     fault = _port_fault(port)
     return f"invalid TCP port: {fault}" if fault else None
+
+
+def _bracket_hint(address: str) -> str:
+    """Says what is meant by an IPv6 address that is written as others are."""
+    host, _, port = address.rpartition(":")
+    if is_ipv6_address(host):
+        return f"; an IPv6 address has brackets: tcp://[{host}]:{port}"
+    return "; an IPv6 address has brackets" if is_ipv6_address(address) else ""
 
 
 def _port_fault(port: str) -> str | None:

@@ -12,8 +12,24 @@ LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
+def everywhere(host: object) -> str:
+    """Says why nothing is connected to `*`, 0.0.0.0 or ::, which only who listens may name."""
+    return f"{host} is every address of a machine that listens; name one at which it is reached"
+
+
+def is_ipv6(text: str) -> bool:
+    """Says whether a text is an IPv6 address."""
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def literal(host: str) -> Address | None:
     """Returns the address that a host is written as, None for a name; ValueError for neither."""
+    if host == "*":
+        raise ValueError(everywhere(host))
     if ":" in host:
         if "%" in host:
             raise ValueError("zone ids are not supported")

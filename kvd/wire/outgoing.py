@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
 from kvd.wire import endpoints
-from kvd.wire.hosts import Address, literal, normal
+from kvd.wire.hosts import Address, everywhere, literal, normal
 from kvd.wire.urls import masked
 
 
@@ -132,14 +132,14 @@ class Outgoing:
         endpoints.check_endpoint(endpoint)
         if fault := self._fault(endpoint):
             self.refused_names += 1
-            raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: {fault}")
+            raise endpoints.refused(endpoint, fault)
 
     def check_replay_endpoint(self, endpoint: str) -> None:
         """Raises BadRequest, saying that it is the replay endpoint that is faulty."""
         endpoints.check_replay_endpoint(endpoint)
         if fault := self._fault(endpoint):
             self.refused_names += 1
-            raise BadRequest(f"invalid replay endpoint `{endpoint}`: {fault}")
+            raise endpoints.refused(endpoint, fault, "replay")
 
     def check_replica_endpoint(self, endpoint: str) -> None:
         """Raises BadRequest unless another process may publish there."""
@@ -171,15 +171,15 @@ class Outgoing:
         return self._host_fault(place[0], bracketed=endpoints.is_ipv6(endpoint))
 
     def _host_fault(self, host: str, *, bracketed: bool = False) -> str | None:
-        if host == "*":
-            return None  # nothing can be connected to there, which shows in the listener's status
         try:
             address = literal(host)
         except ValueError as error:
-            return str(error)
+            return masked(str(error))
         if bracketed and ":" not in host:
             return f"{host} is no IPv6 address"
-        return None if address is None or self.allows(address) else refusal(address)
+        if address is None or self.allows(address):
+            return None
+        return everywhere(address) if address.is_unspecified else refusal(address)
 
     # ---- addresses as they are
 

@@ -58,7 +58,8 @@ def parse_url(url: str) -> Target:
 def _host(parts: SplitResult) -> str:
     host = parts.hostname
     if not host:
-        raise ValueError(f"a URL without a host, expected {FORM}")
+        hint = "; an IPv6 address has brackets" if parts.netloc.count(":") > 1 else ""
+        raise ValueError(f"a URL without a host{hint}, expected {FORM}")
     try:
         host = host if host.isascii() else host.encode("idna").decode()
     except UnicodeError:

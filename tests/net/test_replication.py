@@ -38,6 +38,7 @@ from kvd.net.replication import MAX_FRAMES
 from kvd.net.turns import MAX_TURN_MESSAGES
 from kvd.replicas import MAX_REPLICAS, Replicas
 from kvd.wire.fields import Refused
+from kvd.wire.hosts import everywhere
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
 from kvd.wire.replica import ReplicaCounts
 
@@ -495,9 +496,10 @@ async def test_it_can_be_registered_again_while_it_is_deregistered(
 REFUSED_ADDRESSES = {
     "foo": "missing scheme",
     "tcp://a": "missing TCP port",
-    "tcp://*:1": "nothing can be connected to there",
-    "tcp://127.0.0.1:0": "nothing can be connected to there",
-    "tcp://a:000": "nothing can be connected to there",
+    "tcp://*:1": everywhere("*"),
+    "tcp://0.0.0.0:1": everywhere("0.0.0.0"),
+    "tcp://127.0.0.1:0": "nothing can be connected to at port 0",
+    "tcp://a:000": "nothing can be connected to at port 0",
     "tcp://a:65536": "invalid TCP port: number too large to fit in target type",
     "tcp://a b:1": "invalid character ' '",
     "udp://a:1": "unsupported scheme `udp`",

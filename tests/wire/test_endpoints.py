@@ -25,7 +25,9 @@ REFUSED = {
     "TCP://127.0.0.1:1": "unsupported scheme `TCP`",
     " tcp://127.0.0.1:1": "unsupported scheme ` tcp`",
     "tcp://127.0.0.1": "missing TCP port",
-    "tcp://::1:5": "missing TCP port",
+    "tcp://::1:5": "missing TCP port; an IPv6 address has brackets: tcp://[::1]:5",
+    "tcp://::1": "missing TCP port; an IPv6 address has brackets",
+    "tcp://fd00::a:5557": "missing TCP port; an IPv6 address has brackets: tcp://[fd00::a]:5557",
     "tcp://a:5:6": "missing TCP port",
     "tcp://tcp://a:5": "missing TCP port",
     "tcp://a:5;b:6": "missing TCP port",
@@ -96,6 +98,14 @@ def test_replay_endpoint_is_named_as_such() -> None:
     assert str(caught.value) == (
         "invalid replay endpoint `foo`: invalid ZMQ endpoint `foo`: missing scheme"
     )
+
+
+def test_users_and_passwords_are_not_repeated() -> None:
+    for check, what in ((check_endpoint, "ZMQ"), (check_replay_endpoint, "replay")):
+        with pytest.raises(BadRequest) as caught:
+            check("tcp://me:secret@10.0.0.1:5557")
+        assert str(caught.value).startswith(f"invalid {what} endpoint `tcp://***@10.0.0.1:5557`: ")
+        assert "secret" not in str(caught.value)
 
 
 def test_ipv6_is_known_by_its_brackets() -> None:

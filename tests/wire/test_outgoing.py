@@ -99,7 +99,19 @@ ODD = [
     "12345::1",
 ]
 
-NO_NAMES = ["a..b", ".a", "-a", "a-", "a_b-", "a" * 64, "a." * 127 + "a", "a/b", "a@b", "a\\b"]
+NO_NAMES = [
+    "*a",
+    "a..b",
+    ".a",
+    "-a",
+    "a-",
+    "a_b-",
+    "a" * 64,
+    "a." * 127 + "a",
+    "a/b",
+    "a@b",
+    "a\\b",
+]
 NO_NAMES += ["bücher", "\uff11\uff12\uff17.a", "169.254.169.254\u3002x", "a#", "a?b", "%6c", "ſ"]
 
 
@@ -130,11 +142,12 @@ def test_others_may_not(host: str) -> None:
         outgoing.check_replay_endpoint,
         outgoing.check_replica_endpoint,
     )
+    why = "every address of .*" if host in ("0.0.0.0", "::") else "not in outgoing_allow"
     for count, check in enumerate(checks, 1):
-        with pytest.raises(BadRequest, match=r"^invalid .* is not in outgoing_allow$"):
+        with pytest.raises(BadRequest, match=rf"^invalid .* is {why}$"):
             check(endpoint(host))
         assert outgoing.refused_names == count
-    with pytest.raises(BadRequest, match=r"^invalid URL: .* is not in outgoing_allow$"):
+    with pytest.raises(BadRequest, match=rf"^invalid URL: .* is {why}$"):
         outgoing.check_url(endpoint(host).replace("tcp", "http"))
 
 
@@ -151,7 +164,7 @@ def test_what_no_name_consists_of(host: str) -> None:
         Outgoing().check_endpoint(endpoint(host))
 
 
-@pytest.mark.parametrize("host", ["a", "localhost", "w-0.ns.svc.cluster.local.", "a_b", "*"])
+@pytest.mark.parametrize("host", ["a", "localhost", "w-0.ns.svc.cluster.local.", "a_b"])
 def test_names_pass_until_they_are_resolved(host: str) -> None:
     Outgoing(parse_places([])).check_endpoint(endpoint(host))
 
