@@ -1,8 +1,9 @@
 """The command line: flags in, one daemon out, an exit code back.
 
-Exit codes: 0 done, 1 kvd could not start (one line on stderr says why), 2 the command line is
-wrong (unknown flag, bad number). `kvd status` has its own: 0 all streams exact, 1 some are not, 2
-something does not answer, or nothing could be asked.
+Exit codes: 0 done, 1 not done, 2 the command line is wrong (unknown flag, bad number). A daemon
+that could not start ends with 78 (EX_CONFIG) if it will not with the same configuration, with 1
+otherwise; one line on stderr says why. `kvd status` has its own: 0 all streams exact, 1 some are
+not, 2 something does not answer, or nothing could be asked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from kvd import config, logs, parsers, settings
 from kvd._version import VERSION
@@ -22,10 +23,31 @@ from kvd.configpage import render_page
 from kvd.wire.urls import masked
 
 DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
-EXIT_START_ERROR = 1
+EXIT_NOT_DONE = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 Told = tuple[str, int]  # what a command writes to standard output, and its exit code
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, and where it is told what would be right.
+
+    The usage of most commands has dozens of lines, above which that one is not found.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        text = logs.plain(masked(message))
+        self.exit(EXIT_USAGE, f"{self.prog}: {text}; see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what it does not know: the command's own parser does, and names the command."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if not hasattr(found, "parser"):  # the command's, which parses before those above it
+            found.parser = self
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        given = {config.CONFIG: args.config, **args.given(parser, args)}
+        given = {config.CONFIG: args.config, **args.given(args.parser, args)}
         if args.command is not None:
             return _told(*args.command(given))
         loaded = config.load(given, os.environ, demo=args.demo)
@@ -47,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logs.finish()
     except config.StartError as error:
         logs.complain(error)
-        return EXIT_START_ERROR
+        return error.exit_code if args.command is None else EXIT_NOT_DONE
     except KeyboardInterrupt:  # before the daemon took the signal over
         return EXIT_INTERRUPTED
 
@@ -66,11 +88,11 @@ def _told(text: str, code: int) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             logs.complain(config.StartError(f"cannot write: {error.strerror}"))
-        return EXIT_START_ERROR
+        return EXIT_NOT_DONE
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("kvd", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser("kvd", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvd {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_serve(commands)
@@ -80,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_conductor(commands)
     add_config(commands)
     add_status(commands)
+    add_reload(commands)
     return parser
 
 
@@ -205,7 +228,7 @@ def add_config_docs(actions: Any) -> None:
         description="Writes all settings as Markdown, as docs/configuration.md has them.",
         allow_abbrev=False,
     )
-    docs.set_defaults(given=lambda parser, args: {}, config=None, demo=False, command=write_docs)
+    docs.set_defaults(given=no_settings, config=None, demo=False, command=write_docs)
 
 
 def write_docs(given: Mapping[str, object]) -> Told:
@@ -218,6 +241,8 @@ def check_config(given: Mapping[str, object]) -> Told:
         from kvd.serving import read_files  # here, as only those with TLS need to load it
 
         read_files(loaded.tls)
+    for path in config.exposed_secrets(loaded):
+        logs.complain(f"warning: {path} is secret, and everybody may read it")
     return "ok\n", 0
 
 
@@ -233,7 +258,8 @@ def add_status(commands: Any) -> None:
         help="say how a running kvd is",
         description="Asks the faces of a running kvd, where file, environment and flags say that "
         "they listen, and says what is registered, indexed and running, how fast that changes, and "
-        "whether the streams of the workers can be believed.",
+        "whether the streams of the workers can be believed. Where no file is named it is that of "
+        f"the service, {config.SERVICE_FILE}, if there is one to be read.",
         epilog="Exit codes: 0 all streams are exact, 1 some are not, 2 a face does not answer.",
         allow_abbrev=False,
     )
@@ -281,6 +307,9 @@ def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 def show_status(given: Mapping[str, object]) -> Told:
     from kvd import status  # here, because only this command needs a client
 
+    told = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
+    if not told and os.access(config.SERVICE_FILE, os.R_OK):
+        given = {**given, config.CONFIG: config.SERVICE_FILE}
     try:
         held = config.resolve(given, os.environ)
         token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
@@ -297,6 +326,31 @@ def show_status(given: Mapping[str, object]) -> Told:
     text = "\n".join(map(logs.plain, status.text(shown)))
     text = json.dumps(shown, indent=1) if given["json"] else text
     return f"{text}\n", status.exit_code(shown)
+
+
+def add_reload(commands: Any) -> None:
+    parser = commands.add_parser(
+        "reload",
+        help="have the service read its files again, and say what came of it",
+        description="Has the kvd that systemd runs read its files again, and says what came of "
+        "it: this is what `systemctl reload kvd` runs.",
+        epilog="Exit codes: 0 what the files say holds, but for what waits for a restart; "
+        "1 nothing has changed, and one line says why.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(given=no_settings, config=None, demo=False, command=reload)
+
+
+def reload(given: Mapping[str, object]) -> Told:
+    from kvd import control  # here, as only this command needs it
+
+    verdict = control.reload(os.environ)
+    if verdict.refused is not None:
+        raise config.StartError(f"nothing has changed: {verdict.refused}")
+    text = f"reloaded: {' '.join(verdict.changed) or 'nothing has changed'}\n"
+    if verdict.waiting:
+        text += f"restart needed: {' '.join(verdict.waiting)}\n"
+    return text, 0
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
@@ -358,6 +412,10 @@ def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> No
 
 def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
     return {setting.name: getattr(args, setting.name) for setting in settings.SETTINGS}
+
+
+def no_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {}
 
 
 def indexer_settings(

@@ -7,13 +7,15 @@ it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import file_digest
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar
+from stat import S_IROTH, S_IXOTH
+from typing import Any, ClassVar, TypeVar
 
 from kvd import configfile, fleetfile, tokens
 from kvd.errors import BadRequest
@@ -44,13 +46,25 @@ DEMO_HOST = "127.0.0.1"  # of the simulated engines
 # Files of TLS, by the names of their settings.
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 
+# Files of secrets, by the names of their settings.
+SECRETS = ("tokens_file", "tls_keyfile", "curve_secret_key_file", "peers_token_file")
+
 # The configuration file: what the command line calls it, and its variable.
 CONFIG = "config"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+SERVICE_FILE = Path("/etc/kvd/kvd.toml")  # that of systemd/kvd.service
 
 
 class StartError(Exception):
-    """kvd cannot start; the text is the one line that the operator reads (exit code 1)."""
+    """kvd cannot start; the text is the one line that the operator reads."""
+
+    exit_code: ClassVar[int] = os.EX_CONFIG  # it will not, unless somebody mends what it was told
+
+
+class AddressError(StartError):
+    """kvd cannot listen where it was told to; the next try may find the address free, or there."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +349,20 @@ def read_token(name: str, path: Path | None) -> bytes:
         return tokens.read_one(path)
 
 
+def exposed_secrets(config: Config) -> list[Path]:
+    """Returns the files of secrets that everybody on this machine may read."""
+    return [path for name in SECRETS if (path := config.values[name]) and _readable_by_all(path)]
+
+
+def _readable_by_all(path: Path) -> bool:
+    try:
+        whole = path.resolve()
+        folders = [each.stat().st_mode for each in whole.parents]
+        return bool(whole.stat().st_mode & S_IROTH) and all(each & S_IXOTH for each in folders)
+    except OSError:
+        return False  # gone since it was read, or closed to us: reading it says so
+
+
 def _check_demo(binds: Binds | None, policy: Policy, outgoing: Outgoing) -> None:
     """Raises StartError if the demo could not use the indexer's first address, or it the demo's."""
     first = None if binds is None else binds.each[0]
@@ -479,7 +507,8 @@ def _worker_entry(entry: str, outgoing: Outgoing) -> tuple[int, int, str]:
     """Splits `id[:rank]=endpoint`; blanks around the id and the endpoint do not count."""
     name, equals, endpoint = (part.strip() for part in entry.partition("="))
     if not equals:
-        raise StartError(f"--workers entry {entry!r} is not of the form id[:rank]=endpoint")
+        said = masked(entry)
+        raise StartError(f"--workers entry {said!r} is not of the form id[:rank]=endpoint")
     identity, colon, rank = name.partition(":")
     instance_id = _number(entry, "instance id", identity, U64_MAX)
     dp_rank = _number(entry, "dp_rank", rank, U32_MAX) if colon else 0
@@ -495,4 +524,5 @@ def _number(entry: str, what: str, text: str, maximum: int) -> int:
     try:
         return parse_uint(text, maximum)
     except ValueError as error:
-        raise StartError(f"--workers entry {entry!r}: bad {what}: {error}") from None
+        said = masked(entry)
+        raise StartError(f"--workers entry {said!r}: bad {what}: {error}") from None

@@ -1,7 +1,7 @@
 """The daemon: everything it runs, in the order it starts, and the reverse in which it stops.
 
     root: SIGTERM and SIGINT, before anything else that may wait
-    background: SIGHUP, sweep of removed ranks, expiry of requests, watchdog
+    background: reloads, sweep of removed ranks, expiry of requests, watchdog
      └ listeners: one task per registered rank                      stop last
         └ start-up: recovery from a peer, the gate
         └ faces: one front per bind, TLS beside it, the demo        stop first
@@ -12,9 +12,9 @@ were asked for.
 
 SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
 start that still waits, for a name or a file, is given up. A second signal ends the process at once.
-SIGHUP reads the files again, all of them or none; without any it is not caught. An exception that
-reaches a nursery here is a bug: the daemon dies with its traceback, and whoever supervises it
-starts it again.
+SIGHUP and `kvd reload` have the files read again, all of them or none; without any, SIGHUP is not
+caught. An exception that reaches a nursery here is a bug: the daemon dies with its traceback, and
+whoever supervises it starts it again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import faulthandler
 import gc
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
@@ -32,13 +33,15 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd import logs
+from kvd import control, logs
 from kvd._version import VERSION
-from kvd.config import Config, Prepared, StartError
+from kvd.config import Config, Prepared, StartError, exposed_secrets
+from kvd.control import Verdict
 from kvd.demo import DemoStats, run_demo
-from kvd.descriptors import listeners_within, raise_limit
+from kvd.descriptors import LEAST, listeners_within, raise_limit
 from kvd.fleet import Fleet
 from kvd.http.certificates import Terms
+from kvd.http.listeners import file_remover
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
@@ -87,7 +90,10 @@ def run(config: Config, reader: Reader) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError."""
     faulthandler.enable()  # the watchdog kills with SIGABRT: the journal says where the loop was
     keep_freed_memory()
-    max_ranks = listeners_within(raise_limit())
+    limit = raise_limit()
+    if limit < LEAST:
+        raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
+    max_ranks = listeners_within(limit)
     if len(config.workers) > max_ranks:
         raise StartError(f"there are descriptors for {max_ranks} workers only (ulimit -n)")
     try:
@@ -110,6 +116,8 @@ class _Daemon:
         self._config = config
         self._reader = reader
         self._reloads = {"applied": 0, "refused": 0}
+        self._reloading = trio.Lock()
+        self._control: socket.socket | None = None
         self._max_ranks = max_ranks
         self._state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
         self._outgoing = Outgoing(config.outgoing)
@@ -163,6 +171,10 @@ class _Daemon:
                 "the service manager passes sockets that belong to no face: "
                 f"{', '.join(passed.left())}; give each the address or the name of a face"
             )
+        if (path := control.path(self._reader.environ)) is not None:
+            self._control = opened.enter_context(await control.listen(path))
+            opened.callback(file_remover(self._control))
+        self._warn_of_secrets()
         if self._keys is not None:
             log.info("curve", public_key=self._keys.public.decode())
         await self._sync.open(context)
@@ -240,6 +252,8 @@ class _Daemon:
         """Runs what lives as long as the daemon."""
         async with trio.open_nursery() as root:
             root.start_soon(self._watch_reloads, reloads)
+            if self._control is not None:
+                root.start_soon(control.answer, self._control, self._reload)
             root.start_soon(self._sweep)
             root.start_soon(self._expire)
             root.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
@@ -257,21 +271,27 @@ class _Daemon:
         os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
 
     async def _watch_reloads(self, reloads: Signals) -> None:
-        """Reloads when asked to; who asks meanwhile has it done once more."""
+        """Reloads at each signal; one that comes meanwhile has it done once more."""
         while True:
             await reloads.wait()
-            if self._is_ready():
-                sdnotify.tell_reloading()
             await self._reload()
-            await self._dialer.recheck()
-            if self._is_ready():
-                await sdnotify.tell_ready()
 
     def _is_ready(self) -> bool:
         """Says whether the service manager takes kvd for started, and not for stopping."""
         return self._announced and not self._signalled.is_set()
 
-    async def _reload(self) -> None:
+    async def _reload(self) -> Verdict:
+        """Reloads, one at a time, and keeps the service manager posted."""
+        async with self._reloading:
+            if self._is_ready():
+                sdnotify.tell_reloading()
+            verdict = await self._take_over()
+            await self._dialer.recheck()
+            if self._is_ready():
+                await sdnotify.tell_ready()
+            return verdict
+
+    async def _take_over(self) -> Verdict:
         """Takes over what all files say now, or nothing, and says what is wrong with them."""
         try:
             async with nullcontext() if self._fleet is None else self._fleet.reloading():
@@ -279,13 +299,20 @@ class _Daemon:
         except StartError as error:
             self._reloads["refused"] += 1
             log.error("reload_refused", reason=error)
-            return
+            return Verdict(refused=str(error))
         for part in parts:  # in one step: no request sees half of it
             part.commit()
         self._reloads["applied"] += 1
-        log.info("reloaded", changed=" ".join(name for part in parts for name in part.changed))
+        changed = tuple(name for part in parts for name in part.changed)
+        log.info("reloaded", changed=" ".join(changed))
+        self._warn_of_secrets()
         if waiting:
             log.warning("restart_needed", settings=" ".join(waiting))
+        return Verdict(changed, waiting)
+
+    def _warn_of_secrets(self) -> None:
+        if paths := exposed_secrets(self._config):
+            log.warning("everybody may read secrets", files=" ".join(map(str, paths)))
 
     async def _prepare(self) -> tuple[list[Prepared], tuple[str, ...]]:
         """Returns the parts of a reload, and settings that wait for a restart; raises StartError.

@@ -19,6 +19,10 @@ OTHER_DESCRIPTORS = 3_584
 # Each has three of the 65,535 sockets that libzmq has; the rest is for replays.
 MAX_LISTENERS = 21_000
 
+# Below this kvd does not start: what is open anyway, sockets of four faces and replicas, and some
+# clients (30 seen in /proc/PID/fd). libzmq aborts the process where it finds none.
+LEAST = 64
+
 ENOUGH = OTHER_DESCRIPTORS + MAX_LISTENERS * LISTENER_DESCRIPTORS
 
 

@@ -181,8 +181,8 @@ def dropped() -> int:
     return _handler.outlet.dropped
 
 
-def complain(error: Exception) -> None:
-    """Writes the one line that says why kvd does not start, before there is a log."""
+def complain(error: Exception | str) -> None:
+    """Writes the one line that says what is wrong, where there is no log."""
     prefix = f"<{PRIORITIES['error']}>" if is_journal(STDERR, os.environ) else ""
     print(f"{prefix}kvd: {plain(str(error))}", file=sys.stderr)
 

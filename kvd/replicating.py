@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.config import Config, StartError
+from kvd.config import AddressError, Config, StartError
 from kvd.http.listeners import split_host_port
 from kvd.http.permits import is_loopback
 from kvd.metrics import Family, counter
@@ -67,7 +67,7 @@ class Participant:
                 context, sync.host, sync.port, config.replica_link, curve
             )
         except OSError as error:
-            raise StartError(str(error.strerror)) from None
+            raise AddressError(str(error.strerror)) from None
         self._check_open(self._publisher)
 
     def _check_open(self, publisher: Publisher) -> None:

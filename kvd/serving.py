@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import trio
 
-from kvd.config import Config, StartError
+from kvd.config import AddressError, Config, StartError
 from kvd.faces.monitoring import metrics_route
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
@@ -184,7 +184,8 @@ async def _open(
             taken = passed.at(bind.address)
             found = taken or await open_listeners(bind.address, rights)
         except (OSError, ValueError) as error:
-            raise StartError(str(error.strerror if isinstance(error, OSError) else error)) from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise AddressError(str(why)) from None
         for sock in found:
             sockets.append(opened.enter_context(sock))
             if sock.family == socket.AF_UNIX and not taken:  # a manager's file is the manager's

@@ -48,6 +48,10 @@ KNOWN_BY = {
     "conductor": "kvd_conductor_publishers",
 }
 
+# What helps against a refusal.
+TOKEN_HINT = "; --token-file names a file with a token of the scope read alone in it"
+HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
+
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 
 Samples = dict[tuple[str, str], float]  # by name and labels, as they are written
@@ -100,7 +104,7 @@ class Client:
         finally:
             connection.close()
         if answer.status != 200:
-            raise OSError(f"{path}: {answer.status} {answer.reason}")
+            raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
         return text
 
     def _connection(self, bind: Bind) -> HTTPConnection:

@@ -20,6 +20,9 @@ START_DEADLINE_S = 60.0  # imports take 0.6 s alone; the rest is for a machine t
 STOP_DEADLINE_S = 30.0
 POLL_S = 0.01
 
+# What a service manager that runs the tests means for them.
+SERVICE_VARIABLES = ("NOTIFY_SOCKET", "RUNTIME_DIRECTORY", "CREDENTIALS_DIRECTORY")
+
 
 class Server:
     """A server process under test, its standard output and error in files."""
@@ -97,7 +100,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("KVD_", "DYN_")) and name != "NOTIFY_SOCKET"
+        if not name.startswith(("KVD_", "DYN_")) and name not in SERVICE_VARIABLES
     }
     return inherited | extra
 

@@ -195,7 +195,7 @@ def refused(folder: Path, sockets: list[socket.socket], names: str, *arguments: 
     """Returns what a kvd says that does not start."""
     manager = Manager(folder, sockets, names)
     process = manager.start("serve", *arguments)
-    assert process.wait(START_DEADLINE_S) == 1, manager.stderr
+    assert process.wait(START_DEADLINE_S) == os.EX_CONFIG, manager.stderr
     manager.close()
     return manager.stderr
 

@@ -26,6 +26,7 @@ from kvd.cli import (
     serve_settings,
     slot_tracker_settings,
 )
+from kvd.descriptors import LEAST
 from kvd.parsers import OFF, parse_face_binds
 from kvd.settings import SETTINGS
 
@@ -104,7 +105,38 @@ def test_a_wrong_command_line_ends_with_2(
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert re.search(r"^kvd.*: error: \S", capsys.readouterr().err, re.MULTILINE)
+    assert re.fullmatch(r"kvd.*: \S.*; see `kvd.* --help`\n", capsys.readouterr().err)
+
+
+def test_a_wrong_command_line_names_the_command_and_no_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, said in (
+        (
+            "indexer --bogus",
+            "kvd indexer: unrecognized arguments: --bogus; see `kvd indexer --help`",
+        ),
+        ("config check tcp://me:pw@h:1", "kvd config check: unrecognized arguments: tcp://***@h:1"),
+        ("status --client-keyfile x", "kvd status: --client-keyfile needs --client-certfile"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments.split())
+        error = capsys.readouterr().err
+        assert error.startswith(said) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "face", ["serve", "indexer", "slot-tracker", "select-service", "conductor"]
+)
+@pytest.mark.parametrize("limit", [10, 20, LEAST - 1])
+def test_too_few_descriptors_are_one_line(face: str, limit: int) -> None:
+    few = ["prlimit", f"--nofile={limit}:{limit}"]
+    command = [*few, sys.executable, "-m", "kvd", face]
+    ended = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+    assert ended.stderr == (
+        f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
+    )
+    assert ended.returncode == os.EX_CONFIG
 
 
 def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +159,7 @@ def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str])
         (["--workers", ""], "--block-size"),
     ],
 )
-def test_a_start_error_is_one_line_and_ends_with_1(
+def test_a_start_error_is_one_line_and_ends_with_78(
     flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_start_error(["indexer", *flags], complaint, capsys)
@@ -155,7 +187,7 @@ def test_so_is_one_about_several_faces(
 def check_start_error(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == os.EX_CONFIG
     error = capsys.readouterr().err
     assert complaint in error
     assert error.startswith("kvd: ")
@@ -267,7 +299,7 @@ def test_a_port_in_use_is_a_start_error(arguments: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = run(*arguments.format(port).split())
-    assert ended.returncode == 1
+    assert ended.returncode == 1  # it may be free in a moment
     assert f"127.0.0.1:{port}" in ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
 
@@ -278,17 +310,17 @@ def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
     subprocess.run([*command.split(), *files], cwd=tmp_path, check=True, capture_output=True)
     pems = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
 
-    def start(bind: str, cert: str) -> str:
+    def start(bind: str, cert: str, code: int) -> str:
         binds = ("--indexer-bind", f"127.0.0.1:0,tls:{bind}", *OTHERS_OFF)
         ended = run("serve", *binds, "--tls-certfile", cert, "--tls-keyfile", pems["key"])
-        assert ended.returncode == 1
+        assert ended.returncode == code
         assert ended.stderr.count("\n") == 1, ended.stderr
         return ended.stderr
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"cannot listen on {bind}" in start(bind, pems["cert"])
-    assert "cannot use" in start("127.0.0.1:0", pems["key"])  # no certificate in it
+        assert f"cannot listen on {bind}" in start(bind, pems["cert"], code=1)
+    assert "cannot use" in start("127.0.0.1:0", pems["key"], os.EX_CONFIG)  # no certificate in it
 
 
 def test_every_flag_is_said_to_have_the_variable_it_has() -> None:

@@ -20,7 +20,7 @@ from running import running, running_kvd
 
 from kvd import fleetfile
 from kvd.cli import main
-from kvd.config import FACE_BINDS
+from kvd.config import FACE_BINDS, StartError
 from kvd.descriptors import ENOUGH
 from kvd.http.limits import HttpLimits
 from kvd.parsers import TcpBind
@@ -59,8 +59,19 @@ def test_the_service_grants_what_the_daemon_wants() -> None:
     assert said(SERVICE, "WatchdogSignal") == ["SIGABRT"]  # which leaves a stack in the journal
     (start,) = said(SERVICE, "ExecStart")
     assert start == "/usr/bin/kvd serve --config /etc/kvd/kvd.toml"
-    checked = said(SERVICE, "ExecReload")[0].removeprefix("+")
-    assert checked == start.replace(" serve ", " config check ")
+    assert said(SERVICE, "ExecReload") == ["/usr/bin/kvd reload"]
+    assert said(SERVICE, "RuntimeDirectory") == ["kvd"]  # where that finds the daemon
+
+
+def test_the_service_comes_back_unless_it_cannot() -> None:
+    assert said(SERVICE, "Restart") == ["on-failure"]
+    (never,) = said(SERVICE, "RestartPreventExitStatus")
+    assert never.split() == ["2", str(StartError.exit_code)]
+    (pause,), (most,), (within,) = (
+        said(SERVICE, key) for key in ("RestartSec", "StartLimitBurst", "StartLimitIntervalSec")
+    )
+    # Given up are starts that fail within seconds; a crash that takes a minute to come never.
+    assert 10 * int(pause) * int(most) < int(within) < 60 * int(most)
 
 
 def test_the_service_is_hardly_exposed() -> None:

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.cli",),
     ("kvd.daemon",),
     ("kvd.services", "kvd.replicating"),
-    ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet", "kvd.room"),
+    ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet", "kvd.room", "kvd.control"),
     ("kvd.config", "kvd.demo", "kvd.desks"),
     ("kvd.configfile", "kvd.configpage", "kvd.tokens", "kvd.fleetfile"),
     ("kvd.settings",),

@@ -10,6 +10,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -27,6 +28,7 @@ from asking import (
     serving_faces,
 )
 from processes import REPOSITORY, Server, clean_environment, find_free_port
+from reloading import daemon
 from running import running, running_kvd
 
 from kvd.cli import main
@@ -303,7 +305,7 @@ def test_replicas_beyond_this_machine_hear_nothing_unasked(tmp_path: Path) -> No
     flags = ["--replica-sync-port", str(find_free_port()), "--replica-sync-host", "0.0.0.0"]
     command = [sys.executable, "-m", "kvd", "slot-tracker", "--port", "0", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
-    assert ended.returncode == 1
+    assert ended.returncode == os.EX_CONFIG
     assert "would hear of all requests" in ended.stderr and ended.stderr.count("\n") == 1
     with running_kvd(tmp_path, *flags, "--allow-unauthenticated", face="slot-tracker"):
         pass
@@ -553,3 +555,37 @@ def test_the_page_has_every_route_with_its_scope() -> None:
     assert written == {
         (face, route.method, route.path, str(route.scope.name).lower()) for face, route in ALL
     }
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody can get to, which pytest's own is not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o701)
+        yield Path(name)
+
+
+def test_secrets_that_everybody_may_read_are_warned_of(
+    open_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens, peer = open_folder / "tokens", open_folder / "peer"
+    tokens.write_text("operator read,admin 0123456789abcdef\n")
+    peer.write_text("0123456789abcdef")
+    tokens.chmod(0o604)
+    peer.chmod(0o660)
+    text = f'tokens_file = "{tokens}"\npeers_token_file = "{peer}"\n'
+    with daemon(open_folder, text=text) as kvd:
+        warned = f'event="everybody may read secrets" files={tokens}\n'
+        kvd.server.wait_said(warned)
+        check = ["config", "check", "--config", str(kvd.path)]
+        assert main(check) == 0
+        said = capsys.readouterr()
+        assert said.out == "ok\n"
+        assert said.err == f"kvd: warning: {tokens} is secret, and everybody may read it\n"
+        kvd.server.process.send_signal(signal.SIGHUP)
+        kvd.server.wait_until(lambda: kvd.server.stderr.count(warned) == 2, "warned again")
+        tokens.chmod(0o600)
+        assert main(check) == 0 and not capsys.readouterr().err
+        tokens.chmod(0o604)
+        open_folder.chmod(0o700)  # nobody gets there
+        assert main(check) == 0 and not capsys.readouterr().err

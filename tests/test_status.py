@@ -18,6 +18,7 @@ from asking import make_client_certificates
 from processes import find_free_port
 from running import running
 
+from kvd import config
 from kvd.cli import main
 from kvd.parsers import Binds, TcpBind, UnixBind
 from kvd.status import LISTS, faces_of, read_samples
@@ -251,6 +252,40 @@ def test_the_file_says_where_the_faces_are(
     path.write_text(f'indexer_bind = "{binds[0].partition("=")[2]}"{off}')
     code, shown = status(capsys, "--config", str(path))
     assert code == 0 and list(shown["faces"]) == ["indexer"]
+
+
+def test_the_file_of_the_service_is_read_where_none_is_named(
+    binds: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "kvd.toml"
+    monkeypatch.setattr(config, "SERVICE_FILE", path)
+    faces = dict.fromkeys(LISTS, "off") | {"indexer": binds[0].partition("=")[2]}
+    text = [f'{name.replace("-", "_")}_bind = "{bind}"\n' for name, bind in faces.items()]
+    code, shown = status(capsys, *binds)  # it need not be there
+    assert code == 0 and list(shown["faces"]) == list(LISTS)
+    path.write_text("".join(text))
+    code, shown = status(capsys)
+    assert code == 0 and list(shown["faces"]) == ["indexer"]
+    other = tmp_path / "other.toml"
+    other.write_text("".join(text).replace('"off"', f'"{faces["indexer"]}"', 1))
+    code, shown = status(capsys, "--config", str(other))
+    assert len(shown["faces"]) == 2
+
+
+def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tokens, port = tmp_path / "tokens", find_free_port()
+    tokens.write_text("a lifecycle 0123456789abcdef\n")
+    (tmp_path / "token").write_text("0123456789abcdef")
+    bind = f"--indexer-bind=127.0.0.1:{port}"
+    off = [f"--{name}-bind=off" for name in LISTS if name != "indexer"]
+    with running(tmp_path, port, "serve", bind, *off, "--tokens-file", str(tokens)):
+        for flags, status_ in (([], 401), ([f"--token-file={tmp_path / 'token'}"], 403)):
+            assert main(["status", "--interval=0", bind, *off, *flags]) == 2
+            said = capsys.readouterr().out
+            assert f"/metrics: {status_} " in said and "--token-file names a file" in said
 
 
 def test_only_faces_that_are_on_are_asked() -> None:
