@@ -22,6 +22,7 @@ cdef extern from "plain_head.hpp" namespace "kvd" nogil:
         Claims claims       # of who asks
 
     cbool read_plain_head(const char* data, size_t n, PlainHead& head)
+    bint host_is_named "kvd::names_host" (const Text& text)
 
 
 cdef class Answerer:

@@ -14,6 +14,7 @@ class Answerer:
 def plain_head(
     data: bytes,
 ) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool, bool] | None: ...
+def names_host(value: bytes) -> bool: ...
 
 NOTHING: int
 ALL: int

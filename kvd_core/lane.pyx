@@ -131,6 +131,11 @@ def plain_head(bytes data not None):
     return head.size, route, query, headers_of(head), head.length, head.json, head.keyed
 
 
+def names_host(bytes value not None):
+    """Says whether a `Host` is one for every reader (plain_head.hpp)."""
+    return host_is_named(as_text(value))
+
+
 cdef int64_t _now_ns() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_MONOTONIC, &now)

@@ -52,7 +52,9 @@ def build_app(routes: tuple[Route, ...], limits: HttpLimits, reception: Receptio
 
 async def _answered(found: Found, failures: Failures) -> quart.Response:
     route, captured = found
-    body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
+    body = b""
+    if route.body_limit:
+        body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
     if len(body) > route.body_limit:
         return _render(failures.too_large(route.body_limit))
     request = Request(

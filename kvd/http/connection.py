@@ -27,7 +27,7 @@ from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
-from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Request, Response, Route
+from kvd.http.types import Headers, Request, Response, Route, Scope
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
 from kvd_core.lane import Lane, Leftover
@@ -36,10 +36,12 @@ Undo = Callable[[], None] | None
 
 log = get_logger(__name__)
 
+_UNENCODED: Headers = [(b"accept-encoding", b"identity")]  # RFC 9110 §15.5.16
 _REFUSAL_COUNTERS = {
     400: "malformed",
     413: "too_large",
     414: "head_too_large",
+    415: "encoded",
     417: "expectation_failed",
     431: "head_too_large",
 }
@@ -155,6 +157,7 @@ class Connection(Transport):
         """Serves a plain request that the lane has received and no answerer has taken."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
+        self.note_granted(route.scope)
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
         return self._service.serve(self.shared, head, Found(route, captured), body)
@@ -163,6 +166,7 @@ class Connection(Transport):
         """Counts a request that the lane has answered."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
+        self.note_granted(route.scope)
         if self._service.observe is not None:
             self._service.observe(route.path, route.method, status, seconds)
 
@@ -263,14 +267,33 @@ class Connection(Transport):
         found = self._service.table.find(head.method, head.path)
         route = None if found is None else found.route
         self._check_permit(head, route)
-        body = await self._read_body(head, route) if head.length else b""
-        if found is not None and found.route.hot:
-            if found.route.waits:
-                return await self._serve_waiting(head, found, body)
-            data, persists = self._service.serve(self.shared, head, found, body)
-            await self.send(data)
-            return persists
-        return await self._serve_app(head, body)
+        if not head.length:
+            return await self._answer(head, found, b"")
+        if route is not None and route.body_limit:
+            return await self._answer(head, found, await self._read_body(head, route))
+        return await self._answer_unread(head, found)
+
+    async def _answer(self, head: Head, found: Found | None, body: bytes) -> bool:
+        if found is None or not found.route.hot:
+            return await self._serve_app(head, body)
+        if found.route.waits:
+            return await self._serve_waiting(head, found, body)
+        data, persists = self._service.serve(self.shared, head, found, body)
+        await self.send(data)
+        return persists
+
+    async def _answer_unread(self, head: Head, found: Found | None) -> bool:
+        """Serves a request whose body nobody needs: one that is not all here is never kept.
+
+        The connection ends then, because what comes on it next is the rest of that body.
+        """
+        here = 0 < head.length <= len(self.buffer)
+        self.buffer = self.buffer[head.length :] if here else b""
+        head.keep_alive = head.keep_alive and here
+        persists = await self._answer(head, found, b"")
+        if not here:
+            await self.linger()
+        return persists
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Serves an asynchronous handler, which is cancelled when its client leaves.
@@ -279,12 +302,16 @@ class Connection(Transport):
         """
         self.rest()
         data, persists, undo = b"", False, None
+        self.shared.stats.connections_waiting += 1
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_client, nursery.cancel_scope)
-                served = self._service.serve_waiting(self.shared, head, found, body)
-                data, persists, undo = await served
-                nursery.cancel_scope.cancel()
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch_client, nursery.cancel_scope)
+                    served = self._service.serve_waiting(self.shared, head, found, body)
+                    data, persists, undo = await served
+                    nursery.cancel_scope.cancel()
+            finally:
+                self.shared.stats.connections_waiting -= 1
             if not data or (undo is not None and self._client_has_left()):
                 raise ConnectionResetError("the client left before its answer")
             await self.send(data)
@@ -314,11 +341,13 @@ class Connection(Transport):
         if refusal is not None:
             self._service.reception.note_refused(head.method, route, refusal, head.headers)
             raise refusal
+        self.note_granted(Scope.ANY if route is None else route.scope)
 
-    async def _read_body(self, head: Head, route: Route | None) -> bytes:
-        limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit
+    async def _read_body(self, head: Head, route: Route) -> bytes:
         try:
-            return await read_body(self, head, limit)
+            if head.encoded:
+                raise Refusal(415, "the body must not be compressed", _UNENCODED)
+            return await read_body(self, head, route.body_limit)
         except Refusal as refusal:
             self._service.reception.note_refused(head.method, route, refusal, head.headers)
             raise
