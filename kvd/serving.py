@@ -17,7 +17,7 @@ from kvd.http.app import build_app
 from kvd.http.certificates import Terms, load_terms
 from kvd.http.errors import Failures
 from kvd.http.front import Front
-from kvd.http.limits import HttpLimits, HttpStats
+from kvd.http.limits import GAUGES, HttpLimits, HttpStats
 from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Permits, is_local
@@ -202,4 +202,4 @@ def read_files(tls: TlsFiles) -> Terms:
 
 
 def _families(prefix: str, help: str, stats: HttpStats) -> Iterator[Family]:
-    yield from stats_families(prefix, stats, help, frozenset({"connections_open"}))
+    yield from stats_families(prefix, stats, help, GAUGES)

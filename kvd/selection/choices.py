@@ -51,9 +51,12 @@ class Choices:
         draws: Draws,
         clock: Callable[[], float],
         tally: Tally,
+        max_waiting: int,
         affinity: Affinity | None = None,
     ) -> None:
+        """There are descriptors for the clients of `max_waiting` selections that wait."""
         self.held = 0
+        self._max_waiting = max_waiting
         self._tally = tally
         self._fleets = fleets
         self._options = options
@@ -130,7 +133,7 @@ class Choices:
     def _hold(self, fleet: Fleet, ask: Ask) -> Held:
         if self._stopping:
             raise Unserved(Outcome.STOPPING, _STOPPING)
-        if self.held >= self._options.max_held:
+        if self.held >= min(self._options.max_held, self._max_waiting):
             text = f"{self.held} selections wait already"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
         held = Held(ask, fleet.pool.hold())
