@@ -88,7 +88,7 @@ class Service:
     def select(self, blocks: list[int], tokens: int | None = None, **members: Any) -> Any:
         """Selects for a prompt of these blocks; returns what was answered, or the one held."""
         answer = self.selections.choices.select(self.ask(**members), look(blocks, tokens))
-        return answer if isinstance(answer, Held) else json.loads(answer)
+        return answer if isinstance(answer, Held) else json.loads(answer.answer)
 
     def reserve(
         self,

@@ -30,12 +30,13 @@ from kvd.http.transport import Phase, Shared, Transport
 from kvd.http.types import Headers, Request, Response, Route, Scope
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
-from kvd_core.lane import Lane, Leftover
+from kvd_core.lane import Lane, Leftover, has_left
 
 Undo = Callable[[], None] | None
 
 log = get_logger(__name__)
 
+_LEFT = "the client left before its answer"
 _UNENCODED: Headers = [(b"accept-encoding", b"identity")]  # RFC 9110 §15.5.16
 _REFUSAL_COUNTERS = {
     400: "malformed",
@@ -73,8 +74,13 @@ class Service:
         self.observe = reception.observe
         self.access = reception.access
 
-    def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
-        """Returns a plain handler's response, rendered, and whether the connection persists."""
+    def serve(
+        self, shared: Shared, head: Head, found: Found, body: bytes
+    ) -> tuple[bytes, bool, Undo]:
+        """Returns a plain handler's response, rendered, and whether the connection persists.
+
+        Returns also what is to be called if the client has left or cannot be sent the response.
+        """
         started = perf_counter()
         response = answer_now(found.route, _request(head, found, body), self.failures)
         return self._rendered(shared, head, found, response, started)
@@ -82,20 +88,17 @@ class Service:
     async def serve_waiting(
         self, shared: Shared, head: Head, found: Found, body: bytes
     ) -> tuple[bytes, bool, Undo]:
-        """Does the same for an asynchronous handler, which has `handler_seconds`.
-
-        Returns also what is to be called if the response cannot be sent.
-        """
+        """Does the same for an asynchronous handler, which has `handler_seconds`."""
         started = perf_counter()
         response = self._too_long
         with trio.move_on_after(shared.limits.handler_seconds) as scope:
             response = await answer(found.route, _request(head, found, body), self.failures)
         shared.stats.handler_timeouts += scope.cancelled_caught
-        return *self._rendered(shared, head, found, response, started), response.undo
+        return self._rendered(shared, head, found, response, started)
 
     def _rendered(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
-    ) -> tuple[bytes, bool]:
+    ) -> tuple[bytes, bool, Undo]:
         status = response.status
         seconds = perf_counter() - started
         if self.observe is not None:
@@ -110,7 +113,8 @@ class Service:
             lines += rendered(
                 self.access.note(head.method, path, status, seconds, size, head.headers)
             )
-        return whole_response(response, response.body, lines, head.method == "HEAD"), persists
+        data = whole_response(response, response.body, lines, head.method == "HEAD")
+        return data, persists, response.undo
 
 
 def _request(head: Head, found: Found, body: bytes) -> Request:
@@ -153,7 +157,7 @@ class Connection(Transport):
 
     def serve_parked(
         self, route: Route, captured: bytes, query: bytes, headers: Headers, body: bytes
-    ) -> tuple[bytes, bool]:
+    ) -> tuple[bytes, bool, Undo]:
         """Serves a plain request that the lane has received and no answerer has taken."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
@@ -199,7 +203,7 @@ class Connection(Transport):
         while not self.buffer:
             left = await self._park()
             self.buffer = left.received
-            await self.send(left.unsent)
+            await self._deliver(left.unsent, left.undo)
             if not left.persists:
                 return False
         return True
@@ -278,8 +282,8 @@ class Connection(Transport):
             return await self._serve_app(head, body)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
-        data, persists = self._service.serve(self.shared, head, found, body)
-        await self.send(data)
+        data, persists, undo = self._service.serve(self.shared, head, found, body)
+        await self._deliver(data, undo)
         return persists
 
     async def _answer_unread(self, head: Head, found: Found | None) -> bool:
@@ -296,30 +300,41 @@ class Connection(Transport):
         return persists
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
-        """Serves an asynchronous handler, which is cancelled when its client leaves.
-
-        What the handler has done is undone unless all of its answer has been sent.
-        """
+        """Serves an asynchronous handler, which is cancelled when its client leaves."""
         self.rest()
         data, persists, undo = b"", False, None
         self.shared.stats.connections_waiting += 1
         try:
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._watch_client, nursery.cancel_scope)
-                    served = self._service.serve_waiting(self.shared, head, found, body)
-                    data, persists, undo = await served
-                    nursery.cancel_scope.cancel()
-            finally:
-                self.shared.stats.connections_waiting -= 1
-            if not data or (undo is not None and self._client_has_left()):
-                raise ConnectionResetError("the client left before its answer")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_client, nursery.cancel_scope)
+                served = self._service.serve_waiting(self.shared, head, found, body)
+                data, persists, undo = await served
+                nursery.cancel_scope.cancel()
+        except BaseException:
+            if undo is not None:
+                undo()
+            raise
+        finally:
+            self.shared.stats.connections_waiting -= 1
+        if not data:
+            raise ConnectionResetError(_LEFT)
+        await self._deliver(data, undo)
+        return persists
+
+    async def _deliver(self, data: bytes, undo: Undo) -> None:
+        """Sends an answer, and undoes what it tells of if the client has left or it cannot be sent.
+
+        A client that has shut down its sending side has left: until something is sent to it nobody
+        can tell it from one that is gone.
+        """
+        try:
+            if undo is not None and self._client_has_left():
+                raise ConnectionResetError(_LEFT)
             await self.send(data)
         except BaseException:
             if undo is not None:
                 undo()
             raise
-        return persists
 
     async def _watch_client(self, serving: trio.CancelScope) -> None:
         """Cancels `serving` when the client's end of the stream is there, and nothing before it."""
@@ -328,12 +343,7 @@ class Connection(Transport):
             serving.cancel()
 
     def _client_has_left(self) -> bool:
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # reset
+        return has_left(self.fd)
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""

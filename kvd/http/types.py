@@ -56,8 +56,8 @@ class Response:
     """One HTTP response; an iterator as `body` is streamed in chunks of its own choosing.
 
     No `content-type` header is sent for an empty `content_type`. `headers` are further ones, with
-    lower-case names. `undo` takes back what an asynchronous handler of a hot route has done, if its
-    client cannot be given the answer.
+    lower-case names. `undo` takes back what the handler of a hot route has done, if its client
+    has left before its answer, or cannot be sent all of it.
     """
 
     status: int
