@@ -38,7 +38,7 @@ from kvd._version import VERSION
 from kvd.config import Config, Prepared, StartError, exposed_secrets
 from kvd.control import Verdict
 from kvd.demo import DemoStats, run_demo
-from kvd.descriptors import LEAST, listeners_within, raise_limit
+from kvd.descriptors import LEAST, listeners_within, raise_limit, waiting_within
 from kvd.fleet import Fleet
 from kvd.http.certificates import Terms
 from kvd.http.listeners import file_remover
@@ -100,7 +100,7 @@ def run(config: Config, reader: Reader) -> int:
         passed = activation.receive(os.environ)
     except ValueError as error:
         raise StartError(str(error)) from None
-    daemon = _Daemon(config, max_ranks, reader)
+    daemon = _Daemon(config, max_ranks, waiting_within(limit), reader)
     with (
         closing(passed),
         closing(Signals(signal.SIGTERM, signal.SIGINT)) as ends,
@@ -112,13 +112,14 @@ def run(config: Config, reader: Reader) -> int:
 class _Daemon:
     """One process's daemon."""
 
-    def __init__(self, config: Config, max_ranks: int, reader: Reader) -> None:
+    def __init__(self, config: Config, max_ranks: int, max_waiting: int, reader: Reader) -> None:
         self._config = config
         self._reader = reader
         self._reloads = {"applied": 0, "refused": 0}
         self._reloading = trio.Lock()
         self._control: socket.socket | None = None
         self._max_ranks = max_ranks
+        self._max_waiting = max_waiting
         self._state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
         self._outgoing = Outgoing(config.outgoing)
         self._keys = None if config.curve.secret is None else KeyPair(config.curve.secret)
@@ -217,6 +218,7 @@ class _Daemon:
                     time.time_ns,
                     self._ledgers,
                     Readiness(config.min_initial_workers, len(config.peers)),
+                    self._max_waiting,
                 )
                 known = Known(
                     self._state,

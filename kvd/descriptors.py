@@ -1,7 +1,10 @@
-"""How many descriptors the process may have, and how many listeners they are enough for.
+"""How many descriptors the process may have, and how they are shared out.
 
-Without a bound, registrations took what clients' connections need: a listener that finds no
-descriptor tries again, and so takes every one that becomes free, before a client can.
+    listeners: 4 each | clients whose selections wait: 1 each | all else, other clients included
+
+Without bounds, registrations took what clients' connections need: a listener that finds no
+descriptor tries again, and so takes every one that becomes free, before a client can. Neither may
+those who wait take what ends their waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ MAX_LISTENERS = 21_000
 # clients (30 seen in /proc/PID/fd). libzmq aborts the process where it finds none.
 LEAST = 64
 
-ENOUGH = OTHER_DESCRIPTORS + MAX_LISTENERS * LISTENER_DESCRIPTORS
+# Connections of selections that wait; the default of `router_queue_requests`.
+MAX_WAITING = 16_384
+
+ENOUGH = OTHER_DESCRIPTORS + MAX_WAITING + MAX_LISTENERS * LISTENER_DESCRIPTORS
 
 
 def raise_limit() -> int:
@@ -40,5 +46,15 @@ def raise_limit() -> int:
 
 
 def listeners_within(limit: int) -> int:
-    """Returns how many listeners that many descriptors are for; half of a low limit is not."""
-    return min(MAX_LISTENERS, (limit - min(OTHER_DESCRIPTORS, limit // 2)) // LISTENER_DESCRIPTORS)
+    """Returns how many listeners that many descriptors are for."""
+    return min(MAX_LISTENERS, (_shared_out(limit) - waiting_within(limit)) // LISTENER_DESCRIPTORS)
+
+
+def waiting_within(limit: int) -> int:
+    """Returns how many selections may wait: as many as there may be listeners, or MAX_WAITING."""
+    return min(MAX_WAITING, _shared_out(limit) // (LISTENER_DESCRIPTORS + 1))
+
+
+def _shared_out(limit: int) -> int:
+    """Returns what is left for listeners and those who wait: of a low limit half."""
+    return limit - min(OTHER_DESCRIPTORS, limit // 2)

@@ -6,7 +6,7 @@ Known ──> routes of the indexer, the slot tracker, the selection service, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,8 @@ from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.fleet import Desk
-from kvd.http.types import Route
+from kvd.http.table import RouteTable
+from kvd.http.types import Admission, Route
 from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net.recovery import RecoveryStats
 from kvd.parsers import Binds
@@ -46,6 +47,28 @@ class Known:
     slots: SlotTrackers
     selections: Selections
     replicas: Replicas
+
+
+class Directory:
+    """Which face has which path, for those who ask the wrong one."""
+
+    def __init__(self, routes: Mapping[FaceServer, tuple[Route, ...]]) -> None:
+        self._tables = {face: RouteTable(each) for face, each in routes.items()}
+
+    def not_found(self, here: FaceServer, path: bytes) -> str:
+        """Returns what is said of a path that `here` does not have."""
+        found = [(face, table.label(path)) for face, table in self._tables.items()]
+        others = [(face, label) for face, label in found if label is not None]
+        if not others:
+            return "not found"
+        faces = " and the ".join(_described(face) for face, _ in others)
+        return f"not found: this is the {here.name} face; {others[0][1]} is on the {faces}"
+
+
+def _described(face: FaceServer) -> str:
+    addresses = face.addresses()
+    where = f"at {', '.join(addresses)}" if addresses else "which this process does not serve"
+    return f"{face.name} face, {where}"
 
 
 class Services:
@@ -75,47 +98,52 @@ class Services:
         `config` returns the settings of the moment, for what is live among them.
         """
         dumps = indexer.dumps_bound(config().max_dumps)
-        served = self.served
-        if self.indexer in served:
-            sources = self.indexer.sources
-            sources.append(partial(indexer.families, known.state, known.registry, dumps))
-            sources.append(partial(_recovery_families, known))
-            yield (
-                self.indexer,
-                indexer.routes(
-                    known.state,
-                    known.registry,
-                    known.peers,
-                    dumps,
-                    test_endpoints=config().test_endpoints,
-                ),
-            )
-        if self.slot_tracker in served:
-            sources = self.slot_tracker.sources
-            sources.append(lambda: slot_families(known.slots, config().metrics_ranks))
-            sources.append(known.replicas.families)
-            requests = slot_tracker.routes(known.slots, trio.current_time)
-            yield self.slot_tracker, requests + replica_sync.routes(known.replicas)
-        if self.selection in served:
-            sources, selections = self.selection.sources, known.selections
-            sources.append(partial(indexer.families, known.state, known.registry, dumps))
-            sources.append(known.replicas.families)
-            sources.append(partial(booking_families, selections))
-            answered = self.selection.requests
-            sources.append(lambda: choice_families(selections, answered, config().metrics_ranks))
-            yield (
-                self.selection,
-                (
-                    *selection_routes(selections),
-                    indexer.dump_route(selections.state, dumps),
-                    *replica_sync.routes(known.replicas),
-                ),
-            )
-        if self.conductor in served:
-            state, publishers = known.state, known.publishers
-            sources = self.conductor.sources
-            sources.append(partial(conductor_listings.families, state, publishers))
-            yield self.conductor, conductor.routes(state, publishers)
+        routes = self._all_routes(known, dumps, test_endpoints=config().test_endpoints)
+        self._add_sources(known, config, dumps)
+        directory = Directory(routes)
+        for face in self.served:
+            face.not_found = partial(directory.not_found, face)
+            yield face, routes[face]
+
+    def _all_routes(
+        self, known: Known, dumps: Admission, *, test_endpoints: bool
+    ) -> dict[FaceServer, tuple[Route, ...]]:
+        state, registry = known.state, known.registry
+        of_replicas = replica_sync.routes(known.replicas)
+        return {
+            self.indexer: indexer.routes(
+                state, registry, known.peers, dumps, test_endpoints=test_endpoints
+            ),
+            self.slot_tracker: (
+                *slot_tracker.routes(known.slots, trio.current_time),
+                *of_replicas,
+            ),
+            self.selection: (
+                *selection_routes(known.selections),
+                indexer.dump_route(known.selections.state, dumps),
+                *of_replicas,
+            ),
+            self.conductor: conductor.routes(state, known.publishers),
+        }
+
+    def _add_sources(self, known: Known, config: Callable[[], Config], dumps: Admission) -> None:
+        blocks = partial(indexer.families, known.state, known.registry, dumps)
+        slots, selections = known.slots, known.selections
+        answered = self.selection.requests
+        self.indexer.sources += [blocks, partial(_recovery_families, known)]
+        self.slot_tracker.sources += [
+            lambda: slot_families(slots, config().metrics_ranks),
+            known.replicas.families,
+        ]
+        self.selection.sources += [
+            blocks,
+            known.replicas.families,
+            partial(booking_families, selections),
+            lambda: choice_families(selections, answered, config().metrics_ranks),
+        ]
+        self.conductor.sources.append(
+            partial(conductor_listings.families, known.state, known.publishers)
+        )
 
     def desks(self, known: Known) -> dict[str, Desk]:
         """Returns where entries of the fleet file are registered, by table."""

@@ -13,11 +13,11 @@ import trio
 from kvd.config import AddressError, Config, StartError
 from kvd.faces.monitoring import metrics_route
 from kvd.http.access import AccessLog
-from kvd.http.app import build_app
+from kvd.http.app import NotFound, build_app, nowhere
 from kvd.http.certificates import Terms, load_terms
 from kvd.http.errors import Failures
 from kvd.http.front import Front
-from kvd.http.limits import HttpLimits, HttpStats
+from kvd.http.limits import GAUGES, HttpLimits, HttpStats
 from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.permits import Permits, is_local
@@ -55,6 +55,7 @@ class FaceServer:
             memory_families,
             self._refusal_families,
         ]
+        self.not_found: NotFound = nowhere
         self._limits = config.http
         self._reception = Reception(
             Permits(config.policy), self.requests.observe, Failures(reasons), AccessLog(name)
@@ -136,7 +137,7 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = tuple(self._bounded(each) for each in (*routes, metrics_route(self.sources)))
-        app = build_app(routes, self._limits, self._reception)
+        app = build_app(routes, self._limits, self._reception, self.not_found)
         async with trio.open_nursery() as nursery:
             if self._sockets:
                 front = Front(routes, app, self._limits, self._reception)
@@ -202,4 +203,4 @@ def read_files(tls: TlsFiles) -> Terms:
 
 
 def _families(prefix: str, help: str, stats: HttpStats) -> Iterator[Family]:
-    yield from stats_families(prefix, stats, help, frozenset({"connections_open"}))
+    yield from stats_families(prefix, stats, help, GAUGES)

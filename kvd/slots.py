@@ -18,6 +18,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
@@ -83,6 +84,7 @@ class SlotTrackers:
         self.trackers: dict[PartitionKey, Tracker] = {}
         self.early = EarlySteps()
         self.refused_trackers = 0  # at `max_trackers`
+        self.given_back = 0  # requests whose clients left before their answers
         self.ended: Counter[str] = Counter()  # totals of ledgers that are no more
 
     def tracker(self, model_name: str, tenant_id: str) -> Tracker:
@@ -199,6 +201,16 @@ class SlotTrackers:
         if outcome == ledger.EXISTS:
             raise Conflict(f"request {request_id} already exists")
         raise _refusal(outcome)
+
+    def undoing(self, tracker: Tracker, request_id: str, now: float) -> Callable[[], None]:
+        """Returns what ends a request that has just been booked, if its client has left."""
+        return partial(self._take_back, tracker, request_id, now)
+
+    def _take_back(self, tracker: Tracker, request_id: str, booked_at: float) -> None:
+        live = tracker.ledger.request(request_id)
+        if live is not None and live.admitted_at == booked_at:  # not another one of the name
+            self.given_back += 1
+            self.free(tracker, request_id)
 
     def prefill_complete(self, tracker: Tracker, request_id: str) -> None:
         """Ends the prefill of a request, once or again; raises NotFound."""

@@ -22,16 +22,21 @@ cdef extern from "plain_head.hpp" namespace "kvd" nogil:
         Claims claims       # of who asks
 
     cbool read_plain_head(const char* data, size_t n, PlainHead& head)
+    bint host_is_named "kvd::names_host" (const Text& text)
 
 
 cdef class Answerer:
     cdef bint created   # its answers have the status 201, not 200
     cdef bint bodiless  # it is for requests without a body and a query
+    cdef bint books     # what it does is undone where the client has left before its answer
 
     # The JSON of the answer to the request body, None to leave the request to its handler: then
     # nothing has changed. `body` is followed by readable memory only up to `size`. `captured`
     # is what stands in the path for the route's placeholder, without any percent-encoding.
     cdef bytes answer(self, const char* body, size_t size, Text captured)
+
+    # A function that takes back what the last answer has done, for one that `books`.
+    cdef undoing(self)
 
 
 cdef class Lane:
@@ -53,5 +58,5 @@ cdef class Lane:
     cdef bint _granted(self, connection, route)
     cdef _find(self, Text* captured)
     cdef bint _suits(self, Answerer answerer)
-    cdef _send_answer(self, int fd, bytes head, bytes body)
-    cdef _send(self, int fd, const char* data, size_t size, bint persists)
+    cdef _send_answer(self, int fd, bytes head, bytes body, Answerer answerer)
+    cdef _send(self, int fd, const char* data, size_t size, bint persists, undoing)

@@ -7,6 +7,7 @@ class Leftover(NamedTuple):
     received: bytes
     unsent: bytes
     persists: bool
+    undo: Callable[[], None] | None = None
 
 class Answerer:
     def __call__(self, body: bytes, captured: bytes = ...) -> bytes | None: ...
@@ -14,6 +15,8 @@ class Answerer:
 def plain_head(
     data: bytes,
 ) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool, bool] | None: ...
+def has_left(fd: int) -> bool: ...
+def names_host(value: bytes) -> bool: ...
 
 NOTHING: int
 ALL: int
@@ -28,7 +31,8 @@ class Lane:
         routes: dict[bytes, Any],
         patterns: list[tuple[bytes, bytes, Any]],
         serve: Callable[
-            [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes], tuple[bytes, bool]
+            [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes],
+            tuple[bytes, bool, Callable[[], None] | None],
         ],
         note: Callable[[Any, Any, int, float], None],
         log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],

@@ -26,7 +26,7 @@ Costs per request, beside the answer: the two system calls, a share of an epoll_
 from collections import namedtuple
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from libc.errno cimport EAGAIN, errno
+from libc.errno cimport EAGAIN, ECONNRESET, errno
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
@@ -57,6 +57,9 @@ cdef extern from "<sys/epoll.h>" nogil:
 cdef extern from "<poll.h>" nogil:
     enum:
         POLLIN
+        POLLERR
+        POLLHUP
+        POLLRDHUP
     struct pollfd:
         int fd
         short events
@@ -80,8 +83,9 @@ cdef extern from "<stdio.h>" nogil:
 
 
 # What a connection's task is woken with: `received` bytes not consumed, `unsent` bytes of a
-# response, and whether the connection may carry another request (not after the client's end).
-Leftover = namedtuple("Leftover", ("received", "unsent", "persists"))
+# response, whether the connection may carry another request (not after the client's end), and what
+# is to be called if the response cannot be sent, or None.
+Leftover = namedtuple("Leftover", ("received", "unsent", "persists", "undo"), defaults=(None,))
 
 _LEFT = object()  # not answered here
 
@@ -131,6 +135,23 @@ def plain_head(bytes data not None):
     return head.size, route, query, headers_of(head), head.length, head.json, head.keyed
 
 
+cdef bint _left(int fd) noexcept:
+    cdef pollfd client
+    client.fd = fd
+    client.events = POLLRDHUP
+    return poll(&client, 1, 0) > 0 and client.revents & (POLLRDHUP | POLLHUP | POLLERR)
+
+
+def has_left(int fd):
+    """Says whether a client's end of the stream is there, also behind something not yet received."""
+    return _left(fd)
+
+
+def names_host(bytes value not None):
+    """Says whether a `Host` is one for every reader (plain_head.hpp)."""
+    return host_is_named(as_text(value))
+
+
 cdef int64_t _now_ns() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_MONOTONIC, &now)
@@ -147,6 +168,9 @@ cdef class Answerer:
     cdef bytes answer(self, const char* body, size_t size, Text captured):
         raise NotImplementedError
 
+    cdef undoing(self):
+        raise NotImplementedError
+
 
 cdef class Lane:
     """The parked connections of one listener."""
@@ -161,8 +185,9 @@ cdef class Lane:
         a connection has `checks_host` (permits.hpp). What the answerer answers is told to
         `note(connection, route, status, seconds)`, and while `logged` is set to `log(connection,
         route, status, seconds, size, headers)`, which returns further lines for the head of the
-        answer; for the rest `serve(connection, route, captured, query, headers, body)` returns
-        the response, and whether the connection persists; routes that wait are left to the task.
+        answer; for the rest `serve(connection, route, captured, query, headers, body)` returns the
+        response, whether the connection persists, and what takes back what it has done if its client
+        has left or cannot be sent it, or None; routes that wait are left to the task.
         A connection that is not parked any more is told so by `wake(connection, outcome)`.
         """
         self._routes = routes
@@ -322,10 +347,10 @@ cdef class Lane:
                         size = PyBytes_GET_SIZE(response)
                         headers = headers_of(self._head)
                         lines += self._log(connection, route, status, seconds, size, headers)
-                    return self._send_answer(fd, lines, response)
+                    return self._send_answer(fd, lines, response, answerer)
             if route.waits:
                 return _LEFT
-            response, persists = self._serve(
+            response, persists, undo = self._serve(
                 connection,
                 route,
                 as_bytes(captured),
@@ -333,9 +358,11 @@ cdef class Lane:
                 headers_of(self._head),
                 PyBytes_FromStringAndSize(body, self._head.length),
             )
+            return self._send(
+                fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), persists, undo
+            )
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error
-        return self._send(fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), persists)
 
     cdef bint _suits(self, Answerer answerer):
         if self.lines is None or self._head.keyed:
@@ -344,27 +371,38 @@ cdef class Lane:
             return self._head.length == 0 and self._head.query.size == 0
         return self._head.json
 
-    cdef _send_answer(self, int fd, bytes head, bytes body):
+    cdef _send_answer(self, int fd, bytes head, bytes body, Answerer answerer):
         cdef size_t lines = PyBytes_GET_SIZE(head), size = PyBytes_GET_SIZE(body)
         cdef char* out = self._buffer
+        undoing = answerer if answerer.books else None
         if lines + kLengthLine + size > kBuffer:
             response = b"%bcontent-length: %d\r\n\r\n%b" % (head, size, body)
-            return self._send(fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), True)
+            return self._send(
+                fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), True, undoing
+            )
         memcpy(out, PyBytes_AS_STRING(head), lines)
         out += lines
         out += snprintf(out, kLengthLine, "content-length: %zu\r\n\r\n", size)
         memcpy(out, PyBytes_AS_STRING(body), size)
-        return self._send(fd, self._buffer, out + size - self._buffer, True)
+        return self._send(fd, self._buffer, out + size - self._buffer, True, undoing)
 
-    cdef _send(self, int fd, const char* data, size_t size, bint persists):
-        cdef ssize_t sent = send(fd, data, size, MSG_DONTWAIT | MSG_NOSIGNAL)
-        if sent < 0:
-            if errno != EAGAIN:
-                return OSError(errno, os.strerror(errno))
-            sent = 0
-        if persists and <size_t>sent == size:
+    cdef _send(self, int fd, const char* data, size_t size, bint persists, undoing):
+        """Sends a response; `undoing` is an Answerer that books, a function that undoes, or None."""
+        cdef ssize_t sent = -1
+        cdef int failure = ECONNRESET
+        if undoing is None or not _left(fd):
+            sent = send(fd, data, size, MSG_DONTWAIT | MSG_NOSIGNAL)
+            failure = errno
+        if <size_t>sent == size and persists:
             return None
-        return Leftover(b"", PyBytes_FromStringAndSize(data + sent, size - sent), persists)
+        undo = (<Answerer>undoing).undoing() if isinstance(undoing, Answerer) else undoing
+        if sent < 0 and failure != EAGAIN:
+            if undo is not None:
+                undo()
+            return OSError(failure, os.strerror(failure))
+        sent = max(sent, 0)
+        unsent = PyBytes_FromStringAndSize(data + sent, size - sent)
+        return Leftover(b"", unsent, persists, undo if unsent else None)
 
 
 def serve_between(list lanes not None, int others, runnable not None, double seconds,

@@ -1,7 +1,8 @@
 // Reads the head of a plain HTTP/1.1 request: the one nearly every client sends.
 //
 //   POST /query?x=1 HTTP/1.1\r\n            GET, POST or DELETE, an absolute path, HTTP/1.1
-//   Host: kvd\r\n                           any headers of plain names and printable values, ...
+//   Host: kvd\r\n                           a host, at most once; any headers of plain names and
+//                                           printable values, ...
 //   Content-Type: application/json\r\n
 //   Content-Length: 3052\r\n                ... at most one length, and nothing that changes how the
 //   \r\n                                    connection or the body is to be read
@@ -31,6 +32,32 @@ struct Text {
 struct PlainHeader {
   Text name, value;
 };
+
+// Whether a `Host` is one for every reader: nothing, or a name of labels of 1 to 63 letters, digits,
+// `-` and `_` (and perhaps the root's dot), or an IPv6 address in brackets, and perhaps a port.
+inline bool names_host(const Text& text) {
+  constexpr size_t kMaxLabel = 63, kMaxName = 253, kMaxBracketed = 47, kMaxPort = 5;
+  const auto digit = [](char c) { return c >= '0' && c <= '9'; };
+  const auto letter = [](char c, char last) { return (c | 0x20) >= 'a' && (c | 0x20) <= last; };
+  const char *p = text.begin, *const end = p + text.size;
+  if (p == end) return true;
+  if (*p == '[') {
+    for (++p; p < end && (digit(*p) || letter(*p, 'f') || *p == ':' || *p == '.');) ++p;
+    if (p == end || *p++ != ']' || p - text.begin < 4 || p - text.begin > ptrdiff_t{kMaxBracketed}) return false;
+  } else {
+    size_t label = 0;
+    for (; p < end && *p != ':'; ++p) {
+      if (*p == '.' ? label == 0 : !digit(*p) && !letter(*p, 'z') && *p != '-' && *p != '_') return false;
+      label = *p == '.' ? 0 : label + 1;
+      if (label > kMaxLabel) return false;
+    }
+    if (p == text.begin || p - text.begin > ptrdiff_t{kMaxName}) return false;
+  }
+  if (p == end) return true;
+  if (*p++ != ':' || end - p > ptrdiff_t{kMaxPort}) return false;
+  while (p < end && digit(*p)) ++p;
+  return p == end;
+}
 
 // A header that says something of who asks: its last value, and how often it came.
 struct Claim {
@@ -102,6 +129,7 @@ class PlainHeadReader {
       head.claims.take(header.name, header.value);
       ++head.n_headers;
     }
+    if (head.claims.host.times > 1) return false;
     head.size = static_cast<size_t>(p_ - begin);
     return true;
   }
@@ -145,6 +173,8 @@ class PlainHeadReader {
   bool note(const PlainHeader& header, PlainHead& head, bool& has_length, bool& has_type) {
     const Text &name = header.name, &value = header.value;
     switch (name.size) {
+      case 4:
+        return !name.is("host", 4) || names_host(value);
       case 6:
         return !name.is("expect", 6);
       case 7:
@@ -166,7 +196,7 @@ class PlainHeadReader {
         if (name.is("idempotency-key", 15)) head.keyed = true;
         return true;
       case 16:
-        return !name.is("proxy-connection", 16);
+        return !name.is("proxy-connection", 16) && !name.is("content-encoding", 16);
       case 17:
         return !name.is("transfer-encoding", 17);
       default:

@@ -29,8 +29,10 @@ cdef class PlainPrompt(Answerer):
 cdef class PlainSelect(PlainPrompt):
     cdef Draws draws
     cdef ChoiceCounts counts
-    cdef bint books
     cdef dict live           # fleets by reservation id
+    cdef Ledger booked_in    # what the last answer has booked: where, as what, when
+    cdef str booked_as
+    cdef double booked_at
 
     cdef bint plain(self)
     cdef bytes chosen(self, fleet, Pool pool, str reservation_id, bint drawn)

@@ -260,7 +260,11 @@ cdef class PlainSelect(PlainPrompt):
             return False
         pool.foretell(candidate, admission.now)
         self.live[reservation_id] = fleet
+        self.booked_in, self.booked_as, self.booked_at = pool.ledger, reservation_id, admission.now
         return True
+
+    cdef undoing(self):
+        return self.bookings.undoing(self.booked_in, self.booked_as, self.booked_at)
 
     cdef bytes opening(self, str reservation_id):
         cdef const Value* selection = &self.scanner.core.value(kSelectionId)

@@ -68,7 +68,10 @@ cdef class PlainSlots(Answerer):
         if model is None or tenant is None:
             return None
         tracker = self.trackers.get((model, tenant))
-        return None if tracker is None else tracker.ledger
+        if tracker is None:
+            return None
+        self.tracker = tracker
+        return tracker.ledger
 
 
 cdef class PlainAdd(PlainSlots):
@@ -80,7 +83,7 @@ cdef class PlainAdd(PlainSlots):
         """Takes besides a function that returns the time in seconds."""
         super().__init__(scanner, slots, tenant)
         self.clock = clock
-        self.created = True
+        self.created = self.books = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured):
         cdef Ledger ledger = self.scanned(body, size)
@@ -102,7 +105,14 @@ cdef class PlainAdd(PlainSlots):
         admission.hashes = scanner.u64(0, &admission.blocks)
         admission.tokens = tokens
         admission.now = self.clock()
-        return OK if ledger.c.add(admission) == kAdded else None
+        if ledger.c.add(admission) != kAdded:
+            return None
+        self.booked_as.assign(admission.id.data(), admission.id.size())
+        self.booked_in, self.booked_at = self.tracker, admission.now
+        return OK
+
+    cdef undoing(self):
+        return self.slots.undoing(self.booked_in, self.booked_as.decode(), self.booked_at)
 
 
 cdef class PlainPrefillComplete(PlainSlots):

@@ -12,7 +12,7 @@ import trio
 from kvd.catalog import WorkerRecord
 from kvd.model import PartitionKey, RankKey
 from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.options import MAX_HELD, RouterOptions
 from kvd.selection.admission import OWNER
 from kvd.selection.asks import Ask, Held, Look
 from kvd.selection.fleet import Fleet
@@ -58,6 +58,7 @@ class Service:
         max_ranks: int = 1000,
         seed: int = 1,
         expiry_s: float = EXPIRY_S,
+        max_waiting: int = MAX_HELD,
     ) -> None:
         self.now = 1000.0
         self.state = State()
@@ -72,6 +73,7 @@ class Service:
             Random(seed),
             lambda: self.now,
             lambda: int(self.now * 1e9),
+            max_waiting=max_waiting,
         )
         self.told: list[Event] = []
         self.selections.bookings.publish = self.told.append
@@ -86,7 +88,7 @@ class Service:
     def select(self, blocks: list[int], tokens: int | None = None, **members: Any) -> Any:
         """Selects for a prompt of these blocks; returns what was answered, or the one held."""
         answer = self.selections.choices.select(self.ask(**members), look(blocks, tokens))
-        return answer if isinstance(answer, Held) else json.loads(answer)
+        return answer if isinstance(answer, Held) else json.loads(answer.answer)
 
     def reserve(
         self,

@@ -2,12 +2,32 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.descriptors import ENOUGH, MAX_LISTENERS, listeners_within
+from kvd.descriptors import (
+    ENOUGH,
+    LISTENER_DESCRIPTORS,
+    MAX_LISTENERS,
+    MAX_WAITING,
+    listeners_within,
+    waiting_within,
+)
+from kvd.scheduling.options import MAX_HELD
 
 
 @pytest.mark.parametrize(
-    ("limit", "listeners"),
-    [(64, 8), (1024, 128), (65_536, 15_488), (ENOUGH, MAX_LISTENERS), (10**9, MAX_LISTENERS)],
+    ("limit", "listeners", "waiting"),
+    [
+        (64, 6, 6),
+        (1024, 102, 102),
+        (65_536, 12_390, 12_390),
+        (ENOUGH, MAX_LISTENERS, MAX_WAITING),
+        (10**9, MAX_LISTENERS, MAX_WAITING),
+    ],
 )
-def test_descriptors_are_shared_out(limit: int, listeners: int) -> None:
+def test_descriptors_are_shared_out(limit: int, listeners: int, waiting: int) -> None:
     assert listeners_within(limit) == listeners
+    assert waiting_within(limit) == waiting
+    assert listeners * LISTENER_DESCRIPTORS + waiting <= limit
+
+
+def test_there_are_descriptors_for_all_that_may_wait() -> None:
+    assert MAX_WAITING == MAX_HELD

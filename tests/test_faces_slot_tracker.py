@@ -250,11 +250,9 @@ Send = Callable[[str, dict[str, Any], dict[str, str]], int]
 
 def status_of(kvd: Server, request: bytes) -> int:
     """Returns the status of the answer to a request that is sent as it stands."""
-    with socket.create_connection(("127.0.0.1", kvd.port)) as sock:
+    with socket.create_connection(("127.0.0.1", kvd.port)) as sock, sock.makefile("rb") as answer:
         sock.sendall(request)
-        sock.shutdown(socket.SHUT_WR)
-        answer = b"".join(iter(lambda: sock.recv(65536), b""))
-    return int(answer.split(b" ", 2)[1])
+        return int(answer.readline().split(b" ", 2)[1])
 
 
 @pytest.fixture(params=["lane", "chunked", "HTTP/1.0"])

@@ -347,11 +347,9 @@ LOOPBACK_HOSTS = {
     "evil.localhost": False,
     "127.0.0.1.evil.example": False,
     "kvd.example.evil": False,
-    "127.0.0.1, evil.example": False,
-    "evil.example@127.0.0.1": False,
     "1.2.3.4a": False,
-    ":8090": False,
 }
+NO_HOSTS = "127.0.0.1, evil.example", "evil.example@127.0.0.1", ":8090", ".", "a..b", "x" * 64
 
 
 def test_without_tokens_loopback_addresses_know_their_names(public: Faces) -> None:
@@ -360,9 +358,11 @@ def test_without_tokens_loopback_addresses_know_their_names(public: Faces) -> No
             reply = public.ask(address, "/metrics", host=host)
             wanted = 200 if good or address.startswith("unix:") else 421
             assert (address, host, reply.status) == (address, host, wanted)
+        for host in NO_HOSTS:
+            assert public.ask(address, "/metrics", host=host).status == 400
+            assert public.ask(address, "/health", host=host).status == 400
         hosts = ("Host", "localhost"), ("Host", "localhost")
-        twice = public.ask(address, "/metrics", *hosts, host=None).status
-        assert twice == (200 if address.startswith("unix:") else 421)
+        assert public.ask(address, "/metrics", *hosts, host=None).status == 400
 
 
 ORIGINS = {

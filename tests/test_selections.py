@@ -48,8 +48,8 @@ def small(worker_id: int, key: PartitionKey = M, **members: Any) -> WorkerRecord
     return worker(worker_id, key, max_num_batched_tokens=SMALL_BATCH, **members)
 
 
-async def ready(*records: WorkerRecord, options: RouterOptions = OPTIONS) -> Service:
-    service = Service(options)
+async def ready(*records: WorkerRecord, options: RouterOptions = OPTIONS, **bounds: int) -> Service:
+    service = Service(options, **bounds)
     for record in records:
         assert (await service.selections.workers.put(record)).reasons == []
     return service
@@ -351,9 +351,9 @@ async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
 # ---- what is held
 
 
-async def busy_fleet(*, options: RouterOptions = OPTIONS) -> Service:
+async def busy_fleet(**settings: Any) -> Service:
     """Two workers, both busy with `a` and `b`."""
-    service = await ready(batched(1), batched(2), options=options)
+    service = await ready(batched(1), batched(2), **settings)
     service.reserve("a", (1, 0), [901], BATCH + 1)
     service.reserve("b", (2, 0), [902], BATCH + 1)
     return service
@@ -555,8 +555,10 @@ async def test_constraints_that_contradict_each_other() -> None:
             service.select([1], constraints=nobody)
 
 
-async def test_so_many_wait_and_no_more(nursery: trio.Nursery) -> None:
-    service = await busy_fleet(options=replace(OPTIONS, max_held=3))
+@pytest.mark.parametrize("bound", [{"options": replace(OPTIONS, max_held=3)}, {"max_waiting": 3}])
+async def test_so_many_wait_and_no_more(bound: dict[str, Any], nursery: trio.Nursery) -> None:
+    """By the setting, or by the descriptors of their clients."""
+    service = await busy_fleet(**bound)
     callers = [calls(nursery, service, [1]) for _ in range(3)]
     with pytest.raises(Unavailable) as refused:
         service.select([1])

@@ -43,6 +43,8 @@ def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | Non
     help = "Bookings and output blocks refused"
     refused = {reason: sums[f"refused_{reason}"] for reason in REFUSALS}
     yield by_label("kvd_slots_refused_total", "counter", help, "reason", refused)
+    help = "Bookings whose client left before its answer"
+    yield counter("kvd_slots_given_back_total", help, slots.given_back)
     help = "Ends heard before their requests from replicas, which no request has met yet"
     yield gauge("kvd_slots_early_ends", help, len(slots.early))
     help = "Of these, forgotten at the bound"

@@ -135,17 +135,20 @@ def add(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
     """Books a request: 201, or 200 for a retry under the same Idempotency-Key."""
     members = bodies.scan(ADD, request.body)
     bodies.require(members, "sequence_hashes")
+    tracker, request_id, now = _tracker(slots, members), _new_request_id(members), clock()
     added = slots.add(
-        _tracker(slots, members),
-        _new_request_id(members),
+        tracker,
+        request_id,
         bodies.uint(members, "worker_id", bodies.U64_MAX),
         bodies.uint(members, "dp_rank", bodies.U32_MAX),
         ADD,
         _new_tokens(members),
-        clock(),
+        now,
         bodies.retry_key(request),
     )
-    return Response(201 if added else 200, OK)
+    if not added:
+        return Response(200, OK)
+    return Response(201, OK, undo=slots.undoing(tracker, request_id, now))
 
 
 def prefill_complete(slots: SlotTrackers, request: Request) -> Response:

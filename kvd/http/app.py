@@ -6,6 +6,9 @@ router decodes paths before it compares them and is not asked (see table.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import quart
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
@@ -19,8 +22,19 @@ from kvd.http.reception import Reception
 from kvd.http.table import Found, RouteTable
 from kvd.http.types import Request, Response, Route
 
+NotFound = Callable[[bytes], str]  # what is said of a raw path that is no route's
 
-def build_app(routes: tuple[Route, ...], limits: HttpLimits, reception: Reception) -> AsgiApp:
+
+def nowhere(path: bytes) -> str:
+    return "not found"
+
+
+def build_app(
+    routes: tuple[Route, ...],
+    limits: HttpLimits,
+    reception: Reception,
+    not_found: NotFound = nowhere,
+) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
     failures = reception.failures
     table = RouteTable(routes)
@@ -34,7 +48,7 @@ def build_app(routes: tuple[Route, ...], limits: HttpLimits, reception: Receptio
         path = quart.request.scope["raw_path"]
         found = table.find(quart.request.method, path)
         if found is None:
-            return _refused(table.methods(path), failures)
+            return _refused(table.methods(path), failures, partial(not_found, path))
         return await _answered(found, failures)
 
     async def render_exception(error: HTTPException) -> quart.Response:
@@ -52,7 +66,9 @@ def build_app(routes: tuple[Route, ...], limits: HttpLimits, reception: Receptio
 
 async def _answered(found: Found, failures: Failures) -> quart.Response:
     route, captured = found
-    body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
+    body = b""
+    if route.body_limit:
+        body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
     if len(body) > route.body_limit:
         return _render(failures.too_large(route.body_limit))
     request = Request(
@@ -67,10 +83,12 @@ async def _answered(found: Found, failures: Failures) -> quart.Response:
     return _render(await answer(route, request, failures))
 
 
-def _refused(methods: list[str], failures: Failures) -> quart.Response:
+def _refused(
+    methods: list[str], failures: Failures, not_found: Callable[[], str]
+) -> quart.Response:
     """Returns the answer to a request without a route; `methods` are those its path has."""
     if not methods:
-        return _render(failures.response(404, "not found"))
+        return _render(failures.response(404, not_found()))
     rendered = _render(failures.response(405, "method not allowed"))
     rendered.headers["allow"] = ", ".join(methods)
     return rendered

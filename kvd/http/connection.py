@@ -27,19 +27,22 @@ from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
-from kvd.http.types import DEFAULT_BODY_LIMIT, Headers, Request, Response, Route
+from kvd.http.types import Headers, Request, Response, Route, Scope
 from kvd.http.writer import connection_lines, persists_after
 from kvd.logs import get_logger
-from kvd_core.lane import Lane, Leftover
+from kvd_core.lane import Lane, Leftover, has_left
 
 Undo = Callable[[], None] | None
 
 log = get_logger(__name__)
 
+_LEFT = "the client left before its answer"
+_UNENCODED: Headers = [(b"accept-encoding", b"identity")]  # RFC 9110 §15.5.16
 _REFUSAL_COUNTERS = {
     400: "malformed",
     413: "too_large",
     414: "head_too_large",
+    415: "encoded",
     417: "expectation_failed",
     431: "head_too_large",
 }
@@ -71,8 +74,13 @@ class Service:
         self.observe = reception.observe
         self.access = reception.access
 
-    def serve(self, shared: Shared, head: Head, found: Found, body: bytes) -> tuple[bytes, bool]:
-        """Returns a plain handler's response, rendered, and whether the connection persists."""
+    def serve(
+        self, shared: Shared, head: Head, found: Found, body: bytes
+    ) -> tuple[bytes, bool, Undo]:
+        """Returns a plain handler's response, rendered, and whether the connection persists.
+
+        Returns also what is to be called if the client has left or cannot be sent the response.
+        """
         started = perf_counter()
         response = answer_now(found.route, _request(head, found, body), self.failures)
         return self._rendered(shared, head, found, response, started)
@@ -80,20 +88,17 @@ class Service:
     async def serve_waiting(
         self, shared: Shared, head: Head, found: Found, body: bytes
     ) -> tuple[bytes, bool, Undo]:
-        """Does the same for an asynchronous handler, which has `handler_seconds`.
-
-        Returns also what is to be called if the response cannot be sent.
-        """
+        """Does the same for an asynchronous handler, which has `handler_seconds`."""
         started = perf_counter()
         response = self._too_long
         with trio.move_on_after(shared.limits.handler_seconds) as scope:
             response = await answer(found.route, _request(head, found, body), self.failures)
         shared.stats.handler_timeouts += scope.cancelled_caught
-        return *self._rendered(shared, head, found, response, started), response.undo
+        return self._rendered(shared, head, found, response, started)
 
     def _rendered(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
-    ) -> tuple[bytes, bool]:
+    ) -> tuple[bytes, bool, Undo]:
         status = response.status
         seconds = perf_counter() - started
         if self.observe is not None:
@@ -108,7 +113,8 @@ class Service:
             lines += rendered(
                 self.access.note(head.method, path, status, seconds, size, head.headers)
             )
-        return whole_response(response, response.body, lines, head.method == "HEAD"), persists
+        data = whole_response(response, response.body, lines, head.method == "HEAD")
+        return data, persists, response.undo
 
 
 def _request(head: Head, found: Found, body: bytes) -> Request:
@@ -151,10 +157,11 @@ class Connection(Transport):
 
     def serve_parked(
         self, route: Route, captured: bytes, query: bytes, headers: Headers, body: bytes
-    ) -> tuple[bytes, bool]:
+    ) -> tuple[bytes, bool, Undo]:
         """Serves a plain request that the lane has received and no answerer has taken."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
+        self.note_granted(route.scope)
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
         return self._service.serve(self.shared, head, Found(route, captured), body)
@@ -163,6 +170,7 @@ class Connection(Transport):
         """Counts a request that the lane has answered."""
         self.shared.stats.requests += 1
         self.deadline = self.shared.idle_deadline
+        self.note_granted(route.scope)
         if self._service.observe is not None:
             self._service.observe(route.path, route.method, status, seconds)
 
@@ -195,7 +203,7 @@ class Connection(Transport):
         while not self.buffer:
             left = await self._park()
             self.buffer = left.received
-            await self.send(left.unsent)
+            await self._deliver(left.unsent, left.undo)
             if not left.persists:
                 return False
         return True
@@ -263,36 +271,70 @@ class Connection(Transport):
         found = self._service.table.find(head.method, head.path)
         route = None if found is None else found.route
         self._check_permit(head, route)
-        body = await self._read_body(head, route) if head.length else b""
-        if found is not None and found.route.hot:
-            if found.route.waits:
-                return await self._serve_waiting(head, found, body)
-            data, persists = self._service.serve(self.shared, head, found, body)
-            await self.send(data)
-            return persists
-        return await self._serve_app(head, body)
+        if not head.length:
+            return await self._answer(head, found, b"")
+        if route is not None and route.body_limit:
+            return await self._answer(head, found, await self._read_body(head, route))
+        return await self._answer_unread(head, found)
+
+    async def _answer(self, head: Head, found: Found | None, body: bytes) -> bool:
+        if found is None or not found.route.hot:
+            return await self._serve_app(head, body)
+        if found.route.waits:
+            return await self._serve_waiting(head, found, body)
+        data, persists, undo = self._service.serve(self.shared, head, found, body)
+        await self._deliver(data, undo)
+        return persists
+
+    async def _answer_unread(self, head: Head, found: Found | None) -> bool:
+        """Serves a request whose body nobody needs: one that is not all here is never kept.
+
+        The connection ends then, because what comes on it next is the rest of that body.
+        """
+        here = 0 < head.length <= len(self.buffer)
+        self.buffer = self.buffer[head.length :] if here else b""
+        head.keep_alive = head.keep_alive and here
+        persists = await self._answer(head, found, b"")
+        if not here:
+            await self.linger()
+        return persists
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
-        """Serves an asynchronous handler, which is cancelled when its client leaves.
-
-        What the handler has done is undone unless all of its answer has been sent.
-        """
+        """Serves an asynchronous handler, which is cancelled when its client leaves."""
         self.rest()
         data, persists, undo = b"", False, None
+        self.shared.stats.connections_waiting += 1
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_client, nursery.cancel_scope)
                 served = self._service.serve_waiting(self.shared, head, found, body)
                 data, persists, undo = await served
                 nursery.cancel_scope.cancel()
-            if not data or (undo is not None and self._client_has_left()):
-                raise ConnectionResetError("the client left before its answer")
+        except BaseException:
+            if undo is not None:
+                undo()
+            raise
+        finally:
+            self.shared.stats.connections_waiting -= 1
+        if not data:
+            raise ConnectionResetError(_LEFT)
+        await self._deliver(data, undo)
+        return persists
+
+    async def _deliver(self, data: bytes, undo: Undo) -> None:
+        """Sends an answer, and undoes what it tells of if the client has left or it cannot be sent.
+
+        A client that has shut down its sending side has left: until something is sent to it nobody
+        can tell it from one that is gone.
+        """
+        try:
+            if undo is not None and self._client_has_left():
+                raise ConnectionResetError(_LEFT)
             await self.send(data)
         except BaseException:
             if undo is not None:
                 undo()
             raise
-        return persists
 
     async def _watch_client(self, serving: trio.CancelScope) -> None:
         """Cancels `serving` when the client's end of the stream is there, and nothing before it."""
@@ -301,12 +343,7 @@ class Connection(Transport):
             serving.cancel()
 
     def _client_has_left(self) -> bool:
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # reset
+        return has_left(self.fd)
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""
@@ -314,11 +351,13 @@ class Connection(Transport):
         if refusal is not None:
             self._service.reception.note_refused(head.method, route, refusal, head.headers)
             raise refusal
+        self.note_granted(Scope.ANY if route is None else route.scope)
 
-    async def _read_body(self, head: Head, route: Route | None) -> bytes:
-        limit = DEFAULT_BODY_LIMIT if route is None else route.body_limit
+    async def _read_body(self, head: Head, route: Route) -> bytes:
         try:
-            return await read_body(self, head, limit)
+            if head.encoded:
+                raise Refusal(415, "the body must not be compressed", _UNENCODED)
+            return await read_body(self, head, route.body_limit)
         except Refusal as refusal:
             self._service.reception.note_refused(head.method, route, refusal, head.headers)
             raise

@@ -1,7 +1,8 @@
 """Turns the bytes of a request head into what the server needs to know. No I/O.
 
 llhttp decides what is well-formed HTTP/1.x; this module adds what a server without a proxy in
-front must refuse on top (RFC 9112 §6.3, §11.2): framing that two parsers could read differently.
+front must refuse on top (RFC 9112 §3.2, §6.3, §11.2): framing that two parsers could read
+differently, and hosts that are none, on which whoever reads them later may stumble.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ import httptools
 from kvd.http.errors import Refusal
 from kvd.http.limits import HttpLimits
 from kvd.http.types import Headers
+from kvd_core.lane import names_host
 
 HEAD_END = b"\r\n\r\n"
 CHUNKED = -1  # `Head.length` of a body whose length is not announced
 
-_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"expect"))
+_SETTLED = frozenset(
+    (
+        b"content-length",
+        b"transfer-encoding",
+        b"connection",
+        b"expect",
+        b"host",
+        b"content-encoding",
+    )
+)
 
 
 class Head:
@@ -30,9 +41,10 @@ class Head:
     keep_alive = True
     expects_continue = False
     length = 0  # bytes of the body, or CHUNKED
+    encoded = False  # the body is said to be compressed, or the like
     complete = False
     _target = b""
-    _framing: dict[bytes, bytes] | None = None
+    _said: dict[bytes, bytes] | None = None  # headers to be settled, joined where repeated
 
     def __init__(self) -> None:
         self.headers: Headers = []
@@ -45,17 +57,17 @@ class Head:
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self.headers.append((name, value))
-        if name in _FRAMING:
-            self._note_framing(name, value)
+        if name in _SETTLED:
+            self._note(name, value)
 
     def on_headers_complete(self) -> None:
         self.complete = True
 
-    def _note_framing(self, name: bytes, value: bytes) -> None:
-        if self._framing is None:
-            self._framing = {}
-        before = self._framing.get(name)
-        self._framing[name] = value if before is None else before + b"," + value
+    def _note(self, name: bytes, value: bytes) -> None:
+        if self._said is None:
+            self._said = {}
+        before = self._said.get(name)
+        self._said[name] = value if before is None else before + b"," + value
 
     # Called once llhttp has seen the whole head.
 
@@ -63,7 +75,7 @@ class Head:
         """Derives path, framing and persistence.
 
         Raises:
-            Refusal: the head is over a limit, or its framing is not one we accept.
+            Refusal: the head is over a limit, or its framing or host is not one we accept.
         """
         if not self.complete:
             raise Refusal(400, "malformed request head")
@@ -78,8 +90,9 @@ class Head:
         if len(self.headers) > limits.headers:
             raise Refusal(431, f"more than {limits.headers} headers")
         self._settle_target(self._target)
-        if self._framing is not None:
-            self._settle_framing(self._framing)
+        if self._said is not None:
+            self._settle_host(self._said.get(b"host", b""))
+            self._settle_framing(self._said)
 
     def decoded_path(self) -> str:
         """Returns the path as text; bytes that are no UTF-8 become U+FFFD."""
@@ -89,6 +102,11 @@ class Head:
         if not target.startswith(b"/"):
             target = _origin_form(target)
         self.path, _, self.query = target.partition(b"?")
+
+    def _settle_host(self, host: bytes) -> None:
+        if not names_host(host.strip(b" \t")):
+            text = "the host must be given once, as a name or an address, perhaps with a port"
+            raise Refusal(400, text)
 
     def _settle_framing(self, framing: dict[bytes, bytes]) -> None:
         length = framing.get(b"content-length")
@@ -107,6 +125,9 @@ class Head:
             if framing[b"expect"].strip().lower() != b"100-continue":
                 raise Refusal(417, "the only expectation supported is 100-continue")
             self.expects_continue = self.length != 0
+        if b"content-encoding" in framing:
+            codings = framing[b"content-encoding"].lower().split(b",")
+            self.encoded = not {coding.strip(b" \t") for coding in codings} <= {b"identity", b""}
 
     def _settle_coding(self, coding: bytes, length: bytes | None) -> None:
         if length is not None:

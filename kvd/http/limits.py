@@ -19,7 +19,7 @@ class HttpLimits:
     head_bytes: int = 16 * 1024  # nginx grants 8 KiB a line, h11 16 KiB in all
     headers: int = 100  # Apache's default; proxies and tracers add a dozen
     url_bytes: int = 8 * 1024  # the least RFC 9110 §4.1 asks for
-    connections: int = 1024  # well inside LimitNOFILE=65536, room for as many again in a restart
+    connections: int = 1024  # but those that wait in a handler, which has its own bound
     body_bytes: int = LONG_BODY_LIMIT  # 1.6 million token ids
     bodies_bytes: int = 512 * 1024 * 1024  # being received at once: 64 of the longest queries
     head_seconds: float = 5.0  # from the first byte (or the connect) to the end of the head
@@ -42,13 +42,18 @@ class HttpLimits:
         return min(MAX_TICK_SECONDS, max(MIN_TICK_SECONDS, shortest / TICKS_PER_DEADLINE))
 
 
+GAUGES = frozenset(("connections_open", "connections_waiting"))  # of HttpStats
+
+
 @dataclass(slots=True)
 class HttpStats:
-    """What happened on one listener since its start; `connections_open` is the only gauge."""
+    """What happened on one listener since its start, and the GAUGES."""
 
     connections_open: int = 0
+    connections_waiting: int = 0  # of these, with a request whose handler waits for something
     connections_total: int = 0
     connections_refused: int = 0  # over `HttpLimits.connections`: answered 503
+    connections_displaced: int = 0  # closed for another one there: idle, or without a whole head
     accept_pauses: int = 0  # the process had no descriptor or memory for another connection
     requests: int = 0  # heads understood
     requests_app: int = 0  # of these, passed to the ASGI application
@@ -56,6 +61,7 @@ class HttpStats:
     too_large: int = 0  # 413
     bodies_refused: int = 0  # over `HttpLimits.bodies_bytes`: answered 503
     head_too_large: int = 0  # 414 and 431
+    encoded: int = 0  # 415: bodies said to be compressed
     expectation_failed: int = 0  # 417
     head_timeouts: int = 0
     body_timeouts: int = 0

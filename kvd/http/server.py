@@ -6,6 +6,9 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from heapq import nsmallest
+from math import inf
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 import trio
@@ -22,6 +25,12 @@ UNSENT_BYTES = 256 * 1024
 YOUNG_SECONDS = 0.25
 
 
+# Connections looked for at once, where room is needed for others: a look at 1,024 takes 0.2 ms.
+DISPLACED_AT_ONCE = 64
+# Between two looks of which the first has found nobody: a flood has not one for each connection.
+LOOK_AGAIN_S = 0.05
+
+
 class ClientConnection(Protocol):
     """One accepted connection."""
 
@@ -30,6 +39,12 @@ class ClientConnection(Protocol):
 
     def close_if_idle(self) -> None:
         """Ends it if it is between requests."""
+
+    def dispensability(self) -> tuple[bool, int, float] | None:
+        """Returns what sorts first who can be closed with the least harm; None: nobody may."""
+
+    def give_way(self) -> None:
+        """Ends it for another one."""
 
 
 C = TypeVar("C", bound=ClientConnection)
@@ -42,6 +57,10 @@ class Server(ABC, Generic[C]):
         self.stats = HttpStats()
         self.limits = limits
         self._running: dict[C, float] = {}  # when each was accepted
+        self._displaced: set[C] = set()  # of these, who ends for others that have come
+        # Who could do so, as they were at the last look, the first one last.
+        self._dispensable: list[tuple[tuple[bool, int, float], C]] = []
+        self._look_after = -inf
 
     def limit(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on; deadlines that are set already stay."""
@@ -109,7 +128,8 @@ class Server(ABC, Generic[C]):
 
     def _admit(self, serving: trio.Nursery, sock: socket.socket) -> None:
         self.stats.connections_total += 1
-        if len(self._running) >= self.limits.connections:
+        counted = len(self._running) - self.stats.connections_waiting - len(self._displaced)
+        if counted >= self.limits.connections and not self._make_room():
             self.stats.connections_refused += 1
             self._turn_away(sock)
             return
@@ -118,10 +138,41 @@ class Server(ABC, Generic[C]):
         self.stats.connections_open += 1
         serving.start_soon(self._run, connection)
 
+    def _make_room(self) -> bool:
+        """Ends the connection that is missed least, if there is one that may be ended."""
+        connection = self._next_dispensable()
+        if connection is None and trio.current_time() >= self._look_after:
+            self._look_for_dispensable()
+            connection = self._next_dispensable()
+        if connection is None:
+            return False
+        self._displaced.add(connection)
+        self.stats.connections_displaced += 1
+        connection.give_way()
+        return True
+
+    def _next_dispensable(self) -> C | None:
+        while self._dispensable:
+            rank, connection = self._dispensable.pop()
+            if connection in self._running and connection.dispensability() == rank:
+                return connection
+        return None
+
+    def _look_for_dispensable(self) -> None:
+        ranked = (
+            (rank, connection)
+            for connection in self._running
+            if (rank := connection.dispensability()) and connection not in self._displaced
+        )
+        found = nsmallest(DISPLACED_AT_ONCE, ranked, key=itemgetter(0))
+        self._dispensable = found[::-1]
+        self._look_after = -inf if found else trio.current_time() + LOOK_AGAIN_S
+
     async def _run(self, connection: C) -> None:
         try:
             await connection.run()
         finally:
+            self._displaced.discard(connection)
             del self._running[connection]
             self.stats.connections_open -= 1
 

@@ -184,7 +184,9 @@ class TlsConnection(Connection):
                 return
 
     def _client_has_left(self) -> bool:
-        """Returns whether the client's end is next; of what comes before it some is kept."""
+        """Returns whether the client's end is there; of what comes before it some is kept."""
+        if super()._client_has_left():
+            return True
         if self.buffer:
             return False
         try:

@@ -12,7 +12,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from math import inf
 
 import trio
@@ -20,6 +20,14 @@ import trio
 from kvd.http.limits import HttpLimits, HttpStats
 
 RECEIVE_BYTES = 64 * 1024  # above 128 KiB malloc maps fresh pages for every call: 17 µs, not 3
+
+
+class Standing(IntEnum):
+    """What is known of a client."""
+
+    NEW = 0  # it has asked nothing yet
+    STRANGER = 1  # what it has asked is answered to everybody
+    KNOWN = 2  # it has been granted more
 
 
 class Phase(Enum):
@@ -73,6 +81,7 @@ class Transport:
         "phase",
         "shared",
         "sock",
+        "standing",
     )
 
     def __init__(self, sock: socket.socket, shared: Shared) -> None:
@@ -81,6 +90,7 @@ class Transport:
         self.buffer = b""  # received and not consumed: at most one receive and one head
         self.expired = False
         self.phase = Phase.IDLE
+        self.standing = Standing.NEW
         self.deadline = inf
         self.fd = sock.fileno()
         self._recv: Callable[[int], bytes] = sock.recv
@@ -109,6 +119,35 @@ class Transport:
         self.deadline = inf
         writing = self.phase in (Phase.SENDING, Phase.HANDSHAKE)
         self._shut(socket.SHUT_RDWR if writing else socket.SHUT_RD)
+
+    def dispensability(self) -> tuple[bool, int, float] | None:
+        """Returns what sorts first who can be closed with the least harm; None: nobody may do so.
+
+        Strangers come first; of these, and of the others, who is between two requests, who has not
+        sent a whole head, who has been answered and goes on sending; and of these the oldest.
+        """
+        known = self.standing is Standing.KNOWN
+        if self.phase is Phase.IDLE and self.standing is not Standing.NEW:
+            order = 0
+        elif self.phase in (Phase.IDLE, Phase.HANDSHAKE, Phase.HEAD):
+            order = 1
+        elif self.phase is Phase.LINGERING:
+            order = 2
+        elif self.phase is Phase.SENDING and not known:
+            order = 3
+        else:
+            return None
+        return known, order, self.deadline
+
+    def give_way(self) -> None:
+        """Ends a connection for another one; a request that has just come is still served."""
+        self.deadline = inf
+        self._shut(socket.SHUT_RD if self.phase is Phase.IDLE else socket.SHUT_RDWR)
+
+    def note_granted(self, scope: int) -> None:
+        """Notes that a request of this scope has been granted."""
+        if self.standing is not Standing.KNOWN:
+            self.standing = Standing.KNOWN if scope else Standing.STRANGER
 
     def close_if_idle(self) -> None:
         """Ends a connection that waits for a request, after serving what has arrived already."""

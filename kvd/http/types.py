@@ -20,6 +20,7 @@ DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework gr
 # Of questions and lists of workers, bytes, itself included, as on the originals; a setting may say
 # another one in its place (HttpLimits.body_bytes).
 LONG_BODY_LIMIT = 8 * 1024 * 1024
+_BODILESS_METHODS = frozenset(("GET", "DELETE"))
 
 
 class Scope(IntFlag):
@@ -55,8 +56,8 @@ class Response:
     """One HTTP response; an iterator as `body` is streamed in chunks of its own choosing.
 
     No `content-type` header is sent for an empty `content_type`. `headers` are further ones, with
-    lower-case names. `undo` takes back what an asynchronous handler of a hot route has done, if its
-    client cannot be given the answer.
+    lower-case names. `undo` takes back what the handler of a hot route has done, if its client
+    has left before its answer, or cannot be sent all of it.
     """
 
     status: int
@@ -88,7 +89,8 @@ class Route:
 
     `hot` routes answer with bytes, and bypass the Quart application on the plain port. Their
     `answerer` may answer in the handler's place, the same as that would. `body_limit` is in bytes;
-    a longer body is answered 413 before anyone sees it.
+    a longer body is answered 413 before anyone sees it. Where it is 0, as for every GET and DELETE,
+    nobody needs a body: the handler is given none, and what a client sends is not kept.
     `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
     a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
     it is said, which every route has to that is not a GET.
@@ -111,6 +113,8 @@ class Route:
                 raise ValueError(f"the scope of {self.method} {self.path} is not said")
             object.__setattr__(self, "scope", Scope.READ)
         object.__setattr__(self, "waits", iscoroutinefunction(self.handler))
+        if self.method in _BODILESS_METHODS:
+            object.__setattr__(self, "body_limit", 0)
 
 
 # Told of every request to a path that some route has, whatever its outcome, just before it is

@@ -6,6 +6,7 @@ Ids are unique in the whole service. Replicas are told of every step, and their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from kvd.catalog import WorkerRecord
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
@@ -23,7 +24,7 @@ from kvd.wire.early import EarlySteps
 from kvd.wire.lifecycle import Face, Outcome, Step
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core import ledger
-from kvd_core.ledger import LiveRequest
+from kvd_core.ledger import Ledger, LiveRequest
 
 EXPIRY_SLICE = 64  # requests expired between two rests
 
@@ -190,6 +191,10 @@ class Bookings:
         if receipt.clients == 0 and left is not None:
             self.given_back += 1
             self.free(left)
+
+    def undoing(self, ledger: Ledger, reservation_id: str, booked_at: float) -> Callable[[], None]:
+        """Returns what takes back a booking that is told to one client."""
+        return partial(self.take_back, Receipt(ledger, reservation_id, booked_at))
 
     def find(self, reservation_id: str) -> tuple[PartitionKey, LiveRequest]:
         """Returns where a reservation is booked, and what; raises NotFound."""

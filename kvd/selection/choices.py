@@ -51,9 +51,12 @@ class Choices:
         draws: Draws,
         clock: Callable[[], float],
         tally: Tally,
+        max_waiting: int,
         affinity: Affinity | None = None,
     ) -> None:
+        """There are descriptors for the clients of `max_waiting` selections that wait."""
         self.held = 0
+        self._max_waiting = max_waiting
         self._tally = tally
         self._fleets = fleets
         self._options = options
@@ -63,7 +66,7 @@ class Choices:
         self._affinity = affinity
         self._stopping = False
 
-    def select(self, ask: Ask, look: Look) -> bytes | Held:
+    def select(self, ask: Ask, look: Look) -> Answered | Held:
         """Selects, and books if asked to; returns the answer, or the selection held.
 
         Raises Unserved without anyone eligible or with all of them overloaded, BadRequest for
@@ -76,11 +79,11 @@ class Choices:
             self._tally.failed(ask, error)
             raise
 
-    def _select(self, ask: Ask, look: Look) -> bytes | Held:
+    def _select(self, ask: Ask, look: Look) -> Answered | Held:
         if (rest := self._bookings.retries.rest(ask.retry)) is not None:
             self._bookings.free(rest)  # its other worker has left, and it is booked anew
         if (again := self._again(ask)) is not None:
-            return again.answer
+            return again
         fleet = schedulable(self._fleets, ask.key)
         _check_constraints(ask)
         self._check_new(ask)  # before it waits for that
@@ -89,7 +92,7 @@ class Choices:
         if ask.settings.members["mode"] == DIRECT or not fleet.queue.waits(ask.lane):
             answered = self._serve_one(fleet, ask)
             if answered is not None:
-                return answered.answer
+                return answered
         return self._hold(fleet, ask)
 
     async def wait(self, held: Held) -> bytes:
@@ -130,7 +133,7 @@ class Choices:
     def _hold(self, fleet: Fleet, ask: Ask) -> Held:
         if self._stopping:
             raise Unserved(Outcome.STOPPING, _STOPPING)
-        if self.held >= self._options.max_held:
+        if self.held >= min(self._options.max_held, self._max_waiting):
             text = f"{self.held} selections wait already"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
         held = Held(ask, fleet.pool.hold())

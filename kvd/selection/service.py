@@ -8,7 +8,7 @@ from random import Random
 from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
+from kvd.scheduling.options import MAX_HELD, RouterOptions
 from kvd.selection.affinity import Affinity
 from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
@@ -36,8 +36,12 @@ class Selections:
         wall_ns: Callable[[], int],
         ledgers: Ledgers | None = None,
         readiness: Readiness | None = None,
+        max_waiting: int = MAX_HELD,
     ) -> None:
-        """Requests of other faces that use the same `ledgers` weigh on choices."""
+        """Requests of other faces that use the same `ledgers` weigh on choices.
+
+        There are descriptors for the clients of `max_waiting` selections that wait.
+        """
         self.readiness = readiness or Readiness()
         self.options = options
         self.clock = clock
@@ -64,7 +68,14 @@ class Selections:
         self.tally = Tally()
         self.counts = self.tally.counts
         self.choices = Choices(
-            self.fleets, options, self.bookings, self.draws, clock, self.tally, self.affinity
+            self.fleets,
+            options,
+            self.bookings,
+            self.draws,
+            clock,
+            self.tally,
+            max_waiting,
+            self.affinity,
         )
         self.tuning = Tuning(self.fleets, options.settings, self.choices.ask_all)
         self.workers = Workers(

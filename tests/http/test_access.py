@@ -93,14 +93,14 @@ async def test_each_request_is_a_line_and_carries_its_id_back(
 
 async def test_a_refused_body_is_a_line(lines: Lines) -> None:
     async with serving(access=turned_on()) as running:
-        for path, label in (("/echo", "/echo"), ("/nowhere", "-")):
+        for path in ("/echo", "/app/echo"):
             async with running.client() as client:
-                body = b"x" * (3 * 1024 * 1024 if label == "-" else ECHO_LIMIT + 1)
+                body = b"x" * (ECHO_LIMIT + 1)
                 assert (await client.request("POST", path, body)).status == 413
             assert lines()[-1] == {
                 "face": "test",
                 "method": "POST",
-                "path": label,
+                "path": path,
                 "status": 413,
                 "bytes": 0,
             }

@@ -10,7 +10,12 @@ import pytest
 import trio
 from serving import BIG, SOON, Client, Running, open_descriptors, serving
 
+from kvd.http.permits import Policy, Token
+from kvd.http.types import Scope
+
 pytestmark = pytest.mark.usefixtures("layers")
+
+MUTATED = {"plain": 3000, "tls": 300}  # a handshake takes milliseconds
 
 GARBAGE = {
     "not http": b"hello\r\n\r\n",
@@ -50,6 +55,9 @@ GARBAGE = {
     "gzip, chunked": b"POST /echo HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
     "chunked twice": b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n"
     b"transfer-encoding: chunked\r\n\r\n",
+    "two hosts": b"GET /describe HTTP/1.1\r\nhost: kvd\r\nhost: kvd\r\n\r\n",
+    "two empty hosts": b"GET /describe HTTP/1.1\r\nhost:\r\nhost:\r\n\r\n",
+    "two hosts in 1.0": b"GET /describe HTTP/1.0\r\nhost: kvd\r\nhost: kvd\r\n\r\n",
     "chunked in 1.0": b"POST /echo HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
 }
 
@@ -81,6 +89,72 @@ async def test_garbage_is_refused_with_400_and_the_end_of_the_connection() -> No
                 assert json.loads(reply.body).keys() == {"error"}
                 assert await client.read_to_end() == b""
         assert running.front.stats.malformed == len(ALL_GARBAGE)
+
+
+NO_HOSTS = (
+    *(b".", b"..", b"a..b", b".a", b"a." * 2 + b".", b"x" * 64, b"a." + b"x" * 64, b"ab." * 90),
+    *(b":80", b"a:b", b"a:123456", b"a:80:80", b"a b", b"a,b", b"a/b", b"a@b", b"a%2e", b"*"),
+    *(b"[]", b"[::1", b"[::1]x", b"[g::1]", b"[" + b":" * 46 + b"]", b"::1", b"\xfc", b"\xff.a"),
+    *(b"xn--\x80", b"a\tb", b'"a"', b"a_b!", b"\xe2\x80\xae"),
+)
+
+
+@pytest.mark.parametrize("path", ["/health", "/app/health", "/nowhere"])
+async def test_a_host_that_is_none_is_refused_at_the_head(path: str) -> None:
+    """Whoever reads it later may stumble over it: here nobody does."""
+    async with serving() as running:
+        for host in NO_HOSTS:
+            async with running.client() as client:
+                await client.send(b"GET %b HTTP/1.1\r\nHost: %b\r\n\r\n" % (path.encode(), host))
+                reply = await client.read_reply()
+                assert (host, reply.status, reply.persists()) == (host, 400, False)
+        assert running.front.stats.malformed == len(NO_HOSTS)
+
+
+HOSTS = (b"", b"kvd", b"KVD.", b"a-b_c.d:80", b"127.0.0.1:8090", b"[::1]:1", b"[::ffff:1.2.3.4]",
+         b"a:", b"x" * 63, b"xn--a", b"xn--zz--", b"-", b"_", b"0x7f.1")  # fmt: skip
+NAMES = (  # of headers that Quart and Werkzeug, or those that they ask, might take apart
+    b"accept accept-charset accept-encoding accept-language cache-control content-disposition "
+    b"content-encoding content-language content-md5 content-range content-type cookie date from "
+    b"forwarded host- idempotency-key if-match if-modified-since if-none-match if-range pragma "
+    b"if-unmodified-since max-forwards range referer remote-addr sec-websocket-key te traceparent "
+    b"upgrade user-agent via x-forwarded-for x-forwarded-host x-forwarded-proto x-real-ip "
+    b"x-http-method-override x-request-id access-control-request-method"
+).split()
+VALUES = (
+    *(b"", b"a", b"=", b";", b'"', b",", b"%", b"\\", b"[", b"//[", b"W/", b"9" * 400, b"*;q=x"),
+    *(b"a=b; c", b"bytes=0-", b"bytes=-", b"\xff\xfe", b"\xc3\xa9", b"=?utf-8?q?", b"Basic =="),
+    *(b"multipart/form-data; boundary=", b"application/json; charset=nope", b"filename*=x''%ff"),
+    *(b"Thu, 32 Foo 99999 99:99:99 GMT", b"Digest realm", b"text/plain; charset=\xff"),
+)
+TARGETS = (
+    *(b"/", b"//", b"//[", b"/;", b"/%", b"/%00", b"/%ff", b"/?", b"/?a=%ff&&=;", b"/?%", b"/[::"),
+    *(b"http://[/", b"http://a..b/", b"http://:x/", b"http://%/", b"/\xff", b"/a:b@c", b"/%2f%2e"),
+)
+ANYBODY = Token("anybody", Scope.ANY, b"0123456789abcdef")  # of these no host is asked
+
+
+def _odd_head(chance: random.Random) -> bytes:
+    """Returns a request that is well-formed by all that llhttp says, and odd."""
+    target = b"/app/describe"
+    if chance.random() < 0.3:
+        target = chance.choice((b"", b"/app/describe", b"/app/named")) + chance.choice(TARGETS)
+    headers = [b"authorization: Bearer " + ANYBODY.secret, b"host: " + chance.choice(HOSTS)]
+    headers += [b"%b: %b" % (n, chance.choice(VALUES)) for n in chance.choices(NAMES, k=3)]
+    method = chance.choice((b"GET", b"POST", b"DELETE", b"PUT"))
+    return b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method, target, b"\r\n".join(headers))
+
+
+async def test_no_head_makes_the_application_stumble(layers: str) -> None:
+    """Whatever stands in headers, URLs and queries: an answer, and no traceback."""
+    chance = random.Random(26)
+    async with serving(policy=Policy((ANYBODY,))) as running:
+        for _ in range(MUTATED[layers] // 3):
+            data = _odd_head(chance)
+            async with running.client() as client:
+                await client.send(data)
+                assert (await client.read_reply()).status in (200, 400, 404, 405), data
+        assert running.front.stats.handler_bugs == 0
 
 
 async def test_garbage_may_end_in_any_way() -> None:
@@ -279,7 +353,6 @@ SEEDS = [
     b"connection: upgrade\r\n\r\n",
     b"HEAD http://[::1]/counted HTTP/1.1\r\n\r\n",
 ]
-MUTATED = {"plain": 3000, "tls": 300}  # a handshake takes milliseconds
 
 
 async def test_mutated_requests_never_hurt_the_server(layers: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from urllib.parse import urlsplit
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from kvd.http.errors import Refusal
 from kvd.http.head import Head, HeadParser
 from kvd.http.limits import HttpLimits
-from kvd_core.lane import plain_head
+from kvd_core.lane import names_host, plain_head
 
 HEAD = (
     b"POST /query?a=%20 HTTP/1.1\r\nHost: kvd\r\nempty:\r\nX-Trace: a b\r\n"
@@ -56,7 +57,9 @@ PIECES = st.sampled_from(
     [b"\r\n", b"\n", b"\r", b"\0", b":", b" ", b"\t", b"?", b"#", b"%", b"\xff", b"9", b"-1", b"+",
      b"HTTP/1.0", b"expect: 100-continue\r\n", b"transfer-encoding: chunked\r\n", b"chunked",
      b"content-length: 5\r\n", b"Connection: close\r\n", b"upgrade: h2c\r\n", b" folded\r\n",
-     b"content-type: text/plain\r\n", b"proxy-connection: close\r\n", b"HEAD ", b"http://kvd"]
+     b"content-type: text/plain\r\n", b"proxy-connection: close\r\n", b"HEAD ", b"http://kvd",
+     b"host: a.b:1\r\n", b"host: [::1]\r\n", b"host:\r\n", b"host: a..b\r\n", b".", b"[", b"x" * 60,
+     b"content-encoding: gzip\r\n", b"content-encoding: identity\r\n"]
 )  # fmt: skip
 
 
@@ -84,8 +87,26 @@ def test_a_plain_head_is_what_llhttp_makes_of_it(
     assert [(name, value.rstrip()) for name, value in head.headers] == headers
     assert (head.query, head.length) == (query, length)
     assert (head.http11, head.keep_alive, head.expects_continue) == (True, True, False)
+    assert not head.encoded
     assert keyed == any(name == b"idempotency-key" for name, _ in headers)
     assert json == (dict(reversed(headers)).get(b"content-type") == b"application/json")
+
+
+@given(st.text("aA0.-_:[]xf", max_size=70) | st.text(max_size=9))
+def test_a_host_can_be_read_by_everybody(host: str) -> None:
+    if names_host(host.encode()):
+        host.partition(":")[0].encode("idna")
+        split = urlsplit(f"http://{host}/")
+        assert split.port is None or split.port < 100_000
+        assert split.username is None and split.path == "/"
+
+
+def test_codings_that_change_nothing_are_none() -> None:
+    for value in (b"identity", b"Identity , identity", b"", b"gzip", b"identity, br", b"x"):
+        parser = HeadParser()
+        parser.feed(b"POST /query HTTP/1.1\r\ncontent-encoding: %b\r\n\r\n" % value)
+        plain = value.strip().lower() in (b"identity", b"identity , identity", b"")
+        assert parser.finish(HttpLimits()).encoded is not plain
 
 
 def test_usual_heads_are_plain() -> None:

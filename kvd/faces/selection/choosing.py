@@ -11,6 +11,7 @@ from typing import Any
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
 from kvd.faces.selection.members import (
+    booked,
     bounded_id,
     flag,
     mode_of,
@@ -72,10 +73,12 @@ async def select_and_reserve(request: Request, *, selections: Selections) -> Res
 
 async def _selected(selections: Selections, ask: Ask, look: Look) -> Response:
     answer = selections.choices.select(ask, look)
-    if not isinstance(answer, Held):
-        return Response(200, answer)
-    undo = partial(selections.choices.take_back, answer)
-    return Response(200, await selections.choices.wait(answer), undo=undo)
+    if isinstance(answer, Held):
+        undo = partial(selections.choices.take_back, answer)
+        return Response(200, await selections.choices.wait(answer), undo=undo)
+    if answer.receipt is None:
+        return Response(200, answer.answer)
+    return booked(200, answer.answer, answer.receipt, selections)
 
 
 def _ask(selections: Selections, members: bodies.Members) -> Ask:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from kvd.catalog import DEFAULT_MODEL
 from kvd.errors import Invalid
 from kvd.faces import bodies
-from kvd.http.types import Request
+from kvd.http.types import Request, Response
 from kvd.model import PartitionKey
 from kvd.scheduling.options import RouterMode
-from kvd.selection.asks import Retry
+from kvd.selection.asks import Receipt, Retry
 from kvd.selection.phases import Phase
+from kvd.selection.service import Selections
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES
 
 OK = b'{"status":"ok"}'
@@ -76,6 +78,11 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
         return None
     content = blake2b(request.body, digest_size=16, person=request.path.encode()[:16])
     return Retry((reservation_id, key), content.digest())
+
+
+def booked(status: int, answer: bytes, receipt: Receipt, selections: Selections) -> Response:
+    """Returns the response that tells of a booking, which ends if it does not reach its client."""
+    return Response(status, answer, undo=partial(selections.bookings.take_back, receipt))
 
 
 def bounded_id(text: str, longest: int = MAX_REQUEST_ID_BYTES) -> str:

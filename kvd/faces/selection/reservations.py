@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from kvd.errors import BadRequest
 from kvd.faces import bodies
-from kvd.faces.selection.members import OK, bounded_id, number, phase_of, place, retry_of, u64
+from kvd.faces.selection.members import (
+    OK,
+    booked,
+    bounded_id,
+    number,
+    phase_of,
+    place,
+    retry_of,
+    u64,
+)
 from kvd.faces.selection.prompts import PROMPT, look_reserved
 from kvd.http.types import Request, Response
 from kvd.selection.asks import Answered
@@ -39,7 +48,8 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     reservation_id = bounded_id(given)
     retry = retry_of(request, reservation_id)
     if (again := selections.bookings.retries.find(retry)) is not None:
-        return Response(200, again.answer)
+        assert again.receipt is not None
+        return booked(200, again.answer, again.receipt, selections)
     rank = (
         u64(members, "worker_id"),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
@@ -72,7 +82,7 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     }
     rendered = bodies.render(answer)
     selections.bookings.retries.note(retry, Answered(rendered, receipt))
-    return Response(201, rendered)
+    return booked(201, rendered, receipt, selections)
 
 
 def show_reservation(request: Request, *, selections: Selections) -> Response:

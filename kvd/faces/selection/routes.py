@@ -47,6 +47,7 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
             "/reservations/{reservation_id}/prefill_complete",
             bound(reservations.prefill_complete),
             PlainPrefillComplete(selections),
+            body_limit=0,
         ),
         _step("/reservations/{reservation_id}/output_block", bound(reservations.output_block)),
         Route("GET", "/reservations/{reservation_id}", bound(reservations.show_reservation)),
@@ -75,9 +76,14 @@ def _question(path: str, handler: Handler, answerer: Answerer | None = None) -> 
     return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
-def _step(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
+def _step(
+    path: str,
+    handler: Handler,
+    answerer: Answerer | None = None,
+    body_limit: int = LONG_BODY_LIMIT,
+) -> Route:
     """Returns the route of a booking, or a step in its life."""
-    return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.LIFECYCLE)
+    return Route("POST", path, handler, True, answerer, body_limit, scope=Scope.LIFECYCLE)
 
 
 def _admin(method: str, path: str, handler: Handler, body_limit: int = DEFAULT_BODY_LIMIT) -> Route:
