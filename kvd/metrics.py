@@ -264,8 +264,7 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
             sums[name] += stats[name]
         for tier, count in stats["held"].items():
             held[tier] = held.get(tier, 0) + count
-        registered = {instance_id for instance_id, _ in partition.ranks}
-        recovered += len(partition.workers.keys() - registered)
+        recovered += len(partition.workers.keys() - partition.ranks.keys())
         if number % BREATH == 0:
             yield None
     help = "Number of active model+routing-group indexers"

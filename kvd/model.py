@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 InstanceId = int | str  # unsigned 64-bit on the Dynamo faces, text on the Mooncake one
@@ -11,6 +12,18 @@ DEFAULT_TENANT = "default"
 # Models and tenants that a face knows, unless it is told otherwise: empty ones cost 31 KB in the
 # index, 640 MB in all, and 3 KB in the slot tracker. Real fleets have some hundred.
 MAX_PARTITIONS = 16_384
+
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+def is_name(text: str) -> bool:
+    """Says whether a text can name what is kept: it has no control characters.
+
+    Names stand in metrics, logs, JSON and listings. A NUL ends a scrape of Prometheus, escapes
+    redraw a terminal, and nobody means them.
+    """
+    return _CONTROL.search(text) is None
 
 
 class PartitionKey(NamedTuple):

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
 from kvd.logs import FORMS, LEVELS
+from kvd.model import is_name
 from kvd.peers import MAX_PEERS
 from kvd.scheduling.options import RouterMode
 from kvd.scheduling.queue import QueuePolicy
@@ -122,6 +123,13 @@ def parse_path(text: str) -> Path:
     if not text or "\0" in text:
         raise ValueError("expected the name of a file")
     return Path(text)
+
+
+def parse_name(text: str) -> str:
+    """Reads what a model or a tenant is called."""
+    if not is_name(text):
+        raise ValueError("control characters in a name")
+    return text
 
 
 def parse_group(text: str) -> str:

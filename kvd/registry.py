@@ -161,25 +161,26 @@ class Registry:
     def check(
         self,
         key: PartitionKey,
-        addresses: Mapping[tuple[InstanceId, int], Addresses],
+        addresses: Mapping[RankKey, Addresses],
         block_size: int,
         owner: str,
         leaving: Container[InstanceId],
     ) -> None:
         """Raises what `register` would for some ranks, once some instances have left the owner.
 
-        `addresses` are by instance and dp rank. O(these), with another block size O(ranks of the
-        partition): that is a conflict unless all of them leave.
+        `addresses` are of these ranks. O(these), with another block size O(ranks of the partition):
+        that is a conflict unless all of them leave.
         """
         partition = self._state.partitions.get(key)
-        registered = set() if partition is None else partition.ranks
-        same_size = partition is not None and partition.block_size == block_size
-        for rank in [each for each in addresses if each in registered] if same_size else registered:
-            known = self._ranks[RankKey(key, *rank)]
-            if known.owners and not (rank[0] in leaving and known.owners == {owner}):
+        here = contradicted = [rank for rank in addresses if rank in self._ranks]
+        if partition is not None and partition.block_size != block_size:
+            contradicted = [RankKey(key, *rank) for rank in partition.rank_keys()]
+        for rank in contradicted:
+            known = self._ranks[rank]
+            if known.owners and not (rank.instance_id in leaving and known.owners == {owner}):
                 self._check_beside(known, addresses.get(rank), block_size)
         others = len(self._ranks) + self.beside()
-        if others + sum(rank not in registered for rank in addresses) > self._max_ranks:
+        if others + len(addresses) - len(here) > self._max_ranks:
             self.refused_ranks += 1
             raise Unavailable(
                 f"there are {self._max_ranks} ranks already, no more can be listened to"
@@ -224,8 +225,7 @@ class Registry:
         leaving = [
             self._ranks[RankKey(partition.key, instance_id, rank)]
             for partition in self._state.partitions_of(model_name, tenant_id)
-            for registered, rank in partition.ranks
-            if registered == instance_id and dp_rank in (None, rank)
+            for rank in partition.ranks_of(instance_id, dp_rank)
         ]
         leaving = [each for each in leaving if owner in each.owners or not each.owners]
         if not leaving and not any(strays):

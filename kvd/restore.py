@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvd.errors import Conflict, Invalid, Unavailable
-from kvd.model import InstanceId, PartitionKey
+from kvd.model import InstanceId, PartitionKey, is_name
 from kvd.state import Partition, State
 from kvd_core.index import Worker
 from kvd_core.recovery import StagedEntry
@@ -41,8 +41,8 @@ def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | Non
 
     Nothing may be restored before the end. Raises Conflict on another block size than the one
     registered, or than that of another entry of the same partition; Invalid on what no partition
-    can be found for, and on workers that nobody could unregister; ValueError on names that are no
-    texts.
+    can be found for or should be made of, and on workers that nobody could unregister; ValueError
+    on names that are no texts.
     """
     named: dict[str, PartitionKey] = {}
     for key in state.partitions:
@@ -54,6 +54,10 @@ def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | Non
         if not entry.blocks:
             continue
         key = _key(named, entry)
+        if not all(map(is_name, key)):
+            raise Invalid(f"the dump's entry {str(key)!r} has control characters in its name")
+        if not entry.block_size:
+            raise Invalid(f"the dump's entry {key} has blocks of no tokens")
         known = state.partitions.get(key)
         size = sizes.setdefault(key, known.block_size if known else entry.block_size)
         if size != entry.block_size:

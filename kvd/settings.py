@@ -55,8 +55,10 @@ WORKER_SETTINGS = (
     Setting(
         "block_size", parsers.parse_u32, None, "TOKENS", "block size of the workers given here"
     ),
-    Setting("model_name", str, "default", "NAME", "model of the workers given here"),
-    Setting("tenant_id", str, DEFAULT_TENANT, "NAME", "tenant of the workers given here"),
+    Setting("model_name", parsers.parse_name, "default", "NAME", "model of the workers given here"),
+    Setting(
+        "tenant_id", parsers.parse_name, DEFAULT_TENANT, "NAME", "tenant of the workers given here"
+    ),
     Setting(
         "workers",
         parsers.parse_list,

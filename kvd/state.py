@@ -61,7 +61,7 @@ class Partition:
     index: PrefixIndex
     conductor: Conductor
     workers: dict[InstanceId, Worker] = field(default_factory=dict)
-    ranks: set[tuple[InstanceId, int]] = field(default_factory=set)  # the registered ones
+    ranks: dict[InstanceId, set[int]] = field(default_factory=dict)  # the registered ones
     sources: int = 0  # registered publishers
     linked: set[InstanceId] = field(default_factory=set)  # workers that publishers count for, too
 
@@ -76,7 +76,22 @@ class Partition:
 
     def is_registered(self, instance_id: InstanceId) -> bool:
         """Says whether any rank of the instance is registered."""
-        return any(registered == instance_id for registered, _ in self.ranks)
+        return instance_id in self.ranks
+
+    def rank_keys(self) -> Iterator[tuple[InstanceId, int]]:
+        """Yields the instance and the data-parallel rank of every registered rank."""
+        for instance_id, dp_ranks in self.ranks.items():
+            for dp_rank in dp_ranks:
+                yield instance_id, dp_rank
+
+    def ranks_of(self, instance_id: InstanceId, dp_rank: int | None) -> set[int]:
+        """Returns the registered ranks of an instance, or the one of them that is named."""
+        registered = self.ranks.get(instance_id, set())
+        return set(registered) if dp_rank is None else registered & {dp_rank}
+
+    def has_rank(self, instance_id: InstanceId, dp_rank: int) -> bool:
+        """Says whether this rank of the instance is registered."""
+        return dp_rank in self.ranks.get(instance_id, ())
 
 
 class State:
@@ -102,7 +117,7 @@ class State:
         self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
         self.unsettled: set[tuple[PartitionKey, InstanceId]] = set()  # see settle()
         self._departed: set[_Departure] | None = None
-        self._to_sweep: list[Partition] = []
+        self._to_sweep: dict[SizedKey, Partition] = {}  # those of the round that is under way
         self.unnoted_departures = 0  # beyond MAX_DEPARTED
 
     def partition(self, model_name: str, tenant_id: str) -> Partition:
@@ -121,7 +136,7 @@ class State:
         partition = self.open_partition(key.partition, block_size)
         worker = _worker(partition, key.instance_id)
         worker.register(key.dp_rank)
-        partition.ranks.add((key.instance_id, key.dp_rank))
+        partition.ranks.setdefault(key.instance_id, set()).add(key.dp_rank)
         if key.instance_id in partition.linked:
             self._link(partition, key.instance_id)
         return worker.stream(key.dp_rank)
@@ -129,12 +144,14 @@ class State:
     def remove_rank(self, key: RankKey) -> None:
         """Removes one registered rank with its blocks; the last one takes the instance along."""
         partition = self.partitions[key.partition]
-        partition.ranks.discard((key.instance_id, key.dp_rank))
-        if partition.is_registered(key.instance_id):
+        staying = partition.ranks[key.instance_id]
+        staying.discard(key.dp_rank)
+        if staying:
             partition.workers[key.instance_id].unregister(key.dp_rank)
             if key.instance_id in partition.linked:
                 self._link(partition, key.instance_id)
         else:
+            del partition.ranks[key.instance_id]
             # Ranks that only batches named have no registration of their own to outlive this.
             self.note_departure(*key.partition, key.instance_id, None)
             self._remove_worker(partition, key.instance_id)
@@ -256,7 +273,7 @@ class State:
                 or of_tenant not in (None, tenant)
             ):
                 continue
-            if dp_rank in worker.ranks() and (instance_id, dp_rank) not in partition.ranks:
+            if dp_rank in worker.ranks() and not partition.has_rank(instance_id, dp_rank):
                 self.remove_stray(partition, instance_id, dp_rank)
 
     def restored_worker(self, partition: Partition, instance_id: InstanceId) -> Worker | None:
@@ -339,6 +356,7 @@ class State:
     def _drop(self, partition: Partition) -> None:
         """Forgets a partition that nobody knows any more."""
         del self.sized[partition.sized_key]
+        self._to_sweep.pop(partition.sized_key, None)
         sizes = self._sizes[partition.key]
         sizes.remove(partition)
         if not sizes:
@@ -374,12 +392,11 @@ class State:
         """
         for _ in range(min(SWEPT_PARTITIONS, len(self.sized))):
             if not self._to_sweep:
-                self._to_sweep = list(self.sized.values())
-            if self._to_sweep and self._to_sweep[-1].index.sweep(max_steps):
+                self._to_sweep = dict(self.sized)
+            key, partition = self._to_sweep.popitem()
+            if partition.index.sweep(max_steps):
+                self._to_sweep[key] = partition
                 return True
-            if not self._to_sweep:
-                break
-            self._to_sweep.pop()
         return False
 
     def dump(self, binary: bool = False) -> Iterator[tuple[Partition, Dump]]:

@@ -88,7 +88,7 @@ class Arena {
   uint32_t live_ = 0;
 };
 
-// Spreads engine-chosen keys (often small consecutive integers) over all 64 bits.
+// Spreads a number over all 64 bits, for everybody alike: tables have a keyed hash (keyed.hpp).
 // Constants of the splitmix64 finalizer (Steele, Lea, Flood 2014).
 inline uint64_t mix64(uint64_t x) {
   x ^= x >> 30;
@@ -102,10 +102,12 @@ inline uint64_t mix64(uint64_t x) {
 // moving later entries back: a delete leaves nothing behind, so millions of deletes of absent
 // keys cost nothing and change nothing (deletes of unknown blocks are normal traffic).
 //
-// `Keys` supplies `uint64_t hash_of(uint32_t value) const`.
+// `Keys` supplies `uint64_t hash_of(uint32_t value) const`, which nobody who chooses keys can foresee
+// (keyed.hpp): a way is as long as the keys are many that begin at the same slot.
 class ProbeTable {
  public:
   static constexpr uint32_t kEmpty = 0xffffffffu;
+  static constexpr uint32_t kFar = 4096;
 
   uint32_t size() const { return count_; }
   uint32_t capacity() const { return static_cast<uint32_t>(slots_.size()); }
@@ -153,6 +155,16 @@ class ProbeTable {
     }
     slots_[hole] = kEmpty;
     --count_;
+  }
+
+  // Whether all entries are near their homes, as those of a hash that nobody can foresee are: a table
+  // 4/5 full has no way of kFar slots in the age of the universe.
+  template <class Keys>
+  bool is_spread(const Keys& keys) const {
+    for (uint32_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i] != kEmpty && ((i - home(keys.hash_of(slots_[i]))) & mask_) > kFar) return false;
+    }
+    return true;
   }
 
   // Gives memory back after many erases; not called by erase, so that scans by index stay valid.

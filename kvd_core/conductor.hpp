@@ -42,6 +42,7 @@
 #include "conductor_types.hpp"
 #include "hash.hpp"
 #include "index.hpp"
+#include "keyed.hpp"
 #include "sequence.hpp"
 #include "steps.hpp"
 #include "worker.hpp"
@@ -180,7 +181,7 @@ class Conductor final : public Placements {
     if (loose_.empty()) return;
     for (uint32_t i = 0; i < s.n; ++i) {
       if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
-      await(Sequences::key(s.space, s.names[i]));  // a worker's; a holder's names are announced
+      await(sequences().key(s.space, s.names[i]));  // a worker's; a holder's names are announced
     }
   }
 
@@ -293,7 +294,7 @@ class Conductor final : public Placements {
   void set_aside(Source& source, RankId id, uint64_t hash, const Store& one, uint64_t sequence,
                  bool by_engine);
   void settle_own(RankId id, uint64_t name);
-  static uint64_t behind(uint64_t key);
+  uint64_t behind(uint64_t key) const;
   void enter(uint64_t key, const Loose& loose);
   void await(uint64_t key);
   void announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine);
@@ -313,10 +314,11 @@ class Conductor final : public Placements {
   RankId guard_ = kNone;  // from the first source on: holds what must not be trimmed for the length of an operation
   std::vector<std::unique_ptr<Source>> sources_;
   std::vector<std::unique_ptr<Instance>> instances_;
-  std::unordered_map<std::string, Instance*> by_key_;
+  std::unordered_map<std::string, Instance*, KeyedHash> by_key_;
   std::vector<Source*> owners_;  // by rank; null for a worker's
   std::vector<Medium> media_;  // beyond the tiers, in the order of their layers
-  std::unordered_multimap<uint64_t, Loose> loose_;
+  std::unordered_multimap<uint64_t, Loose, KeyedHash> loose_;
+  KeyedHash hash_;               // of keys under which children wait
   std::vector<uint64_t> work_;   // keys whose meaning has changed
   std::vector<Loose> waiting_;   // what waited for one of them, to be looked at
   size_t looked_at_ = 0;         // so many of these have been

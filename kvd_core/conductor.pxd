@@ -9,7 +9,7 @@ from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
-from kvd_core.index cimport CIndex, CSteps, CWorker, LayerId, PrefixIndex, RankId, Worker
+from kvd_core.index cimport CIndex, CSteps, CWorker, LayerId, PrefixIndex, RankId, Slice, Worker
 from kvd_core.scan cimport BodyScanner
 
 

@@ -1,7 +1,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvd_core.index import PrefixIndex, Worker
+from kvd_core.index import PrefixIndex, Slice, Worker
 from kvd_core.scan import BodyScanner
 
 DEFAULT_SEED: int
@@ -72,7 +72,7 @@ class Source:
         by_engine: bool = False,
         whole: bool = True,
     ) -> str: ...
-    def settle(self, steps: int) -> int: ...
+    def settle(self, slice: Slice) -> bool: ...
     def remove(
         self,
         backend: int,

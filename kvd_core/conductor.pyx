@@ -281,19 +281,14 @@ cdef class Source:
         verify_if_debug(deref(self.conductor.index.c))
         return "full" if came == kNone else "placed"
 
-    def settle(self, int64_t steps):
-        """Does some of what stored blocks have set off; returns how many of the steps are left.
+    def settle(self, Slice slice not None):
+        """Does some of what stored blocks have set off; False while there is more, or no step left.
 
-        They are less than 1 as long as there is more. Those that `store_named` has taken since the
-        last call go off them.
+        Those that `store_named` has taken since the last call go off them.
         """
-        cdef CSteps* some = new CSteps(steps - self.spent)
+        slice.c.take(self.spent)
         self.spent = 0
-        try:
-            self.conductor.c.settle(some[0])
-            return some.rest()
-        finally:
-            del some
+        return self.conductor.c.settle(slice.c[0]) and slice.c.left()
 
     def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
         """Takes blocks off one medium, or off all with None; unknown hashes are counted."""

@@ -49,7 +49,7 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Told
   uint64_t above = 0;  // sequence hash of a parent that is not in the tree
   if (e.has_parent && below == kNone) {
     above = standard_parent(*source, id, e, space);
-    if (above != 0) below = sequences().find(Sequences::key(space, above));
+    if (above != 0) below = sequences().find(sequences().key(space, above));
   }
   const bool placed = !e.has_parent || below != kNone;
   if (placed ? !affords(id, s, below) : !index_.budget_->fits(e.n)) {
@@ -217,7 +217,7 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
   parked->hash = parked->sequence = hash;
   parked->space = space;
   parked->by_engine = by_engine;
-  enter(Sequences::key(space, hash), {id, name, parked->stamp, Kind::CREDIT});
+  enter(sequences().key(space, hash), {id, name, parked->stamp, Kind::CREDIT});
   announce(source, space, hash, by_engine);
   return true;
 }

@@ -80,7 +80,7 @@ inline BlockId Conductor::meaning(const Source& source, RankId id, uint64_t hash
 inline BlockId Conductor::meaning_or_standard(const Source& source, RankId id, uint64_t hash, uint64_t space,
                                               bool any_space) const {
   BlockId found = nearer(source, id, hash, space, any_space);
-  if (found == kNone) found = sequences().find(Sequences::key(space, hash));
+  if (found == kNone) found = sequences().find(sequences().key(space, hash));
   return found != kNone ? found : elsewhere(*source.instance, hash, space);
 }
 
@@ -137,7 +137,7 @@ inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint
                                            uint64_t space) const {
   uint64_t found = 0;
   bool clear = true;
-  const auto range = loose_.equal_range(Sequences::key(space, hash));
+  const auto range = loose_.equal_range(sequences().key(space, hash));
   for (auto it = range.first; it != range.second; ++it) {
     const Loose& loose = it->second;
     const Parked* parked = parked_of(loose);

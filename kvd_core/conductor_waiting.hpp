@@ -51,12 +51,13 @@ inline void Conductor::verify(Require&& require) const {
       require(!index_.rank(id).lent || has_row(*instance, dp_rank), "sources 3: a rank made for holders has some");
     }
   }
+  require(is_spread(loose_), "conductor: keys of what waits are spread over the buckets");
   for (RankId id = 0; id < index_.rank_end(); ++id) {
     const Rank& rank = index_.rank(id);
     if (!rank.live || id >= owners_.size() || owners_[id] == nullptr) continue;
     if (rank.rare == nullptr) continue;
     for (const auto& [name, p] : rank.rare->parked) {
-      const uint64_t key = Sequences::key(p.space, p.has_content ? p.parent : p.hash);
+      const uint64_t key = sequences().key(p.space, p.has_content ? p.parent : p.hash);
       require(has_entry(id, name, p.has_content ? behind(key) : key),
               "conductor 1: what is parked waits for something");
     }
@@ -89,7 +90,7 @@ inline void Conductor::park_run(Source& source, RankId id, const Told& e, const 
               s.layer, 0, s.plain + i, s.space};
     set_aside(source, id, e.hashes[i], one, above, e.by_engine);
     // Another publisher may have told of the block before, under the same hash.
-    if (i != 0) await(Sequences::key(s.space, one.parent));
+    if (i != 0) await(sequences().key(s.space, one.parent));
   }
 }
 
@@ -107,10 +108,10 @@ inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const
   parked->by_engine = by_engine;
   parked->sequence = sequence;
   const uint64_t stamp = parked->stamp, space = one.space;
-  enter(behind(Sequences::key(space, one.parent)), {id, name, stamp, Kind::CHILD});
-  enter(Sequences::key(space, hash), {id, name, stamp, Kind::ALIAS});
+  enter(behind(sequences().key(space, one.parent)), {id, name, stamp, Kind::CHILD});
+  enter(sequences().key(space, hash), {id, name, stamp, Kind::ALIAS});
   if (sequence != 0) {
-    enter(Sequences::key(space, sequence), {id, name, stamp, Kind::CREDIT});
+    enter(sequences().key(space, sequence), {id, name, stamp, Kind::CREDIT});
     announce(source, space, hash, by_engine);
   }
 }
@@ -133,7 +134,7 @@ inline void Conductor::settle_own(RankId id, uint64_t name) {
 
 // Where those wait that come behind the block of a key. There may be thousands, of one prompt's
 // beginning that has not been heard: nobody who asks what the key means is to meet them.
-inline uint64_t Conductor::behind(uint64_t key) { return mix64(~key); }
+inline uint64_t Conductor::behind(uint64_t key) const { return hash_(key); }
 
 inline void Conductor::enter(uint64_t key, const Loose& loose) {
   loose_.emplace(key, loose);
@@ -152,11 +153,11 @@ inline void Conductor::await(uint64_t key) {
 // hash alone, which waits in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine) {
   if (loose_.empty()) return;
-  await(Sequences::key(space, hash));
+  await(sequences().key(space, hash));
   if (!by_engine) return;
   uint64_t last = space;
   for (const Source* each : source.instance->sources) {
-    if (each->home != last && each->home != space) await(Sequences::key(each->home, hash));
+    if (each->home != last && each->home != space) await(sequences().key(each->home, hash));
     last = each->home;
   }
 }
@@ -209,7 +210,7 @@ inline void Conductor::look_at(const Loose& loose) {
 inline void Conductor::try_credit(Source& source, const Loose& loose, const Parked& parked) {
   BlockId block = kNone;
   if (!parked.has_content) block = meaning(source, loose.rank, parked.hash, parked.space, parked.by_engine);
-  if (block == kNone) block = sequences().find(Sequences::key(parked.space, parked.sequence));
+  if (block == kNone) block = sequences().find(sequences().key(parked.space, parked.sequence));
   if (block == kNone) return;
   const Parked was = parked;
   take_out(loose);
@@ -226,7 +227,7 @@ inline void Conductor::try_behind_parent(Source& source, const Loose& loose, con
     above = sequences().next(parked.parent, parked.plain) == parked.hash
                 ? parked.parent
                 : parked_sequence(source, loose.rank, parked.parent, parked.space);
-    if (above != 0) below = sequences().find(Sequences::key(parked.space, above));
+    if (above != 0) below = sequences().find(sequences().key(parked.space, above));
   }
   if (below != kNone) {
     const Parked was = parked;
@@ -243,8 +244,8 @@ inline void Conductor::try_behind_parent(Source& source, const Loose& loose, con
     known->sequence = sequences().next(above, known->plain);
     const uint64_t space = known->space, own = known->hash;
     const bool by_engine = known->by_engine;
-    enter(Sequences::key(space, known->sequence), {loose.rank, loose.name, loose.stamp, Kind::CREDIT});
-    await(Sequences::key(space, known->sequence));
+    enter(sequences().key(space, known->sequence), {loose.rank, loose.name, loose.stamp, Kind::CREDIT});
+    await(sequences().key(space, known->sequence));
     announce(source, space, own, by_engine);
   }
 }

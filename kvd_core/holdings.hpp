@@ -150,7 +150,7 @@ class Holdings {
     NodeId node = Tree::kRoot;
     size_t i = 0;
     while (i < n) {
-      const BlockId block = known.find(Sequences::key(space, sequences[i]));
+      const BlockId block = known.find(known.key(space, sequences[i]));
       if (block == kNone) break;
       const Block& at = tree.block(block);
       if (at.offset != 0 || tree.node(at.node).parent != node) break;
@@ -158,7 +158,7 @@ class Holdings {
       const Chain& chain = tree.node(node).chain;
       const size_t most = std::min<size_t>(chain.len(), n - i);
       size_t met = 1;
-      while (met < most && known.key_of(chain.block()[met]) == Sequences::key(space, sequences[i + met])) ++met;
+      while (met < most && known.key_of(chain.block()[met]) == known.key(space, sequences[i + met])) ++met;
       path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
       i += met;
       if (met < chain.len()) break;
@@ -210,7 +210,7 @@ class Holdings {
   void take_loose(const Conductor& conductor, const uint64_t* sequences, size_t from, size_t n, uint64_t space) {
     for (size_t i = from; i < n; ++i) {
       bool held = false;
-      conductor.each_credit(Sequences::key(space, sequences[i]), [&](RankId id, LayerMask layers) {
+      conductor.each_credit(conductor.sequences().key(space, sequences[i]), [&](RankId id, LayerMask layers) {
         for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
           if ((layers & counted_ & 1u << layer) == 0) continue;
           held = true;

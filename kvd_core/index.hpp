@@ -59,6 +59,7 @@
 #include "arena.hpp"
 #include "hash.hpp"
 #include "index_types.hpp"
+#include "keyed.hpp"
 #include "names.hpp"
 #include "predicted.hpp"
 #include "sequence.hpp"
@@ -87,7 +88,7 @@ class Index {
   const Tally& tally() const { return tally_; }
   const Budget& budget() const { return *budget_; }
   uint64_t held(LayerId tier) const { return held_[tier]; }
-  NameKeys keys() const { return {tree_, records_}; }
+  NameKeys keys() const { return {tree_, records_, hash_}; }
 
   // Keeps predictions from now on (see predicted.hpp), if it does not yet.
   void predict(double ttl_s, uint32_t max, uint32_t target) {
@@ -188,6 +189,16 @@ class Index {
     }
     ranks_[id].windows.push_back({layer, blocks});
   }
+
+  // Notes that an engine has told of so many blocks of a lower tier at once: as long as they are always
+  // as many, they are its chunk.
+  void note_chunk(RankId id, uint32_t blocks) {
+    uint32_t& chunk = ranks_[id].chunk;
+    chunk = chunk == 0 || chunk == blocks ? blocks : 1;
+    chunked_ = chunked_ || chunk > 1;
+  }
+
+  bool chunked() const { return chunked_; }  // some rank may have such chunks
 
   // ---- sequence hashes (sequence.hpp)
 
@@ -398,6 +409,7 @@ class Index {
   uint32_t max_blocks_;
   Tree tree_;
   Arena<Record> records_;
+  KeyedHash hash_;  // of names
   std::shared_ptr<Budget> budget_;
   std::vector<Rank> ranks_;
   std::vector<RankId> free_ranks_;
@@ -408,6 +420,7 @@ class Index {
   Watcher unsequenced_;  // the next chain whose blocks have none yet
   Placements* placements_ = nullptr;
   bool linked_ = false;  // some rank is seen as another
+  bool chunked_ = false;
   std::unordered_map<RankId, std::vector<RankId>> shared_with_;  // of those seen as kMany
   size_t max_parked_ = kMaxParked;
   ParkedQueue order_;

@@ -18,6 +18,7 @@ cdef extern from "steps.hpp" namespace "kvd" nogil:
         CSteps(int64_t)
         cbool left()
         int64_t rest()
+        void take(size_t)
 
 cdef extern from "index.hpp" namespace "kvd" nogil:
     ctypedef uint32_t RankId
@@ -183,6 +184,10 @@ cdef int settle(CIndex& index) except -1
 
 cdef class IngestCounters:
     cdef CStreamCounters c
+
+
+cdef class Slice:
+    cdef CSteps* c
 
 
 cdef class Budget:

@@ -43,6 +43,10 @@ class IndexStats(TypedDict):
     parked_unsalted: int
     self_references: int
 
+class Slice:
+    def __init__(self, steps: int) -> None: ...
+    def take(self, steps: int) -> bool: ...
+
 class IngestCounters:
     def as_dict(self) -> IngestTotals: ...
 

@@ -48,6 +48,22 @@ cdef int settle(CIndex& index) except -1:
     return 0
 
 
+cdef class Slice:
+    """What a slice of long work may still do, where steps are counted in Python."""
+
+    def __cinit__(self, int64_t steps):
+        """Steps are of about 0.1 us; when far more time than theirs has passed, none is left."""
+        self.c = new CSteps(steps)
+
+    def __dealloc__(self):
+        del self.c
+
+    def take(self, size_t steps):
+        """Takes steps; returns whether none is left."""
+        self.c.take(steps)
+        return not self.c.left()
+
+
 cdef class IngestCounters:
     """Totals over the events of every stream that was given this object."""
 

@@ -30,6 +30,7 @@
 
 #include "event_types.hpp"
 #include "hash.hpp"
+#include "keyed.hpp"
 #include "names.hpp"
 #include "ranksets.hpp"
 #include "steps.hpp"
@@ -175,9 +176,9 @@ struct Rarities {
     LayerId layer;
     bool operator==(const Key& o) const { return id == o.id && layer == o.layer; }
   };
-  struct Hash {
-    size_t operator()(uint64_t name) const { return mix64(name + 1); }
-    size_t operator()(const Key& k) const { return mix64(k.id ^ mix64(k.layer + 1)); }
+  struct Hash : KeyedHash {
+    using KeyedHash::operator();
+    size_t operator()(const Key& k) const noexcept { return (*this)(k.id, k.layer); }
   };
 
   std::unordered_map<Key, uint32_t, Hash> copies;             // name and layer -> further copies
@@ -200,6 +201,8 @@ struct RankTraits {
   bool listed = false;    // registered, so it is shown without a match too
   bool salted = false;    // its stream says which blocks carry a cache salt
   bool offloads = false;  // its stream names lower-tier blocks by hash alone
+  // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each alone.
+  uint32_t chunk = 0;
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
   bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
   // A conductor's rank counts for workers as the rank that it stands for, kMany, or not at all.

@@ -26,7 +26,7 @@
 #include <string_view>
 
 #include "arena.hpp"
-#include "hash.hpp"
+#include "keyed.hpp"
 #include "ledger_trie.hpp"
 
 namespace kvd::ledger {
@@ -95,7 +95,7 @@ class Requests {
   size_t bytes() const { return all_.bytes() + ids_.bytes() + texts_; }
 
   RequestId find(std::string_view id) const {
-    const uint32_t at = slot(id, hash(id));
+    const uint32_t at = slot(id, hash_(id));
     return at == ProbeTable::kEmpty ? kNone : ids_.at(at);
   }
 
@@ -108,7 +108,7 @@ class Requests {
     const RequestId number = all_.take();
     Request& request = all_[number];
     request.text = text;
-    request.hash = hash(id);
+    request.hash = hash_(id);
     request.id_size = static_cast<uint16_t>(id.size());
     request.key_size = static_cast<uint16_t>(key.size());
     texts_ += id.size() + key.size() + 1;
@@ -131,12 +131,12 @@ class Requests {
     }
   }
 
+  bool is_spread() const { return ids_.is_spread(*this); }
+
   // For the table of ids.
   uint64_t hash_of(RequestId number) const { return all_[number].hash; }
 
  private:
-  static uint64_t hash(std::string_view id) { return xxh3(id.data(), id.size(), 0); }
-
   uint32_t slot(std::string_view id, uint64_t hash) const {
     return ids_.find(hash, [&](RequestId number) {
       return all_[number].hash == hash && all_[number].id() == id;
@@ -145,6 +145,7 @@ class Requests {
 
   Arena<Request> all_;
   ProbeTable ids_;
+  KeyedHash hash_;  // of ids
   AdmissionChain admitted_;
   size_t texts_ = 0;  // bytes
 };

@@ -38,6 +38,7 @@
 
 #include "arena.hpp"
 #include "compare.hpp"
+#include "keyed.hpp"
 #include "ledger_passages.hpp"
 
 namespace kvd::ledger {
@@ -190,9 +191,7 @@ class Trie {
  private:
   friend class Verifier;
 
-  static uint64_t hash_of(NodeId parent, uint64_t first) {
-    return mix64(first ^ (uint64_t{parent} << 32 | parent));
-  }
+  uint64_t hash_of(NodeId parent, uint64_t first) const { return hash_(first, parent); }
 
   uint32_t slot(NodeId parent, uint64_t first) const {
     return children_.find(hash_of(parent, first), [&](NodeId id) {
@@ -302,6 +301,7 @@ class Trie {
 
   Arena<Node> nodes_;
   ProbeTable children_;  // (parent, first hash) -> node
+  KeyedHash hash_;
   uint64_t blocks_ = 0;
   uint64_t passages_ = 0;
   size_t heap_ = 0;      // bytes of the passages' buffers

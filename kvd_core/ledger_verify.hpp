@@ -51,6 +51,7 @@ class Verifier {
       outputs += request.outputs;
       older = id;
     }
+    require(requests.is_spread(), "requests: ids are near their homes");
     require(count == requests.size(), "requests 1: every request is in the chain of admission");
     require(outputs == ledger.output_count(), "ledger: output blocks are counted");
   }
@@ -91,6 +92,7 @@ class Verifier {
       children_xor_[node.parent] ^= id;
       check_passages(id, node);
     });
+    require(trie_.children_.is_spread(trie_), "trie: children are near their homes");
     require(nodes == trie_.node_count(), "trie: nodes are counted");
     require(blocks == trie_.block_count(), "trie: blocks are counted");
     require(passages == trie_.passage_count() && passages == passing_.size(),

@@ -8,6 +8,9 @@
 // there; the tiers are taken in the order device, host, disk, external. Runs are met in path
 // order, so one comparison a (run, member) decides: the rank stands inside the run, or not.
 //
+// A rank whose engine loads chunks of several blocks from lower tiers uses none of a chunk that the
+// prompt has in part only, so its depth there ends with a chunk, or where the tier above does.
+//
 // A rank with window groups (hybrid models) can reuse a prefix only if each such group still
 // holds the last blocks of it: its device depth is the deepest that satisfies all of them.
 //
@@ -189,9 +192,21 @@ class Match {
     static constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
     start_from(index, only, &Depth::device, &Depth::host);
     extend(index, kHost, only, &Depth::host);
+    end_with_chunks(index, only, &Depth::device, &Depth::host);
     start_from(index, only, &Depth::host, &Depth::disk);
     extend(index, kDisk, only, &Depth::disk);
     extend(index, kExternal, only, &Depth::disk);
+    end_with_chunks(index, only, &Depth::host, &Depth::disk);
+  }
+
+  void end_with_chunks(const Index& index, Only only, uint32_t Depth::*above, uint32_t Depth::*here) {
+    if (!index.chunked()) return;
+    for (const RankId id : touched_) {
+      const Rank& rank = index.rank(id);
+      if (rank.chunk <= 1 || !counts(rank, only)) continue;
+      Depth& depth = depth_[id].depth;
+      depth.*here = std::max(depth.*above, depth.*here - depth.*here % rank.chunk);
+    }
   }
 
   // A tier goes on where the rank stands on the tier above.

@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "arena.hpp"
+#include "keyed.hpp"
 #include "tree.hpp"
 
 namespace kvd {
@@ -39,6 +40,7 @@ constexpr LayerMask kDeviceOnly = 1u << kDeviceLayer;
 struct NameKeys {
   const Tree& tree;
   const Arena<Record>& records;
+  const KeyedHash& hash;
 
   static constexpr uint32_t kRecordBit = 0x80000000u;
 
@@ -51,7 +53,7 @@ struct NameKeys {
   LayerMask layers(uint32_t value) const {
     return (value & kRecordBit) != 0 ? records[value & ~kRecordBit].layers : kDeviceOnly;
   }
-  uint64_t hash_of(uint32_t value) const { return mix64(name(value)); }
+  uint64_t hash_of(uint32_t value) const { return hash(name(value)); }
 };
 
 class Names {
@@ -65,13 +67,13 @@ class Names {
 
   // Slot of a name, or kAbsent. Slots are valid until the next insert or erase.
   uint32_t find(uint64_t name, const NameKeys& keys) const {
-    return table_.find(mix64(name), [&](uint32_t value) { return keys.name(value) == name; });
+    return table_.find(keys.hash(name), [&](uint32_t value) { return keys.name(value) == name; });
   }
 
   void insert(uint64_t name, BlockId block, LayerMask layers, const NameKeys& keys,
               Arena<Record>& records) {
     const bool plain = layers == kDeviceOnly && keys.tree.block(block).name == name;
-    table_.insert(mix64(name), plain ? block : record(name, block, layers, records), keys);
+    table_.insert(keys.hash(name), plain ? block : record(name, block, layers, records), keys);
   }
 
   void set_layers(uint32_t slot, LayerMask layers, const NameKeys& keys, Arena<Record>& records) {
@@ -89,6 +91,7 @@ class Names {
     if ((value & NameKeys::kRecordBit) != 0) records.give(value & ~NameKeys::kRecordBit);
   }
 
+  bool is_spread(const NameKeys& keys) const { return table_.is_spread(keys); }
   void shrink(const NameKeys& keys) { table_.shrink(keys); }
 
  private:

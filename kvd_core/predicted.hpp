@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "arena.hpp"
+#include "keyed.hpp"
 
 namespace kvd {
 
@@ -51,10 +52,10 @@ class Predicted {
   }
 
   // Chains local hashes: `chained[i]` stands for the blocks up to i.
-  static void chain(const uint64_t* locals, size_t n, std::vector<uint64_t>& chained) {
+  void chain(const uint64_t* locals, size_t n, std::vector<uint64_t>& chained) const {
     chained.resize(n);
     uint64_t hash = 0;
-    for (size_t i = 0; i < n; ++i) chained[i] = hash = mix64(hash + 0x9e3779b97f4a7c15ull) ^ mix64(locals[i]);
+    for (size_t i = 0; i < n; ++i) chained[i] = hash = hash_(locals[i], hash);
   }
 
   // Notes that a prompt was sent to a rank; blocks that were noted before are so anew.
@@ -114,15 +115,13 @@ class Predicted {
     uint32_t& free_link() { return older; }
   };
 
-  static uint64_t key(uint32_t owner, uint64_t hash) { return mix64(hash + mix64(owner + 1ull)); }
-
   struct ByHash {
-    const Arena<Entry>& entries;
-    uint64_t hash_of(uint32_t id) const { return key(entries[id].owner, entries[id].hash); }
+    const Predicted& in;
+    uint64_t hash_of(uint32_t id) const { return in.hash_(in.entries_[id].hash, in.entries_[id].owner); }
   };
   struct ByLocal {
-    const Arena<Entry>& entries;
-    uint64_t hash_of(uint32_t id) const { return key(entries[id].owner, entries[id].local); }
+    const Predicted& in;
+    uint64_t hash_of(uint32_t id) const { return in.hash_(in.entries_[id].local, in.entries_[id].owner); }
   };
 
   uint32_t owner_of(uint32_t rank) {
@@ -131,13 +130,13 @@ class Predicted {
   }
 
   uint32_t slot_of(uint32_t owner, uint64_t hash) const {
-    return exact_.find(key(owner, hash), [&](uint32_t id) {
+    return exact_.find(hash_(hash, owner), [&](uint32_t id) {
       return entries_[id].hash == hash && entries_[id].owner == owner;
     });
   }
 
   uint32_t slot_of_content(uint32_t owner, uint64_t local) const {
-    return content_.find(key(owner, local), [&](uint32_t id) {
+    return content_.find(hash_(local, owner), [&](uint32_t id) {
       return entries_[id].local == local && entries_[id].owner == owner;
     });
   }
@@ -157,7 +156,7 @@ class Predicted {
       entry.hash = hash;
       entry.local = local;
       entry.owner = owner;
-      exact_.insert(key(owner, hash), id, ByHash{entries_});
+      exact_.insert(hash_(hash, owner), id, ByHash{*this});
       join(id);
     }
     entries_[id].expiry = expiry;
@@ -166,8 +165,8 @@ class Predicted {
 
   void end(uint32_t id) {
     unlink(id);
-    exact_.erase(slot_of(entries_[id].owner, entries_[id].hash), ByHash{entries_});
-    exact_.shrink(ByHash{entries_});
+    exact_.erase(slot_of(entries_[id].owner, entries_[id].hash), ByHash{*this});
+    exact_.shrink(ByHash{*this});
     part(id);
     entries_.give(id);
     while (entries_.live() == 0 && entries_.shrink()) {
@@ -197,7 +196,7 @@ class Predicted {
     entry.before = kNoEntry;
     entry.after = kNoEntry;
     if (at == ProbeTable::kEmpty) {
-      content_.insert(key(entry.owner, entry.local), id, ByLocal{entries_});
+      content_.insert(hash_(entry.local, entry.owner), id, ByLocal{*this});
       return;
     }
     entry.after = content_.at(at);
@@ -217,8 +216,8 @@ class Predicted {
       content_.set(at, entry.after);
       return;
     }
-    content_.erase(at, ByLocal{entries_});
-    content_.shrink(ByLocal{entries_});
+    content_.erase(at, ByLocal{*this});
+    content_.shrink(ByLocal{*this});
   }
 
   friend class Verifier;
@@ -228,6 +227,7 @@ class Predicted {
   uint32_t excess_ = 0;  // entries that are to go because there were too many
   Arena<Entry> entries_;
   ProbeTable exact_, content_;
+  KeyedHash hash_;
   std::vector<uint32_t> owners_;  // by rank of the index
   uint32_t next_owner_ = 0;
   uint32_t oldest_ = kNoEntry, newest_ = kNoEntry;

@@ -11,7 +11,7 @@
 // Invariants
 //   1. members are strictly ascending; no two live sets are equal;
 //   2. refs = number of runs that name the set; a set without runs is freed by `unref`;
-//   3. hash = xor of mix64(rank + 1) over the members.
+//   3. hash = xor of the members' keyed hashes.
 //
 // Costs: with/without O(size), contains O(log size), ref/unref O(1).
 #pragma once
@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "arena.hpp"
+#include "keyed.hpp"
 
 namespace kvd {
 
@@ -43,7 +44,7 @@ class RankSets {
 
   // The set plus `rank`, which must not be in it. The caller refs the result.
   SetId with(SetId id, RankId rank) {
-    return intern(sets_[id].hash ^ rank_hash(rank), [&](std::vector<RankId>& out) {
+    return intern(sets_[id].hash ^ hash_(rank), [&](std::vector<RankId>& out) {
       const auto& ranks = sets_[id].ranks;
       const auto at = std::lower_bound(ranks.begin(), ranks.end(), rank);
       out.assign(ranks.begin(), at);
@@ -55,7 +56,7 @@ class RankSets {
   // The set less `rank`, which must be in it. The caller refs the result.
   SetId without(SetId id, RankId rank) {
     if (sets_[id].ranks.size() == 1) return kEmptySet;
-    return intern(sets_[id].hash ^ rank_hash(rank), [&](std::vector<RankId>& out) {
+    return intern(sets_[id].hash ^ hash_(rank), [&](std::vector<RankId>& out) {
       out.clear();
       for (const RankId member : sets_[id].ranks) {
         if (member != rank) out.push_back(member);
@@ -79,6 +80,7 @@ class RankSets {
 
   bool shrink() { return sets_.shrink(); }
 
+  bool is_spread() const { return table_.is_spread(*this); }
   uint64_t hash_of(SetId id) const { return sets_[id].hash; }
   uint32_t refs(SetId id) const { return sets_[id].refs; }
   uint32_t count() const { return sets_.live() - 1; }  // the empty set is not counted
@@ -93,8 +95,6 @@ class RankSets {
 
     uint32_t& free_link() { return refs; }
   };
-
-  static uint64_t rank_hash(RankId rank) { return mix64(uint64_t{rank} + 1); }
 
   template <class Fill>
   SetId intern(uint64_t hash, Fill&& fill) {
@@ -113,6 +113,7 @@ class RankSets {
 
   Arena<Set> sets_;
   ProbeTable table_;
+  KeyedHash hash_;  // of a rank
   std::vector<RankId> scratch_;
   size_t members_ = 0;
 };

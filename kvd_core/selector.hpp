@@ -205,7 +205,7 @@ class Pool {
   void foresee(const Predicted& predicted) {
     if (predicted.size() == 0) return;
     const std::vector<uint64_t>& locals = prompt_.used();
-    Predicted::chain(locals.data(), locals.size(), chained_);
+    predicted.chain(locals.data(), locals.size(), chained_);
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const Worker* worker = candidates_[i].caches;
       const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);

@@ -1,7 +1,7 @@
 // Blocks by sequence hash: an index over the tree's blocks, kept from the first time on that somebody
 // asks by it.
 //
-//   key      namespace ? sequence hash ^ mix(namespace) : sequence hash
+//   key      namespace ? sequence hash ^ keyed hash of the namespace : sequence hash
 //   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known; in pages of 256
 //   slots    [ 17 | .. | 902 | 18 | .. ]          key -> block, keys read back
 //
@@ -24,6 +24,7 @@
 
 #include "arena.hpp"
 #include "hash.hpp"
+#include "keyed.hpp"
 #include "tree.hpp"
 
 namespace kvd {
@@ -37,8 +38,8 @@ class Sequences {
   // Makes room for the blocks of a tree, before it knows any: what grows by and by is placed anew.
   void reserve(uint32_t blocks) { slots_.reserve(blocks); }
 
-  static uint64_t key(uint64_t space, uint64_t sequence) {
-    return space == 0 ? sequence : sequence ^ mix64(space);
+  uint64_t key(uint64_t space, uint64_t sequence) const {
+    return space == 0 ? sequence : sequence ^ hash_(space);
   }
 
   // The sequence hash of the block behind one of hash `above`.
@@ -66,7 +67,7 @@ class Sequences {
   }
 
   BlockId find(uint64_t key) const {
-    const uint32_t at = slots_.find(mix64(key), [&](uint32_t block) { return key_at(block) == key; });
+    const uint32_t at = slots_.find(hash_(key), [&](uint32_t block) { return key_at(block) == key; });
     return at == ProbeTable::kEmpty ? kNone : slots_.at(at);
   }
 
@@ -92,7 +93,7 @@ class Sequences {
   void erase(BlockId block) {
     const uint64_t known = key_of(block);
     if (known == 0) return;
-    slots_.erase(slots_.find(mix64(known), [&](uint32_t v) { return v == block; }), *this);
+    slots_.erase(slots_.find(hash_(known), [&](uint32_t v) { return v == block; }), *this);
     key_at(block) = 0;
     if (!spaces_.empty()) spaces_.erase(block);
     slots_.shrink(*this);
@@ -102,7 +103,8 @@ class Sequences {
     }
   }
 
-  uint64_t hash_of(uint32_t block) const { return mix64(key_at(block)); }
+  bool is_spread() const { return slots_.is_spread(*this); }
+  uint64_t hash_of(uint32_t block) const { return hash_(key_at(block)); }
   uint32_t size() const { return slots_.size(); }
 
   size_t bytes() const {
@@ -129,13 +131,14 @@ class Sequences {
     }
     key_at(block) = wanted;
     if (space != 0) spaces_[block] = space;
-    slots_.insert(mix64(wanted), block, *this);
+    slots_.insert(hash_(wanted), block, *this);
   }
 
   uint64_t seed_;
   std::vector<Page> pages_;  // null where no key of a page is known
   size_t used_pages_ = 0;
   ProbeTable slots_;
+  KeyedHash hash_;
   std::unordered_map<BlockId, uint64_t> spaces_;
 };
 

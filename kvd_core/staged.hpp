@@ -10,7 +10,8 @@
 // Invariants
 //   1. a run has 1 .. kRunBlocks blocks, all in one page; a longer one is cut, and each part names
 //      the last block of the one before as its parent;
-//   2. a run's worker and rank are listed in `workers`; a worker has at most kMaxRanksPerWorker.
+//   2. a run's worker and rank are listed in `workers`; a worker has at most kMaxRanksPerWorker;
+//   3. no block is its own parent.
 //
 // Costs: 16 bytes a block, 56 a run, 80 a rank; applying costs what storing costs (0.2 us a block).
 #pragma once
@@ -26,6 +27,8 @@
 
 #include "dump_format.hpp"
 #include "index.hpp"
+#include "keyed.hpp"
+#include "steps.hpp"
 #include "worker.hpp"
 
 namespace kvd {
@@ -124,7 +127,9 @@ class Stage {
   void add_block(uint64_t name, uint64_t local) {
     StagedEntry& entry = entries_.back();
     if (++blocks_ > limits_.blocks) refuse("too many blocks");
-    const bool whole = entry.runs.size() != first_part_ && entry.runs.back().n < kRunBlocks;
+    const bool goes_on = entry.runs.size() != first_part_;
+    if (goes_on && name == last_name_) refuse_parent();
+    const bool whole = goes_on && entry.runs.back().n < kRunBlocks;
     if (!whole || used_ == kPageBlocks) begin_part(entry);
     uint64_t* const at = pages_.back().get() + 2 * used_++;
     at[0] = last_name_ = name;
@@ -141,6 +146,7 @@ class Stage {
     rank(entry.workers[worker].ranks, of.dp_rank);
     entry.runs[first_part_].has_parent = of.has_parent;
     entry.runs[first_part_].parent = of.parent;
+    if (of.has_parent && page(entry.runs[first_part_].first)[0] == of.parent) refuse_parent();
     for (size_t i = first_part_; i < entry.runs.size(); ++i) {
       entry.runs[i].worker = worker;
       entry.runs[i].dp_rank = of.dp_rank;
@@ -171,6 +177,10 @@ class Stage {
     entry.runs.push_back({goes_on ? last_name_ : 0, first, 0, 0, 0, 0, kNone, 0, goes_on});
   }
 
+  // No cache holds that: whoever says so is not to be believed in the rest. A name that comes again
+  // further on may be an engine's that names blocks by their own content alone.
+  [[noreturn]] static void refuse_parent() { refuse("a block is its own parent"); }
+
   uint32_t worker_number(StagedEntry& entry, const std::string& id) {
     if (last_worker_ != kNone && entry.workers[last_worker_].id == id) return last_worker_;
     const auto made = worker_numbers_.emplace(id, static_cast<uint32_t>(entry.workers.size()));
@@ -198,7 +208,7 @@ class Stage {
   uint64_t ranks_ = 0;
   size_t first_part_ = 0;
   uint64_t last_name_ = 0;
-  std::unordered_map<std::string, uint32_t> worker_numbers_;
+  std::unordered_map<std::string, uint32_t, KeyedHash> worker_numbers_;
   uint32_t last_worker_ = kNone;
 };
 
@@ -213,12 +223,14 @@ class Restore {
   // Stores about `budget` blocks, fewer where they take longer; false when all is done. `workers[i]`
   // is entry.workers[i], or null where its blocks are not wanted (any more).
   bool apply(Index& index, const std::vector<Worker*>& workers, uint32_t budget) {
-    uint32_t done = 0;
-    while (done < budget && worker_ < entry_.workers.size()) done += teach(index, workers[worker_]);
-    while (done < budget) {
+    Steps steps(int64_t{budget} * kStepsARestored);
+    while (steps.left() && worker_ < entry_.workers.size()) {
+      steps.take(size_t{kStepsARestored} * teach(index, workers[worker_]));
+    }
+    while (steps.left()) {
       const StagedRun* run = next_run();
       if (run == nullptr) return false;
-      ++done;  // a run that is not wanted takes time as well
+      steps.take(kStepsARestored);  // a run that is not wanted takes time as well
       Worker* const worker = workers[run->worker];
       if (worker == nullptr) continue;
       const RankId rank = worker->rank(index, run->dp_rank);
@@ -228,7 +240,7 @@ class Restore {
         continue;
       }
       store(index, rank, *run);
-      done += run->n + index.rank_end() / kRanksABlock;
+      steps.take(size_t{kStepsARestored} * (run->n + index.rank_end() / kRanksABlock));
     }
     return true;
   }
@@ -236,13 +248,15 @@ class Restore {
   uint64_t stored() const { return stored_; }
 
  private:
+  static constexpr uint32_t kStepsARestored = 2;  // a block
+
   struct Name {
     RankId rank;
     uint64_t name;
     bool operator==(const Name& o) const { return rank == o.rank && name == o.name; }
   };
-  struct NameHash {
-    size_t operator()(const Name& n) const { return mix64(n.name ^ mix64(n.rank + 1)); }
+  struct NameHash : KeyedHash {
+    size_t operator()(const Name& n) const noexcept { return KeyedHash::operator()(n.name, n.rank); }
   };
 
   // Gives a worker's ranks what their streams had told; returns what that costs, in blocks.

@@ -24,6 +24,7 @@
 #include "cache_groups.hpp"
 #include "events.hpp"
 #include "hash.hpp"
+#include "keyed.hpp"
 #include "index.hpp"
 #include "worker.hpp"
 
@@ -215,7 +216,7 @@ class Stream {
     Stream& stream;
     RankId rank = kNone;
     bool found = false;
-    std::unordered_set<uint64_t> told{};
+    std::unordered_set<uint64_t, KeyedHash> told{};
 
     void begin(bool has_rank, uint32_t dp_rank) {
       rank = stream.worker_.find(has_rank ? dp_rank : stream.dp_rank_);
@@ -314,6 +315,8 @@ class Stream {
     if (is_further_group(traits(), e.group)) return whole_prefix_place(e);
     if (e.n_tokens != 0) {
       if (traits().main_group < 0) traits().main_group = e.group < 0 ? 0 : e.group;
+      // Only vLLM numbers groups, and it tells of what it offloads a chunk an event.
+      if (e.group >= 0 && e.tier != Tier::DEVICE && e.n_hashes != 0) index_.note_chunk(rank_, e.n_hashes);
       return {static_cast<LayerId>(e.tier), false};
     }
     if (e.n_hashes != 0) index_.rank(rank_).offloads = true;

@@ -357,6 +357,8 @@ class Tree {
   // Frees a piece of memory that is not needed any more; false when there is none.
   bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets_.shrink(); }
 
+  bool is_spread() const { return children_.is_spread(*this); }
+
   uint64_t hash_of(NodeId id) const {
     return child_hash(nodes_[id].parent, nodes_[id].chain.local()[0]);
   }
@@ -366,9 +368,7 @@ class Tree {
   }
 
  private:
-  static uint64_t child_hash(NodeId parent, uint64_t local_hash) {
-    return mix64(local_hash + mix64(parent));
-  }
+  uint64_t child_hash(NodeId parent, uint64_t local_hash) const { return hash_(local_hash, parent); }
 
   size_t chain_bytes() const {  // an estimate: the sum would cost a walk over all nodes
     return size_t{blocks_.live()} * (sizeof(uint64_t) + sizeof(BlockId)) +
@@ -640,6 +640,7 @@ class Tree {
   Arena<Node> nodes_;
   Arena<Block> blocks_;
   ProbeTable children_;  // (parent, local[0]) -> node
+  KeyedHash hash_;
   RankSets sets_;
   std::vector<Run> edited_;
   std::vector<Watcher*> watchers_;

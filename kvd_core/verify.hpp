@@ -56,6 +56,7 @@ class Verifier {
       check_shape(n);
       check_runs(n);
     }
+    require(tree_.is_spread(), "tree: children are near their homes");
     require(nodes == tree_.node_count(), "tree: every node is reachable");
     require(blocks == tree_.block_count(), "tree 1: every block is in a chain");
   }
@@ -81,6 +82,7 @@ class Verifier {
                 "sequences: those of the base model follow from local hashes");
       }
     }
+    require(sequences.is_spread(), "sequences: keys are near their homes");
     require(known == sequences.size(), "sequences 1: no keys of blocks that are no more");
   }
 
@@ -121,6 +123,7 @@ class Verifier {
 
   void check_sets() {
     require(refs_.size() == tree_.sets().count(), "sets 2: every set is named by a run");
+    require(tree_.sets().is_spread(), "sets: they are near their homes");
     std::set<std::vector<RankId>> distinct;
     for (const auto& [id, refs] : refs_) {
       const auto& members = tree_.sets().members(id);
@@ -162,6 +165,7 @@ class Verifier {
       }
     }
     require(count == rank.names.size(), "names: entries are counted");
+    require(rank.names.is_spread(index_.keys()), "names: entries are near their homes");
     named_by_live_ += count;
     check_copies(rank);
   }
@@ -244,6 +248,8 @@ class Verifier {
 
   void check_copies(const Rank& rank) {
     if (rank.rare == nullptr) return;
+    require(is_spread(rank.rare->copies) && is_spread(rank.rare->shared),
+            "index 2: copied names are spread over the buckets");
     for (const auto& [key, copies] : rank.rare->copies) {
       const uint32_t slot = rank.names.find(key.id, index_.keys());
       require(slot != Names::kAbsent && copies != 0 &&
@@ -269,6 +275,8 @@ class Verifier {
 
   void check_parked_of(const Rank& rank) {
     size_t waiting = 0;
+    require(is_spread(rank.rare->parked) && is_spread(rank.rare->waiting),
+            "index 4: parked names are spread over the buckets");
     for (const auto& [name, p] : rank.rare->parked) {
       waiting += p.has_content && !rank.published;
       require(p.name == name, "index 4: a parked block knows its name");
@@ -302,6 +310,8 @@ class Verifier {
       before = id;
       ++count;
     }
+    require(p.exact_.is_spread(Predicted::ByHash{p}) && p.content_.is_spread(Predicted::ByLocal{p}),
+            "predicted: entries are near their homes");
     require(before == p.newest_, "predicted 1: the order has an end");
     require(count == p.size() && count == p.exact_.size(), "predicted 1: entries are distinct");
     require(contents == p.content_.size(), "predicted 1: each content is found once");

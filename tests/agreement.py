@@ -16,7 +16,7 @@ def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) 
     known = {
         RankKey(key, *rank)
         for key, partition in state.partitions.items()
-        for rank in partition.ranks
+        for rank in partition.rank_keys()
     }
     assert {registration.key for registration in registrations} == known
     listening = {
@@ -27,7 +27,7 @@ def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) 
     assert set(tasks) == listening
     for partition in state.partitions.values():
         assert partition.workers, "a partition that nobody is in"
-        for instance_id, dp_rank in partition.ranks:
+        for instance_id, dp_rank in partition.rank_keys():
             assert dp_rank in partition.workers[instance_id].ranks()
         partition.index.verify()
     for key, instance_id in state.unsettled:

@@ -80,6 +80,8 @@ NO_INTEGERS = (
     "-" + "9" * 5000,
 )
 NO_TEXTS = ("1", "true", "[]", '{"a": "b"}')
+# What is kept has a name that can be shown everywhere.
+NO_NAMES = (*NO_TEXTS, '"a\\u0000b"', '"a\\n"', '"\\u007f"', '"\\u009b2J"')
 NO_ARRAYS = ("null", "1", '"1"', "{}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bodies import NO_ARRAYS, NO_INTEGERS, NO_TEXTS, U32, Bodies, elements
+from bodies import NO_ARRAYS, NO_INTEGERS, NO_NAMES, NO_TEXTS, U32, Bodies, elements
 
 MODEL = "face:model"  # with the character that separates model and tenant in a dump
 SOMEWHERE = "tcp://127.0.0.1:1"  # nobody listens there
@@ -25,9 +25,9 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         "block_size": (*NO_INTEGERS, *U32, "null"),
         "dp_rank": (*NO_INTEGERS, *U32),
         "endpoint": (*NO_TEXTS, "null"),
-        "model_name": (*NO_TEXTS, "null"),
-        "tenant_id": (*NO_TEXTS, "null"),
-        "routing_group": (*NO_TEXTS, "null"),
+        "model_name": (*NO_NAMES, "null"),
+        "tenant_id": (*NO_NAMES, "null"),
+        "routing_group": (*NO_NAMES, "null"),
         "replay_endpoint": NO_TEXTS,
         "additional_salt": NO_TEXTS,
         "additionalsalt": NO_TEXTS,

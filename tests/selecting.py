@@ -157,7 +157,7 @@ class Service:
             assert each.max_num_batched_tokens == (record.max_num_batched_tokens or 0)
             assert each.total_kv_blocks == (record.total_kv_blocks or 0)
             assert partition is not None and each.worker is partition.workers[each.worker_id]
-            assert (each.worker_id, each.dp_rank) in partition.ranks
+            assert partition.has_rank(each.worker_id, each.dp_rank)
         if fleet.workers:
             assert fleet.pool.block_size == fleet.block_size
 

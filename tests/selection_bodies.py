@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bodies import NO_ARRAYS, NO_INTEGERS, NO_TEXTS, U32, Bodies, elements
+from bodies import NO_ARRAYS, NO_INTEGERS, NO_NAMES, NO_TEXTS, U32, Bodies, elements
 
 MODEL = "face/model"
 WORKER = 1  # with ranks 0 and 1, in blocks of 4
@@ -48,9 +48,9 @@ NAME = (*NO_TEXTS, "null")
 U32_NUMBER = (*NO_INTEGERS, *U32)
 U64_NUMBER = (*NO_INTEGERS, "18446744073709551616", "-1")
 TOKENS = (*NO_INTEGERS, "9007199254740993", "-1")  # 2^53 is the most
-I64 = ("9223372036854775808", "-9223372036854775809", "18446744073709551615")
+HASH = ("18446744073709551616", "-9223372036854775809")
 ARRAYS = NO_ARRAYS[1:]  # where null means absence
-HASHES = (*ARRAYS, *elements(*I64))
+HASHES = (*ARRAYS, *elements(*HASH))
 NUMBER = ("true", '"1"', "[1]", "{}", "1e400", "9" * 400, "9" * 5000)
 FLAG = ("0", "1", '"true"', "[]", "{}", "1.0")
 OBJECT = ("1", '"x"', "[]", "[{}]", "true")
@@ -124,18 +124,17 @@ SELECTED = {
 }
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/workers": {
-        **PLACE,
+        **dict.fromkeys(PLACE, (*NO_NAMES, "null")),
         "worker_id": (*U64_NUMBER, "null"),
+        **dict.fromkeys(("kv_events_endpoint", "replay_endpoint"), TEXT),
         **dict.fromkeys(
             (
                 "endpoint",
-                "kv_events_endpoint",
-                "replay_endpoint",
                 "stable_routing_id",
                 "kv_transfer_domain",
                 "kv_transfer_enforcement",
             ),
-            TEXT,
+            NO_NAMES,
         ),
         **dict.fromkeys(
             ("block_size", "data_parallel_start_rank", "data_parallel_size"), U32_NUMBER
@@ -143,8 +142,8 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("max_num_batched_tokens", "total_kv_blocks"), U64_NUMBER),
         "is_eagle": FLAG,
         "role": (*TEXT, '"other"', '""', '"Prefill"'),
-        "taints": TEXTS,
-        "topology_domains": MAP,
+        "taints": (*TEXTS, '["a\\u0000"]'),
+        "topology_domains": (*MAP, '{"a": "\\u0000"}', '{"\\u0000": "a"}'),
         "kv_events_endpoints": RANKS,
         "kv_transfer_preferred_weight": NUMBER,
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bodies import NO_ARRAYS, NO_INTEGERS, NO_TEXTS, U32, Bodies, elements
+from bodies import NO_ARRAYS, NO_INTEGERS, NO_NAMES, NO_TEXTS, U32, Bodies, elements
 
 MODEL = "face/model"
 WORKER = 1  # with ranks 3 and 4, in blocks of 16
@@ -33,13 +33,14 @@ U32_NUMBER = (*NO_INTEGERS, *U32, "null")
 U64_NUMBER = (*NO_INTEGERS, "18446744073709551616", "-1", "null")
 TOKENS = (*NO_INTEGERS, "9007199254740993", "-1", "null")  # 2^53 is the most
 I64 = ("9223372036854775808", "-9223372036854775809", "18446744073709551615")
-HASHES = (*NO_ARRAYS, *elements(*I64))
+SIGNED = (*NO_ARRAYS, *elements(*I64))  # signed, as the original has them
+HASHES = (*NO_ARRAYS, *elements("18446744073709551616", "-9223372036854775809"))
 
 PLACE = {"model_name": TEXT, "tenant_id": TEXT, "routing_group": TEXT}
 STEP = {**PLACE, "request_id": TEXT}
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/register": {
-        **PLACE,
+        **dict.fromkeys(PLACE, (*NO_NAMES, "null")),
         "worker_id": U64_NUMBER,
         **dict.fromkeys(("block_size", "dp_start", "dp_size"), U32_NUMBER),
     },
@@ -48,7 +49,7 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         **STEP,
         "worker_id": U64_NUMBER,
         "dp_rank": U32_NUMBER,
-        "sequence_hashes": HASHES,
+        "sequence_hashes": SIGNED,
         "new_isl_tokens": TOKENS,
     },
     "/prefill_complete": STEP,

@@ -440,6 +440,15 @@ def test_a_member_of_another_type_costs_its_event(name: str) -> None:
         assert publisher.row(11)["longest_matched"] == 64
 
 
+@pytest.mark.parametrize("name", ["lora_name", "backend_id", "medium"])
+def test_a_name_with_control_characters_costs_its_event(name: str) -> None:
+    publisher = Published()
+    publisher.tell(STORED | {name: "a\0b"}, stored_at_root(43))
+    assert publisher.said.bad == {name: 1}
+    assert publisher.row(1234567890)["longest_matched"] == 0
+    assert publisher.row(11)["longest_matched"] == 64
+
+
 def stored_at_root(number: int, **members: Any) -> Json:
     at_root = {"base_block_idx": 0, "parent_hash": None, "seq_hashes": [11]}
     return STORED | {"event_id": number} | at_root | members

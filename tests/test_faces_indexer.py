@@ -178,7 +178,7 @@ def test_workers_are_listed_by_rank_and_filtered_by_both_names(client: httpx.Cli
 
 
 def test_a_dump_names_model_and_tenant_apart(client: httpx.Client) -> None:
-    _check_dump_lists(client, ("face", "model:tenant"), ('q"\n', ""))
+    _check_dump_lists(client, ("face", "model:tenant"), ('q"', ""))
 
 
 def test_a_dump_lists_models_and_tenants_whose_names_look_alike(client: httpx.Client) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 from kvd.errors import BadJson, BadRequest, Invalid
 from kvd.http.types import Request, Response
-from kvd.model import DEFAULT_TENANT
+from kvd.model import DEFAULT_TENANT, PartitionKey, is_name
 from kvd_core.scan import BodyScanner
 
 U32_MAX = 2**32 - 1
@@ -53,6 +53,21 @@ def bounded(value: str, name: str) -> str:
     if len(value.encode()) > MAX_KEPT_BYTES:
         raise Invalid(f"{name}: longer than {MAX_KEPT_BYTES} bytes")
     return value
+
+
+def kept_name(value: str, name: str) -> str:
+    """Returns a text that names what is kept; addresses have rules of their own."""
+    if not is_name(value):
+        raise Invalid(f"{name}: has control characters")
+    return bounded(value, name)
+
+
+def kept_place(members: Members) -> PartitionKey:
+    """Returns the model and the tenant of a registration."""
+    for name in PLACE:
+        if (value := optional_text(members, name)) is not None:
+            kept_name(value, name)
+    return PartitionKey(text(members, "model_name"), tenant(members))
 
 
 def optional_text(members: Members, name: str) -> str | None:

@@ -118,7 +118,7 @@ def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[
             yield b""
     for partition in partitions:
         model, tenant = partition.key
-        for number, (instance_id, _) in enumerate(list(partition.ranks), 1):
+        for number, instance_id in enumerate(list(partition.ranks), 1):
             context = _Context(model, "", partition.block_size, "", tenant, str(instance_id))
             contexts.add(context)
             if number % SLICE_ROWS == 0:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kvd.errors import BadRequest, KvdError, UnsupportedMedia
 from kvd.faces.bodies import MAX_KEPT_BYTES, U32_MAX
 from kvd.http.types import Request
+from kvd.model import is_name
 from kvd_core.scan import BodyScanner
 
 MODEL = ("model", "modelname", "model_name")
@@ -16,6 +17,7 @@ MODEL = ("model", "modelname", "model_name")
 MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 Members = dict[str, Any]
+_Name = TypeVar("_Name", str, str | None)
 
 
 def scan(scanner: BodyScanner, request: Request) -> Members:
@@ -73,6 +75,21 @@ def text(members: Members, name: str) -> str | None:
     return value
 
 
+def optional_name(members: Members, name: str) -> str | None:
+    """Returns a text that names what is kept."""
+    return _named(text(members, name), name)
+
+
+def required_name(members: Members, name: str) -> str:
+    return _named(required(members, name), name)
+
+
+def _named(value: _Name, name: str) -> _Name:
+    if value is not None and not is_name(value):
+        raise invalid(f"{name}: has control characters", name)
+    return value
+
+
 def usable(value: str | None, name: str, check: Callable[[str], None]) -> None:
     """Has `check` look at an address or key, if there is one; names it where that finds a fault."""
     if value is None:
@@ -106,6 +123,11 @@ def model_name(members: Members, called: str) -> str:
     if not name:
         raise invalid("the model must not be empty", called)
     return name
+
+
+def kept_model_name(members: Members, called: str) -> str:
+    """The same of a registration, which keeps it."""
+    return _named(model_name(members, called), called)
 
 
 def uint(members: Members, name: str, minimum: int) -> int:

@@ -15,7 +15,7 @@ from kvd.faces.monitoring import HEALTH
 from kvd.faces.workers import listed
 from kvd.http.types import LONG_BODY_LIMIT, Admission, Handler, Request, Response, Route, Scope
 from kvd.metrics import Family, counter, gauge, listener_families, state_families
-from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd.model import DEFAULT_TENANT, RankKey
 from kvd.peers import Peers
 from kvd.registry import INDEXER, Registry, by_instance
 from kvd.state import State
@@ -35,7 +35,7 @@ SALT = ("additional_salt", "additionalsalt")
 
 QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
-KEPT = ("model_name", *bodies.TENANT, "endpoint", "replay_endpoint")
+KEPT = ("endpoint", "replay_endpoint")
 REGISTERED = (
     "instance_id",
     "endpoint",
@@ -157,7 +157,7 @@ def read_rank(body: bytes) -> Rank:
         if (value := bodies.optional_text(members, name)) is not None:
             bodies.bounded(value, name)
     key = RankKey(
-        PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members)),
+        bodies.kept_place(members),
         bodies.uint(members, "instance_id", bodies.U64_MAX),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvd.catalog import Lifecycle, WorkerRecord
 from kvd.errors import Invalid, KvdError, Unavailable
-from kvd.model import PartitionKey
+from kvd.model import PartitionKey, RankKey
 from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
 from kvd.selection.fleet import Fleet
@@ -97,8 +97,8 @@ class Admission:
         if ranks > ledger.MAX_RANKS:
             raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
         if self._options.uses_kv_events and block_size is not None:
-            addresses: dict[tuple[int | str, int], Addresses] = {
-                (record.worker_id, dp_rank): found
+            addresses: dict[RankKey, Addresses] = {
+                RankKey(key, record.worker_id, dp_rank): found
                 for record in records
                 for dp_rank in record.ranks
                 if (found := record.addresses(dp_rank)) is not None

@@ -132,9 +132,9 @@ class Envelopes:
         event_id = kv_events.number(event, "event_id", U64_MAX)
         block_size = kv_events.number(event, "block_size", U32_MAX)
         rank = kv_events.number(event, "dp_rank", U32_MAX)
-        medium = kv_events.text(event, "medium")
-        backend = kv_events.text(event, "backend_id") or ""
-        lora_name = kv_events.text(event, "lora_name") or ""
+        medium = kv_events.name(event, "medium")
+        backend = kv_events.name(event, "backend_id") or ""
+        lora_name = kv_events.name(event, "lora_name") or ""
         cache_salt = kv_events.text(event, "additional_salt") or ""
         model_name = kv_events.text(event, "model_name")
         tenant_id = kv_events.text(event, "tenant_id")

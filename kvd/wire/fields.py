@@ -26,7 +26,7 @@ class Refused(StrEnum):
     TENANTS = "tenants"  # both names of the tenant, and two tenants
     EVENT = "event"  # like ENVELOPE, in what that holds
     STEP = "step"  # none of the three
-    HASHES = "hashes"  # not numbers from 0 to 2^64-1
+    HASHES = "hashes"  # not numbers
     RANGE = "range"  # any other number is too large or negative
 
 

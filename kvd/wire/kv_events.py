@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from kvd.model import is_name
 from kvd_core.split import split
 
 U32_MAX = 2**32 - 1
@@ -128,6 +129,14 @@ def text(event: Event, name: str) -> str | None:
     # What is no Unicode is refused here, before the event counts for anything.
     if not value.isascii() and len(value.encode()) > MAX_TEXT_BYTES:
         raise ValueError(name)
+    return value
+
+
+def name(event: Event, member: str) -> str | None:
+    """Returns a text that names what is kept."""
+    value = text(event, member)
+    if value is not None and not is_name(value):
+        raise ValueError(member)
     return value
 
 

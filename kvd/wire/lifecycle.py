@@ -235,8 +235,11 @@ def _hashes(sequence: object) -> bytes:
     if not isinstance(sequence, list):
         raise Refusal(Refused.HASHES)
     try:
-        return array("Q", sequence).tobytes()
-    except (TypeError, OverflowError):
+        try:
+            return array("Q", sequence).tobytes()
+        except OverflowError:  # some are written as signed numbers; msgpack has none below -2^63
+            return array("Q", (hash % 2**64 for hash in sequence)).tobytes()
+    except TypeError:
         raise Refusal(Refused.HASHES) from None
 
 

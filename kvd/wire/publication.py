@@ -28,7 +28,7 @@ from kvd.wire.envelope import CLEARED, CPU, GPU, REMOVED, Envelopes, Foreign, St
 from kvd.wire.event_order import EventOrder, put_in_order
 from kvd.wire.kv_events import MARK, U32_MAX, Event
 from kvd_core.conductor import Source
-from kvd_core.index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED
+from kvd_core.index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
 
 # What takes a step, 0.1 us, and what is done of an event between two looks at the budget.
 _STEPS_AN_EVENT = 200  # its envelope, and finding its place in its stream
@@ -57,7 +57,7 @@ class Publication:
         self._flaw = ""
         self._full = 0  # events that have found no room, those of earlier payloads
         self.slice_steps = SLICE_STEPS  # of 0.1 us, that a call may take, about
-        self._left = 0  # of these
+        self._slice = Slice(0)  # the one under way
         self._rest = _NOTHING  # of the payload that is being applied
 
         self._events = 0  # standard ones
@@ -122,7 +122,7 @@ class Publication:
         return self.go_on()
 
     def go_on(self) -> int:
-        self._left = self.slice_steps
+        self._slice = Slice(self.slice_steps)
         for _ in self._rest:
             return UNFINISHED
         self._rest = _NOTHING
@@ -174,8 +174,7 @@ class Publication:
 
     def _is_spent(self, steps: int) -> bool:
         """Takes steps off the slice; returns whether none is left."""
-        self._left -= steps
-        return self._left <= 0
+        return self._slice.take(steps)
 
     def _take_or_count(self, event: object, rank: int | None) -> _Slices:
         try:
@@ -340,16 +339,15 @@ class Publication:
             )
             if at == 0 or outcome not in ("placed", "parked"):
                 self._note(outcome)
-            self._left -= _STEPS_A_BLOCK * len(part)
+            self._slice.take(_STEPS_A_BLOCK * len(part))
             yield from self._settle()
             if outcome not in ("placed", "parked"):
                 return
 
     def _settle(self) -> _Slices:
         """Does what stored blocks have set off: others may have waited for them."""
-        while (left := self._source.settle(self._left)) <= 0:
+        while not self._source.settle(self._slice):
             yield
-        self._left = left
 
     def _note(self, outcome: str) -> None:
         if outcome == "parked":

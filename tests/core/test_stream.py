@@ -249,3 +249,77 @@ def test_after_a_clear_nothing_came_with_a_dump() -> None:
     removed = {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU"}
     stream.apply(batch(ALL_CLEARED, stored(1, 7), second, second, removed))
     assert made.index.stats()["held"]["device"] == 2
+
+
+# ---- blocks that are offloaded in chunks
+
+
+def offloaded(*tokens: int, medium: str = "CPU", **members: Any) -> dict[str, Any]:
+    """Returns blocks of these tokens from a prompt's beginning, as an engine tells of a chunk."""
+    names = [hash(tokens[: n + 1]) % 2**64 for n in range(len(tokens))]
+    return {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": None,
+        "token_ids": [token for token in tokens for _ in range(BLOCK)],
+        "block_size": BLOCK,
+        "medium": medium,
+        "group_idx": 0,
+        **members,
+    }
+
+
+def reach(index: PrefixIndex, *tokens: int) -> list[int]:
+    """Returns how many blocks of a prompt rank 0 reuses from the device, host and disk."""
+    QUERY.scan(json.dumps({"token_ids": [t for t in tokens for _ in range(BLOCK)]}).encode())
+    row = json.loads(index.query_tokens(QUERY, 0, None, None))["instances"].get("1", {})
+    return [row.get(tier, 0) // BLOCK for tier in ("gpu", "cpu", "disk")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "blocks"),
+    [
+        ((1, 2, 3, 4, 5, 6, 7, 8, 9), [0, 8, 8]),
+        ((1, 2, 3, 4, 5, 6, 7, 8), [0, 8, 8]),
+        ((1, 2, 3, 4, 5, 6, 7), [0, 4, 4]),
+        ((1, 2, 3, 4, 5, 6, 70, 80), [0, 4, 4]),
+        ((1, 2, 3, 40), [0, 0, 0]),
+        ((1, 2, 3), [0, 0, 0]),
+    ],
+)
+def test_of_a_chunk_that_a_prompt_has_in_part_nothing_is_loaded(
+    prompt: tuple[int, ...], blocks: list[int]
+) -> None:
+    made = Worker()
+    first, second = offloaded(1, 2, 3, 4), offloaded(1, 2, 3, 4, 5, 6, 7, 8)
+    second = {
+        **second,
+        "block_hashes": second["block_hashes"][4:],
+        "parent_block_hash": second["block_hashes"][3],
+        "token_ids": second["token_ids"][4 * BLOCK :],
+    }
+    made.streams[0].apply(batch(first, second))
+    assert reach(made.index, *prompt) == blocks
+    made.index.verify()
+
+
+def test_what_the_device_holds_of_a_chunk_counts_beside_the_host() -> None:
+    made = Worker()
+    made.streams[0].apply(batch(offloaded(1, 2, 3, medium="GPU"), offloaded(1, 2, 3, 4)))
+    assert reach(made.index, 1, 2, 3, 4, 5) == [3, 4, 4]
+    assert reach(made.index, 1, 2, 30, 4, 5) == [2, 2, 2]
+    made.streams[0].apply(batch(offloaded(1, 2, 30, 40, medium="STORAGE")))
+    assert reach(made.index, 1, 2, 30, 40, 5) == [2, 2, 4]
+
+
+def test_blocks_that_come_one_by_one_or_in_any_number_are_loaded_one_by_one() -> None:
+    one, several, other = Worker(), Worker(), Worker()
+    one.streams[0].apply(batch(offloaded(1), offloaded(2)))
+    assert reach(one.index, 1, 2) == [0, 1, 1]
+    several.streams[0].apply(batch(offloaded(1, 2, 3, 4)))
+    assert reach(several.index, 1, 2) == [0, 0, 0]
+    several.streams[0].apply(batch(offloaded(5, 6, 7)))
+    assert reach(several.index, 1, 2) == [0, 2, 2]
+    # Only vLLM tells of chunks so, and it numbers cache groups.
+    other.streams[0].apply(batch(offloaded(1, 2, 3, 4, group_idx=None)))
+    assert reach(other.index, 1, 2) == [0, 2, 2]

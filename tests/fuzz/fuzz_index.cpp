@@ -101,7 +101,7 @@ class Life {
     const kvd::RankId rank = workers_[count % kWorkers].rank(index_, count / kWorkers % 2);
     index_.predicted()->add(rank, locals.data(), count, now_++);
     std::vector<uint64_t> chained;
-    kvd::Predicted::chain(locals.data(), count, chained);
+    index_.predicted()->chain(locals.data(), count, chained);
     const size_t most = count < kPredicted / 2 ? count : kPredicted / 2;
     require(index_.predicted()->reach(rank, chained, 0) >= most);
   }

@@ -229,6 +229,19 @@ UNREACHABLE: dict[str, Serve] = {
     "bad chunks": answer(BAD_CHUNK, b"transfer-encoding: chunked", length=False),
 }
 
+FIRST, SECOND = 0x1111111111111111, 0x2222222222222222
+
+
+def own_parent() -> bytes:
+    """Returns a binary dump in which a block comes behind itself."""
+    index = PrefixIndex(16, IngestCounters())
+    index.add_worker(7).store(0, [FIRST, SECOND], [1, 2])
+    good = binary_of(index)
+    bad = good.replace(SECOND.to_bytes(8, "little"), FIRST.to_bytes(8, "little"))
+    assert bad != good
+    return bad
+
+
 NEWER = BINARY_DUMP.replace(b"v1", b"v2")
 CONFLICTING = json.dumps(
     {
@@ -249,6 +262,11 @@ REFUSED: dict[str, Serve] = {
     "two block sizes": answer(CONFLICTING),
     "an instance with a text for its id": answer(dump_json(event([(1, 1)], worker="prefill-7"))),
     "a key that is none": answer(dump_json(event([(1, 1)]), key="nocolon")),
+    "a name with a NUL": answer(dump_json(event([(1, 1)]), key="m\0:t")),
+    "blocks of no tokens": answer(dump_json(event([(1, 1)]), block_size=0)),
+    "a parent of itself": answer(dump_json(event([(1, 1)]), event([(2, 2)], parent=2))),
+    "a parent of itself in a run": answer(dump_json(event([(1, 1), (2, 2), (2, 3)]))),
+    "binary, a parent of itself": answer(own_parent(), b"content-type: " + BINARY_DUMP),
     "good blocks, then a bad one": answer(dump_json(event([(1, 1)]), event([(2**64, 1)]))),
 }
 

@@ -91,6 +91,12 @@ def test_what_the_peer_publishes_is_read(name: str) -> None:
     assert decode([TOPIC, bytes.fromhex(payload)]) == replace(event, router_id=router_id)
 
 
+def test_hashes_are_signed_or_unsigned() -> None:
+    signed = [101, -22, -(2**63), 2**64 - 1, 2**63 - 1]
+    event = decode([TOPIC, msgpack.packb(frame(token_sequence=signed))])
+    assert event.hashes == hashes(*(each % 2**64 for each in signed))
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_same_is_written_but_for_the_second_name_of_the_tenant(name: str) -> None:
     event, router_id, payload = GOLDEN[name]
@@ -267,7 +273,7 @@ STEPS: dict[str, object] = {
     "numbered step": frame(data=1),
 }
 HASHES: dict[str, object] = {
-    "negative": frame(token_sequence=[1, -1]),
+    "negative text": frame(token_sequence=[-1, "1"]),
     "float": frame(token_sequence=[1.0]),
     "text": frame(token_sequence=["1"]),
     "nil": frame(token_sequence=[None]),

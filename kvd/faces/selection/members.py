@@ -57,7 +57,7 @@ def texts(members: bodies.Members, name: str) -> tuple[str, ...]:
     value = members[name]
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise Invalid(f"{name}: expected an array of texts")
-    return tuple(bodies.bounded(each, name) for each in value)
+    return tuple(bodies.kept_name(each, name) for each in value)
 
 
 def optional_object(members: bodies.Members, name: str) -> bodies.Members | None:

@@ -15,7 +15,11 @@ from kvd_core.selector import MAX_ISL_TOKENS, Pool
 
 # Positions of the arrays of a prompt.
 BLOCK_HASHES, SEQUENCE_HASHES, TOKEN_IDS = range(3)
-PROMPT: dict[str, Any] = {"block_hashes": "i64?", "sequence_hashes": "i64?", "token_ids": "u32?"}
+PROMPT: dict[str, Any] = {
+    "block_hashes": "hash64?",
+    "sequence_hashes": "hash64?",
+    "token_ids": "u32?",
+}
 ASK = BodyScanner(PROMPT, PlainPrompt.FIELDS)
 
 

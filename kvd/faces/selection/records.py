@@ -31,13 +31,20 @@ def changes(members: bodies.Members) -> dict[str, Any]:
     """Returns the members of a record that are given and not null, read strictly."""
     given = {name: value for name, value in members.items() if value is not None}
     said = {name: READERS[name](given, name) for name in FIELDS if name in given}
+    for name in bodies.TENANT:
+        if name in given:
+            _name(given, name)
     if tenant := bodies.alias(given, *bodies.TENANT):
         said["tenant_id"] = tenant
     return said
 
 
-def _kept(members: bodies.Members, name: str) -> str:
+def _address(members: bodies.Members, name: str) -> str:
     return bodies.bounded(bodies.text(members, name), name)
+
+
+def _name(members: bodies.Members, name: str) -> str:
+    return bodies.kept_name(bodies.text(members, name), name)
 
 
 def _role(members: bodies.Members, name: str) -> Role:
@@ -51,7 +58,9 @@ def _map(members: bodies.Members, name: str) -> dict[str, str]:
     value = members[name]
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
         raise Invalid(f"{name}: expected an object of texts")
-    return {bodies.bounded(key, name): bodies.bounded(text, name) for key, text in value.items()}
+    return {
+        bodies.kept_name(key, name): bodies.kept_name(text, name) for key, text in value.items()
+    }
 
 
 def _endpoints(members: bodies.Members, name: str) -> dict[int, str]:
@@ -65,24 +74,24 @@ def _endpoints(members: bodies.Members, name: str) -> dict[int, str]:
 
 READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "worker_id": u64,
-    "model_name": _kept,
-    "tenant_id": _kept,
-    "endpoint": _kept,
-    "kv_events_endpoint": _kept,
+    "model_name": _name,
+    "tenant_id": _name,
+    "endpoint": _name,
+    "kv_events_endpoint": _address,
     "kv_events_endpoints": _endpoints,
-    "replay_endpoint": _kept,
+    "replay_endpoint": _address,
     "block_size": u32,
     "data_parallel_start_rank": u32,
     "data_parallel_size": u32,
     "max_num_batched_tokens": u64,
     "total_kv_blocks": u64,
-    "stable_routing_id": _kept,
+    "stable_routing_id": _name,
     "is_eagle": flag,
     "role": _role,
     "taints": texts,
     "topology_domains": _map,
-    "kv_transfer_domain": _kept,
-    "kv_transfer_enforcement": _kept,
+    "kv_transfer_domain": _name,
+    "kv_transfer_enforcement": _name,
     "kv_transfer_preferred_weight": number,
-    "curve_server_key": _kept,
+    "curve_server_key": _address,
 }

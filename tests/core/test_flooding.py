@@ -1,0 +1,157 @@
+"""Keys that outsiders craft against a mixer that everybody knows collide in no table of the core.
+
+`crafted` numbers begin at one slot of a table whose hash is the finalizer of splitmix64, and
+`multiples` in one bucket of a table that takes numbers as they are. `verify` demands that all
+entries are near their homes, which 5,000 of these are not.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from itertools import pairwise
+
+import msgpack
+import pytest
+
+from kvd_core.conductor import Conductor
+from kvd_core.index import UNFINISHED, IngestCounters, PrefixIndex
+from kvd_core.ledger import ADDED, Ledger
+
+KEYS = 5000
+U64 = 2**64
+BUCKETS = 5_087 * 10_273  # of tables of the standard library for as many, and the next larger one
+
+
+def undo_shift(value: int, bits: int) -> int:
+    """Returns x where value = x ^ x >> bits."""
+    found = value
+    for _ in range(64 // bits):
+        found = value ^ found >> bits
+    return found
+
+
+def crafted(count: int = KEYS) -> list[int]:
+    """Returns numbers whose mixed values are equal but for the bits that choose no slot."""
+    found = []
+    for low in range(count):
+        value = undo_shift(0x1234567 << 32 | low, 31) * pow(0x94D049BB133111EB, -1, U64) % U64
+        value = undo_shift(value, 27) * pow(0xBF58476D1CE4E5B9, -1, U64) % U64
+        found.append(undo_shift(value, 30))
+    return found
+
+
+def multiples() -> list[int]:
+    return [BUCKETS * number for number in range(1, KEYS + 1)]
+
+
+def stored(names: list[int], parent: int | None = None, medium: str = "GPU") -> list[object]:
+    tokens = list(range(len(names))) if medium == "GPU" else []
+    return ["BlockStored", names, parent, tokens, 1, None, medium]
+
+
+def told(*events: list[object]) -> PrefixIndex:
+    index = PrefixIndex(1, IngestCounters())
+    worker = index.add_worker(1)
+    worker.register(0)
+    stream = worker.stream(0)
+    outcome = stream.apply(msgpack.packb([0.0, list(events), 0]))
+    while outcome == UNFINISHED:
+        outcome = stream.go_on()
+    return index
+
+
+@pytest.mark.parametrize("keys", [crafted, multiples])
+def test_names_of_a_batch(keys: Callable[[], list[int]]) -> None:
+    index = told(stored(keys()))
+    assert index.stats()["blocks"] == KEYS
+    index.verify()
+
+
+@pytest.mark.parametrize("keys", [crafted, multiples])
+def test_blocks_that_wait_and_what_they_wait_for(keys: Callable[[], list[int]]) -> None:
+    names = keys()
+    index = told(*(stored([name], parent) for name, parent in pairwise(names)))
+    assert index.stats()["parked_now"] == KEYS - 1
+    index.verify()
+
+
+def test_names_without_content() -> None:
+    index = told(stored(crafted(), medium="CPU"))
+    assert index.stats()["parked_now"] == KEYS
+    index.verify()
+
+
+def test_children_of_a_block_and_their_sequence_hashes() -> None:
+    index = PrefixIndex(1, IngestCounters())
+    worker = index.add_worker(1)
+    for number, local in enumerate(crafted()):
+        worker.store(0, [number + 1], [local])
+    index.verify()
+    conductor = Conductor(index)
+    while not conductor.sequence(8192):
+        pass
+    index.verify()
+
+
+def test_sets_of_ranks() -> None:
+    """With known hashes of ranks, whose xor is that of a set, sets are crafted by elimination."""
+    ranks = 80
+    index = PrefixIndex(1, IngestCounters())
+    worker = index.add_worker(1)
+    kernel = dependent([known_mix(rank + 1) for rank in range(ranks)])
+    rng = random.Random(1)
+    names: list[list[int]] = [[] for _ in range(ranks)]
+    for block in range(1, KEYS + 1):
+        members = 0
+        while not members:
+            for each in kernel:
+                members ^= each * rng.getrandbits(1)
+        for rank in range(ranks):
+            if members >> rank & 1:
+                names[rank].append(block)
+    for rank in range(ranks):
+        for block in names[rank]:
+            worker.store(rank, [block], [block])
+    index.verify()
+
+
+def known_mix(value: int) -> int:
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % U64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % U64
+    return value ^ value >> 31
+
+
+def dependent(hashes: list[int]) -> list[int]:
+    """Returns masks of hashes whose xor is 0; all that there are, but for their sums."""
+    rows: dict[int, tuple[int, int]] = {}  # by highest bit
+    found = []
+    for number, value in enumerate(hashes):
+        mask = 1 << number
+        while value and (row := rows.get(value.bit_length())):
+            value, mask = value ^ row[0], mask ^ row[1]
+        if value:
+            rows[value.bit_length()] = value, mask
+        else:
+            found.append(mask)
+    return found
+
+
+def test_prompts_of_live_requests() -> None:
+    ledger = Ledger()
+    rank = ledger.add_rank(1, 0)
+    for number, key in enumerate(crafted()):
+        first = array("Q", [key ^ U64 - 1]).tobytes()  # the root's number is all ones
+        assert ledger.add(f"r{number}", rank, first, 1, 0.0) == ADDED
+    ledger.verify()
+
+
+@pytest.mark.parametrize("keys", [crafted, multiples])
+def test_blocks_told_to_a_conductor_by_hash_alone(keys: Callable[[], list[int]]) -> None:
+    index = PrefixIndex(1, IngestCounters())
+    conductor = Conductor(index)
+    source = conductor.add_source("a", "", "", 0, True)
+    assert source.store_named(0, None, "CPU", keys(), 0) == "placed"
+    index.verify()
+    conductor.verify()
