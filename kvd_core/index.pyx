@@ -310,7 +310,10 @@ cdef class Worker:
         self.index.c.rank(rank).listed = True
 
     def unregister(self, uint32_t dp_rank):
-        """Removes one rank with its blocks, which `PrefixIndex.sweep` frees; KeyError if absent."""
+        """Removes one rank with its blocks, which `PrefixIndex.sweep` frees; KeyError if absent.
+
+        Ranks that only its stream has spoken for go as well, unless they are registered.
+        """
         if self.index is None or self.c.find(dp_rank) == kNone:
             raise KeyError(dp_rank)
         self.c.retire(deref(self.index.c), dp_rank)

@@ -198,6 +198,7 @@ struct RankTraits {
   bool numbers_groups = false;  // its stream numbers cache groups
   bool plain = false;           // its stream has told of blocks without numbering groups
   uint32_t dp_rank = 0;
+  uint32_t heard_from = kNone;  // the dp rank whose stream has spoken for it
   bool listed = false;    // registered, so it is shown without a match too
   bool salted = false;    // its stream says which blocks carry a cache salt
   bool offloads = false;  // its stream names lower-tier blocks by hash alone

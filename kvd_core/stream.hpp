@@ -146,6 +146,7 @@ class Stream {
     if (heard_.insert(speaks_for_).second || (has_rank && !names_ranks_)) outcome_ |= kNewRank;
     names_ranks_ = names_ranks_ || has_rank;
     traits().restored = false;
+    traits().heard_from = dp_rank_;
   }
 
   void resume() { rank_ = worker_.rank(index_, speaks_for_); }

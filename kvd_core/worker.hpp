@@ -43,10 +43,15 @@ struct Worker {
     return id;
   }
 
+  // Removes a rank, and those that nothing but its stream has told of: nobody would speak for them.
   void retire(Index& index, uint32_t dp_rank) {
-    const auto it = at(dp_rank);
-    index.retire_rank(it->second);
-    ranks.erase(it);
+    const auto goes = [&](const std::pair<uint32_t, RankId>& entry) {
+      const RankTraits& rank = index.rank(entry.second);
+      if (entry.first != dp_rank && (rank.listed || rank.heard_from != dp_rank)) return false;
+      index.retire_rank(entry.second);
+      return true;
+    };
+    ranks.erase(std::remove_if(ranks.begin(), ranks.end(), goes), ranks.end());
   }
 
   // The rank, if there is one, goes on without its blocks and without what its stream has told:

@@ -331,7 +331,7 @@ class Listener(StreamCounts):
         """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
         self._answered = True
         wanted = self.wanted()
-        if seq > self.cursor.expected and self._brought:
+        if wanted and seq > self.cursor.expected and self._brought:
             return ReplayEnd.HOLE
         known = self.cursor.holds(seq, payload)
         if seq not in wanted or (known and seq >= self.cursor.expected):
@@ -379,7 +379,8 @@ class Listener(StreamCounts):
             return end
         # A connection that was made again meanwhile may lead to another one still.
         is_same = self.connected and self._asked_at == self.losses and not self._proving
-        is_whole = is_marked and self._brought <= FEW
+        # One that has shown nothing may have kept nothing: only what it says next tells.
+        is_whole = is_marked and self._brought <= FEW and self.cursor.last is not None
         self._unproved = not is_same
         self._joined_at = -1 if is_same and is_whole else self.cursor.expected
         self._asking = self._proving = False

@@ -122,6 +122,23 @@ def test_clear_drops_the_ranks_a_stream_has_spoken_for() -> None:
     assert made.scores(7) == {"0": 4, "1": 4}
 
 
+def test_ranks_that_only_batches_name_go_with_the_one_they_came_through() -> None:
+    made = Worker()
+    first, second = made.streams
+    first.apply(batch(stored(1, 7)))
+    first.apply(batch(stored(1, 7), rank=5))
+    second.apply(batch(stored(1, 7), rank=1))
+    second.apply(batch(stored(1, 7), rank=6))
+    first.apply(batch(stored(2, 8), rank=1))
+    made.worker.unregister(0)
+    assert made.scores(7) == {"1": 4, "6": 4}
+    while made.index.sweep(1):
+        pass
+    made.index.verify()
+    made.worker.unregister(1)
+    assert made.worker.ranks() == []
+
+
 def test_a_cleared_stream_forgets_names() -> None:
     made = Worker()
     first = made.streams[0]

@@ -1,4 +1,6 @@
-"""An engine as honest as can be: one cache per tier, numbered batches that tell all of it.
+"""An engine as honest as can be: a cache of tiers per rank, numbered batches that tell all of it.
+
+Most engines have one rank. Some have several behind one port; each batch names its own then.
 
 A block is the path of local values from the root to it. A cache holds copies of blocks; every copy
 is announced once when it comes and once when it goes. After each batch the engine remembers what it
@@ -60,20 +62,27 @@ class Cache:
             del self.tiers[tier][path]
 
 
+Caches = dict[int, Cache]  # by rank
+
+
 @dataclass
 class Process:
     """What one process of an engine has said: batch by batch, with what it held after each."""
 
     number: int
+    after: list[Caches]
     batches: list[bytes] = field(default_factory=list)
-    after: list[Cache] = field(default_factory=lambda: [Cache()])
 
 
 class Engine:
-    """One rank of an instance: its processes, one after the other."""
+    """A port of an instance: its processes, one after the other.
 
-    def __init__(self, key: RankKey, chance: random.Random, kind: bool) -> None:
+    It is registered as one rank, and may have `others` that only its batches name.
+    """
+
+    def __init__(self, key: RankKey, chance: random.Random, kind: bool, others: int = 0) -> None:
         self.key = key
+        self.ranks = [key.dp_rank + 10 * number for number in range(1 + others)]
         self.chance = chance
         self.endpoint = f"ipc://{key.partition.tenant_id}-{key.instance_id}-{key.dp_rank}:1"
         self.has_replay = kind or chance.random() < 0.8
@@ -81,7 +90,7 @@ class Engine:
         self.proxied = not kind and chance.random() < 0.15
         self.vllm = chance.random() < 0.5  # groups are numbered, offloads come by name alone
         self.new_names = chance.random() < 0.5  # a restarted process calls its blocks otherwise
-        self.names_rank = chance.random() < 0.5
+        self.names_rank = others > 0 or chance.random() < 0.5
         self.kept = 100_000 if kind else chance.choice((1, 3, 10, 10, 100_000))
         self.processes: list[Process] = []
         self._asked: dict[Path, None] = {}
@@ -94,8 +103,9 @@ class Engine:
 
     def start(self) -> None:
         """Begins a new process with an empty cache."""
-        self.processes.append(Process(len(self.processes)))
-        self.cache = Cache()
+        self.caches = {rank: Cache() for rank in self.ranks}
+        self.processes.append(Process(len(self.processes), [self.caches]))
+        self._turn(self.key.dp_rank)
         self.ring: deque[tuple[int, bytes]] = deque(maxlen=self.kept)
 
     @property
@@ -103,12 +113,19 @@ class Engine:
         """Every prompt it has ever computed, in the order they came."""
         return list(self._asked)
 
-    def truth(self, process: int, said: int) -> Cache:
-        """What the process held after its first `said` batches."""
-        return self.processes[process].after[said]
+    def _turn(self, rank: int) -> None:
+        """Lets a rank act from now on; what it held stays as it was for those who look back."""
+        self._rank = rank
+        self.cache = self.caches[rank].copy()
+        self.caches = {**self.caches, rank: self.cache}
+
+    def truth(self, process: int, said: int, rank: int) -> Cache:
+        """What a rank of the process held after its first `said` batches."""
+        return self.processes[process].after[said][rank]
 
     def act(self) -> tuple[int, bytes]:
-        """Does something and returns the batch that tells of it."""
+        """Has a rank do something and returns the batch that tells of it."""
+        self._turn(self.chance.choice(self.ranks) if len(self.ranks) > 1 else self.key.dp_rank)
         events: list[Event] = []
         for _ in range(self.chance.choice((1, 1, 2, 4))):
             kinds = (self._serve, self._evict, self._offload, self._again, self._clear)
@@ -117,8 +134,12 @@ class Engine:
             events += self._evict()
         return self._tell(events)
 
-    def clear(self) -> tuple[int, bytes]:
-        """Drops everything on every tier."""
+    def clear(self) -> list[tuple[int, bytes]]:
+        """Drops everything on every tier of every rank, one after the other."""
+        return [self._clear_rank(rank) for rank in self.ranks]
+
+    def _clear_rank(self, rank: int) -> tuple[int, bytes]:
+        self._turn(rank)
         events = []
         if self.vllm:
             for tier in (1, 2):
@@ -213,10 +234,10 @@ class Engine:
     def _tell(self, events: list[Event]) -> tuple[int, bytes]:
         process, seq = self.process, len(self.process.batches)
         moment = process.number * 1e6 + seq  # engines put the time into each
-        rank = self.key.dp_rank if self.names_rank else None
+        rank = self._rank if self.names_rank else None
         payload: bytes = msgpack.packb([moment, events, rank])
         process.batches.append(payload)
-        process.after.append(self.cache.copy())
+        process.after.append(self.caches)
         self.ring.append((seq, payload))
         self.where[payload] = process.number, seq
         return seq, payload

@@ -37,7 +37,9 @@ class Oracle:
             if self.is_exact(replica, engine) and not self._excuse(replica, engine):
                 for path in self._questions(engine, questions):
                     self.compared += 1
-                    self._compare(replica, engine, path, said_by(replica, engine), "exact")
+                    rank = self._chance.choice(engine.ranks)
+                    truth = said_by(replica, engine, rank)
+                    self._compare(replica, engine, path, rank, truth, "exact")
             elif self._goes_on(replica, engine):
                 for path in self._questions(engine, questions):
                     self.restored += 1
@@ -54,22 +56,26 @@ class Oracle:
 
     def _check_credited(self, replica: Replica, engine: Engine, path: Path) -> None:
         """What a dump does not hold makes blocks go early or come late, never the reverse."""
-        truth, told = said_by(replica, engine).depths(path), depths(replica, engine, path)
-        if any(more > most for more, most in zip(told, truth, strict=True)):
-            raise Wrong(
-                f"{replica.name} goes on behind a dump with {engine.key} and says {told} of "
-                f"{path}; the engine said {truth}"
-            )
+        for rank in engine.ranks:
+            truth = said_by(replica, engine, rank).depths(path)
+            told = depths(replica, engine, path, rank)
+            if any(more > most for more, most in zip(told, truth, strict=True)):
+                raise Wrong(
+                    f"{replica.name} goes on behind a dump with {engine.key}, rank {rank}, and "
+                    f"says {told} of {path}; the engine said {truth}"
+                )
 
     def check_restored(self, replica: Replica, told: Told) -> None:
         """Raises Wrong unless the replica has all that its peer's exact streams had applied."""
         replica.told = {key: told[key] for key in told if key not in replica.departed}
         for key in replica.told:
             engine = replica.engines[key]
-            truth = engine.truth(told[key][0], told[key][1] + 1)
+            process, last, _ = told[key]
             for path in self._questions(engine, 20):
                 self.restored += 1
-                self._compare(replica, engine, path, truth, "restored")
+                for rank in engine.ranks:
+                    truth = engine.truth(process, last + 1, rank)
+                    self._compare(replica, engine, path, rank, truth, "restored")
 
     def check_all(self, replica: Replica) -> None:
         """Asks all that the engines' caches have ever been asked, and checks the index itself."""
@@ -118,16 +124,17 @@ class Oracle:
         return [*picked, tuple(more), *((*path, more[0]) for path in picked[:1])]
 
     def _compare(
-        self, replica: Replica, engine: Engine, path: Path, cache: Cache, called: str
+        self, replica: Replica, engine: Engine, path: Path, rank: int, cache: Cache, called: str
     ) -> None:
-        truth, told = cache.depths(path), depths(replica, engine, path)
-        scored = score(replica, engine, path)
+        truth, told = cache.depths(path), depths(replica, engine, path, rank)
+        scored = score(replica, engine, path, rank)
         if told != truth or scored != truth[0] * BLOCK:
             tap = replica.state.taps.get(engine.key)
             heard = f"last applied {tap.last}, mixed {tap.mixed!r}" if tap else "not registered"
             raise Wrong(
                 f"{replica.name} calls {engine.key} {called} and says {told} (score {scored}) of "
-                f"{path}; the engine said {truth} ({heard}, restored {replica.recovery.blocks})"
+                f"{path}, rank {rank}; the engine said {truth} ({heard}, restored "
+                f"{replica.recovery.blocks})"
             )
 
 
@@ -136,26 +143,26 @@ def health(replica: Replica, engine: Engine) -> StreamHealth | None:
     return None if found is None else found.listener.health(trio.current_time())
 
 
-def said_by(replica: Replica, engine: Engine) -> Cache:
-    """What the engine has said to hold, as far as the replica has heard it."""
+def said_by(replica: Replica, engine: Engine, rank: int) -> Cache:
+    """What a rank of the engine has said to hold, as far as the replica has heard it."""
     last = replica.state.taps[engine.key].last
-    return Cache() if last is None else engine.truth(last[0], last[1] + 1)
+    return Cache() if last is None else engine.truth(last[0], last[1] + 1, rank)
 
 
-def depths(replica: Replica, engine: Engine, path: Path) -> Depths:
+def depths(replica: Replica, engine: Engine, path: Path, rank: int) -> Depths:
     partition = replica.state.partitions.get(engine.key.partition)
     if partition is None:
         return 0, 0, 0
     found, _ = partition.index.match(local_hashes(tokens_of(path), BLOCK))
-    return found.get((engine.key.instance_id, engine.key.dp_rank), (0, 0, 0))
+    return found.get((engine.key.instance_id, rank), (0, 0, 0))
 
 
-def score(replica: Replica, engine: Engine, path: Path) -> int:
+def score(replica: Replica, engine: Engine, path: Path, rank: int) -> int:
     """The device tokens that /query says of the rank."""
     if engine.key.partition not in replica.state.partitions:
         return 0
     row = query(replica, engine, path)["scores"].get(str(engine.key.instance_id), {})
-    tokens: int = row.get(str(engine.key.dp_rank), 0)
+    tokens: int = row.get(str(rank), 0)
     return tokens
 
 

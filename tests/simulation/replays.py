@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from tests.simulation.engine import Engine
 
 END = (1 << 64) - 1
+FEW = 3  # messages that a socket has room for; others are dropped, the end too or not
 GOOD = ("good", "four_frames", "slow")
-BAD = ("silent", "no_end", "broken_off", "strays", "garbage", "dripping", "backwards", "empty")
+BAD = (
+    *("silent", "no_end", "broken_off", "strays", "garbage", "dripping", "backwards", "empty"),
+    *("few", "few_no_end", "dropping"),
+)
 
 Answer = Iterator[tuple[float, list[bytes]]]  # seconds after the request, frames
 
@@ -38,6 +42,10 @@ def _messages(
         kept.reverse()
     if kind == "broken_off":
         kept = kept[: len(kept) // 2]
+    if kind in ("few", "few_no_end"):
+        kept = kept[:FEW]
+    if kind == "dropping":
+        kept = kept[:FEW] + [each for each in kept[FEW:] if chance.random() < 0.5]
     for seq, payload in kept:
         if kind == "strays":
             yield _stray(chance, engine)
@@ -48,7 +56,7 @@ def _messages(
             if kind == "four_frames"
             else _frames(seq, payload)
         )
-    if kind not in ("no_end", "broken_off"):
+    if kind not in ("no_end", "broken_off", "few_no_end"):
         yield _frames(END, b"")
 
 

@@ -49,7 +49,7 @@ class World:
     def _engine(self, number: int) -> Engine:
         tenant = self.chance.choice(("default", "default", "other"))
         key = RankKey(PartitionKey("model", tenant), number // 2, number % 2)
-        return Engine(key, self.chance, self.kind)
+        return Engine(key, self.chance, self.kind, self.chance.choice((0, 0, 1, 2)))
 
     async def live(self) -> None:
         async with trio.open_nursery() as self._nursery:
@@ -240,8 +240,17 @@ class World:
             port.replays = "good"
             for replica in self.replicas.values():
                 self._heal_way(replica, port)
-        await trio.sleep(12)
+        await trio.sleep(45)  # a connection that was lost unheard, an answer without end, a rest
+        for replica in self.replicas.values():
+            for engine in self.engines:
+                self._check_dead(replica, engine)
         await self._speak_a_while()
+
+    def _check_dead(self, replica: Replica, engine: Engine) -> None:
+        """No process that is no more is credited any more, though the one that is says nothing."""
+        last = replica.state.taps[engine.key].last
+        if self.kind and last is not None and last[0] != engine.process.number:
+            raise Wrong(f"{replica.name} goes on with process {last[0]} of {engine.key}")
 
     def _heal_way(self, replica: Replica, port: Port) -> None:
         self._set_cut(replica, port, False)
@@ -290,7 +299,8 @@ class World:
         for port in self.ports:
             if self.chance.random() < 0.5:
                 self.say(f"{port.engine.key} clears")
-                self.network.publish(port, *port.engine.clear())
+                for seq, payload in port.engine.clear():
+                    self.network.publish(port, seq, payload)
         await trio.sleep(1)
         await self._speak_a_while()
         for port in self.ports:

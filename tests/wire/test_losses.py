@@ -5,9 +5,13 @@ from __future__ import annotations
 import msgpack
 import pytest
 
+from kvd.model import PartitionKey
+from kvd.state import State
 from kvd.wire.cursor import Verdict
-from kvd.wire.listener import Listener
+from kvd.wire.envelope import Terms
+from kvd.wire.listener import Listener, Stream
 from kvd.wire.losses import HEARD_AFTER, Losses
+from kvd.wire.publication import Publication
 from kvd_core.index import ALL_TIERS, IngestCounters, PrefixIndex
 
 GPU, CPU, STORAGE, EXTERNAL = 1, 2, 4, 8
@@ -75,11 +79,11 @@ def test_before_any_rank_is_heard_a_loss_is_somebody_s() -> None:
 class Port:
     """An engine's port that several ranks share, and the listener of the one registered for it."""
 
-    def __init__(self, expected: int = 0) -> None:
-        self.index = PrefixIndex(BLOCK, IngestCounters())
-        worker = self.index.add_worker(1)
-        worker.register(0)
-        stream = worker.stream(0)
+    def __init__(self, expected: int = 0, stream: Stream | None = None) -> None:
+        if stream is None:
+            worker = PrefixIndex(BLOCK, IngestCounters()).add_worker(1)
+            worker.register(0)
+            stream = worker.stream(0)
         self.listener = Listener("1:0", "tcp://127.0.0.1:1", stream, None, expected)
         self.listener.connecting()
         self.listener.receiving()
@@ -166,3 +170,17 @@ def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
     elif port.listener.take(2, b"\xc1"):
         port.listener.settle()
     assert port.say(3, 1, ALL_CLEARED) == ("exact" if flaw == "of its rank" else "degraded")
+
+
+@pytest.mark.parametrize("standard", [False, True])
+def test_no_clear_ends_what_a_publisher_of_a_conductor_has_lost(standard: bool) -> None:
+    """It speaks for backends and ranks that are known by its events alone."""
+    terms = Terms("m", "default", BLOCK, "", "", 0, store=False)
+    source = State().add_source(PartitionKey("m", "default"), BLOCK, "a", "", "", 0, store=False)
+    port = Port(stream=Publication(source, terms))
+    where = {"tenant_id": "default", "backend_id": "w", "dp_rank": 0}
+    cleared = {"event_type": "cleared", "event_id": 3, **where} if standard else ALL_CLEARED
+    assert port.say(0, 0, stored(1)) == "exact"
+    assert port.say(2, 0, stored(2)) == "degraded"
+    assert port.say(3, 0, cleared) == "degraded"
+    assert set(port.go_on(4, 0, HEARD_AFTER + 1)) == {"degraded"}

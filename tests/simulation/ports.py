@@ -1,0 +1,234 @@
+"""Random lives of one port whose ranks share it, without sockets and time: thousands in minutes.
+
+An honest engine of several ranks (engine.py) publishes, clears, is started again, loses its
+connection, falls silent; batches get lost; its replay server has a short memory, drops, breaks off
+or lies (replays.py); the port is registered again. The listener and the index are kvd's own. After
+every step the index is compared with what the ranks hold, where the stream is called exact.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import kvd.wire.losses
+from kvd.model import PartitionKey, RankKey
+from kvd.wire.cursor import Verdict
+from kvd.wire.listener import Listener
+from kvd.wire.replay import ReplayEnd, read_answer
+from kvd_core.hashing import local_hashes
+from kvd_core.index import IngestCounters, PrefixIndex
+from tests.simulation.engine import BLOCK, VALUES, Engine, Path, tokens_of
+from tests.simulation.oracle import Wrong
+from tests.simulation.replays import BAD, GOOD, answer
+
+STEPS = 300
+HEARD_AFTER = 64  # numbers; every rank of these ports speaks more often
+KEY = RankKey(PartitionKey("model", "default"), 1, 0)
+
+# Those that may end without a word about the last batch: a restart is noticed by its numbers only.
+MUTE = ("silent", "broken_off", "dripping", "garbage")
+
+
+@contextmanager
+def hasty() -> Iterator[None]:
+    """Has ranks that nobody hears count as none soon enough for a short life."""
+    before, kvd.wire.losses.HEARD_AFTER = kvd.wire.losses.HEARD_AFTER, HEARD_AFTER
+    try:
+        yield
+    finally:
+        kvd.wire.losses.HEARD_AFTER = before
+
+
+class PortLife:
+    """An engine, the way to it, and who listens to it."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.engine = Engine(KEY, self.chance, kind=False, others=self.chance.choice((0, 1, 2)))
+        self.has_replay = self.chance.random() < 0.8
+        self.replays = "good"
+        self.loss = self.chance.choice((0.0, 0.02, 0.2))
+        self.on_the_way: deque[tuple[int, bytes]] = deque()
+        self.index = PrefixIndex(BLOCK, IngestCounters())
+        self.worker = self.index.add_worker(KEY.instance_id)
+        self.counts: Counter[str] = Counter()
+        self._register(0)
+
+    def _register(self, expected: int) -> None:
+        self.worker.register(KEY.dp_rank)
+        endpoint = "tcp://127.0.0.1:2" if self.has_replay else None
+        stream = self.worker.stream(KEY.dp_rank)
+        self.listener = Listener("1:0", "tcp://127.0.0.1:1", stream, endpoint, expected)
+        self.listener.connecting()
+        self.listener.receiving()
+        self.listener.joined()
+
+    def live(self) -> None:
+        for _ in range(STEPS):
+            self._step()
+            self._check()
+        self._drain()
+        self._check()
+        self.index.verify()
+
+    def _step(self) -> None:
+        kinds = {
+            self._publish: 50,
+            self._arrive: 60,
+            self._ask: 20,
+            self._clear: 3,
+            self._reconnect: 2,
+            self._restart: 2,
+            self._change_replays: 2,
+            self._register_again: 1,
+            self._sweep: 1,
+        }
+        self.chance.choices(list(kinds), list(kinds.values()))[0]()
+
+    # ---- the engine
+
+    def _publish(self, heard: bool = True) -> None:
+        self._send(*self.engine.act(), heard)
+
+    def _clear(self) -> None:
+        for seq, payload in self.engine.clear():
+            self._send(seq, payload)
+
+    def _send(self, seq: int, payload: bytes, heard: bool = True) -> None:
+        if heard and self.chance.random() >= self.loss:
+            self.on_the_way.append((seq, payload))
+
+    def _restart(self) -> None:
+        """Ends the process and begins another, which is never mistaken for the old one."""
+        self._drain()
+        expected = self.listener.cursor.expected
+        silent = not self.has_replay or self.replays in MUTE or self.replays == "empty"
+        unheard = self.chance.choice((0, 0, 1, 5, 50))
+        if silent and unheard >= expected:
+            return
+        self.counts["restarts"] += 1
+        self.engine.start()
+        self._break_off(unheard)
+        if silent:  # what tells the two apart, before the numbers come as far
+            self._speak_up()
+
+    def _speak_up(self) -> None:
+        self.on_the_way.append(self.engine.act())
+        self._drain()
+
+    # ---- the way
+
+    def _arrive(self) -> None:
+        if self.on_the_way and self.listener.take(*self.on_the_way.popleft()):
+            self._settle()
+
+    def _drain(self) -> None:
+        while self.on_the_way:
+            self._arrive()
+
+    def _reconnect(self) -> None:
+        self._drain()
+        self._break_off(self.chance.choice((0, 0, 3)))
+
+    def _break_off(self, unheard: int) -> None:
+        self.listener.lost_connection("gone", 0.0)
+        for _ in range(unheard):
+            self._publish(heard=False)
+        self.listener.joined()
+
+    def _register_again(self) -> None:
+        self.on_the_way.clear()
+        self.worker.remove()
+        while self.index.sweep(1000):
+            pass
+        self.worker = self.index.add_worker(KEY.instance_id)
+        self._register(self.listener.cursor.expected)
+        self.counts["registered again"] += 1
+
+    def _sweep(self) -> None:
+        self.index.sweep(self.chance.choice((1, 100)))
+
+    # ---- replays, as the listener's task has them
+
+    def _change_replays(self) -> None:
+        self.replays = self.chance.choice((*GOOD, *BAD))
+
+    def _ask(self) -> None:
+        if not self.listener.asks or self.on_the_way:
+            return
+        self.counts["asked"] += 1
+        self.listener.ask()
+        for _ in range(self.chance.choice((0, 0, 2, 150))):
+            self._publish()
+        self._replay()
+
+    def _settle(self) -> None:
+        if self.listener.judge() is Verdict.STALE:
+            return
+        if self.has_replay and self.listener.wanted():
+            self._replay()
+        if lost := self.listener.settle():
+            self.counts["lost"] += len(lost) > 0
+
+    def _replay(self) -> None:
+        if self._fetch() is ReplayEnd.OTHER_ENGINE:
+            self._fetch()
+
+    def _fetch(self) -> ReplayEnd:
+        end = self._read_answer()
+        while self.listener.wants_more(end):
+            self.counts["asked again"] += 1
+            end = self._read_answer()
+        end = self.listener.replay_ended(end)
+        self.counts[f"replays[{end}]"] += 1
+        return end
+
+    def _read_answer(self) -> ReplayEnd:
+        start = self.listener.wanted().start
+        self.listener.answer_begins()
+        for _, frames in answer(self.replays, self.chance, self.engine, start):
+            read = read_answer(frames)
+            if read is None:
+                continue
+            if not read[1]:
+                return ReplayEnd.MARKER
+            if (end := self.listener.take_replayed(*read)) is not None:
+                return end
+        return ReplayEnd.SILENT
+
+    # ---- judgement
+
+    def _check(self) -> None:
+        """Raises Wrong when the stream is called exact and the index does not answer so."""
+        if self.listener.health(0.0) != "exact":
+            self.counts["not exact"] += 1
+            return
+        self.counts["exact"] += 1
+        self.counts["exact behind a loss"] += self.listener.lost > 0
+        expected = self.listener.cursor.expected
+        process = self.engine.process
+        if expected > len(process.batches):
+            raise Wrong(f"exact at {expected}, and the engine has said {len(process.batches)}")
+        for path in self._questions():
+            found, _ = self.index.match(local_hashes(tokens_of(path), BLOCK))
+            for rank in self.engine.ranks:
+                told = found.get((KEY.instance_id, rank), (0, 0, 0))
+                truth = self.engine.truth(process.number, expected, rank).depths(path)
+                if told != truth:
+                    raise Wrong(f"rank {rank} holds {truth} of {path}, and the index says {told}")
+
+    def _questions(self) -> list[Path]:
+        known = self.engine.asked
+        picked = self.chance.sample(known, min(3, len(known)))
+        return [*picked, tuple(self.chance.randrange(VALUES) for _ in range(3))]
+
+
+def live(seed: int) -> Counter[str]:
+    """Lives one seed and returns what has happened; raises Wrong."""
+    life = PortLife(seed)
+    with hasty():
+        life.live()
+    return life.counts
