@@ -374,6 +374,10 @@ def _check_demo(binds: Binds | None, policy: Policy, outgoing: Outgoing) -> None
         raise StartError(f"--demo has its engines at {DEMO_HOST}, which is not in outgoing_allow")
 
 
+def _unless_off(value: Any) -> Any:
+    return None if value == OFF else value
+
+
 def _router(values: Mapping[str, Any]) -> RouterOptions:
     if values["router_predicted_ttl_secs"] is not None and not values["router_use_kv_events"]:
         raise StartError("predictions beside KV events need these: DYN_ROUTER_PREDICTED_TTL_SECS")
@@ -382,8 +386,7 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
             "output blocks are tracked with active ones: DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
         )
     thresholds: dict[str, Any] = {
-        name: None if values[name] == OFF else values[name]
-        for name in ("router_queue_threshold", *THRESHOLDS)
+        name: _unless_off(values[name]) for name in ("router_queue_threshold", *THRESHOLDS)
     }
     return RouterOptions(
         Settings(
@@ -406,6 +409,8 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         predicted_ttl_s=values["router_predicted_ttl_secs"],
         tracks_output_blocks=values["router_track_output_blocks"],
         session_affinity_ttl_s=values["session_affinity_ttl_secs"],
+        disconnected_s=_unless_off(values["router_disconnected_s"]),
+        unconnected_s=_unless_off(values["router_unconnected_s"]),
         max_held=values["router_queue_requests"],
         max_wait_s=values["router_queue_s"],
         max_fleets=values["max_partitions"],

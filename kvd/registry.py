@@ -75,6 +75,8 @@ class Registry:
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
         self.on_departure: Callable[[], None] | None = None  # called when something has left
+        # Called when the connection to a rank's engine has been made or lost.
+        self.on_link: Callable[[RankKey], None] = lambda key: None
         self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
         self._grown = trio.Event()  # set and replaced by every registration
 
@@ -83,6 +85,10 @@ class Registry:
 
     def find(self, key: RankKey) -> Registration | None:
         return self._ranks.get(key)
+
+    def find_listener(self, key: RankKey) -> Listener | None:
+        found = self._ranks.get(key)
+        return None if found is None else found.listener
 
     def registrations(self) -> Iterable[Registration]:
         return self._ranks.values()
@@ -153,6 +159,7 @@ class Registry:
         listener = Listener(
             str(key), endpoint, stream, replay_endpoint, expected, server_key, self._stale_after_s
         )
+        listener.on_link = lambda: self.on_link(key)
         self._ranks[key] = Registration(key, listener, {owner})
         self._listeners.start(key, listener)
         self._grown.set()

@@ -18,6 +18,7 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.parsers import OFF, Binds, Parse, Setting, TcpBind
 from kvd.scheduling.options import (
+    DEFAULT_DISCONNECTED_S,
     DEFAULT_MAX_TREE_SIZE,
     DEFAULT_MAX_WAIT_S,
     DEFAULT_PRUNE_TARGET_RATIO,
@@ -208,6 +209,22 @@ ROUTER_SETTINGS = (
         DEFAULT_MAX_WAIT_S,
         "SECONDS",
         "that a selection waits; below http_handler_s, which ends it without saying why",
+        live=True,
+    ),
+    Setting(
+        "router_disconnected_s",
+        parsers.parse_grace,
+        DEFAULT_DISCONNECTED_S,
+        "SECONDS",
+        "how long a worker is chosen still whose event connection is lost; off: as if it were not",
+        live=True,
+    ),
+    Setting(
+        "router_unconnected_s",
+        parsers.parse_grace,
+        OFF,
+        "SECONDS",
+        "the same of a connection that was never made; off: chosen all the while",
         live=True,
     ),
     Setting(

@@ -788,4 +788,6 @@ def check_terms(pool: Pool, model: ModelPool, s: Settings, model_settings: Model
             is_overloaded(rank, model_settings),
             is_busy(rank, model_settings),
             1.0,
+            True,
+            True,
         )
