@@ -6,6 +6,8 @@ in the configuration file and in code.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvd import parsers
 from kvd.faces.indexer import MAX_DUMPS
 from kvd.http.limits import HttpLimits
@@ -312,6 +314,14 @@ ROUTER_SETTINGS = (
         True,
         "BOOL",
         "whether prompt tokens to compute count in the cost",
+        live=True,
+    ),
+    Setting(
+        "router_last_token",
+        parsers.parse_switch,
+        True,
+        "BOOL",
+        "whether the last token of a prompt, and so its block, is computed though it is cached",
         live=True,
     ),
     _dynamo(
@@ -844,10 +854,14 @@ DAEMON_SETTINGS = (
 # Those that every command has which serves a face.
 FACE_SETTINGS = (*SECURITY_SETTINGS, *FLEET_SETTINGS, *OUTGOING_SETTINGS, *CURVE_SETTINGS)
 
-# Those of `kvd select-service`, with its own names for the addresses and peers.
+# Those of `kvd select-service`, with its own names for the addresses and peers. By default it
+# chooses as the original does, to the last tie.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,
-    *ROUTER_SETTINGS,
+    *(
+        replace(setting, default=False) if setting.name == "router_last_token" else setting
+        for setting in ROUTER_SETTINGS
+    ),
     *(setting for setting in DAEMON_SETTINGS if setting.borrowed),
 )
 

@@ -58,6 +58,7 @@ struct Settings {
   int line = 0;  // of turns, below kLines
   bool track_prefill = true;
   bool track_active_blocks = true;
+  bool last_token = false;  // is computed whatever is cached, and its block with it
 };
 
 // A rank that requests can be sent to.
