@@ -32,7 +32,7 @@ class Lifecycle(StrEnum):
 
     INCOMPLETE = "incomplete"  # something is missing or contradicts its fleet
     SCHEDULABLE = "schedulable"
-    UNSCHEDULABLE = "unschedulable"  # deleted: what DELETE answers, and nobody sees again
+    UNSCHEDULABLE = "unschedulable"  # its engine is not there; or deleted, which only DELETE shows
 
 
 class Role(StrEnum):

@@ -445,6 +445,7 @@ def select_service_settings(
     chosen = settings.SELECT_SERVICE_SETTINGS
     given = {setting.name: getattr(args, setting.name) for setting in chosen}
     given["peers"] = args.indexer_peers
+    given[config.DEFAULTS] = {setting.name: setting.default for setting in chosen}
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
     return only(given, args, "selection_bind")
 

@@ -15,7 +15,7 @@ from hashlib import file_digest
 from ipaddress import ip_address
 from pathlib import Path
 from stat import S_IROTH, S_IXOTH
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from kvd import configfile, fleetfile, tokens
 from kvd.errors import BadRequest
@@ -51,6 +51,7 @@ SECRETS = ("tokens_file", "tls_keyfile", "curve_secret_key_file", "peers_token_f
 
 # The configuration file: what the command line calls it, and its variable.
 CONFIG = "config"
+DEFAULTS = "defaults"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 SERVICE_FILE = Path("/etc/kvd/kvd.toml")  # that of systemd/kvd.service
 
@@ -159,7 +160,8 @@ class Said:
 def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Said]:
     """Returns what holds for every setting; raises `StartError` with the one line that explains.
 
-    `given` holds what the command line said, parsed already, by setting name; None is unsaid.
+    `given` holds what the command line said, parsed already, by setting name; None is unsaid. A
+    command has defaults of its own under DEFAULTS.
     """
     path, filed = _file(given, environ)
     return {each.name: _resolve(each, given, environ, path, filed) for each in SETTINGS}
@@ -228,7 +230,8 @@ def _resolve(
             raise StartError(f"{setting.variable}={said!r}: {why}") from None
     if setting.name in filed:
         return Said(filed[setting.name], str(path))
-    return Said(setting.default, "default")
+    own = cast("Mapping[str, object]", given.get(DEFAULTS, {}))
+    return Said(own.get(setting.name, setting.default), "default")
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
@@ -374,6 +377,10 @@ def _check_demo(binds: Binds | None, policy: Policy, outgoing: Outgoing) -> None
         raise StartError(f"--demo has its engines at {DEMO_HOST}, which is not in outgoing_allow")
 
 
+def _unless_off(value: Any) -> Any:
+    return None if value == OFF else value
+
+
 def _router(values: Mapping[str, Any]) -> RouterOptions:
     if values["router_predicted_ttl_secs"] is not None and not values["router_use_kv_events"]:
         raise StartError("predictions beside KV events need these: DYN_ROUTER_PREDICTED_TTL_SECS")
@@ -382,8 +389,7 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
             "output blocks are tracked with active ones: DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
         )
     thresholds: dict[str, Any] = {
-        name: None if values[name] == OFF else values[name]
-        for name in ("router_queue_threshold", *THRESHOLDS)
+        name: _unless_off(values[name]) for name in ("router_queue_threshold", *THRESHOLDS)
     }
     return RouterOptions(
         Settings(
@@ -394,6 +400,7 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
             temperature=values["router_temperature"],
             track_prefill=values["router_track_prefill_tokens"],
             track_active_blocks=values["router_track_active_blocks"],
+            last_token=values["router_last_token"],
             queue_threshold=thresholds.pop("router_queue_threshold"),
             **thresholds,
         ),
@@ -406,6 +413,8 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         predicted_ttl_s=values["router_predicted_ttl_secs"],
         tracks_output_blocks=values["router_track_output_blocks"],
         session_affinity_ttl_s=values["session_affinity_ttl_secs"],
+        disconnected_s=_unless_off(values["router_disconnected_s"]),
+        unconnected_s=_unless_off(values["router_unconnected_s"]),
         max_held=values["router_queue_requests"],
         max_wait_s=values["router_queue_s"],
         max_fleets=values["max_partitions"],

@@ -287,6 +287,11 @@ def parse_threshold(text: str) -> float | str:
     return OFF if text.lower() in (OFF, "none") else parse_weight(text)
 
 
+def parse_grace(text: str) -> float | str:
+    """Reads a duration in seconds, from none to an hour, or OFF."""
+    return OFF if text == OFF else parse_pause(text)
+
+
 def parse_switch(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
         return True

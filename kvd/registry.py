@@ -75,6 +75,8 @@ class Registry:
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
         self.on_departure: Callable[[], None] | None = None  # called when something has left
+        # Called when the connection to a rank's engine has been made or lost.
+        self.on_link: Callable[[RankKey], None] = lambda key: None
         self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
         self._grown = trio.Event()  # set and replaced by every registration
 
@@ -83,6 +85,10 @@ class Registry:
 
     def find(self, key: RankKey) -> Registration | None:
         return self._ranks.get(key)
+
+    def find_listener(self, key: RankKey) -> Listener | None:
+        found = self._ranks.get(key)
+        return None if found is None else found.listener
 
     def registrations(self) -> Iterable[Registration]:
         return self._ranks.values()
@@ -153,6 +159,7 @@ class Registry:
         listener = Listener(
             str(key), endpoint, stream, replay_endpoint, expected, server_key, self._stale_after_s
         )
+        listener.on_link = lambda: self.on_link(key)
         self._ranks[key] = Registration(key, listener, {owner})
         self._listeners.start(key, listener)
         self._grown.set()
@@ -243,33 +250,58 @@ class Registry:
             if self.on_departure is not None:
                 self.on_departure()
 
-    async def pause(self, instance_id: InstanceId, dp_rank: int) -> None:
+    async def pause(
+        self,
+        instance_id: InstanceId,
+        dp_rank: int,
+        model_name: str | None = None,
+        tenant_id: str | None = None,
+    ) -> None:
         """Stops listening to a rank, which keeps its blocks; returns when that has ended.
 
-        Raises NotFound when it is not registered, Conflict when it is paused already.
+        None is any model, or any tenant. Raises NotFound when it is not registered, Conflict when
+        it is paused already.
         """
-        for registration in self._in_state(instance_id, dp_rank, paused=False):
+        where = instance_id, dp_rank, model_name, tenant_id
+        for registration in self._in_state(*where, paused=False):
             with trio.CancelScope(shield=True):
                 await self._stop(registration)
             registration.listener.paused(trio.current_time())
 
-    def resume(self, instance_id: InstanceId, dp_rank: int) -> None:
+    def resume(
+        self,
+        instance_id: InstanceId,
+        dp_rank: int,
+        model_name: str | None = None,
+        tenant_id: str | None = None,
+    ) -> None:
         """Listens to a paused rank again: what was missed shows as a gap.
 
-        Raises NotFound when it is not registered, Conflict when it is not paused.
+        None as in `pause`. Raises NotFound when it is not registered, Conflict when it is not
+        paused.
         """
-        for registration in self._in_state(instance_id, dp_rank, paused=True):
+        where = instance_id, dp_rank, model_name, tenant_id
+        for registration in self._in_state(*where, paused=True):
             registration.listener.connecting()
             self._listeners.start(registration.key, registration.listener)
 
     def _in_state(
-        self, instance_id: InstanceId, dp_rank: int, *, paused: bool
+        self,
+        instance_id: InstanceId,
+        dp_rank: int,
+        model_name: str | None,
+        tenant_id: str | None,
+        *,
+        paused: bool,
     ) -> list[Registration]:
         """Returns the rank's registrations, one per partition, that are paused, or are not."""
         named = [
             registration
             for key, registration in self._ranks.items()
-            if key.instance_id == instance_id and key.dp_rank == dp_rank
+            if key.instance_id == instance_id
+            and key.dp_rank == dp_rank
+            and model_name in (None, key.partition.model_name)
+            and tenant_id in (None, key.partition.tenant_id)
         ]
         if not named:
             raise NotFound(f"instance {instance_id} dp_rank {dp_rank} not found")

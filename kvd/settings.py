@@ -6,6 +6,8 @@ in the configuration file and in code.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvd import parsers
 from kvd.faces.indexer import MAX_DUMPS
 from kvd.http.limits import HttpLimits
@@ -18,6 +20,7 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.parsers import OFF, Binds, Parse, Setting, TcpBind
 from kvd.scheduling.options import (
+    DEFAULT_DISCONNECTED_S,
     DEFAULT_MAX_TREE_SIZE,
     DEFAULT_MAX_WAIT_S,
     DEFAULT_PRUNE_TARGET_RATIO,
@@ -213,6 +216,22 @@ ROUTER_SETTINGS = (
         live=True,
     ),
     Setting(
+        "router_disconnected_s",
+        parsers.parse_grace,
+        DEFAULT_DISCONNECTED_S,
+        "SECONDS",
+        "how long a worker is chosen still whose event connection is lost; off: as if it were not",
+        live=True,
+    ),
+    Setting(
+        "router_unconnected_s",
+        parsers.parse_grace,
+        OFF,
+        "SECONDS",
+        "the same of a connection that was never made; off: chosen all the while",
+        live=True,
+    ),
+    Setting(
         "router_retries",
         COUNT,
         MAX_RETRIES,
@@ -297,6 +316,14 @@ ROUTER_SETTINGS = (
         True,
         "BOOL",
         "whether prompt tokens to compute count in the cost",
+        live=True,
+    ),
+    Setting(
+        "router_last_token",
+        parsers.parse_switch,
+        True,
+        "BOOL",
+        "whether the last token of a prompt, and so its block, is computed though it is cached",
         live=True,
     ),
     _dynamo(
@@ -829,10 +856,14 @@ DAEMON_SETTINGS = (
 # Those that every command has which serves a face.
 FACE_SETTINGS = (*SECURITY_SETTINGS, *FLEET_SETTINGS, *OUTGOING_SETTINGS, *CURVE_SETTINGS)
 
-# Those of `kvd select-service`, with its own names for the addresses and peers.
+# Those of `kvd select-service`, with its own names for the addresses and peers. By default it
+# chooses as the original does, to the last tie.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,
-    *ROUTER_SETTINGS,
+    *(
+        replace(setting, default=False) if setting.name == "router_last_token" else setting
+        for setting in ROUTER_SETTINGS
+    ),
     *(setting for setting in DAEMON_SETTINGS if setting.borrowed),
 )
 

@@ -11,8 +11,8 @@
 //   cost         18.0      11.5       .         .               choose
 //
 // The candidates are the ranks of one (model, tenant) that requests can be sent to, ascending by
-// (worker, dp rank). A pool does not change but for the turns of ROUND_ROBIN; who joins, leaves or
-// changes its limits makes a new one. A rank of the index has another id after a clear, so ids are
+// (worker, dp rank). A pool does not change but for the turns of ROUND_ROBIN, and for who is heard
+// and reachable; who joins, leaves or changes its limits makes a new one. A rank of the index has another id after a clear, so ids are
 // looked up in the workers each time.
 //
 // The rules, with what they follow:
@@ -90,6 +90,11 @@ class Pool {
   Prompt& prompt() { return prompt_; }
   const Prompt& prompt() const { return prompt_; }
   Scale scale(const Settings& settings) const { return Scale(settings, prompt_, block_size_); }
+
+  // From the next look on nothing that a candidate caches counts, or it does again.
+  void set_heard(size_t at, bool heard) { candidates_[at].heard = heard; }
+  // A candidate cannot be chosen, or can again.
+  void set_reachable(size_t at, bool reachable) { candidates_[at].reachable = reachable; }
 
   // The last choice has not come to pass: whoever has lost their turn has it again.
   void take_back() {
@@ -190,7 +195,7 @@ class Pool {
     if (index_ != nullptr) search(match);
     const bool found = index_ != nullptr && !match.touched().empty();
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Worker* worker = found ? candidates_[i].caches : nullptr;
+      const Worker* worker = found ? caches(candidates_[i]) : nullptr;
       const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
       const Match::Depth depth = id == kNone ? Match::Depth() : match.depth(id);
       standings_[i].device = depth.device;
@@ -201,13 +206,15 @@ class Pool {
     if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted());
   }
 
+  static const Worker* caches(const Candidate& c) { return c.heard ? c.caches : nullptr; }
+
   // What a rank is thought to cache goes on where its events end.
   void foresee(const Predicted& predicted) {
     if (predicted.size() == 0) return;
     const std::vector<uint64_t>& locals = prompt_.used();
     predicted.chain(locals.data(), locals.size(), chained_);
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Worker* worker = candidates_[i].caches;
+      const Worker* worker = caches(candidates_[i]);
       const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
       if (id == kNone) continue;
       Standing& at = standings_[i];
@@ -244,10 +251,11 @@ class Pool {
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const Candidate& candidate = candidates_[i];
       Standing& standing = standings_[i];
-      standing.present = loads.is_of(candidate.booked, mine);
-      if (!standing.present) continue;
+      standing.present = false;
+      if (!loads.is_of(candidate.booked, mine)) continue;
       const ledger::Rank& rank = loads.rank(candidate.booked);
-      standing.present = rank.worker_id == candidate.worker_id && rank.dp_rank == candidate.dp_rank;
+      standing.present = candidate.reachable && rank.worker_id == candidate.worker_id &&
+                         rank.dp_rank == candidate.dp_rank;
       standing.prefill_tokens = rank.prefill_tokens;
       standing.decode_blocks = rank.decode_blocks();
       standing.requests = rank.requests;

@@ -28,6 +28,8 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         const CWorker* caches      # whose blocks it can use, NULL without
         double max_batch_tokens    # 0: unbounded
         double total_blocks        # 0: unknown
+        cbool heard                # False: its events are not, what it caches may be gone
+        cbool reachable            # False: it cannot be chosen
 
     cppclass CStanding "kvd::selector::Standing":
         uint32_t device            # blocks of the prompt, cached
@@ -37,7 +39,7 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         uint64_t prefill_tokens    # being prefilled
         uint64_t decode_blocks     # in use
         uint32_t requests
-        cbool present              # False: its rank has left the ledger
+        cbool present              # False: it has left the ledger or is unreachable
 
     cppclass CPrompt "kvd::selector::Prompt":
         vector[uint64_t] locals
@@ -88,6 +90,8 @@ cdef extern from "selector.hpp" namespace "kvd::selector" nogil:
         void remember() except +                # the loads of now
         cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
         uint64_t least_effective_tokens(const CSettings&, const uint8_t*)
+        void set_heard(size_t, cbool)
+        void set_reachable(size_t, cbool)
         void take_back()                        # the last choice of ROUND_ROBIN
         void take_turns(const CPool&)           # of the pool that this one replaces
 

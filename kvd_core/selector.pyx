@@ -41,7 +41,7 @@ Explained = namedtuple(
     "worker_id dp_rank device_blocks host_blocks disk_blocks live_blocks active_prefill_tokens"
     " active_decode_blocks active_requests cached_tokens effective_prefill_tokens"
     " potential_decode_blocks raw_prefill_blocks credit_blocks prefill_cost decode_cost cost"
-    " eligible overloaded busy preference",
+    " eligible overloaded busy preference heard reachable",
 )
 
 
@@ -218,6 +218,16 @@ cdef class Pool:
             self.c.look(self.index.match_scratch)
         return 0
 
+    # ---- who is there
+
+    def set_heard(self, Py_ssize_t candidate, bint heard):
+        """Has nothing that a candidate caches count from the next look on, or all of it again."""
+        self.c.set_heard(self.at(candidate), heard)
+
+    def set_reachable(self, Py_ssize_t candidate, bint reachable):
+        """Says whether a candidate can be chosen."""
+        self.c.set_reachable(self.at(candidate), reachable)
+
     # ---- choosing
 
     def take_turns(self, Pool former not None):
@@ -372,6 +382,8 @@ cdef class Pool:
             self.c.scale(settings.c).is_overloaded(c[0], s[0]),
             self.c.scale(settings.c).is_busy(c[0], s[0]),
             factor,
+            c.heard,
+            c.reachable,
         )
 
     # ---- rendering

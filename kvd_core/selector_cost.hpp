@@ -14,6 +14,10 @@
 // The device credit is a preference of the cost only: what a rank will not have to compute, and so
 // the tokens that are booked, does not follow it. Weight 0 makes the device credit 0.
 //
+// With `last_token` a prompt finds cached what lies before the block of its last token: engines compute
+// that token to have something to go on from, and with it all of its block. So a prompt of whole
+// blocks that is cached to its end has one block to compute.
+//
 // Invariant: each operation is one of IEEE doubles in the order written here, integers are summed
 // before they become doubles: so costs are equal to the last bit on every machine, and to those of
 // Dynamo 1.6.1 (the core is built with -ffp-contract=off).
@@ -47,16 +51,13 @@ class Scale {
         block_size_(block_size),
         isl_(prompt.isl_tokens),
         blocks_(prompt.sequence.size()),
+        usable_(settings.last_token ? (std::max<uint64_t>(isl_, 1) - 1) / block_size : UINT64_MAX),
         device_credit_(settings.overlap_weight == 0 ? 0 : settings.device_credit),
         rejects_(std::min({settings.decode_blocks_threshold, settings.prefill_tokens_threshold,
                            settings.prefill_tokens_threshold_frac}) != Settings::kOff &&
                  settings.mode != DIRECT) {}
 
-  uint64_t cached_tokens(const Standing& c) const {
-    if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;
-    const double blocks = real(c.device) + s_.host_credit * real(c.host) + s_.disk_credit * real(c.disk);
-    return static_cast<uint64_t>(std::round(blocks * real(block_size_)));
-  }
+  uint64_t cached_tokens(const Standing& c) const { return tokens(cached(c)); }
 
   uint64_t effective_tokens(const Standing& c) const {
     const uint64_t cached = cached_tokens(c);
@@ -74,10 +75,11 @@ class Scale {
 
   Terms terms(const Standing& c) const {
     Terms t;
-    t.cached_tokens = cached_tokens(c);
+    const Cached used = cached(c);
+    t.cached_tokens = tokens(used);
     t.effective_tokens = isl_ > t.cached_tokens ? isl_ - t.cached_tokens : 0;
-    t.credit = device_credit_ * real(c.device) + s_.host_credit * real(c.host) +
-               s_.disk_credit * real(c.disk);
+    t.credit = device_credit_ * real(used.device) + s_.host_credit * real(used.host) +
+               s_.disk_credit * real(used.disk);
     t.raw = 0;
     t.prefill = 0;
     t.decode = s_.track_active_blocks ? real(decode_blocks(c)) : 0;
@@ -108,6 +110,26 @@ class Scale {
   }
 
  private:
+  struct Cached {
+    uint32_t device;
+    uint32_t host;
+    uint32_t disk;
+  };
+
+  // What of the cached blocks the prompt can use.
+  Cached cached(const Standing& c) const {
+    if (uint64_t{c.device} + c.host + c.disk <= usable_) return {c.device, c.host, c.disk};
+    const auto device = static_cast<uint32_t>(std::min<uint64_t>(c.device, usable_));
+    const auto host = static_cast<uint32_t>(std::min<uint64_t>(c.host, usable_ - device));
+    return {device, host, static_cast<uint32_t>(usable_ - device - host)};
+  }
+
+  uint64_t tokens(const Cached& c) const {
+    if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;
+    const double blocks = real(c.device) + s_.host_credit * real(c.host) + s_.disk_credit * real(c.disk);
+    return static_cast<uint64_t>(std::round(blocks * real(block_size_)));
+  }
+
   static bool exceeds(uint64_t value, double threshold, double capacity) {
     return capacity > 0 && real(value) > threshold * capacity;
   }
@@ -116,6 +138,7 @@ class Scale {
   uint32_t block_size_;
   uint64_t isl_;
   uint64_t blocks_;
+  uint64_t usable_;  // blocks
   double device_credit_;
   bool rejects_;  // there is a busy threshold, and it is heeded
 };

@@ -30,6 +30,7 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         int line                              # of turns, below kLines
         cbool track_prefill
         cbool track_active_blocks
+        cbool last_token                      # is computed, and its block with it
 
 
 cdef class Settings:

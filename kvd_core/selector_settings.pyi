@@ -24,6 +24,7 @@ class Settings:
         temperature: float = ...,
         track_prefill: bool = ...,
         track_active_blocks: bool = ...,
+        last_token: bool = ...,
         queue_threshold: float | None = ...,
         active_decode_blocks_threshold: float | None = ...,
         active_prefill_tokens_threshold: float | None = ...,

@@ -24,6 +24,7 @@ cdef dict DEFAULTS = {
     "temperature": 0.0,
     "track_prefill": True,
     "track_active_blocks": True,
+    "last_token": False,
     "queue_threshold": None,
     "active_decode_blocks_threshold": None,
     "active_prefill_tokens_threshold": None,
@@ -39,7 +40,7 @@ cdef class Settings:
         """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
 
         `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
-        terms the cost has. A rank is busy above `queue_threshold` times its
+        terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is busy above `queue_threshold` times its
         max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
         total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
         Turns of ROUND_ROBIN are those of one of LINES.
@@ -61,6 +62,7 @@ cdef class Settings:
         self.c.temperature = self.number("temperature")
         self.c.track_prefill = self.members["track_prefill"]
         self.c.track_active_blocks = self.members["track_active_blocks"]
+        self.c.last_token = self.members["last_token"]
         self.c.queue_threshold = self.threshold("queue_threshold")
         self.c.decode_blocks_threshold = self.threshold("active_decode_blocks_threshold")
         self.c.prefill_tokens_threshold = self.threshold("active_prefill_tokens_threshold")

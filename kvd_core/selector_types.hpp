@@ -58,6 +58,7 @@ struct Settings {
   int line = 0;  // of turns, below kLines
   bool track_prefill = true;
   bool track_active_blocks = true;
+  bool last_token = false;  // is computed whatever is cached, and its block with it
 };
 
 // A rank that requests can be sent to.
@@ -70,6 +71,8 @@ struct Candidate {
   double total_blocks;      // 0: unknown
   uint32_t first;           // the first candidate of its worker
   uint32_t end;             // of that one: behind the last
+  bool heard = true;        // false: its events are not, so what it caches may be gone
+  bool reachable = true;    // false: it cannot be chosen
 };
 
 // What a look found about a candidate, in blocks unless said otherwise.
@@ -81,7 +84,7 @@ struct Standing {
   uint64_t prefill_tokens = 0;
   uint64_t decode_blocks = 0;
   uint32_t requests = 0;
-  bool present = false;  // false: its rank has left the ledger, it cannot be chosen
+  bool present = false;  // false: it has left the ledger or is unreachable, it cannot be chosen
 };
 
 // Blocks of the prompt that are cached on any tier.

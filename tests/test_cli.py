@@ -26,9 +26,10 @@ from kvd.cli import (
     serve_settings,
     slot_tracker_settings,
 )
+from kvd.config import DEFAULTS, load
 from kvd.descriptors import LEAST
 from kvd.parsers import OFF, parse_face_binds
-from kvd.settings import SETTINGS
+from kvd.settings import SELECT_SERVICE_SETTINGS, SETTINGS
 
 ENDPOINT = "tcp://127.0.0.1:5557"
 OTHERS_OFF = (
@@ -225,6 +226,7 @@ def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
 
 def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
     alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "conductor_bind": OFF}
+    alone[DEFAULTS] = {setting.name: setting.default for setting in SELECT_SERVICE_SETTINGS}
     assert given("select-service") == alone
     assert given("select-service", "--port", "1", "--threads", "4") == alone | {
         "selection_bind": parse_face_binds("127.0.0.1:1")
@@ -242,6 +244,19 @@ def test_the_flags_of_the_conductor_mean_what_they_say() -> None:
         "conductor_bind": parse_face_binds("127.0.0.1:1"),
         "hash_seed": 42,
     }
+
+
+def test_the_select_service_computes_what_the_original_does() -> None:
+    """What all of kvd takes for granted of engines, the drop-in command does only if it is told."""
+
+    def holds(*flags: str, **environ: str) -> object:
+        args = build_parser().parse_args(flags)
+        return load(args.given(build_parser(), args), environ).router.settings.members["last_token"]
+
+    assert holds("serve") is True and holds("select-service") is False
+    assert holds("select-service", "--router-last-token") is True
+    assert holds("select-service", KVD_ROUTER_LAST_TOKEN="1") is True
+    assert holds("serve", "--no-router-last-token") is False
 
 
 @pytest.mark.parametrize("command", ["select-service", "serve"])
@@ -279,7 +294,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         ("select-service", select_service_settings),
         ("conductor", conductor_settings),
     ):
-        assert alone(parser, parser.parse_args([command])).keys() <= settings.keys()
+        assert alone(parser, parser.parse_args([command])).keys() <= {*settings, DEFAULTS}
 
 
 @pytest.mark.parametrize(

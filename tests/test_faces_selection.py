@@ -408,6 +408,7 @@ def test_an_answer_can_be_explained(client: httpx.Client) -> None:
     for row in answer["candidates"]:
         assert row["cost"] == row["prefill_cost"] + row["decode_cost"]
         assert row["eligible"] is True and row["busy"] is row["overloaded"] is False
+        assert row["heard"] is row["reachable"] is True and row["stream"] == "recovering"
     assert "candidates" not in client.post("/select", json=body | {"explain": False}).json()
 
 
@@ -457,7 +458,7 @@ def test_ready_says_how_many_can_be_selected(client: httpx.Client) -> None:
         "ready": True,
         "schedulable_workers": 1,
         "not_ready_reasons": [],
-        "lifecycles": {"schedulable": 1, "incomplete": 0},
+        "lifecycles": {"schedulable": 1, "unschedulable": 0, "incomplete": 0},
         "min_initial_workers": 0,
         "recovery": {"state": "off", "peers": 0, "blocks": 0},
         "workers": client.get("/workers").json(),
@@ -465,7 +466,7 @@ def test_ready_says_how_many_can_be_selected(client: httpx.Client) -> None:
     assert client.post("/workers", json={"worker_id": 2}).json()["lifecycle"] == "incomplete"
     ready = client.get("/ready").json()
     assert ready["schedulable_workers"] == 1 and len(ready["workers"]) == 2
-    assert ready["lifecycles"] == {"schedulable": 1, "incomplete": 1}
+    assert ready["lifecycles"] == {"schedulable": 1, "unschedulable": 0, "incomplete": 1}
     assert client.delete("/workers/2").json()["lifecycle"] == "unschedulable"
 
 

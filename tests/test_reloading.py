@@ -32,6 +32,7 @@ OTHERS = {  # values that are no default and leave the rest valid
     "router_mode": '"random"',
     "router_queue_threshold": '"off"',
     "router_track_active_blocks": "false",
+    "router_last_token": "false",
     "router_track_prefill_tokens": "false",
     "outgoing_allow": '["10.0.0.0/8"]',
     "model_name": '"llama"',

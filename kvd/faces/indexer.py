@@ -49,7 +49,7 @@ REGISTERED = (
 )
 REGISTER = BodyScanner({}, REGISTERED)
 UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *bodies.TENANT, "dp_rank"))
-RANK = BodyScanner({}, ("instance_id", "dp_rank"))
+RANK = BodyScanner({}, ("instance_id", "dp_rank", *bodies.PLACE))
 PEER = BodyScanner({}, ("url",))
 
 
@@ -192,11 +192,14 @@ def resume_listener(registry: Registry, request: Request) -> Response:
     return Response(200, OK)
 
 
-def _rank(request: Request) -> tuple[int, int]:
+def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
+    """Returns the instance and rank, with the model and tenant that it is narrowed to."""
     members = bodies.scan(RANK, request.body)
     return (
         bodies.uint(members, "instance_id", bodies.U64_MAX),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
+        bodies.optional_text(members, "model_name"),
+        bodies.alias(members, *bodies.TENANT),
     )
 
 

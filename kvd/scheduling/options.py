@@ -12,6 +12,9 @@ from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_R
 
 # Selections that may wait in all, each a task of 5 KB and its prompt. Fleets hold some hundred.
 MAX_HELD = 16_384
+# How long an engine is chosen still whose event connection is lost: a network that has dropped the
+# connection is back within a second or two.
+DEFAULT_DISCONNECTED_S = 3.0
 DEFAULT_MAX_WAIT_S = 25.0  # below the deadline of handlers, so that the answer says why
 # Answers to bookings that can be had again, about 1 KB each. Bookings whose answer is forgotten
 # refuse their retries as those without a key do; the oldest go first, whose clients have long had
@@ -77,6 +80,8 @@ class RouterOptions:
     predicted_ttl_s: float | None = None  # of predicted blocks beside events; None: there are none
     tracks_output_blocks: bool = False  # they weigh less towards the expected end of a request
     session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
+    disconnected_s: float | None = DEFAULT_DISCONNECTED_S  # None: lost connections change nothing
+    unconnected_s: float | None = None  # the same of those that were never made
     max_held: int = MAX_HELD
     max_wait_s: float = DEFAULT_MAX_WAIT_S
     max_fleets: int = MAX_PARTITIONS

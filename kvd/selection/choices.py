@@ -12,7 +12,8 @@ from typing import Any
 import trio
 
 from kvd.errors import BadRequest, KvdError
-from kvd.model import PartitionKey
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import Registry
 from kvd.scheduling.options import RouterOptions
 from kvd.scheduling.queue import ANYONE, Urgency
 from kvd.selection.affinity import Affinity
@@ -23,6 +24,7 @@ from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
 from kvd.selection.tally import Outcome, Tally, Unserved
 from kvd_core import selector
 from kvd_core.draws import Draws
+from kvd_core.selector import Explained
 from kvd_core.selector_settings import DIRECT, Settings
 
 # By phase: why nobody has been chosen.
@@ -30,6 +32,11 @@ _NOBODY: dict[Phase | None, str] = {
     None: "no endpoints available to route work",
     Phase.PREFILL: "no prefill worker is available",
     Phase.DECODE: "no decode worker is available",
+}
+_GONE: dict[Phase | None, str] = {
+    None: "all workers that may serve it have lost their event connections",
+    Phase.PREFILL: "all prefill workers that may serve it have lost their event connections",
+    Phase.DECODE: "all decode workers that may serve it have lost their event connections",
 }
 _OVERLOADED: dict[Phase | None, str] = {
     None: "all workers are overloaded",
@@ -52,11 +59,13 @@ class Choices:
         clock: Callable[[], float],
         tally: Tally,
         max_waiting: int,
+        registry: Registry,
         affinity: Affinity | None = None,
     ) -> None:
         """There are descriptors for the clients of `max_waiting` selections that wait."""
         self.held = 0
         self._max_waiting = max_waiting
+        self._registry = registry
         self._tally = tally
         self._fleets = fleets
         self._options = options
@@ -218,6 +227,8 @@ class Choices:
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
+            if fleet.lacks(eligible):
+                raise Unserved(Outcome.NOT_ELIGIBLE, _GONE[phase], retry_after_s=1)
             raise Unserved(Outcome.NOT_ELIGIBLE, _NOBODY[phase])
         if chosen == selector.OVERLOADED:
             raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
@@ -261,9 +272,15 @@ class Choices:
                 fleet.eligible(ask.constraints_in(chosen.phase), chosen.phase),
                 fleet.factors(ask.preferred),
             )
-            members += members_json({"candidates": [row._asdict() for row in rows]})
+            members += members_json({"candidates": [self._explained(fleet, row) for row in rows]})
         opening = b"{" + members_json(named)
         return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
+
+    def _explained(self, fleet: Fleet, row: Explained) -> dict[str, Any]:
+        """Returns the terms of a rank's cost, and how far its stream can be believed."""
+        listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
+        stream = None if listener is None else listener.health(self._clock())
+        return row._asdict() | {"stream": stream}
 
     def stop(self) -> None:
         """Answers those that wait, now and from now on, that nobody will serve them."""

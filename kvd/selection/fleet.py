@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.catalog import WorkerRecord
 from kvd.model import PartitionKey
@@ -26,6 +26,14 @@ FORGET_SLICE = 64  # predicted blocks forgotten between two rests
 PREDICTED_SLICE = 4096  # the same of those beside events, some 0.1 us each
 
 
+class Absence(NamedTuple):
+    """What is wrong with the event connection of a rank."""
+
+    since: float  # seconds, of the service's clock
+    heard: bool  # what it caches counts: the connection was never made, so none of it was missed
+    reachable: bool  # it can be chosen still
+
+
 class Fleet:
     """The schedulable workers of one model and tenant."""
 
@@ -39,6 +47,7 @@ class Fleet:
         self.ledger = Ledger()
         self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
         self.workers: dict[int, WorkerRecord] = {}
+        self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
         self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None
         self._former: Pool | None = None  # whose turns the next one goes on with
@@ -68,11 +77,28 @@ class Fleet:
             self._former, self._pool = self._pool, None
         self._silent = silent
 
+    def note_absence(self, place: tuple[int, int], absence: Absence | None) -> None:
+        """Takes note of what is wrong with the event connection of a rank, None for nothing."""
+        if absence is None:
+            self.absent.pop(place, None)
+        else:
+            self.absent[place] = absence
+        if self._pool is not None:
+            _mark(self._pool, place, absence)
+
+    def lacks(self, eligible: bytes | None) -> bool:
+        """Says whether a rank of the pool's mask cannot be chosen because nobody is there."""
+        places = [place for place, absence in self.absent.items() if not absence.reachable]
+        found = [self.pool.find(*place) for place in places]
+        return any(at is not None and (eligible is None or eligible[at] != 0) for at in found)
+
     @property
     def pool(self) -> Pool:
         """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
         if self._pool is None:
             self._pool = self._make_pool()
+            for place, absence in self.absent.items():
+                _mark(self._pool, place, absence)
             if self._former is not None:
                 self._pool.take_turns(self._former)
                 self._former = None
@@ -214,6 +240,13 @@ class Fleet:
         for (worker_id, dp_rank), name in gone:
             workers[worker_id].drop(dp_rank, [name])
         return len(gone) == FORGET_SLICE
+
+
+def _mark(pool: Pool, place: tuple[int, int], absence: Absence | None) -> None:
+    at = pool.find(*place)
+    if at is not None:
+        pool.set_heard(at, absence is None or absence.heard)
+        pool.set_reachable(at, absence is None or absence.reachable)
 
 
 def schedulable(fleets: Mapping[PartitionKey, Fleet], key: PartitionKey) -> Fleet:

@@ -33,13 +33,17 @@ class Readiness:
         """Takes note of how many workers there are; called with every change of that."""
         self.enough = self.enough or schedulable >= self.min_initial_workers
 
-    def reasons(self, schedulable: int) -> list[str]:
-        """Says what is waited for; [] if nothing is."""
+    def reasons(self, schedulable: int, gone: int) -> list[str]:
+        """Says what is waited for; [] if nothing is. `gone` workers have lost their engines."""
         reasons = []
         if self.recovery is Recovery.RUNNING:
             reasons.append("a peer's index is being taken")
         if not self.enough:
             reasons.append(f"{schedulable} of {self.min_initial_workers} initial workers are there")
+        elif not schedulable and gone:
+            reasons.append(
+                f"{gone} workers have lost their event connections, and no other is there"
+            )
         elif not schedulable:
             reasons.append("there is no schedulable worker")
         return reasons

@@ -14,6 +14,7 @@ from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
 from kvd.selection.fleet import Fleet
 from kvd.selection.readiness import Readiness
+from kvd.selection.streams import Streams
 from kvd.selection.tally import Tally
 from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
@@ -75,9 +76,11 @@ class Selections:
             clock,
             self.tally,
             max_waiting,
+            registry,
             self.affinity,
         )
         self.tuning = Tuning(self.fleets, options.settings, self.choices.ask_all)
+        self.streams = Streams(self.fleets, registry, options, clock, self.choices.turn)
         self.workers = Workers(
             self.fleets,
             self.state,
@@ -85,6 +88,7 @@ class Selections:
             options,
             self.bookings,
             self.tuning,
+            self.streams,
             self._workers_changed,
         )
 
@@ -96,6 +100,7 @@ class Selections:
     def tend(self, now: float) -> Iterator[None]:
         """Does what is due; rests at every yield."""
         yield from self.bookings.expire(now)
+        yield from self.streams.look_again()
         while self.workers.reconsider():
             yield
 
@@ -112,6 +117,8 @@ class Selections:
         """
         self.options.settings = options.settings
         self.options.queue_policy = options.queue_policy
+        self.options.disconnected_s = options.disconnected_s
+        self.options.unconnected_s = options.unconnected_s
         self.options.max_held = options.max_held
         self.options.max_wait_s = options.max_wait_s
         self.options.max_fleets = options.max_fleets

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import trio
 
-from kvd.catalog import WorkerRecord
+from kvd.catalog import Lifecycle, WorkerRecord
 from kvd.errors import Conflict, KvdError, NotFound
 from kvd.model import PartitionKey, RankKey
 from kvd.registry import Registry
@@ -27,6 +27,7 @@ from kvd.scheduling.options import RouterOptions
 from kvd.selection.admission import OWNER, Admission, Entry
 from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet
+from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
 from kvd.state import State
 from kvd.wire.endpoints import Addresses
@@ -45,6 +46,7 @@ class Workers:
         options: RouterOptions,
         bookings: Bookings,
         tuning: Tuning,
+        streams: Streams,
         on_change: Callable[[], None],
     ) -> None:
         """Calls `on_change` after every change, when selections that wait may have got somebody."""
@@ -55,6 +57,7 @@ class Workers:
         self._options = options
         self._bookings = bookings
         self._tuning = tuning
+        self._streams = streams
         self._on_change = on_change
         self._admission = Admission(self.entries, fleets, registry, options)
         self._changing = trio.Lock()
@@ -179,6 +182,21 @@ class Workers:
         else:
             self._blocked.discard(worker_id)
 
+    def absent(self, entry: Entry) -> dict[int, str]:
+        """Says what is wrong with the event connections of a worker, by dp rank."""
+        return self._streams.reasons(entry.record.key, entry.record.worker_id)
+
+    def lifecycle(self, entry: Entry) -> Lifecycle:
+        """Says whether a worker can be selected: not once none of its ranks is there."""
+        fleet = self._fleets.get(entry.record.key)
+        if not entry.reasons and fleet is not None and fleet.absent:
+            absent = (
+                fleet.absent.get((entry.record.worker_id, each)) for each in entry.record.ranks
+            )
+            if all(each is not None and not each.reachable for each in absent):
+                return Lifecycle.UNSCHEDULABLE
+        return entry.lifecycle
+
     def listed(self, model_name: str | None, tenant_id: str | None) -> list[Entry]:
         """Returns the workers of a model and tenant, None for any, sorted."""
         found = [
@@ -244,6 +262,8 @@ class Workers:
         if fleet is None:
             return
         fleet.workers.pop(record.worker_id, None)
+        for dp_rank in record.ranks:
+            fleet.absent.pop((record.worker_id, dp_rank), None)
         fleet.changed()
         leaving = [each for each in record.ranks if not _stays(record, after, each)]
         if fleet.predictions is not None:
@@ -287,6 +307,9 @@ class Workers:
             fleet.ledger.add_rank(record.worker_id, dp_rank)
         fleet.workers[record.worker_id] = record
         fleet.changed()
+        if self._options.uses_kv_events:
+            for dp_rank in record.ranks:
+                self._streams.look(RankKey(record.key, record.worker_id, dp_rank))
 
 
 def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:

@@ -37,6 +37,7 @@ No clock, no sockets, no logging: moments come in as arguments (seconds, monoton
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -153,6 +154,7 @@ class Listener(StreamCounts):
         "last_error",
         "last_flaw",
         "name",
+        "on_link",
         "replay_endpoint",
         "server_key",
         "stale_after_s",
@@ -204,6 +206,7 @@ class Listener(StreamCounts):
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
         self.last_error: str | None = None
+        self.on_link: Callable[[], None] = lambda: None  # called when `connected` has changed
         self._joined = False
         self._receiving = False
         self._failed = False
@@ -525,6 +528,7 @@ class Listener(StreamCounts):
             self._unproved = self.replay_endpoint is not None
             self._broken = False
         self._joined_at = self.cursor.expected
+        self.on_link()
 
     def lost_connection(self, why: str, now: float) -> None:
         self.last_error = why
@@ -533,6 +537,7 @@ class Listener(StreamCounts):
             self._disconnected(now)
             self._broken = True
             self._unproved = self.replay_endpoint is not None
+            self.on_link()
 
     def failed(self, why: str, now: float) -> None:
         """Drops the held batch, too: it shows as missing later, and may be replayed then."""

@@ -338,6 +338,25 @@ def test_modes() -> None:
     assert {fleet.pool.choose(least, b"\1\1\0\1", i << 60) for i in range(16)} == {0, 1, 3}
 
 
+def test_the_last_token_is_computed_with_its_block() -> None:
+    plans = {
+        (1, 0): RankPlan(tiers=(4, 0, 0)),
+        (2, 0): RankPlan(tiers=(2, 1, 1)),
+        (3, 0): RankPlan(tiers=(3, 0, 0)),
+    }
+    fleet = Fleet(plans)
+    settings_ = DEFAULTS.replace(last_token=True)
+    for isl_tokens, to_compute in ((64, [16, 20, 16]), (65, [1, 17, 17])):
+        fleet.look(4, isl_tokens)
+        effective = [fleet.pool.effective_prefill_tokens(at, settings_) for at in range(3)]
+        assert effective == to_compute
+    fleet.look(4)  # cached whole: who has all of it is no better than who lacks the last block
+    costs = [row.cost for row in fleet.pool.explain(settings_)]
+    assert costs[0] == costs[2] and fleet.pool.explain(DEFAULTS)[0].cost < costs[0]
+    fleet.look(0, 0)
+    assert fleet.pool.effective_prefill_tokens(0, settings_) == 0
+
+
 def test_masks() -> None:
     fleet = loaded(0, 5, 9)
     fleet.look(1)
@@ -721,6 +740,7 @@ MODEL_SETTINGS = st.builds(
     temperature=st.just(0.0) | WEIGHTS,
     track_prefill=st.booleans(),
     track_active_blocks=st.booleans(),
+    last_token=st.booleans(),
     queue_threshold=THRESHOLDS,
     active_decode_blocks_threshold=THRESHOLDS,
     active_prefill_tokens_threshold=THRESHOLDS,
@@ -788,4 +808,6 @@ def check_terms(pool: Pool, model: ModelPool, s: Settings, model_settings: Model
             is_overloaded(rank, model_settings),
             is_busy(rank, model_settings),
             1.0,
+            True,
+            True,
         )

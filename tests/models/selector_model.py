@@ -41,6 +41,7 @@ class ModelSettings:
     temperature: float = 0.0
     track_prefill: bool = True
     track_active_blocks: bool = True
+    last_token: bool = False
     queue_threshold: float | None = None
     active_decode_blocks_threshold: float | None = None
     active_prefill_tokens_threshold: float | None = None
@@ -59,8 +60,18 @@ def rounded(value: float) -> int:
     return int(value) + (value - int(value) >= 0.5)
 
 
+def usable(rank: ModelRank, s: ModelSettings, prompt: ModelPrompt) -> tuple[int, int, int]:
+    """Returns what of each tier lies before the block of the last token, if that is computed."""
+    tiers, left = [], max(0, prompt.isl_tokens - 1) // prompt.block_size
+    for blocks in (rank.device, rank.host, rank.disk):
+        tiers.append(min(blocks, left) if s.last_token else blocks)
+        left -= tiers[-1]
+    return tiers[0], tiers[1], tiers[2]
+
+
 def cached_tokens(rank: ModelRank, s: ModelSettings, prompt: ModelPrompt) -> int:
-    blocks = rank.device + s.host_credit * rank.host + s.disk_credit * rank.disk
+    device, host, disk = usable(rank, s, prompt)
+    blocks = device + s.host_credit * host + s.disk_credit * disk
     return rounded(blocks * prompt.block_size)
 
 
@@ -82,7 +93,8 @@ def terms(
 ) -> tuple[float, float, float, float, float]:
     """Returns raw prefill blocks, credit, prefill cost, decode cost and the sum of these two."""
     device_credit = s.device_credit if s.overlap_weight else 0.0
-    credit = device_credit * rank.device + s.host_credit * rank.host + s.disk_credit * rank.disk
+    device, host, disk = usable(rank, s, prompt)
+    credit = device_credit * device + s.host_credit * host + s.disk_credit * disk
     decode = float(potential_decode_blocks(rank, prompt)) if s.track_active_blocks else 0.0
     if s.track_prefill:
         tokens = rank.prefill_tokens + effective_tokens(rank, s, prompt)

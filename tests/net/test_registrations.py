@@ -15,6 +15,8 @@ from replay_servers import ReplayServer, one_and_silence, silent, three_frames
 from zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 from kvd.errors import Conflict, NotFound
+from kvd.faces.indexer import pause_listener
+from kvd.http.types import Request
 from kvd.model import PartitionKey, RankKey
 from kvd.net.dialing import Dialer
 from kvd.net.listeners import ListenerTasks
@@ -125,6 +127,29 @@ async def test_a_paused_listener_misses_and_catches_up(daemon: Daemon) -> None:
     await daemon.reaches(3)
     assert (daemon.listener.status, daemon.blocks()) == ("active", 4)
     assert daemon.server.requests == [1]
+
+
+async def test_pausing_is_about_the_models_that_are_named(daemon: Daemon) -> None:
+    registry = daemon.registry
+    other = RankKey(PartitionKey("n", "t"), 1, 0)
+    registry.register(other, daemon.worker.endpoint, BLOCK, None)
+
+    def statuses() -> list[str]:
+        return [str(each.listener.status) for each in registry.registrations()]
+
+    before = statuses()
+    body = b'{"instance_id":1,"model_name":"n"}'
+    answer = await pause_listener(registry, Request("POST", "", b"", [], body))
+    assert answer.status == 200 and statuses() == [before[0], "paused"]
+    with pytest.raises(NotFound):
+        await registry.pause(1, 0, "m", "t")
+    with pytest.raises(Conflict):
+        registry.resume(1, 0, "m")
+    registry.resume(1, 0, "n", "t")
+    await registry.pause(1, 0)
+    assert statuses() == ["paused", "paused"]
+    registry.resume(1, 0, None, "default")
+    assert statuses() == ["pending", "paused"]
 
 
 async def test_pause_and_resume_in_the_wrong_state(daemon: Daemon) -> None:

@@ -163,7 +163,10 @@ def _as_on_the_router(counts: ChoiceCounts, requests: RequestMetrics) -> Iterato
 def _ranks(selections: Selections, most_ranks: int) -> Iterator[Family | None]:
     fleets = sorted(selections.fleets.items())
     number = sum(len(record.ranks) for _, fleet in fleets for record in fleet.workers.values())
-    yield gauge("kvd_selection_ranks", "Ranks that can be chosen", number)
+    absent = sum(not each.reachable for _, fleet in fleets for each in fleet.absent.values())
+    yield gauge("kvd_selection_ranks", "Ranks that can be chosen", number - absent)
+    help = "Ranks that cannot, because their event connections are lost"
+    yield gauge("kvd_selection_absent_ranks", help, absent)
     if number <= most_ranks:
         ranks = [
             (key, fleet.ledger, worker_id, dp_rank)

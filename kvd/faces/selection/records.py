@@ -6,17 +6,23 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from kvd.catalog import Role, WorkerRecord
+from kvd.catalog import Lifecycle, Role, WorkerRecord
 from kvd.errors import Invalid
 from kvd.faces import bodies
 from kvd.faces.selection.members import flag, number, texts, u32, u64
 from kvd.selection.admission import Entry
+from kvd.selection.workers import Workers
 
 FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
 
-def shown(entry: Entry) -> dict[str, Any]:
-    return entry.record.shown(entry.lifecycle, entry.reasons)
+def shown(workers: Workers, entry: Entry) -> dict[str, Any]:
+    lifecycle, absent = workers.lifecycle(entry), workers.absent(entry)
+    gone = list(absent.values()) if lifecycle is Lifecycle.UNSCHEDULABLE else []
+    row = entry.record.shown(lifecycle, entry.reasons + gone)
+    if absent:  # members of ours
+        row["disconnected_dp_ranks"] = {str(dp_rank): why for dp_rank, why in absent.items()}
+    return row
 
 
 def record(members: bodies.Members) -> WorkerRecord:

@@ -22,20 +22,21 @@ WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
 def ready(request: Request, *, selections: Selections) -> Response:
     """Answers 200 once a worker can be selected; with all workers, if who asks may list them."""
     entries = selections.workers.listed(None, None)
-    lifecycles = Counter(entry.lifecycle for entry in entries)
+    lifecycles = Counter(selections.workers.lifecycle(entry) for entry in entries)
     count = lifecycles[Lifecycle.SCHEDULABLE]
-    reasons = selections.readiness.reasons(count)
+    reasons = selections.readiness.reasons(count, lifecycles[Lifecycle.UNSCHEDULABLE])
     answer = {
         "ready": not reasons,
         "schedulable_workers": count,
         "not_ready_reasons": reasons,
         "lifecycles": {
-            each: lifecycles[each] for each in (Lifecycle.SCHEDULABLE, Lifecycle.INCOMPLETE)
+            each: lifecycles[each]
+            for each in (Lifecycle.SCHEDULABLE, Lifecycle.UNSCHEDULABLE, Lifecycle.INCOMPLETE)
         },
         **selections.readiness.shown(),
     }
     if request.known:
-        answer["workers"] = [shown(entry) for entry in entries]
+        answer["workers"] = [shown(selections.workers, entry) for entry in entries]
     response = bodies.json_response(answer)
     response.status = 503 if reasons else 200
     return response
@@ -43,12 +44,12 @@ def ready(request: Request, *, selections: Selections) -> Response:
 
 def list_workers(request: Request, *, selections: Selections) -> Response:
     entries = selections.workers.listed(*bodies.filters(request))
-    return bodies.json_response([shown(entry) for entry in entries])
+    return bodies.json_response([shown(selections.workers, entry) for entry in entries])
 
 
 async def post_worker(request: Request, *, selections: Selections) -> Response:
     entry = await selections.workers.put(read_worker(request.body))
-    response = bodies.json_response(shown(entry))
+    response = bodies.json_response(shown(selections.workers, entry))
     response.status = 201
     return response
 
@@ -72,7 +73,7 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
     if len({each.worker_id for each in records}) != len(records):
         raise Invalid("workers: a worker_id comes twice")
     entries = await selections.workers.put_all(key, records)
-    return bodies.json_response([shown(entry) for entry in entries])
+    return bodies.json_response([shown(selections.workers, entry) for entry in entries])
 
 
 async def patch_worker(request: Request, *, selections: Selections) -> Response:
@@ -82,7 +83,7 @@ async def patch_worker(request: Request, *, selections: Selections) -> Response:
     for fixed in ("worker_id", "model_name", "tenant_id"):
         said.pop(fixed, None)
     entry = await selections.workers.patch(worker_id, lambda known: replace(known, **said))
-    return bodies.json_response(shown(entry))
+    return bodies.json_response(shown(selections.workers, entry))
 
 
 async def delete_worker(request: Request, *, selections: Selections) -> Response:

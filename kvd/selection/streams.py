@@ -1,0 +1,108 @@
+"""What the event streams say of the ranks that can be chosen: engines that have gone are not.
+
+    Listener ── joined, lost ──> Registry.on_link ──> Streams ──> Fleet.absent, the pool
+
+    connection of a rank's stream    what it caches     it is chosen
+    made, or paused by request       counts             yes
+    lost                             does not count     yes, for `disconnected_s`
+    lost for longer                  does not count     no
+    never made                       counts             yes, or for `unconnected_s` if that is set
+
+1. Each rank is judged by itself, whatever the others of its worker do.
+2. A connection that is made again has its rank back in the same step; a pool is not made anew.
+3. Who waits is looked at whenever a rank goes or comes back.
+
+A connection is evidence of the process that has made it: engines publish from the process that
+serves. One that was never made is none: the address may be wrong, or the way to it closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from kvd.model import PartitionKey, RankKey
+from kvd.registry import Registry
+from kvd.scheduling.options import RouterOptions
+from kvd.selection.fleet import Absence, Fleet
+from kvd.wire.listener import Listener, ListenerStatus
+
+LOOK_SLICE = 64  # absent ranks looked at between two rests
+
+
+class Streams:
+    """Judges the ranks of all fleets."""
+
+    def __init__(
+        self,
+        fleets: Mapping[PartitionKey, Fleet],
+        registry: Registry,
+        options: RouterOptions,
+        clock: Callable[[], float],
+        on_change: Callable[[Fleet], None],
+    ) -> None:
+        """Calls `on_change` when a rank can be chosen no more, or again."""
+        self._fleets = fleets
+        self._registry = registry
+        self._options = options
+        self._clock = clock
+        self._on_change = on_change
+        registry.on_link = self.look
+
+    def look(self, key: RankKey) -> None:
+        """Judges a rank, if it is one of a fleet's, by its connection as it is now."""
+        fleet = self._fleets.get(key.partition)
+        if fleet is None or not isinstance(key.instance_id, int):
+            return
+        record = fleet.workers.get(key.instance_id)
+        if record is None or key.dp_rank not in record.ranks:
+            return
+        place = key.instance_id, key.dp_rank
+        before = fleet.absent.get(place)
+        after = self._absence(self._registry.find_listener(key), before)
+        fleet.note_absence(place, after)
+        if (before is None or before.reachable) != (after is None or after.reachable):
+            self._on_change(fleet)
+
+    def _absence(self, listener: Listener | None, known: Absence | None) -> Absence | None:
+        """Returns what is wrong with a connection, None for nothing."""
+        if listener is None or listener.connected or listener.status is ListenerStatus.PAUSED:
+            return None
+        heard = listener.disconnected_since is None  # never connected: nothing was lost
+        limit_s = self._options.unconnected_s if heard else self._options.disconnected_s
+        if limit_s is None:
+            return None
+        since = listener.disconnected_since
+        if since is None:
+            since = self._clock() if known is None else known.since
+        return Absence(since, heard, reachable=self._clock() - since <= limit_s)
+
+    def look_again(self) -> Iterator[None]:
+        """Judges those again that were absent; rests at every yield."""
+        looked = 0
+        for fleet in list(self._fleets.values()):
+            for worker_id, dp_rank in list(fleet.absent):
+                self.look(RankKey(fleet.key, worker_id, dp_rank))
+                looked += 1
+                if looked % LOOK_SLICE == 0:
+                    yield
+
+    def reasons(self, key: PartitionKey, worker_id: int) -> dict[int, str]:
+        """Says what is wrong with the connections of a worker, by dp rank."""
+        fleet = self._fleets.get(key)
+        if fleet is None or not fleet.absent:
+            return {}
+        record = fleet.workers.get(worker_id)
+        ranks = () if record is None else record.ranks
+        absences = {dp_rank: fleet.absent.get((worker_id, dp_rank)) for dp_rank in ranks}
+        return {
+            dp_rank: self._reason(RankKey(key, worker_id, dp_rank), absence)
+            for dp_rank, absence in absences.items()
+            if absence is not None
+        }
+
+    def _reason(self, key: RankKey, absence: Absence) -> str:
+        for_s = max(0, round(self._clock() - absence.since))
+        what = f"not connected in {for_s} s" if absence.heard else f"lost {for_s} s ago"
+        listener = self._registry.find_listener(key)
+        why = "" if listener is None or not listener.last_error else f": {listener.last_error}"
+        return f"the event connection of dp_rank {key.dp_rank} was {what}{why}"
