@@ -24,6 +24,11 @@ MEMORY = Suite(
     "Memory: RSS growth by the index, queues empty",
     (Figure("rss_bytes_per_pair", "bytes/pair"), Figure("rss_after_mib", "whole RSS, MiB")),
 )
+BURST = Suite(
+    "burst",
+    "RSS after bursts: one-block messages as fast as they can be sent",
+    (Figure("rss_after_mib", "whole RSS, MiB"), Figure("rss_bytes_per_pair", "bytes/pair")),
+)
 LATENCY = Suite("latency", "From event to queryable, one block, idle server", (P50, P99))
 DUMP = Suite(
     "recovery",
@@ -60,6 +65,12 @@ MEMORY_SHAPES: dict[str, dict[str, Option]] = {
     "8 workers": {"workers": 8},
     "8 workers, replicated": {"workers": 8, "replicated": 1},
 }
+# What is left of the socket queues that a burst has filled is the server's own affair.
+BURST_RSS = 1.0
+BURST_SHAPES: dict[str, dict[str, Option]] = {
+    "1 worker": {"workers": 1},
+    "8 workers": {"workers": 8},
+}
 # Blocks on their way while memory is measured: a blast would measure socket queues instead.
 MEMORY_WINDOW = 20_000
 
@@ -76,6 +87,8 @@ class IndexerSuites(Runs):
             cases += self._ingest()
         if MEMORY.name in names:
             cases += self._memory()
+        if BURST.name in names:
+            cases += self._burst()
         if DUMP.name in names:
             cases += self._recovery()
         return cases
@@ -155,6 +168,17 @@ class IndexerSuites(Runs):
         for name, shape in MEMORY_SHAPES.items():
             case = Case(MEMORY, name, {"rss_bytes_per_pair": MEMORY_PER_PAIR})
             self._fresh_rounds(case, "ingest", {**self._fill(), **shape, "window": MEMORY_WINDOW})
+            cases.append(case)
+        return cases
+
+    def _burst(self) -> list[Case]:
+        cases = []
+        for name, shape in BURST_SHAPES.items():
+            case = Case(
+                BURST, f"{self._plan.pairs:,} messages, {name}", {"rss_after_mib": BURST_RSS}
+            )
+            blast = {"event_blocks": 1, "batch_events": 1}
+            self._fresh_rounds(case, "ingest", {**self._fill(), **shape, **blast})
             cases.append(case)
         return cases
 

@@ -136,6 +136,8 @@ class Config:
     index_max_blocks: int  # of all partitions; 0 is no bound
     max_partitions: int  # of each face
     max_dumps: int
+    queues_messages: int  # of all engines and replicas; 0 is no bound
+    queues_bytes: int
     outgoing: Places
     lookup_s: float
     lookup_every_s: float
@@ -307,6 +309,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         index_max_blocks=values["index_max_blocks"],
         max_partitions=values["max_partitions"],
         max_dumps=values["max_dumps"],
+        queues_messages=values["queues_messages"],
+        queues_bytes=values["queues_bytes"],
         outgoing=outgoing.allowed,
         lookup_s=values["outgoing_lookup_s"],
         lookup_every_s=values["outgoing_lookup_every_s"],
@@ -474,6 +478,7 @@ def _link(values: Mapping[str, Any]) -> LinkOptions:
         reconnect_s=values["engine_reconnect_s"],
         reconnect_max_s=values["engine_reconnect_max_s"],
         queue_messages=values["engine_queue_messages"],
+        queue_bytes=values["engine_queue_bytes"],
         max_message_bytes=values["engine_message_bytes"],
     )
     if link.heartbeat_timeout_s < link.heartbeat_s:

@@ -45,7 +45,7 @@ from kvd.http.listeners import file_remover
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
 from kvd.memory import keep_freed_memory
-from kvd.metrics import Family, by_label, counter
+from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import activation, sdnotify
 from kvd.net.curve import KeyPair
 from kvd.net.dialing import Dialer
@@ -66,6 +66,7 @@ from kvd.signals import Signals
 from kvd.slots import SlotTrackers
 from kvd.state import State
 from kvd.wire.outgoing import Outgoing
+from kvd_core.drain import InboxSpace
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
@@ -127,7 +128,8 @@ class _Daemon:
             self._outgoing, config.lookup_s, config.lookup_every_s, keys=self._keys
         )
         self._listeners: ListenerTasks | None = None
-        self._sync = Participant(config, self._outgoing, self._dialer, self._keys)
+        self._waiting = InboxSpace(config.queues_messages, config.queues_bytes)
+        self._sync = Participant(config, self._outgoing, self._dialer, self._keys, self._waiting)
         self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
@@ -199,6 +201,7 @@ class _Daemon:
                     config.replays,
                     dialer=self._dialer,
                     begin=self._serving,
+                    space=self._waiting,
                 )
                 bounds = self._max_ranks, self._outgoing, config.stale_after_s
                 registry = Registry(self._state, tasks, *bounds)
@@ -430,6 +433,9 @@ class _Daemon:
         """Yields what the process counts of itself, on every face."""
         name, help = "kvd_config_reloads_total", "Times that the configuration was read again"
         yield by_label(name, "counter", help, "outcome", self._reloads)
+        help = "Messages of engines and replicas that wait until they can be applied"
+        yield gauge("kvd_queued_messages", help, self._waiting.messages)
+        yield gauge("kvd_queued_bytes", "What these take", self._waiting.size_bytes)
         help = "Log lines dropped because nobody read them, or they could not be written"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
 

@@ -193,6 +193,7 @@ LISTENER_COUNTERS = {
     "gaps": "Times that messages of an engine were missing",
     "replayed": "Missing messages that a replay brought",
     "lost": "Missing messages that were given up",
+    "dropped": "Messages that found no room among those that wait; they show as gaps",
     "strays": "Messages in replays that were no answer to what was asked",
     "spared_replays": "Replays not requested because the server had just been silent",
     "restarts": "Engines that were started again",

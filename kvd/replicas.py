@@ -142,6 +142,7 @@ COUNTERS = {
     "oversized": "Events not published because they are longer than any replica reads",
     "overflows": "Times that a replica's queue was full: it misses events until half is sent",
     "received": "Messages of replicas, whatever became of them",
+    "missed": "Messages of replicas dropped because too many waited",
     "own": "Of these, messages that this process had published",
     "applied": "Of these, events that were applied",
     "joins": "Connections on which a replica answered",

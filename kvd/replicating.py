@@ -32,6 +32,7 @@ from kvd.wire.replica import ReplicaCounts
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
+    from kvd_core.drain import InboxSpace
 
 
 class Participant:
@@ -43,11 +44,13 @@ class Participant:
         outgoing: Outgoing,
         dialer: Dialer,
         keys: KeyPair | None,
+        space: InboxSpace,
     ) -> None:
         self._config = config
         self._outgoing = outgoing
         self._dialer = dialer
         self._keys = keys
+        self._space = space
         self._counts = ReplicaCounts()
         self._publisher: Publisher | None = None
         self._doorkeeper: Doorkeeper | None = None
@@ -110,6 +113,7 @@ class Participant:
             self._config.replica_link,
             bind=None if affinity is None else affinity.apply,
             dialer=self._dialer,
+            space=self._space,
         )
         slots.publish = selections.bookings.publish = links.publish
         if affinity is not None:

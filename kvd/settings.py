@@ -14,10 +14,12 @@ from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.logs import FORMS, LEVELS
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
+from kvd.net.backlog import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES
 from kvd.net.dialing import LOOK_AGAIN_S, LOOKUP_S
 from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
+from kvd.net.replication import REPLICA_LINK
 from kvd.parsers import OFF, Binds, Parse, Setting, TcpBind
 from kvd.scheduling.options import (
     DEFAULT_DISCONNECTED_S,
@@ -96,9 +98,9 @@ REPLICA_SETTINGS = (
     Setting(
         "replica_sync_queue_messages",
         parsers.within(0, I32_MAX),
-        LINK_DEFAULTS.queue_messages,
+        REPLICA_LINK.queue_messages,
         "N",
-        "events queued to each replica, and from each, before ZMQ drops; 0 is unbounded",
+        "events queued to each replica, and from each, before some are dropped; 0 is unbounded",
     ),
 )
 
@@ -561,7 +563,14 @@ ENGINE_SETTINGS = (
         parsers.within(0, I32_MAX),
         LINK_DEFAULTS.queue_messages,
         "N",
-        "batches queued per engine before ZMQ drops; 0 is unbounded",
+        "batches of an engine that wait to be applied; beyond it gaps; 0 is unbounded",
+    ),
+    Setting(
+        "engine_queue_bytes",
+        parsers.within(0, 2**40),
+        LINK_DEFAULTS.queue_bytes,
+        "BYTES",
+        "that these may take, with 16 for each; 0 is unbounded",
     ),
     Setting(
         "engine_message_bytes",
@@ -823,6 +832,20 @@ DAEMON_SETTINGS = (
         MAX_REQUEST_BLOCKS,
         "BLOCKS",
         "of these, on both together",
+    ),
+    Setting(
+        "queues_messages",
+        parsers.within(0, 2**40),
+        MAX_QUEUED_MESSAGES,
+        "N",
+        "messages of all engines and replicas that wait; 0 is unbounded",
+    ),
+    Setting(
+        "queues_bytes",
+        parsers.within(0, 2**40),
+        MAX_QUEUED_BYTES,
+        "BYTES",
+        "that these may take; 0 is unbounded",
     ),
     Setting(
         "metrics_ranks",

@@ -208,6 +208,7 @@ def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
         "streams": _streams(listening),
         "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
         "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
+        "queued": _first(faces, {"messages": "kvd_queued_messages", "bytes": "kvd_queued_bytes"}),
         "log_lines_dropped": _first(faces, {"": "kvd_log_lines_dropped_total"})[""],
     }
     if listening:  # all of them show the same index
@@ -314,6 +315,9 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'conductor':13} {shown['conductor']['registered']:,} publishers"
     if shown["resident_bytes"] is not None:
         yield f"{'memory':13} {_mib(shown['resident_bytes'])}"
+    if shown["queued"]["messages"]:
+        messages, size = shown["queued"]["messages"], shown["queued"]["bytes"]
+        yield f"{'queued':13} {messages:,} messages, {_mib(size)}"
     if shown["log_lines_dropped"]:
         yield f"{'log':13} {shown['log_lines_dropped']:,} lines dropped"
     yield from _inexact(shown)

@@ -1,10 +1,12 @@
-// Reads event messages from a ZMQ SUB socket through the libzmq that pyzmq has loaded.
+// Reads messages from a ZMQ socket through the libzmq that pyzmq has loaded.
 //
-//   libzmq's pipe of the socket          MessageReader                 whoever asks
+//   libzmq's pipe of the socket          MessageReader                 the inbox (inbox.hpp)
 //   +-------+-----+---------+            frames_[0]  topic  ignored
 //   | topic | seq | payload |  next() -> frames_[1]  8 bytes, BE  ->  seq
 //   +-------+-----+---------+            frames_[2]  msgpack      ->  payload, size
 //   | ...   more messages   |            frames_[3]  any further frame, overwritten by the next
+//
+// Other messages than those of engines are read frame by frame (`next_of_any_shape`).
 //
 // Invariants
 //   1. Never waits: every receive is ZMQ_DONTWAIT.
@@ -15,7 +17,7 @@
 //      ZMQ_FD becomes readable with the next message: only then may the owner wait for it.
 //
 // Cost: 0.4 to 0.6 us of CPU per queued message of 200 bytes (3 zmq_msg_recv), no allocation of
-// our own; with a listener's Python part 1.1 us. By pyzmq's recv_multipart the same takes 6.2 us.
+// our own. By pyzmq's recv_multipart the same takes 6.2 us.
 //
 // There is no zmq.h at build time and no second libzmq at run time: the functions come by dlsym
 // from the extension module of pyzmq, which finds them in the library that module is linked with.
@@ -28,6 +30,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 namespace kvd {
 
@@ -107,6 +110,23 @@ class MessageReader {
         } while (more_);
         if (count != EVENT_FRAMES) return Got::bad_frame_count;
         if (zmq_.msg_size(&frames_[1]) != SEQ_BYTES) return Got::bad_sequence;
+        return Got::event;
+    }
+
+    // Takes the next message, whatever its shape, as `packed`: each frame behind its length. Of one
+    // with more than `most` frames (at least 1) the first beyond that is the last; the others stay,
+    // and the socket is of no more use: Got::bad_frame_count.
+    Got next_of_any_shape(int most, std::string& packed) {
+        packed.clear();
+        int count = 0;
+        do {
+            ZmqMessage& frame = frames_[0];
+            if (receive(frame) < 0) return count == 0 && errno == EAGAIN ? Got::empty : Got::failed;
+            const uint32_t size = static_cast<uint32_t>(zmq_.msg_size(&frame));
+            packed.append(reinterpret_cast<const char*>(&size), sizeof size);
+            packed.append(static_cast<const char*>(zmq_.msg_data(&frame)), size);
+            if (++count > most) return Got::bad_frame_count;
+        } while (zmq_.msg_more(&frames_[0]));
         return Got::event;
     }
 

@@ -1,14 +1,16 @@
 # distutils: language = c++
-"""Empties a ZMQ SUB socket of event messages at a sixth of the CPU time pyzmq takes.
+"""Empties ZMQ sockets into inboxes, at a sixth of the CPU time pyzmq takes.
 
-The socket stays pyzmq's: options, connecting, waiting and closing are done there, and this module
-only receives, through the very libzmq that pyzmq has loaded (drain.hpp).
+A socket stays pyzmq's: options, connecting, waiting and closing are done there, and this module
+only receives, through the very libzmq that pyzmq has loaded (drain.hpp). What it has received waits
+in an inbox (inbox.hpp) until it is taken.
 """
 import os
 import sys
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.errno cimport errno
+from libc.string cimport memcpy
 
 import zmq
 import zmq.backend
@@ -30,47 +32,207 @@ cdef _load():
 _load()
 
 
-def drain(size_t socket, take, refuse, int max_messages, int64_t budget_ns):
-    """Takes waiting messages off a SUB socket; returns whether it stopped before that was empty.
+cdef class InboxSpace:
+    """What all inboxes together may hold, in messages and in bytes; 0 is without a bound."""
 
-    Per well-formed message (topic, 8-byte big-endian number, payload) calls `take(seq, payload)`,
-    for any other `refuse(reason)` with one of this module's BAD_ texts. Stops after a message for
-    which `take` returns True, after `max_messages` messages, or after the first that ends later
-    than `budget_ns` from the start. `socket` is the address that pyzmq's `Socket.underlying` gives;
-    neither callable may close it. Raises zmq.ZMQError where libzmq refuses, and whatever the
-    callables raise: the message it was raised for is gone then, later ones are not.
+    cdef CInboxSpace* space
+
+    def __cinit__(self, uint64_t max_messages=0, uint64_t max_bytes=0):
+        cdef InboxBounds bounds
+        bounds.messages, bounds.bytes = max_messages, max_bytes
+        self.space = new CInboxSpace(bounds)
+
+    def __dealloc__(self):
+        del self.space
+
+    @property
+    def messages(self):
+        """How many wait."""
+        return self.space.messages()
+
+    @property
+    def size_bytes(self):
+        """What these take."""
+        return self.space.bytes()
+
+
+cdef class Inbox:
+    """Messages of one stream that wait, within bounds of its own and of the space.
+
+    `pushed` and `popped` count what has ever come in and gone out: a place in the order of arrival.
+    `dropped` counts what found no room.
     """
-    if socket == 0:
-        raise ValueError("the socket is closed")
-    cdef MessageReader* reader = new MessageReader(_zmq, <void*>socket)
+
+    cdef InboxSpace space  # kept for as long as there is an inbox in it
+    cdef CInbox* inbox
+    cdef public bint cut  # a message had too many frames, so its socket is of no more use
+
+    def __cinit__(self, InboxSpace space not None, uint64_t max_messages=0, uint64_t max_bytes=0):
+        cdef InboxBounds bounds
+        bounds.messages, bounds.bytes = max_messages, max_bytes
+        self.space = space
+        self.inbox = new CInbox(space.space[0], bounds)
+
+    def __dealloc__(self):
+        del self.inbox
+
+    @property
+    def pushed(self):
+        return self.inbox.pushed()
+
+    @property
+    def popped(self):
+        return self.inbox.popped()
+
+    @property
+    def messages(self):
+        return self.inbox.messages()
+
+    @property
+    def size_bytes(self):
+        return self.inbox.bytes()
+
+    @property
+    def dropped(self):
+        return self.inbox.dropped()
+
+    @property
+    def has_hole(self):
+        """Whether messages were dropped behind the last one that is kept."""
+        return self.inbox.has_hole()
+
+    def seal(self):
+        """What waits now stays; else what finds no room takes the place of the newest."""
+        self.inbox.seal()
+
+    def begin(self):
+        """Has `first` be the place of the first message that is pushed from now on."""
+        self.inbox.begin()
+
+    @property
+    def first(self):
+        return self.inbox.first()
+
+    def push(self, uint64_t seq, bytes payload not None):
+        """Keeps a message if there is room."""
+        _keep(self.inbox, seq, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
+
+    def drain(self, take, uint64_t max_messages, int64_t budget_ns):
+        """Has `take(seq, payload)` take messages; returns whether it stopped before there was none.
+
+        Stops after a message for which `take` returns True, after `max_messages` messages, or after
+        the first that ends later than `budget_ns` from the start. What `take` raises passes
+        through: the message it was raised for is gone then, later ones are not.
+        """
+        cdef CInbox* inbox = self.inbox
+        cdef Deadline* deadline = new Deadline(budget_ns)
+        cdef uint64_t seq
+        try:
+            for _ in range(max_messages):
+                if inbox.empty():
+                    return False
+                seq = inbox.seq()
+                payload = PyBytes_FromStringAndSize(inbox.data(), inbox.size())
+                inbox.pop()
+                if take(seq, payload) is True or deadline.passed():
+                    return True
+            return True
+        finally:
+            del deadline
+
+    def take_frames(self):
+        """Returns the frames of the oldest message, None when there is none."""
+        if self.inbox.empty():
+            return None
+        cdef const char* at = self.inbox.data()
+        cdef const char* end = at + self.inbox.size()
+        cdef uint32_t size
+        frames = []
+        while at < end:
+            memcpy(&size, at, sizeof(size))
+            at += sizeof(size)
+            frames.append(PyBytes_FromStringAndSize(at, size))
+            at += size
+        self.inbox.pop()
+        return frames
+
+    def clear(self):
+        """Drops all that waits; that does not count as dropped."""
+        self.inbox.clear()
+
+
+cdef void _keep(CInbox* inbox, uint64_t seq, const char* data, size_t size) except *:
+    cdef unsigned char* place = inbox.push(seq, size)
+    if place != NULL:
+        memcpy(place, data, size)
+
+
+def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t budget_ns):
+    """Takes event messages off a socket; returns whether it stopped before that was empty.
+
+    A well-formed message (topic, 8-byte big-endian number, payload) goes to the inbox by its number
+    and payload; for any other `refuse(reason)` is called with one of this module's BAD_ texts.
+    Stops after `max_messages` messages, or after the first that ends later than `budget_ns` from
+    the start. `socket` is the address that pyzmq's `Socket.underlying` gives; `refuse` may not close
+    it. Raises zmq.ZMQError where libzmq refuses.
+    """
+    cdef MessageReader* reader = _reader(socket)
     cdef Deadline* deadline = new Deadline(budget_ns)
+    cdef Got got
     try:
-        return _drain(reader, deadline, take, refuse, max_messages)
+        for _ in range(max_messages):
+            got = reader.next()
+            if got == Got.empty:
+                return False
+            if got == Got.event:
+                _keep(inbox.inbox, reader.seq(), reader.payload(), reader.size())
+            elif got == Got.failed:
+                _raise()
+            else:
+                refuse(BAD_FRAME_COUNT if got == Got.bad_frame_count else BAD_SEQUENCE)
+            if deadline.passed():
+                return True
+        return True
     finally:
         del deadline
         del reader
 
 
-cdef bint _drain(
-    MessageReader* reader, Deadline* deadline, take, refuse, int max_messages
-) except -1:
+def fill_frames(Inbox inbox not None, size_t socket, int most, int max_messages, int64_t budget_ns):
+    """Takes messages of any shape off a socket; returns whether it stopped before that was empty.
+
+    As `fill`. A message with more than `most` frames is kept up to the first beyond that, and the
+    inbox is `cut`: the rest of that message stays, for ever.
+    """
+    cdef MessageReader* reader = _reader(socket)
+    cdef Deadline* deadline = new Deadline(budget_ns)
+    cdef string packed
     cdef Got got
-    cdef int count = 0
-    cdef int fault
-    while count < max_messages:
-        got = reader.next()
-        if got == Got.empty:
-            return False
-        if got == Got.event:
-            payload = PyBytes_FromStringAndSize(reader.payload(), reader.size())
-            if take(reader.seq(), payload) is True:
+    try:
+        for _ in range(max_messages):
+            if inbox.cut:
+                return False
+            got = reader.next_of_any_shape(most, packed)
+            if got == Got.empty:
+                return False
+            if got == Got.failed:
+                _raise()
+            inbox.cut = got == Got.bad_frame_count
+            _keep(inbox.inbox, 0, packed.data(), packed.size())
+            if deadline.passed():
                 return True
-        elif got == Got.failed:
-            fault = errno
-            raise zmq.ZMQError(fault)
-        else:
-            refuse(BAD_FRAME_COUNT if got == Got.bad_frame_count else BAD_SEQUENCE)
-        count += 1
-        if deadline.passed():
-            return True
-    return True
+        return True
+    finally:
+        del deadline
+        del reader
+
+
+cdef MessageReader* _reader(size_t socket) except NULL:
+    if socket == 0:
+        raise ValueError("the socket is closed")
+    return new MessageReader(_zmq, <void*>socket)
+
+
+cdef _raise():
+    cdef int fault = errno
+    raise zmq.ZMQError(fault)

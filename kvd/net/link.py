@@ -36,6 +36,8 @@ KEEPALIVE_IDLE_S = 30  # finds dead hosts of workers whose ZMTP is too old for h
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
 
+ANSWER_MESSAGES = 100_000  # in the queue of a socket that asks; engines keep 10,000 batches
+
 GONE_S = 0.1  # how long the end of a connection is waited for; it takes 0.3 ms on an idle machine
 GONE_EVERY_S = 0.0005
 
@@ -100,7 +102,9 @@ class LinkOptions:
     reconnect_s: float = 0.1  # the first pause before another attempt; it doubles up to the longest
     reconnect_max_s: float = 5.0
     give_up_s: float = 1.0  # libzmq announces a retry in 1 ms; missing it costs a new socket
-    queue_messages: int = 100_000  # libzmq's 1,000 lost 93,500 of a burst of 100,001, this none
+    # What waits in kvd until it can be applied; libzmq's own queue has no bound (`ZSocket`).
+    queue_messages: int = 1_000_000  # of one block each: five seconds of applying
+    queue_bytes: int = 256 * 1024 * 1024  # these at 270 bytes
     max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; one of 64 MiB took the loop 3 s
 
 
@@ -256,7 +260,7 @@ def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes
         # With IPv6 on, libzmq takes a host name's IPv6 address if there is one, and engines bind
         # to IPv4 unless told otherwise: so only for hosts written as IPv6 addresses.
         zmq.IPV6: int(is_ipv6(endpoint)),
-        zmq.RCVHWM: options.queue_messages,
+        zmq.RCVHWM: 0,
         zmq.MAXMSGSIZE: options.max_message_bytes,
         zmq.HEARTBEAT_IVL: _ms(options.heartbeat_s),
         zmq.HEARTBEAT_TIMEOUT: _ms(options.heartbeat_timeout_s),
@@ -268,6 +272,18 @@ def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes
         zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_IDLE_S,
         zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_INTERVAL_S,
         zmq.TCP_KEEPALIVE_CNT: KEEPALIVE_PROBES,
+    }
+
+
+def asking_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes]:
+    """Returns those of a socket that is read to the end of an answer, and closed.
+
+    What it has not read yet holds up who answers, and not answering has a deadline of its own.
+    """
+    return {
+        **socket_options(endpoint, options),
+        zmq.RCVHWM: ANSWER_MESSAGES,
+        zmq.HEARTBEAT_IVL: 0,
     }
 
 

@@ -4,8 +4,10 @@ One task per listener, socket after socket (`kvd.net.sessions`). While one is of
 
     receive    its messages        in turns, so that neither a burst nor a worker starves others
       _finish  a long one          slice by slice, each a turn like any other
-      _settle  the one held back   what is missing before it is replayed; later ones wait in the
-                                   socket meanwhile
+      _settle  the one held back   what is missing before it is replayed
+      _keep    later ones          taken off the socket meanwhile, into the backlog
+
+One task at a time empties the socket, and does so always (`kvd.net.backlog`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 
 from kvd.logs import get_logger
+from kvd.net.backlog import Backlog
 from kvd.net.dialing import Dialer
 from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
-from kvd.net.turns import MAX_TURN_MESSAGES
 from kvd.wire.cursor import Verdict
 from kvd.wire.replay import ReplayEnd
-from kvd_core.drain import drain
+from kvd_core.drain import InboxSpace
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from kvd.net.link import Link, LinkOptions
     from kvd.net.replay import Replayer
     from kvd.net.turns import Turns
@@ -43,33 +47,50 @@ async def run_listener(
     replayer: Replayer,
     turns: Turns,
     dialer: Dialer | None = None,
+    space: InboxSpace | None = None,
 ) -> None:
     """Keeps `listener` connected and fed, until cancelled.
 
-    Connects at once and takes messages once `ready` is set; until then libzmq queues them.
+    Connects at once and takes messages once `ready` is set; until then they wait in the backlog,
+    within the bounds of the options and of the `space`.
     Failures of the connection end up in the listener's status. So does what its stream raises:
     that is a bug, but a batch that met it once would end the daemon again after every restart,
     as soon as it is replayed.
     """
     lines = StreamLog(log, "listener", listener.name)
-    reader = _Reader(listener, ready, replayer, turns, lines)
-    await Sessions(listener, reader, context, options, lines, dialer or Dialer()).run()
+    backlog = Backlog(listener, space or InboxSpace(), options)
+    reader = _Reader(listener, backlog, ready, replayer, turns, lines)
+    try:
+        await Sessions(listener, reader, context, options, lines, dialer or Dialer()).run()
+    finally:
+        backlog.end()
 
 
 class _Reader:
     """What one listener does with its messages."""
 
-    __slots__ = ("_flaw_said", "_listener", "_log", "_ready", "_replayer", "_spare_until", "_turns")
+    __slots__ = (
+        "_backlog",
+        "_flaw_said",
+        "_listener",
+        "_log",
+        "_ready",
+        "_replayer",
+        "_spare_until",
+        "_turns",
+    )
 
     def __init__(
         self,
         listener: Listener,
+        backlog: Backlog,
         ready: trio.Event,
         replayer: Replayer,
         turns: Turns,
         log: StreamLog,
     ) -> None:
         self._listener = listener
+        self._backlog = backlog
         self._ready = ready
         self._replayer = replayer
         self._turns = turns
@@ -82,48 +103,79 @@ class _Reader:
 
         Receiving fails only if the context ended before its listeners did: a bug, so it may raise.
         """
-        await self._ready.wait()
+        await self._meanwhile(link, self._ready.wait)
         self._listener.receiving()
-        await self._finish()  # what the last session has left
+        await self._meanwhile(link, self._finish)  # what the last session has left
         while True:
-            more = await self._drain(link)
+            more = await self._take_some(link)
             if self._listener.unfinished is not None:
-                await self._finish()
+                await self._meanwhile(link, self._finish)
             if self._listener.held is not None:
-                await self._settle(link)
+                await self._meanwhile(link, self._settle)
                 await trio.lowlevel.checkpoint()
             elif more:
                 await trio.lowlevel.checkpoint()
             elif self._listener.asks:
                 await self._ask(link)
             else:
-                await link.wait()
+                self._backlog.idle = True
+                try:
+                    await link.wait()
+                finally:
+                    self._backlog.idle = False
 
     async def receive_rest(self, link: Link) -> None:
-        """Takes what had arrived before the socket became useless, up to the first gap.
+        """Takes in what had arrived before the socket became useless.
 
-        What comes from there on shows as missing on the next socket, where it can be replayed.
+        As much as can be applied at once is; the rest waits for the next socket.
         """
+        while await self._take_in(link):
+            await trio.lowlevel.checkpoint()
         while self._ready.is_set() and self._listener.held is None:
             await self._finish()
-            if not await self._drain(link):
+            if not await self._take_some(link):
                 break
             await trio.lowlevel.checkpoint()
 
-    async def _drain(self, link: Link) -> bool:
-        """Takes waiting messages for one turn; returns whether there may be more."""
-        listener = self._listener
+    async def _meanwhile(self, link: Link, job: Callable[[], Awaitable[object]]) -> None:
+        """Does a job that takes no messages; what comes waits in the backlog."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep, link)
+            await job()
+            nursery.cancel_scope.cancel()
+
+    async def _keep(self, link: Link) -> NoReturn:
+        while True:
+            if await self._take_in(link):
+                await trio.lowlevel.checkpoint()
+            else:
+                await link.sub.wait_readable()
+
+    async def _take_in(self, link: Link) -> bool:
+        """Empties the socket for one turn; returns whether there may be more."""
         budget_ns = await self._turns.begin()
-        if not listener.connected:
-            link.hear()
-        refused = listener.refused
-        socket = link.sub.socket.underlying
-        more = drain(socket, listener.take, listener.refuse, MAX_TURN_MESSAGES, budget_ns)
+        more = self._fill(link, budget_ns)
         self._turns.end()
+        return more
+
+    def _fill(self, link: Link, budget_ns: int) -> bool:
+        listener = self._listener
+        refused, dropped = listener.refused, listener.dropped
+        more = self._backlog.take_in(link, budget_ns)
         if listener.refused != refused:
             self._log.warning("messages refused", **listener.bad_frames)
-        self._say_flaw()
+        if listener.dropped != dropped:
+            self._log.warning("messages dropped", dropped=listener.dropped)
         return more
+
+    async def _take_some(self, link: Link) -> bool:
+        """Takes messages for one turn; returns whether there may be more."""
+        budget_ns = await self._turns.begin() // 2
+        coming = self._fill(link, budget_ns)
+        waiting = self._backlog.hand_over(budget_ns)
+        self._turns.end()
+        self._say_flaw()
+        return coming or waiting
 
     async def _finish(self) -> None:
         """Applies the rest of a long batch, and lets others run between its slices."""
@@ -145,10 +197,9 @@ class _Reader:
             seq, reason = flaw
             self._log.warning("batch not understood", batch=seq, reason=reason)
 
-    async def _settle(self, link: Link) -> None:
+    async def _settle(self) -> None:
         """Applies or drops the batch held back; fetches first what is missing before it."""
         listener = self._listener
-        link.hear()  # only now is known whether it may be another engine's
         last = listener.cursor.last
         verdict = listener.judge()
         if verdict is Verdict.STALE:
@@ -165,11 +216,14 @@ class _Reader:
 
     async def _ask(self, link: Link) -> None:
         """Asks an engine that has come back whether it is the same; waits while it is spared."""
-        listener = self._listener
         if trio.current_time() < self._spare_until:
             with trio.move_on_at(self._spare_until):
                 await link.wait()
-            return
+        else:
+            await self._meanwhile(link, self._put_question)
+
+    async def _put_question(self) -> None:
+        listener = self._listener
         listener.ask()
         await self._replay()
         await self._finish()

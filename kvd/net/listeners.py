@@ -14,6 +14,7 @@ from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
 from kvd.net.turns import Turns
 from kvd.wire.listener import StreamHealth
+from kvd_core.drain import InboxSpace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -46,6 +47,7 @@ class ListenerTasks:
         health_every_s: float = HEALTH_EVERY_S,
         dialer: Dialer | None = None,
         begin: trio.Event | None = None,
+        space: InboxSpace | None = None,
     ) -> None:
         self._begin = begin
         self._entrance = trio.Lock()  # first come, first served
@@ -54,6 +56,7 @@ class ListenerTasks:
         self._ready = ready
         self._options = options
         self._dialer = dialer or Dialer()
+        self._space = space or InboxSpace()
         self._replayer = Replayer(context, options, replays or ReplayOptions(), self._dialer)
         self._turns = Turns()
         self._health: dict[Listener, StreamHealth] = {}  # as last said
@@ -93,6 +96,7 @@ class ListenerTasks:
                 self._replayer,
                 self._turns,
                 self._dialer,
+                self._space,
             )
         finally:
             del self._health[listener]

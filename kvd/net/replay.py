@@ -16,7 +16,7 @@ import trio
 import zmq
 
 from kvd.net.dialing import Dialer, Unreachable
-from kvd.net.link import LinkOptions, socket_options
+from kvd.net.link import LinkOptions, asking_options
 from kvd.net.turns import ROUND_NS
 from kvd.net.zsocket import ZSocket
 from kvd.wire.replay import ReplayEnd, read_answer, request
@@ -75,7 +75,7 @@ class Replayer:
     async def _ask(self, listener: Listener, room: _Room) -> ReplayEnd:
         try:
             endpoint = await self._dialer.endpoint(listener.replay_endpoint or "")
-            options = socket_options(endpoint, self._link)
+            options = asking_options(endpoint, self._link)
             options |= self._dialer.curve(listener.server_key)
             dealer = ZSocket(self._context, zmq.DEALER, options)
         except (Unreachable, zmq.ZMQError):

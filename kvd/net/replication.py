@@ -3,6 +3,8 @@
     publish ──> Publisher, one PUB socket ──> every replica that subscribes
     Replica, each a task: SUB socket ──> decode ──> apply
 
+What comes faster than it can be applied waits in an inbox with bounds; beyond them it is dropped.
+
 There is no history and no acknowledgement: who joins late, or was cut off, has missed what was said
 meanwhile. Requests end, so what was missed ends with them: a request that is missing here is freed
 unheard, and one whose end was missed expires. Nor is there an order between two replicas: an end
@@ -27,22 +29,23 @@ from kvd.net.link import LinkOptions
 from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
 from kvd.net.supervisor import Supervisor
-from kvd.net.turns import MAX_TURN_MESSAGES, Turns
+from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES, Turns
 from kvd.wire import affinity
 from kvd.wire.affinity import Bound
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, decode, encode
 from kvd.wire.replica import Replica, ReplicaCounts
+from kvd_core.drain import Inbox, InboxSpace, fill_frames
 
 if TYPE_CHECKING:
     from kvd.net.link import Link
     from kvd.net.publisher import Publisher
-    from kvd.net.zsocket import Context, ZSocket
+    from kvd.net.zsocket import Context
 
 # A message of more frames is left where it is, and the socket with it: there may be millions.
 MAX_FRAMES = 64
 
-REPLICA_LINK = LinkOptions(max_message_bytes=BOUNDS.payload_bytes)
+REPLICA_LINK = LinkOptions(queue_messages=100_000, max_message_bytes=BOUNDS.payload_bytes)
 
 ABSENT_EVERY_S = 30.0  # between two lines about a replica that is not connected
 
@@ -71,8 +74,10 @@ class Replication:
         absent_every_s: float = ABSENT_EVERY_S,
         bind: Bind | None = None,
         dialer: Dialer | None = None,
+        space: InboxSpace | None = None,
     ) -> None:
         self._dialer = dialer or Dialer()
+        self._space = space or InboxSpace()
         self.router_id = secrets.randbelow(2**64 - 1) + 1  # 0 is nobody
         self.counts = counts
         self._context = context
@@ -105,7 +110,8 @@ class Replication:
     def start(self, replica: Replica) -> None:
         """Starts to listen to a replica, whether it is there or not; KeyError if that is so."""
         lines = StreamLog(log, "replica", replica.endpoint)
-        reader = _Reader(self, replica, self._apply, self._bind, self._turns, lines)
+        inbox = Inbox(self._space, self._options.queue_messages, self._options.queue_bytes)
+        reader = _Reader(self, replica, inbox, self._apply, self._bind, self._turns, lines)
         topics = (TOPIC,) if self._bind is None else (TOPIC, affinity.TOPIC)
         sessions = Sessions(
             replica, reader, self._context, self._options, lines, self._dialer, topics
@@ -134,7 +140,7 @@ class _Reader:
         "_apply",
         "_bind",
         "_counts",
-        "_endless",
+        "_inbox",
         "_log",
         "_replica",
         "_router_id",
@@ -145,11 +151,13 @@ class _Reader:
         self,
         plane: Replication,
         replica: Replica,
+        inbox: Inbox,
         apply: Apply,
         bind: Bind | None,
         turns: Turns,
         log: StreamLog,
     ) -> None:
+        self._inbox = inbox
         self._router_id = plane.router_id
         self._counts = plane.counts
         self._replica = replica
@@ -157,38 +165,47 @@ class _Reader:
         self._bind = bind
         self._turns = turns
         self._log = log
-        self._endless = False
 
     async def receive(self, link: Link) -> str:
         """Takes messages until one has more than MAX_FRAMES frames."""
-        self._endless = False
-        while not self._endless:
+        while not self._inbox.cut:
             if await self._drain(link):
                 await trio.lowlevel.checkpoint()
-            else:
+            elif not self._inbox.cut:
                 await link.sub.wait_readable()
         return f"a message of more than {MAX_FRAMES} frames: {self._replica.endpoint}"
 
     async def receive_rest(self, link: Link) -> None:
-        while not self._endless and await self._drain(link):
+        while await self._drain(link):
             await trio.lowlevel.checkpoint()
+        self._inbox.cut = False
 
     async def _drain(self, link: Link) -> bool:
         """Takes waiting messages for one turn; returns whether there may be more."""
         budget_ns = await self._turns.begin()
         if not self._replica.connected:
             link.hear()
-        more = self._take_some(link.sub, perf_counter_ns() + budget_ns)
+        deadline_ns = perf_counter_ns() + budget_ns
+        coming = self._take_in(link, budget_ns // 2)
+        waiting = self._take_some(deadline_ns)
         self._turns.end()
+        return coming or waiting
+
+    def _take_in(self, link: Link, budget_ns: int) -> bool:
+        """Empties the socket, for about so long; returns whether there may be more."""
+        inbox, dropped = self._inbox, self._inbox.dropped
+        socket = link.sub.socket.underlying
+        more = fill_frames(inbox, socket, MAX_FRAMES, MAX_TAKEN_IN, budget_ns)
+        self._counts.missed += inbox.dropped - dropped
         return more
 
-    def _take_some(self, sub: ZSocket, deadline_ns: int) -> bool:
+    def _take_some(self, deadline_ns: int) -> bool:
         for _ in range(MAX_TURN_MESSAGES):
-            frames = sub.receive_up_to(MAX_FRAMES)
+            frames = self._inbox.take_frames()
             if frames is None:
                 return False
             self._take(frames)
-            if self._endless or perf_counter_ns() > deadline_ns:
+            if perf_counter_ns() > deadline_ns:
                 break
         return True
 
@@ -196,7 +213,6 @@ class _Reader:
         counts = self._counts
         counts.received += 1
         self._replica.received += 1
-        self._endless = len(frames) > MAX_FRAMES
         if self._bind is not None and frames[0] == affinity.TOPIC:
             self._take_binding(frames, self._bind)
             return

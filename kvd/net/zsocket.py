@@ -28,11 +28,17 @@ def make_context() -> Context:
 
 
 class ZSocket:
-    """A pyzmq socket to receive from; unsent messages never delay its end."""
+    """A pyzmq socket to receive from; unsent messages never delay its end.
+
+    libzmq 4.3.5 ends the process when a connection whose receive queue was full is given up for
+    want of heartbeats, or is made anew (its issues 3937 and 4767). So no socket has both: a bound
+    of that queue, and heartbeats.
+    """
 
     __slots__ = ("_fd", "socket")
 
     def __init__(self, context: Context, kind: int, options: Mapping[int, int | bytes]) -> None:
+        assert not (options.get(zmq.RCVHWM, 1000) and options.get(zmq.HEARTBEAT_IVL))
         self.socket = context.socket(kind)
         self._fd = self.socket.FD
         self.socket.linger = 0
@@ -50,21 +56,6 @@ class ZSocket:
             return self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-
-    def receive_up_to(self, most: int) -> list[bytes] | None:
-        """Returns the frames of the next message, None when there is none.
-
-        Of a message that has more than `most` frames the first beyond that is the last returned;
-        the others stay, so that the socket is of no more use.
-        """
-        sock = self.socket
-        try:
-            frames = [sock.recv(zmq.NOBLOCK)]
-        except zmq.Again:
-            return None
-        while len(frames) <= most and sock.get(zmq.RCVMORE):
-            frames.append(sock.recv(zmq.NOBLOCK))
-        return frames
 
     async def receive(self) -> list[bytes]:
         """Waits for the next message and returns its frames."""

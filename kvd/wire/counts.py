@@ -13,6 +13,7 @@ class StreamCounts:
     payload_bytes: int = 0  # of these
     refused: int = 0  # messages of a wrong shape
     bad_frames: dict[str, int] = field(default_factory=dict)  # the same per reason
+    dropped: int = 0  # messages that found no room among those that wait; they show as gaps
     stale: int = 0  # messages ignored because their number had been passed
     gaps: int = 0  # times that messages were missing
     replayed: int = 0  # missing messages that a replay brought

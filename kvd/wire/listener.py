@@ -14,6 +14,9 @@ at; the task that owns the socket, `kvd.net.listener.run_listener`, tells it wha
     failed(why)       the socket is of no more use        failed
     paused()          nobody listens, by request          paused
 
+What that means for the stream waits for its turn among the batches, some of which may have come
+before (`place`, `pass_over`).
+
 A batch that is next in the stream is applied at once. Any other is held back, and the task settles
 it before it takes another one:
 
@@ -38,7 +41,7 @@ No clock, no sockets, no logging: moments come in as arguments (seconds, monoton
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
+from enum import Flag, StrEnum, auto
 from typing import Protocol
 
 from kvd.wire.counts import StreamCounts
@@ -77,6 +80,14 @@ class StreamHealth(StrEnum):
     # No batch since the connection was made, a gap is being replayed, or a long batch applied.
     RECOVERING = "recovering"
     EXACT = "exact"  # every batch of this engine process has been applied
+
+
+class Change(Flag):
+    """What has changed between two batches; of several at once, in this order."""
+
+    LOST = auto()  # the connection
+    JOINED = auto()  # another one was made
+    MISSED = auto()  # batches have come that found no room
 
 
 class Stream(Protocol):
@@ -139,6 +150,7 @@ class Listener(StreamCounts):
         "_joined",
         "_joined_at",
         "_losses",
+        "_passed_joins",
         "_paused",
         "_proving",
         "_receiving",
@@ -155,6 +167,7 @@ class Listener(StreamCounts):
         "last_flaw",
         "name",
         "on_link",
+        "place",
         "replay_endpoint",
         "server_key",
         "stale_after_s",
@@ -189,7 +202,8 @@ class Listener(StreamCounts):
         self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
-        self._joined_at = expected  # what was expected when the connection was made, -1 is over
+        # What was expected when the connection was made, or batches were missed; -1 is over.
+        self._joined_at = expected
         self._broken = False  # the connection did, and has not been made again
         self._unproved = False  # the engine may be another one since the connection broke,
         self._proving = False  # and the held batch's replay is to tell by the last number,
@@ -211,6 +225,9 @@ class Listener(StreamCounts):
         self._receiving = False
         self._failed = False
         self._paused = False
+        self._passed_joins = 0
+        # Has `pass_over` called when a change's turn among the batches has come; None: at once.
+        self.place: Callable[[Change], None] | None = None
 
     @property
     def addresses(self) -> Addresses:
@@ -522,12 +539,7 @@ class Listener(StreamCounts):
         self.joins += 1
         self._joined = self.connected = True
         self.disconnected_since = self.last_error = None
-        if self.joins > 1:  # what was queued before, perhaps of another engine, comes first
-            self.cursor.rejoined()
-        if self._broken:  # an earlier proof may have been of one that had been queued
-            self._unproved = self.replay_endpoint is not None
-            self._broken = False
-        self._joined_at = self.cursor.expected
+        self._changed(Change.JOINED)
         self.on_link()
 
     def lost_connection(self, why: str, now: float) -> None:
@@ -535,9 +547,26 @@ class Listener(StreamCounts):
         if self.connected:
             self.losses += 1
             self._disconnected(now)
+            self._changed(Change.LOST)
+            self.on_link()
+
+    def _changed(self, change: Change) -> None:
+        (self.place or self.pass_over)(change)
+
+    def pass_over(self, change: Change) -> None:
+        """What comes from here on may be another engine's, or is not all that there was."""
+        if Change.LOST in change:
             self._broken = True
             self._unproved = self.replay_endpoint is not None
-            self.on_link()
+        if Change.JOINED in change:
+            self._passed_joins += 1
+            if self._passed_joins > 1:  # of what follows some may still be the last one's
+                self.cursor.rejoined()
+            if self._broken:  # an earlier proof may have been of one that had been queued
+                self._unproved = self.replay_endpoint is not None
+                self._broken = False
+        if change & (Change.JOINED | Change.MISSED):
+            self._joined_at = self.cursor.expected
 
     def failed(self, why: str, now: float) -> None:
         """Drops the held batch, too: it shows as missing later, and may be replayed then."""

@@ -21,6 +21,7 @@ class ReplicaCounts:
     oversized: int = 0  # not published: no replica would read a message that long
     overflows: int = 0  # times that a replica's queue was full, see `Publisher.send`
     received: int = 0
+    missed: int = 0  # not received: too many waited already
     own: int = 0  # published by this very process
     applied: int = 0
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Refused, 0))

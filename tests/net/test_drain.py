@@ -7,21 +7,36 @@ import zmq
 from zmtp_fakes import Publisher, until
 
 from kvd.net.zsocket import ZSocket
-from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE, drain
+from kvd_core.drain import (
+    BAD_FRAME_COUNT,
+    BAD_SEQUENCE,
+    Inbox,
+    InboxSpace,
+    fill,
+    fill_frames,
+)
 
 FOREVER_NS = 10**12
 LAST_SEQ = 2**64 - 1
 
 
 class Sink:
+    """An inbox, and what was taken from it or refused."""
+
     def __init__(self) -> None:
-        self.events: list[tuple[int, bytes] | str] = []
+        self.inbox = Inbox(InboxSpace())
+        self.taken: list[tuple[int, bytes]] = []
+        self.refused: list[str] = []
+
+    def fill(self, sub: ZSocket, max_messages: int = 1000, budget_ns: int = FOREVER_NS) -> bool:
+        socket = sub.socket.underlying
+        return fill(self.inbox, socket, self.refused.append, max_messages, budget_ns)
 
     def take(self, seq: int, payload: bytes) -> None:
-        self.events.append((seq, payload))
+        self.taken.append((seq, payload))
 
-    def refuse(self, reason: str) -> None:
-        self.events.append(reason)
+    def drain(self, max_messages: int = 1000, budget_ns: int = FOREVER_NS) -> bool:
+        return self.inbox.drain(self.take, max_messages, budget_ns)
 
 
 @pytest.fixture
@@ -35,16 +50,12 @@ async def pair(
     return worker, sub
 
 
-def run(sub: ZSocket, sink: Sink, max_messages: int = 1000, budget_ns: int = FOREVER_NS) -> bool:
-    return drain(sub.socket.underlying, sink.take, sink.refuse, max_messages, budget_ns)
+async def fill_until(sub: ZSocket, sink: Sink, messages: int) -> None:
+    def filled() -> bool:
+        assert sink.fill(sub) is False
+        return sink.inbox.pushed + len(sink.refused) >= messages
 
-
-async def drain_until(sub: ZSocket, sink: Sink, events: int) -> None:
-    def drained() -> bool:
-        assert run(sub, sink) is False
-        return len(sink.events) >= events
-
-    await until(drained)
+    await until(filled)
 
 
 async def test_every_shape(pair: tuple[Publisher, ZSocket]) -> None:
@@ -66,8 +77,10 @@ async def test_every_shape(pair: tuple[Publisher, ZSocket]) -> None:
     for frames, _ in sent:
         worker.send_frames(*frames)
     sink = Sink()
-    await drain_until(sub, sink, len(sent))
-    assert sink.events == [event for _, event in sent]
+    await fill_until(sub, sink, len(sent))
+    assert sink.drain() is False
+    assert sink.taken == [event for _, event in sent if isinstance(event, tuple)]
+    assert sink.refused == [event for _, event in sent if isinstance(event, str)]
 
 
 async def test_it_stops_after_so_many_messages_or_so_much_time(
@@ -79,34 +92,63 @@ async def test_it_stops_after_so_many_messages_or_so_much_time(
     worker.send(b"2", b"3", b"4")
     sink = Sink()
     await until(lambda: sub.socket.poll(0))
-    await until(lambda: run(sub, sink, max_messages=1) and len(sink.events) == 2)
-    await until(lambda: run(sub, sink, budget_ns=0) and len(sink.events) == 4)
-    await drain_until(sub, sink, 6)
-    assert sink.events == [(0, b"0"), (1, b"1"), BAD_FRAME_COUNT, (2, b"2"), (3, b"3"), (4, b"4")]
+    await until(lambda: sink.fill(sub, max_messages=1) and sink.inbox.pushed == 2)
+    await until(lambda: sink.fill(sub, budget_ns=0) and sink.inbox.pushed == 3)
+    assert sink.refused == [BAD_FRAME_COUNT]
+    await fill_until(sub, sink, 6)
+    assert sink.drain(max_messages=2)
+    assert sink.taken == [(0, b"0"), (1, b"1")]
+    assert sink.drain(budget_ns=0)
+    assert sink.taken[2:] == [(2, b"2")]
+    assert sink.drain() is False
+    assert sink.taken[3:] == [(3, b"3"), (4, b"4")]
 
 
-async def test_a_raising_taker_loses_that_message_only(pair: tuple[Publisher, ZSocket]) -> None:
+async def test_frames_of_any_shape(pair: tuple[Publisher, ZSocket]) -> None:
     worker, sub = pair
-    worker.send(b"0", b"1")
+    sent = [[b""], [b"topic", b"", b"x" * 100_000], [b"%d" % number for number in range(8)]]
+    for frames in [*sent, [b"%d" % number for number in range(20)], [b"behind it"]]:
+        worker.send_frames(*frames)
+    inbox = Inbox(InboxSpace())
+
+    def cut() -> bool:
+        fill_frames(inbox, sub.socket.underlying, 8, 1000, FOREVER_NS)
+        return inbox.cut
+
+    await until(cut)
+    taken = [inbox.take_frames() for _ in range(5)]
+    assert taken == [*sent, [b"%d" % number for number in range(9)], None]
+    assert fill_frames(inbox, sub.socket.underlying, 8, 1000, FOREVER_NS) is False
+    assert inbox.take_frames() is None
+
+
+def test_a_raising_taker_loses_that_message_only() -> None:
     sink = Sink()
+    sink.inbox.push(0, b"0")
+    sink.inbox.push(1, b"1")
 
     def broken(seq: int, payload: bytes) -> None:
         raise LookupError(seq)
 
-    await until(lambda: sub.socket.poll(0))
     with pytest.raises(LookupError):
-        drain(sub.socket.underlying, broken, sink.refuse, 1000, FOREVER_NS)
-    await drain_until(sub, sink, 1)
-    assert sink.events == [(1, b"1")]
+        sink.inbox.drain(broken, 1000, FOREVER_NS)
+    sink.drain()
+    assert sink.taken == [(1, b"1")]
 
 
 async def test_a_closed_socket_is_refused(pair: tuple[Publisher, ZSocket]) -> None:
     _, sub = pair
     sub.close()
     with pytest.raises(ValueError, match="closed"):
-        run(sub, Sink())
+        Sink().fill(sub)
 
 
 def test_a_socket_that_cannot_receive_is_a_zmq_error(context: zmq.Context) -> None:
-    with context.socket(zmq.PUB) as pub, pytest.raises(zmq.ZMQError):
-        drain(pub.underlying, Sink().take, Sink().refuse, 1, FOREVER_NS)
+    sink = Sink()
+    with context.socket(zmq.PUB) as pub:
+        for call in (
+            lambda: fill(sink.inbox, pub.underlying, sink.refused.append, 1, FOREVER_NS),
+            lambda: fill_frames(sink.inbox, pub.underlying, 8, 1, FOREVER_NS),
+        ):
+            with pytest.raises(zmq.ZMQError):
+                call()

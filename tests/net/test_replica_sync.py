@@ -125,7 +125,7 @@ async def test_metrics_say_what_happens(
         'kvd_replica_refused_total{reason="frames"}': 1,
         'kvd_replica_dropped_total{reason="duplicate"}': 1,
     }
-    assert len(samples(process.replicas)) == 3 + 10 + len(Refused) + len(Outcome) - 1
+    assert len(samples(process.replicas)) == 3 + 11 + len(Refused) + len(Outcome) - 1
 
 
 # ---- with the live peer

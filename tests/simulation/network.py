@@ -20,6 +20,7 @@ import trio
 import zmq
 
 from kvd.net.link import MONITOR_EVENT
+from kvd_core.drain import Inbox
 from tests.simulation.agenda import Agenda
 from tests.simulation.engine import Engine
 from tests.simulation.replays import answer
@@ -342,18 +343,17 @@ class SimulatedZSocket:
         await self.socket.wait()
 
 
-def drain(
+def fill(
+    inbox: Inbox,
     socket: SubSocket,
-    take: Callable[[int, bytes], bool],
     refuse: Callable[[str], None],
     max_messages: int,
     budget_ns: int,
 ) -> bool:
-    """In the place of `kvd_core.drain.drain`; turns are short, so that much happens between."""
-    for _ in range(min(max_messages, 4)):
+    """In the place of `kvd_core.drain.fill`; turns are short, so that much happens between."""
+    for _ in range(min(max_messages, 8)):
         if not socket.queue:
             return False
         _, seq, payload = socket.queue.popleft()
-        if take(int.from_bytes(seq), payload):
-            return True
+        inbox.push(int.from_bytes(seq), payload)
     return True

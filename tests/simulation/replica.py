@@ -34,7 +34,7 @@ from kvd.state import State
 from kvd.wire.listener import Listener, StreamHealth
 from kvd_core.index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
-from tests.simulation.network import Network, SimulatedZSocket, Wire, drain
+from tests.simulation.network import Network, SimulatedZSocket, Wire, fill
 
 Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last batch; restarts
 
@@ -303,7 +303,9 @@ def simulated(peers: PeerAccess) -> Iterator[None]:
         (kvd.net.replay, "ZSocket", SimulatedZSocket),
         (kvd.net.replay, "ROUND_NS", 1 << 62),  # no real clock decides about turns
         (kvd.net.turns, "perf_counter_ns", lambda: 0),
-        (kvd.net.listener, "drain", drain),
+        (kvd.net.turns, "ROUND_NS", 1 << 60),
+        (kvd.net.backlog, "MAX_TURN_MESSAGES", 4),
+        (kvd.net.backlog, "fill", fill),
         (kvd.net.recovery, "fetch", peers.fetch),
         (kvd.faces.dumps, "SLICE_BYTES", 256),
         (kvd.wire.losses, "HEARD_AFTER", 64),  # ranks of a port speak more often here

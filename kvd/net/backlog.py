@@ -1,0 +1,121 @@
+"""What an engine has sent and its listener has not taken yet, with the connections it came over.
+
+    SUB socket ── take_in ──> Inbox (kvd_core.drain)  ── hand_over ──> Listener.take
+    its monitor ── hear ────> places among its messages ─────────────> Listener.pass_over
+
+libzmq's own queue has no bound: with one, and heartbeats, it ends the process (`kvd.net.zsocket`).
+So the socket is emptied in every turn, also while nothing can be applied, into an inbox that has
+bounds: of the stream, and of all streams together. What is beyond them is dropped, except for the
+newest, and shows as a gap.
+
+A connection that is lost or made changes what a batch means: it may be another engine's. Batches
+that have come before wait longer than the news does. So a change has its place among the messages,
+and the listener is told when it gets there (`Listener.place`). libzmq tells the monitor of a
+connection before it hands over that connection's first message. So what was taken in before a
+connection was heard of is not that one's; what is taken in and then followed by the news may be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES
+from kvd.wire.listener import Change
+from kvd_core.drain import Inbox, fill
+
+if TYPE_CHECKING:
+    from kvd.net.link import Link, LinkOptions
+    from kvd.wire.listener import Listener
+    from kvd_core.drain import InboxSpace
+
+# Of all streams of the process, unless a setting says otherwise.
+MAX_QUEUED_MESSAGES = 10_000_000  # half a minute of applying
+MAX_QUEUED_BYTES = 1024 * 1024 * 1024
+
+
+class Backlog:
+    """The messages of one listener that wait, and the changes between them."""
+
+    __slots__ = ("_changes", "_inbox", "_listener", "_lost", "_taking_in", "idle")
+
+    def __init__(self, listener: Listener, space: InboxSpace, options: LinkOptions) -> None:
+        self._listener = listener
+        self._inbox = Inbox(space, options.queue_messages, options.queue_bytes)
+        self._changes: deque[tuple[int, Change]] = deque()  # each before the message of that place
+        self._taking_in = False
+        self._lost = False  # a connection, some of whose messages libzmq may still hold
+        self.idle = False  # whether the listener waits for nothing but messages
+        listener.place = self._place
+
+    def take_in(self, link: Link, budget_ns: int) -> bool:
+        """Takes what libzmq holds, for about so long; returns whether there may be more."""
+        inbox, listener = self._inbox, self._listener
+        was_lost = self._lost
+        self._taking_in = True
+        inbox.begin()
+        dropped = inbox.dropped
+        socket = link.sub.socket.underlying
+        more = fill(inbox, socket, listener.refuse, MAX_TAKEN_IN, budget_ns)
+        link.hear()
+        self._taking_in = False
+        listener.dropped += inbox.dropped - dropped
+        if inbox.has_hole:
+            self._put(inbox.pushed, Change.MISSED)
+        if was_lost and self._lost and not more:
+            self._lost = False
+            self._put(inbox.pushed, Change.LOST)
+        return more
+
+    def hand_over(self, budget_ns: int) -> bool:
+        """Has the listener take messages, for one turn; returns whether there may be more."""
+        inbox, changes = self._inbox, self._changes
+        most = MAX_TURN_MESSAGES
+        if changes:
+            self._pass_changes()
+            if changes:
+                most = min(most, changes[0][0] - inbox.popped)
+        more = inbox.drain(self._listener.take, most, budget_ns)
+        return more or bool(changes)
+
+    def end(self) -> None:
+        """Drops what waits; it shows as missing when the listener goes on."""
+        missed = Change.MISSED if self._inbox.messages else Change(0)
+        self._inbox.clear()
+        for _, change in self._changes:
+            self._listener.pass_over(change)
+        self._changes.clear()
+        self._listener.pass_over(missed)
+        self._listener.place = None
+
+    def _place(self, change: Change) -> None:
+        """Puts a change of the connection to its place among the messages.
+
+        Messages of a connection that is lost may still be on their way from libzmq, until it holds
+        none and no other connection has been heard of.
+        """
+        if change is Change.LOST:
+            self._lost = True
+            return
+        if self._lost:
+            self._lost = False
+            change |= Change.LOST
+        self._put(self._inbox.first if self._taking_in else self._inbox.pushed, change)
+
+    def _put(self, place: int, change: Change) -> None:
+        changes = self._changes
+        if changes and changes[-1][0] == place:
+            _, earlier = changes.pop()
+            if Change.LOST in change and Change.JOINED not in change:
+                earlier &= ~Change.JOINED
+            change |= earlier
+        changes.append((place, change))
+        if place == self._inbox.pushed:
+            self._inbox.seal()
+        if self.idle:
+            self._pass_changes()
+
+    def _pass_changes(self) -> None:
+        changes = self._changes
+        while changes and changes[0][0] == self._inbox.popped:
+            self._listener.pass_over(changes.popleft()[1])
