@@ -113,3 +113,15 @@ def test_locks_have_what_the_project_asks_for(name: str) -> None:
     for each in map(Requirement, asked):
         assert each.specifier.contains(locked[each.name], prereleases=True), each
     assert "://" not in text
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+@pytest.mark.parametrize("module", MODULES)
+def test_extensions_are_hardened(module: str) -> None:
+    if not (REPOSITORY / "build" / "flavour").read_text().startswith("release"):
+        pytest.skip("not a release build")
+    (path,) = (REPOSITORY / "kvd_core").glob(f"{module}.cpython-*.so")
+    shown = subprocess.run(["readelf", "-dlW", path], capture_output=True, text=True, check=True)
+    assert "GNU_RELRO" in shown.stdout
+    assert re.search(r"\(FLAGS\).*BIND_NOW|\(BIND_NOW\)", shown.stdout), module
+    assert not re.search(r"GNU_STACK.* RWE ", shown.stdout)
