@@ -22,7 +22,11 @@ FLAVOUR = Path("build/flavour")
 MACROS: list[tuple[str, str | None]] = [("XXH_INLINE_ALL", "1")]
 # Costs of candidates are the same to the last bit everywhere: no fused multiply-add (aarch64).
 COMMON_FLAGS = ["-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"]
-RELEASE_FLAGS = [*COMMON_FLAGS, "-O3", "-g0", "-fno-plt"]
+# What lies behind a buffer on the stack, or in memory of a known size, is not written over unseen;
+# tables of addresses are read-only once all of them are known, at the start.
+HARDENING = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+RELEASE_FLAGS = [*COMMON_FLAGS, *HARDENING, "-O3", "-g0", "-fno-plt"]
+LINK_FLAGS = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-s"]
 DEBUG_FLAGS = [*COMMON_FLAGS, "-O1", "-g"]
 DIRECTIVES = {
     "language_level": 3,
@@ -35,11 +39,11 @@ DIRECTIVES = {
 
 
 def flavour_stamp() -> str:
-    """Returns a file that changes when the flavour does, so that the other one's objects go."""
-    name = "debug" if DEBUG else "release"
-    if not FLAVOUR.exists() or FLAVOUR.read_text() != name:
+    """Returns a file that changes when the flavour or its flags do, so that other objects go."""
+    said = " ".join(["debug", *DEBUG_FLAGS] if DEBUG else ["release", *RELEASE_FLAGS, *LINK_FLAGS])
+    if not FLAVOUR.exists() or FLAVOUR.read_text() != said:
         FLAVOUR.parent.mkdir(exist_ok=True)
-        FLAVOUR.write_text(name)
+        FLAVOUR.write_text(said)
     return str(FLAVOUR)
 
 
@@ -56,7 +60,7 @@ def extension(source: Path) -> Extension:
         else MACROS,
         undef_macros=["NDEBUG"] if DEBUG else [],
         extra_compile_args=DEBUG_FLAGS if DEBUG else RELEASE_FLAGS,
-        extra_link_args=[] if DEBUG else ["-Wl,-s"],
+        extra_link_args=[] if DEBUG else LINK_FLAGS,
     )
 
 

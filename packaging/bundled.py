@@ -1,13 +1,27 @@
 #!/usr/bin/env python3
-"""Lists the Python packages in a folder: name, version, licence, and where their licence texts are.
+"""Lists the Python packages in a folder and what is compiled into them, with licences and texts.
 
-usage: packaging/bundled.py FOLDER
+usage: packaging/bundled.py FOLDER; fails where something is in there that INSIDE does not name
 """
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution
+from pathlib import Path
+
+# What wheels have of others: its name, its licence, and where its text is in the wheel's dist-info.
+INSIDE = {
+    "httptools": (
+        ("llhttp", "MIT", "vendor/llhttp/LICENSE"),
+        ("http-parser", "MIT", "vendor/http-parser/LICENSE-MIT"),
+    ),
+    "pyzmq": (
+        ("libzmq", "MPL-2.0", "licenses/LICENSE.zeromq.txt"),
+        ("libsodium", "ISC", "licenses/LICENSE.libsodium.txt"),
+        ("parts of Tornado", "Apache-2.0", "licenses/LICENSE.tornado.txt"),
+    ),
+}
 
 
 def licence(distribution: Distribution) -> str:
@@ -19,12 +33,36 @@ def licence(distribution: Distribution) -> str:
     return ", ".join(found) or "see its files"
 
 
-def main(folder: str) -> None:
-    found = sorted(distributions(path=[folder]), key=lambda each: each.metadata["Name"].lower())
-    for each in found:
-        print(f"{each.metadata['Name']} {each.version}: {licence(each)}")
+def unknown(name: str, info: Path) -> list[str]:
+    """Returns libraries and licences of others in a package that INSIDE says nothing of."""
+    inside = INSIDE.get(name, ())
+    libraries = [path.name for path in info.parent.glob(f"{name}.libs/*")]
+    known = tuple(f"{each}-" for each, _, _ in inside)
+    left = [library for library in libraries if not library.startswith(known)]
+    licences = info / "licenses"
+    texts = (str(path.relative_to(licences)) for path in licences.glob("*/**/*") if path.is_file())
+    return left + [text for text in texts if text not in [each for _, _, each in inside]]
+
+
+def described(info: Path) -> list[str]:
+    distribution = Distribution.at(info)
+    name = distribution.metadata["Name"]
+    if left := unknown(name, info):
+        sys.exit(f"{name} has what packaging/bundled.py does not know: {', '.join(left)}")
+    lines = [f"{name} {distribution.version}: {licence(distribution)}"]
+    for each, said, text in INSIDE.get(name, ()):
+        lines.append(f"    {each}: {said}, {info.name}/licenses/{text}")
+    if name == "kvd":
+        lines.append("    xxHash: BSD-2-Clause, the file copyright")
+    return lines
+
+
+def main(folder: Path) -> None:
+    found = sorted(folder.glob("*.dist-info"), key=lambda info: info.name.lower())
+    for info in found:
+        print("\n".join(described(info)))
     print(f"\nLicence texts: /usr/lib/kvd/*.dist-info. {len(found)} packages.")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

@@ -158,9 +158,21 @@ def test_pages_are_well_formed(folder: Path, name: str) -> None:
     assert run(checker, "-man", "-Tutf8", "-ww", "-z", folder / name) == ""
 
 
-def test_what_is_bundled_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_bundled_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what is inside of it, and nothing is inside that nobody has named."""
     import trio
 
-    load("bundled").main(str(Path(trio.__file__).parent.parent))
+    bundled = load("bundled")
+    for name in ("trio", "httptools", "pyzmq"):
+        for path in Path(trio.__file__).parent.parent.glob(f"{name}[-.]*"):
+            (tmp_path / path.name).symlink_to(path)
+    bundled.main(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert f"trio {trio.__version__}: MIT OR Apache-2.0" in lines
+    for each in ("llhttp: MIT", "libzmq: MPL-2.0", "libsodium: ISC"):
+        (line,) = (line for line in lines if line.startswith(f"    {each}, "))
+        assert (tmp_path / line.rpartition(", ")[2]).is_file()
+    (tmp_path / "trio.libs").mkdir()
+    (tmp_path / "trio.libs" / "libother-1.so").touch()
+    with pytest.raises(SystemExit, match=r"trio has what .* does not know: libother-1\.so"):
+        bundled.main(tmp_path)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from processes import REPOSITORY
 
 SOURCES = (
@@ -22,6 +25,7 @@ SOURCES = (
     "LICENSE",
     "README.md",
 )
+LOCKS = {"runtime": "dependencies", "tools": "requires"}
 BUILT = ("build/flavour", "build/lib.*/kvd_core/*.so")  # and kvd_core/*.cpp
 MODULES = sorted(path.stem for path in (REPOSITORY / "kvd_core").glob("*.pyx"))
 
@@ -92,3 +96,32 @@ def test_the_source_distribution_builds_and_holds_nothing_generated(distribution
     wanted |= {"packaging/build", "packaging/debian/control", "systemd/kvd.service"}
     assert wanted | {"setup.py", "pyproject.toml", "Makefile", "LICENSE"} <= names
     assert not {name for name in names if name.endswith((".cpp", ".so")) or "build/" in name}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_locks_have_what_the_project_asks_for(name: str) -> None:
+    """packaging/build installs nothing but these files; packaging/lock makes them anew."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    asked = {**project["project"], **project["build-system"]}[LOCKS[name]]
+    text = (REPOSITORY / "packaging" / f"{name}.lock").read_text()
+    entries = text.replace("\\\n", "").splitlines()[2:]
+    locked = {}
+    for entry in entries:
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+( +--hash=sha256:[0-9a-f]{64})+", entry), entry
+        package, _, version = entry.split()[0].partition("==")
+        locked[package] = version
+    for each in map(Requirement, asked):
+        assert each.specifier.contains(locked[each.name], prereleases=True), each
+    assert "://" not in text
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+@pytest.mark.parametrize("module", MODULES)
+def test_extensions_are_hardened(module: str) -> None:
+    if not (REPOSITORY / "build" / "flavour").read_text().startswith("release"):
+        pytest.skip("not a release build")
+    (path,) = (REPOSITORY / "kvd_core").glob(f"{module}.cpython-*.so")
+    shown = subprocess.run(["readelf", "-dlW", path], capture_output=True, text=True, check=True)
+    assert "GNU_RELRO" in shown.stdout
+    assert re.search(r"\(FLAGS\).*BIND_NOW|\(BIND_NOW\)", shown.stdout), module
+    assert not re.search(r"GNU_STACK.* RWE ", shown.stdout)
