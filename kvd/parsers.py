@@ -412,7 +412,7 @@ class Setting:
     @property
     def is_text(self) -> bool:
         """Whether no number is meant by it."""
-        return self.parse in (str, parse_path, parse_host)
+        return self.parse in (str, parse_name, parse_path, parse_host)
 
     @property
     def many(self) -> bool:

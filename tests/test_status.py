@@ -228,8 +228,8 @@ def test_a_face_that_answers_in_place_of_another_is_told(
 def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
     binds: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = "m\x1b]0;title\x07\nindexer 127.0.0.1:1\u2028\u202e\x9b2J"
-    publisher = {"instance_id": "a\r\n", "type": "vLLM", "endpoint": "tcp://127.0.0.1:9"}
+    name = "m\u2028indexer 127.0.0.1:1\u2029\u202e\ue000"
+    publisher = {"instance_id": "a\u2028", "type": "vLLM", "endpoint": "tcp://127.0.0.1:9"}
     publisher |= {"model": name, "block_size": 4, "dp_rank": 0}
     httpx.post(
         url(binds[3]) + "/register", json=publisher, trust_env=False, verify=False
@@ -238,10 +238,10 @@ def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
         assert main(["status", "--interval=0", *binds]) == 1
         said = capsys.readouterr().out
     finally:
-        left = {"instance_id": "a\r\n"}
+        left = {"instance_id": "a\u2028"}
         httpx.post(url(binds[3]) + "/unregister", json=left, trust_env=False, verify=False)
     assert all(line.isprintable() for line in said.split("\n"))
-    assert r"publisher a\r\n rank 0 of m\x1b]0;title\x07\nindexer" in said
+    assert r"publisher a\u2028 rank 0 of m\u2028indexer" in said
 
 
 def test_the_file_says_where_the_faces_are(

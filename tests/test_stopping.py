@@ -53,7 +53,7 @@ class Mute(trio.abc.HostnameResolver):
 )
 async def test_a_name_that_is_looked_up_holds_up_no_stop(said: dict[str, object]) -> None:
     given: dict[str, object] = dict.fromkeys(FACE_BINDS, OFF) | said
-    daemon = _Daemon(load(given, {}), 100, Reader(given, {}))
+    daemon = _Daemon(load(given, {}), 100, 100, Reader(given, {}))
     trio.socket.set_custom_hostname_resolver(resolver := Mute())
     codes = []
 

@@ -207,7 +207,8 @@ class Link:
         heard, news = False, self._news
         # In every turn of a listener: that there is nothing costs 1 us, where pyzmq takes 6.
         socket = self._monitor.socket.underlying
-        fill_frames(news, socket, MONITOR_FRAMES, MAX_TAKEN_IN, ROUND_NS)
+        while fill_frames(news, socket, MONITOR_FRAMES, MAX_TAKEN_IN, ROUND_NS):
+            pass  # to its end: only then does its descriptor tell of the next one
         while (frames := news.take_frames()) is not None:
             self._tell(*MONITOR_EVENT.unpack(frames[0]))
             heard = True

@@ -34,7 +34,7 @@ from kvd.state import State
 from kvd.wire.listener import Listener, StreamHealth
 from kvd_core.index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
-from tests.simulation.network import Network, SimulatedZSocket, Wire, fill
+from tests.simulation.network import Network, SimulatedZSocket, Wire, fill, fill_frames
 
 Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last batch; restarts
 
@@ -306,6 +306,7 @@ def simulated(peers: PeerAccess) -> Iterator[None]:
         (kvd.net.turns, "ROUND_NS", 1 << 60),
         (kvd.net.backlog, "MAX_TURN_MESSAGES", 4),
         (kvd.net.backlog, "fill", fill),
+        (kvd.net.link, "fill_frames", fill_frames),
         (kvd.net.recovery, "fetch", peers.fetch),
         (kvd.faces.dumps, "SLICE_BYTES", 256),
         (kvd.wire.losses, "HEARD_AFTER", 64),  # ranks of a port speak more often here

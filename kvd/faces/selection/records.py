@@ -61,21 +61,26 @@ def _role(members: bodies.Members, name: str) -> Role:
 
 
 def _map(members: bodies.Members, name: str) -> dict[str, str]:
-    value = members[name]
-    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise Invalid(f"{name}: expected an object of texts")
     return {
-        bodies.kept_name(key, name): bodies.kept_name(text, name) for key, text in value.items()
+        bodies.kept_name(key, name): bodies.kept_name(text, name)
+        for key, text in _texts_by_text(members, name).items()
     }
 
 
+def _texts_by_text(members: bodies.Members, name: str) -> dict[str, str]:
+    value = members[name]
+    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+        raise Invalid(f"{name}: expected an object of texts")
+    return value
+
+
 def _endpoints(members: bodies.Members, name: str) -> dict[int, str]:
-    endpoints = _map(members, name)
+    endpoints = _texts_by_text(members, name)
     for key in endpoints:
         digits = key.isascii() and key.isdigit() and len(key) <= 10
         if not (digits and str(int(key)) == key and int(key) <= bodies.U32_MAX):
             raise Invalid(f"{name}: {key[:40]} is not a rank")
-    return {int(key): text for key, text in endpoints.items()}
+    return {int(key): bodies.bounded(text, name) for key, text in endpoints.items()}
 
 
 READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
