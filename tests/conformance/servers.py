@@ -11,7 +11,6 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from .matcher import difference
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOP_WITHIN_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
+HELD_AT_MOST_S = 60.0  # an answer that nobody releases
 SHOWN_OUTPUT = 400  # characters at the end
 
 
@@ -96,13 +96,15 @@ class FakeHttp:
     def __init__(self) -> None:
         self.routes: dict[str, dict[str, Any]] = {}
         self.requests: list[str] = []
+        self.released = threading.Event()
         fake = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 fake.requests.append(f"{self.command} {self.path}")
                 route = fake.routes.get(self.path, {"status": 404})
-                time.sleep(route.get("delay_s", 0))
+                if route.get("held", False):
+                    fake.released.wait(HELD_AT_MOST_S)
                 text = json.dumps(route["json"]) if "json" in route else route.get("body", "")
                 self.send_response(route.get("status", 200))
                 self.send_header("content-type", "application/json")
@@ -118,5 +120,6 @@ class FakeHttp:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
+        self.released.set()
         self._server.shutdown()
         self._server.server_close()

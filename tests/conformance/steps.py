@@ -180,6 +180,8 @@ class Stage:
         assert isinstance(fake, FakeHttp)
         if "routes" in step:
             fake.routes = self._names.fill(step["routes"])
+        if step.get("release", False):
+            fake.released.set()
         if "expect_requests" in step and (
             wrong := difference(step["expect_requests"], fake.requests, path="requests")
         ):
