@@ -165,7 +165,9 @@ class Server(ABC, Generic[C]):
             if (rank := connection.dispensability()) and connection not in self._displaced
         )
         found = nsmallest(DISPLACED_AT_ONCE, ranked, key=itemgetter(0))
-        self._dispensable = found[::-1]
+        # More strangers come meanwhile, and go before anybody known: of these one at a time.
+        strangers = [each for each in found if not each[0][0]]
+        self._dispensable = (strangers or found[:1])[::-1]
         self._look_after = -inf if found else trio.current_time() + LOOK_AGAIN_S
 
     async def _run(self, connection: C) -> None:

@@ -121,6 +121,35 @@ async def test_a_crowd_of_strangers_shuts_nobody_out(layers: str) -> None:
         assert running.front.stats.connections_refused == 0
 
 
+async def test_strangers_who_came_later_still_go_before_anybody_known() -> None:
+    """Those who were strangers when they were last looked for have left by themselves meanwhile."""
+    holder = {"authorization": "Bearer 0123456789abcdef"}
+    policy = Policy((Token("t", Scope.ANY, b"0123456789abcdef"),))
+    async with (
+        serving(policy=policy, connections=4) as running,
+        running.client() as operator,
+        AsyncExitStack() as later,
+    ):
+        stats = running.front.stats
+        assert (await operator.request("GET", "/describe", **holder)).status == 200
+
+        async def come(opened: AsyncExitStack) -> None:
+            total = stats.connections_total + 1
+            await opened.enter_async_context(running.client())
+            await running.until(connections_total=total)
+
+        async with AsyncExitStack() as first:
+            for _ in range(3):
+                await come(first)
+            await come(later)
+            assert stats.connections_displaced == 1
+        await eventually(lambda: stats.connections_open == 2)
+        for _ in range(3):
+            await come(later)
+        assert stats.connections_displaced == 2
+        assert (await operator.request("GET", "/describe", **holder)).status == 200
+
+
 async def test_those_who_wait_take_nobody_s_place() -> None:
     """Waiting must not use up what ends the waiting; who has waited counts again."""
     released = trio.Event()
