@@ -43,7 +43,7 @@ class Ledger:
         self.outcomes: Counter[Outcome] = Counter()
 
     def apply(self, event: Lifecycle) -> Outcome:
-        self.seen.append(event)
+        self.seen.append(dataclasses.replace(event, router_id=0))  # whoever has told of it
         outcome = self._apply(event)
         self.outcomes[outcome] += 1
         return outcome
