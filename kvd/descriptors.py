@@ -10,6 +10,8 @@ those who wait take what ends their waiting.
 from __future__ import annotations
 
 import resource
+import socket
+from typing import Any
 
 # Of a listener: its SUB socket and the pair at its monitor, the engine's connection, and one that
 # libzmq has while it makes another (4 seen in /proc/PID/fd).
@@ -58,3 +60,17 @@ def waiting_within(limit: int) -> int:
 def _shared_out(limit: int) -> int:
     """Returns what is left for listeners and those who wait: of a low limit half."""
     return limit - min(OTHER_DESCRIPTORS, limit // 2)
+
+
+def bound_tcp(family: int, address: Any) -> socket.socket:
+    """Returns a TCP socket of that family on that address, not listening yet; raises OSError."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock

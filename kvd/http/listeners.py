@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trio
 
+from kvd.descriptors import bound_tcp
 from kvd.http.options import UnixRights
 
 BACKLOG = 1024  # a fleet reconnecting at once; the kernel caps it at net.core.somaxconn
@@ -62,12 +63,11 @@ def split_host_port(bind: str) -> tuple[str, int]:
 
 
 def _open_tcp(family: int, address: _Address, bind: str) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
-        sock.bind(address)
+        sock = bound_tcp(family, address)
+    except OSError as error:
+        raise _explained(error, bind) from None
+    try:
         return _listening(sock)
     except OSError as error:
         sock.close()

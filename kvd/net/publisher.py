@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 import zmq
 
+from kvd.descriptors import bound_tcp
 from kvd.net.link import NO_CURVE, LinkOptions, socket_options
 from kvd.net.zsocket import ZSocket
 
@@ -116,12 +117,8 @@ def _options(options: LinkOptions) -> dict[int, int | bytes]:
 
 
 def _listening(family: int, address: Address) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = bound_tcp(family, address)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
-        sock.bind(address)
         sock.listen(BACKLOG)
         sock.setblocking(False)
         return sock
