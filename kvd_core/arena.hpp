@@ -1,43 +1,53 @@
 // Storage that never moves what it holds, addressed by dense 32-bit ids.
 //
-//   ids     0 .. 255         256 .. 511         ...
+//   ids     0 .. 4095        4096 .. 8191       ...
 //          +-----------+    +-----------+
-//          | T T T ... |    | T T T ... |      one segment = 256 entries
+//          | T T T ... |    | T T .     |      one segment = 4,096 entries, a mapping of its own
 //          +-----------+    +-----------+
+//                                ^ built
 //
-// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
-// entries are a list threaded through the entries themselves, so giving back costs no memory:
-// `T::free_link()` is a member that means nothing while the entry is free.
+// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size, and only
+// pages that have been used are resident. Free entries are a list threaded through the entries
+// themselves, so giving back costs no memory: `T::free_link()` is a member that means nothing while
+// the entry is free.
 //
 // Invariants
 //   1. an id is either live or on the free list, never both;
-//   2. the first `pinned` ids are taken once and never given back; when only they are live, the
-//      segments they do not need are spare, and `shrink` frees them one by one.
+//   2. the first `pinned` ids are taken once and never given back; when only they are live, what is
+//      built behind them is spare, and `shrink` gives it back segment by segment.
 //
-// Costs: take, give and operator[] O(1); memory = live high-water mark rounded up to a segment.
+// Costs: take, give and operator[] O(1); memory = live high-water mark.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <vector>
+
+#include "pages.hpp"
 
 namespace kvd {
 
 template <class T>
 class Arena {
  public:
-  static constexpr uint32_t kSegmentBits = 8;
+  static constexpr uint32_t kSegmentBits = 12;
   static constexpr uint32_t kSegment = 1u << kSegmentBits;
 
   // `max_ids` is exclusive; callers that steal high bits of an id pass a smaller bound.
   explicit Arena(uint32_t pinned = 0, uint32_t max_ids = 0xfffffff0u)
       : pinned_(pinned), max_ids_(max_ids) {}
 
-  T& operator[](uint32_t id) { return segments_[id >> kSegmentBits][id & (kSegment - 1)]; }
+  ~Arena() { destroy(0, built_); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  T& operator[](uint32_t id) { return segments_[id >> kSegmentBits].get()[id & (kSegment - 1)]; }
   const T& operator[](uint32_t id) const {
-    return segments_[id >> kSegmentBits][id & (kSegment - 1)];
+    return segments_[id >> kSegmentBits].get()[id & (kSegment - 1)];
   }
 
   uint32_t take() {
@@ -47,10 +57,7 @@ class Arena {
       ++live_;
       return id;
     }
-    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
-    if ((end_ >> kSegmentBits) == segments_.size()) {
-      segments_.emplace_back(new T[kSegment]());
-    }
+    if (end_ == built_) build();
     ++live_;
     return end_++;
   }
@@ -65,26 +72,50 @@ class Arena {
     }
   }
 
-  // Frees a segment behind the last id; false when there is none.
+  // Gives back what is built behind the last id, in the last segment; false when there is nothing.
   bool shrink() {
-    if (segments_.size() <= (size_t{end_} + kSegment - 1) >> kSegmentBits) return false;
-    segments_.pop_back();
+    if (built_ == end_) return false;
+    const uint32_t from = std::max(end_, (built_ - 1) & ~(kSegment - 1));
+    destroy(from, built_);
+    built_ = from;
+    T* const segment = segments_.back().get();
+    if ((from & (kSegment - 1)) == 0) segments_.pop_back();
+    else empty_pages(segment + (from & (kSegment - 1)), segment + kSegment);
     return true;
   }
 
   uint32_t live() const { return live_; }
   uint32_t end() const { return end_; }  // every live id is below it
 
-  size_t bytes() const { return segments_.size() * kSegment * sizeof(T); }
+  size_t bytes() const { return built_ * sizeof(T); }
 
  private:
   static constexpr uint32_t kNoId = 0xffffffffu;
 
-  std::vector<std::unique_ptr<T[]>> segments_;
+  struct Unmap {
+    void operator()(T* segment) const { unmap_pages(segment, kSegment * sizeof(T)); }
+  };
+
+  void build() {
+    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
+    if ((built_ >> kSegmentBits) == segments_.size()) {
+      std::unique_ptr<T, Unmap> segment(static_cast<T*>(map_pages(kSegment * sizeof(T))));
+      segments_.push_back(std::move(segment));
+    }
+    new (&(*this)[built_]) T();
+    ++built_;
+  }
+
+  void destroy(uint32_t from, uint32_t to) {
+    for (uint32_t id = from; id < to; ++id) (*this)[id].~T();
+  }
+
+  std::vector<std::unique_ptr<T, Unmap>> segments_;
   uint32_t free_ = kNoId;  // the id that was given back last
   uint32_t pinned_;
   uint32_t max_ids_;
   uint32_t end_ = 0;
+  uint32_t built_ = 0;  // entries that are constructed
   uint32_t live_ = 0;
 };
 
@@ -172,7 +203,7 @@ class ProbeTable {
   template <class Keys>
   void shrink(const Keys& keys) {
     if (count_ == 0) {
-      std::vector<uint32_t>().swap(slots_);
+      PageVector<uint32_t>().swap(slots_);
       mask_ = 0;
     } else if (slots_.size() > 64 && count_ * 32ull < slots_.size()) {
       resize(capacity() / 8, keys);
@@ -191,7 +222,7 @@ class ProbeTable {
 
   template <class Keys>
   void resize(uint32_t capacity, const Keys& keys) {
-    std::vector<uint32_t> old(capacity, kEmpty);
+    PageVector<uint32_t> old(capacity, kEmpty);
     old.swap(slots_);
     mask_ = capacity - 1;
     for (const uint32_t value : old) {
@@ -199,7 +230,7 @@ class ProbeTable {
     }
   }
 
-  std::vector<uint32_t> slots_;
+  PageVector<uint32_t> slots_;
   uint32_t mask_ = 0;
   uint32_t count_ = 0;
 };

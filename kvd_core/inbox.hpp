@@ -24,13 +24,12 @@
 // the one block that an almost empty inbox needs comes from the spare ones.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <vector>
+
+#include "pages.hpp"
 
 namespace kvd {
 
@@ -62,7 +61,7 @@ class InboxSpace {
 
     explicit InboxSpace(InboxBounds bounds) : bounds_(bounds) {}
     ~InboxSpace() {
-        for (InboxBlock* block : spare_) munmap(block, block->mapped);
+        for (InboxBlock* block : spare_) unmap_pages(block, block->mapped);
     }
     InboxSpace(const InboxSpace&) = delete;
     InboxSpace& operator=(const InboxSpace&) = delete;
@@ -85,10 +84,7 @@ class InboxSpace {
             spare_.pop_back();
         } else {
             const size_t mapped = needed <= kBlock ? kBlock : needed;
-            void* memory =
-                mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-            if (memory == MAP_FAILED) throw std::bad_alloc();
-            block = static_cast<InboxBlock*>(memory);
+            block = static_cast<InboxBlock*>(map_pages(mapped));
             block->mapped = mapped;
         }
         block->before = block->next = nullptr;
@@ -98,7 +94,7 @@ class InboxSpace {
 
     void give(InboxBlock* block) {
         if (block->mapped == kBlock && spare_.size() < kSpare) spare_.push_back(block);
-        else munmap(block, block->mapped);
+        else unmap_pages(block, block->mapped);
     }
 
   private:

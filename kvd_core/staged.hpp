@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -112,7 +111,7 @@ class Stage {
 
   std::deque<StagedEntry>& entries() { return entries_; }
   const uint64_t* page(uint64_t first) const {
-    return pages_[first >> 32].get() + 2 * (first & 0xffffffff);
+    return pages_[first >> 32].data() + 2 * (first & 0xffffffff);
   }
 
   void begin_entry() {
@@ -131,7 +130,7 @@ class Stage {
     if (goes_on && name == last_name_) refuse_parent();
     const bool whole = goes_on && entry.runs.back().n < kRunBlocks;
     if (!whole || used_ == kPageBlocks) begin_part(entry);
-    uint64_t* const at = pages_.back().get() + 2 * used_++;
+    uint64_t* const at = pages_.back().data() + 2 * used_++;
     at[0] = last_name_ = name;
     at[1] = local;
     ++entry.runs.back().n;
@@ -169,7 +168,7 @@ class Stage {
   void begin_part(StagedEntry& entry) {
     if (++runs_ > limits_.runs) refuse("too many events");
     if (pages_.empty() || used_ == kPageBlocks) {
-      pages_.emplace_back(new uint64_t[2 * kPageBlocks]);
+      pages_.emplace_back(2 * kPageBlocks);
       used_ = 0;
     }
     const uint64_t first = uint64_t{pages_.size() - 1} << 32 | used_;
@@ -201,7 +200,7 @@ class Stage {
 
   const DumpLimits limits_;
   std::deque<StagedEntry> entries_;
-  std::vector<std::unique_ptr<uint64_t[]>> pages_;
+  std::vector<PageVector<uint64_t>> pages_;
   uint32_t used_ = 0;  // blocks in the last page
   uint64_t blocks_ = 0;
   uint64_t runs_ = 0;

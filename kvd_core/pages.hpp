@@ -1,0 +1,71 @@
+// Memory in mappings of its own, for what is large.
+//
+// The C library's heap gives back what is free at its end, and nothing below the last byte in use. An
+// index that has shrunk leaves holes between what Python and libzmq hold on to, and they stay resident.
+// What is mapped here is gone the moment that it is freed.
+//
+// Costs: a mapping and its end some 2 us, and each page the kernel's clearing of it, 0.1 to 0.25 us.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+namespace kvd {
+
+constexpr size_t kPageBytes = 4096;  // where the kernel's are larger, less comes back early
+
+// Zeroed memory; throws std::bad_alloc.
+inline void* map_pages(size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    return memory;
+}
+
+inline void unmap_pages(void* memory, size_t bytes) { munmap(memory, bytes); }
+
+// Whole pages of [from, to) hold nothing any more: they stay mapped, and are zeroed when next used.
+inline void empty_pages(void* from, void* to) {
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(from) + kPageBytes - 1) & ~(kPageBytes - 1);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(to) & ~(kPageBytes - 1);
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+}
+
+// For vectors that may become large; small ones are in the heap as any other's.
+template <class T>
+struct PageAllocator {
+    static constexpr size_t kMapped = 64 * 1024;
+
+    using value_type = T;
+
+    PageAllocator() = default;
+    template <class U>
+    PageAllocator(const PageAllocator<U>&) {}
+
+    T* allocate(size_t n) {
+        const size_t bytes = n * sizeof(T);
+        if (bytes >= kMapped) return static_cast<T*>(map_pages(bytes));
+        void* memory = std::malloc(bytes);
+        if (memory == nullptr) throw std::bad_alloc();
+        return static_cast<T*>(memory);
+    }
+
+    void deallocate(T* memory, size_t n) {
+        if (n * sizeof(T) >= kMapped) unmap_pages(memory, n * sizeof(T));
+        else std::free(memory);
+    }
+
+    template <class U>
+    bool operator==(const PageAllocator<U>&) const { return true; }
+    template <class U>
+    bool operator!=(const PageAllocator<U>&) const { return false; }
+};
+
+template <class T>
+using PageVector = std::vector<T, PageAllocator<T>>;
+
+}  // namespace kvd
