@@ -1,7 +1,7 @@
 """The daemon: everything it runs, in the order it starts, and the reverse in which it stops.
 
     root: SIGTERM and SIGINT, before anything else that may wait
-    background: reloads, sweep of removed ranks, expiry of requests, watchdog
+    background: reloads, sweep of removed ranks, expiry of requests, trimming of heaps, watchdog
      └ listeners: one task per registered rank                      stop last
         └ start-up: recovery from a peer, the gate
         └ faces: one front per bind, TLS beside it, the demo        stop first
@@ -44,7 +44,7 @@ from kvd.http.certificates import Terms
 from kvd.http.listeners import file_remover
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
-from kvd.memory import keep_freed_memory
+from kvd.memory import Heaps
 from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import activation, sdnotify
 from kvd.net.curve import KeyPair
@@ -90,7 +90,8 @@ log = get_logger(__name__)
 def run(config: Config, reader: Reader) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError."""
     faulthandler.enable()  # the watchdog kills with SIGABRT: the journal says where the loop was
-    keep_freed_memory()
+    heaps = Heaps()
+    heaps.keep_freed_memory()
     limit = raise_limit()
     if limit < LEAST:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
@@ -101,7 +102,7 @@ def run(config: Config, reader: Reader) -> int:
         passed = activation.receive(os.environ)
     except ValueError as error:
         raise StartError(str(error)) from None
-    daemon = _Daemon(config, max_ranks, waiting_within(limit), reader)
+    daemon = _Daemon(config, max_ranks, waiting_within(limit), reader, heaps)
     with (
         closing(passed),
         closing(Signals(signal.SIGTERM, signal.SIGINT)) as ends,
@@ -113,9 +114,12 @@ def run(config: Config, reader: Reader) -> int:
 class _Daemon:
     """One process's daemon."""
 
-    def __init__(self, config: Config, max_ranks: int, max_waiting: int, reader: Reader) -> None:
+    def __init__(
+        self, config: Config, max_ranks: int, max_waiting: int, reader: Reader, heaps: Heaps
+    ) -> None:
         self._config = config
         self._reader = reader
+        self._heaps = heaps
         self._reloads = {"applied": 0, "refused": 0}
         self._reloading = trio.Lock()
         self._control: socket.socket | None = None
@@ -261,6 +265,7 @@ class _Daemon:
                 root.start_soon(control.answer, self._control, self._reload)
             root.start_soon(self._sweep)
             root.start_soon(self._expire)
+            root.start_soon(self._heaps.tend)
             root.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
             yield
             root.cancel_scope.cancel()
@@ -436,6 +441,7 @@ class _Daemon:
         help = "Messages of engines and replicas that wait until they can be applied"
         yield gauge("kvd_queued_messages", help, self._waiting.messages)
         yield gauge("kvd_queued_bytes", "What these take", self._waiting.size_bytes)
+        yield from self._heaps.metrics()
         help = "Log lines dropped because nobody read them, or they could not be written"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
 
