@@ -65,7 +65,9 @@ MEMORY_SHAPES: dict[str, dict[str, Option]] = {
     "8 workers": {"workers": 8},
     "8 workers, replicated": {"workers": 8, "replicated": 1},
 }
-# What is left of the socket queues that a burst has filled is the server's own affair.
+# What is left of the socket queues that a burst has filled is the server's own affair, and it has
+# some seconds to clear up.
+BURST_REST = 10
 BURST_RSS = 1.0
 BURST_SHAPES: dict[str, dict[str, Option]] = {
     "1 worker": {"workers": 1},
@@ -177,7 +179,7 @@ class IndexerSuites(Runs):
             case = Case(
                 BURST, f"{self._plan.pairs:,} messages, {name}", {"rss_after_mib": BURST_RSS}
             )
-            blast = {"event_blocks": 1, "batch_events": 1}
+            blast = {"event_blocks": 1, "batch_events": 1, "rest": BURST_REST}
             self._fresh_rounds(case, "ingest", {**self._fill(), **shape, **blast})
             cases.append(case)
         return cases

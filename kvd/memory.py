@@ -19,7 +19,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 LARGEST_REUSED_BYTES = 16 * 1024 * 1024  # twice the longest body
-KEPT_FREE_BYTES = 32 * 1024 * 1024  # at the end of each heap, until it has been free for a while
+KEPT_FREE_BYTES = 8 * 1024 * 1024  # at the end of each heap; no trim gives back that of a thread
 
 LOOK_EVERY_S = 3.0
 LOOK_SHARE = 0.001  # of the time, at most

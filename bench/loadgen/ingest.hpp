@@ -137,6 +137,7 @@ inline Fill fill(Fleet& fleet, const DataSet& data, const Options& options) {
     fill.seconds = now() - start;
     sleep_seconds(kTickSettle);
     fill.after = server.usage();
+    sleep_seconds(double(options.integer("rest", 0)));
     if (server.known()) fill.settled_rss = server.settled_rss_bytes();
     check_filled(fleet, data);
     return fill;

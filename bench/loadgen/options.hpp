@@ -33,6 +33,7 @@ inline constexpr OptionSpec kOptions[] = {
     {"face", "indexer", "indexer | select: the service that is filled"},
     {"event-blocks", "8", "blocks in an event"},
     {"batch-events", "1", "events in a batch (one ZMQ message)"},
+    {"rest", "0", "seconds between the last applied event and the look at RSS"},
     {"window", "0", "blocks published but not yet seen applied, at most; 0: no bound"},
     {"timeout", "120", "seconds until an unapplied event is an error"},
     // admit, and http and bodies of the kinds life and potential_loads
