@@ -70,10 +70,10 @@ class Heaps:
         pause = LOOK_EVERY_S
         while True:
             await trio.sleep(pause)
-            used_s = await trio.to_thread.run_sync(self._look, self._libc)
+            used_s = await trio.to_thread.run_sync(self.look)
             pause = max(LOOK_EVERY_S, used_s / LOOK_SHARE)
 
-    def _look(self, libc: ctypes.CDLL) -> float:
+    def look(self) -> float:
         """Trims if enough is free that was not before the last trim, and was at the last look.
 
         Returns the seconds of CPU time that this took.
@@ -81,6 +81,8 @@ class Heaps:
         What has been given back still counts as free: hence the floor. Both calls walk through all
         that is free, some milliseconds where that is ten thousand pieces, with the heap locked.
         """
+        libc = self._libc
+        assert libc is not None
         begun = time.thread_time()
         before, self._free = self._free, libc.mallinfo2().fordblks
         self._floor = min(self._floor, self._free)

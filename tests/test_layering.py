@@ -16,7 +16,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.cli",),
     ("kvd.daemon",),
     ("kvd.services", "kvd.replicating"),
-    ("kvd.serving", "kvd.reloading", "kvd.status", "kvd.fleet", "kvd.room", "kvd.control"),
+    (
+        "kvd.serving",
+        "kvd.reloading",
+        "kvd.status",
+        "kvd.fleet",
+        "kvd.room",
+        "kvd.memory",
+        "kvd.control",
+    ),
     ("kvd.config", "kvd.demo", "kvd.desks"),
     ("kvd.configfile", "kvd.configpage", "kvd.tokens", "kvd.fleetfile"),
     ("kvd.settings",),
@@ -26,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
     ("kvd.metrics",),
     ("kvd.state", "kvd.scheduling", "kvd.ledgers"),
-    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.memory", "kvd.descriptors", "kvd.signals"),
+    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.descriptors", "kvd.signals"),
     ("kvd.model", "kvd.errors", "kvd.outlet", "kvd.toml", "kvd._version"),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,64 @@
+"""What has been freed does not stay with the process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from kvd.memory import WORTH_TRIMMING_BYTES, Heaps
+from kvd_core.index import IngestCounters, PrefixIndex
+
+PIECE = 1000  # bytes
+RUN = 1000  # blocks
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def trims(heaps: Heaps) -> float:
+    (count,) = (f for f in heaps.metrics() if f.name == "kvd_heap_trims_total")
+    return next(iter(count.samples))[2]
+
+
+def test_what_stays_free_in_a_heap_is_given_back_once() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    heaps = Heaps()
+    heaps.look()
+    heaps.look()  # whatever was free before
+    before = resident(), trims(heaps)
+    pieces = [libc.malloc(PIECE) for _ in range(8 * WORTH_TRIMMING_BYTES // PIECE)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, PIECE)
+    last = pieces.pop()  # holds the end of the heap: so it cannot shrink by itself
+    filled = resident()
+    heaps.look()
+    for piece in pieces:
+        libc.free(piece)
+    heaps.look()
+    assert trims(heaps) == before[1]  # it may be used again at once
+    heaps.look()
+    assert trims(heaps) == before[1] + 1
+    assert resident() - before[0] < (filled - before[0]) / 4
+    heaps.look()
+    heaps.look()
+    assert trims(heaps) == before[1] + 1
+    libc.free(last)
+
+
+def test_an_index_that_is_emptied_gives_its_memory_back() -> None:
+    index = PrefixIndex(1, IngestCounters())
+    worker = index.add_worker(1)
+    empty = resident()
+    runs = [range(first, first + RUN) for first in range(0, 500 * RUN, RUN)]
+    for run in runs:
+        worker.store(0, run, run)
+    full = resident()
+    for run in runs:
+        worker.drop(0, run)
+    while index.sweep(1000):
+        pass
+    assert resident() - empty < (full - empty) / 2  # short lists of hashes are in the heap
