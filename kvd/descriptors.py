@@ -28,7 +28,8 @@ MAX_LISTENERS = 21_000
 # clients (30 seen in /proc/PID/fd). libzmq aborts the process where it finds none.
 LEAST = 64
 
-# Connections of selections that wait; the default of `router_queue_requests`.
+# Selections that wait, each a connection, a task of 5 KB and its prompt; the default of
+# `router_queue_requests`. Fleets hold some hundred.
 MAX_WAITING = 16_384
 
 ENOUGH = OTHER_DESCRIPTORS + MAX_WAITING + MAX_LISTENERS * LISTENER_DESCRIPTORS

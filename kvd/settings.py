@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvd import parsers
+from kvd.descriptors import MAX_WAITING
 from kvd.faces.indexer import MAX_DUMPS
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
@@ -28,7 +29,6 @@ from kvd.scheduling.options import (
     DEFAULT_PRUNE_TARGET_RATIO,
     DEFAULT_QUEUE_THRESHOLD,
     DEFAULT_TTL_S,
-    MAX_HELD,
     MAX_RETRIES,
     RouterMode,
 )
@@ -204,7 +204,7 @@ ROUTER_SETTINGS = (
     Setting(
         "router_queue_requests",
         COUNT,
-        MAX_HELD,
+        MAX_WAITING,
         "N",
         "selections that may wait at once; more are answered 503",
         live=True,

@@ -10,7 +10,6 @@ from kvd.descriptors import (
     listeners_within,
     waiting_within,
 )
-from kvd.scheduling.options import MAX_HELD
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,3 @@ def test_descriptors_are_shared_out(limit: int, listeners: int, waiting: int) ->
     assert listeners_within(limit) == listeners
     assert waiting_within(limit) == waiting
     assert listeners * LISTENER_DESCRIPTORS + waiting <= limit
-
-
-def test_there_are_descriptors_for_all_that_may_wait() -> None:
-    assert MAX_WAITING == MAX_HELD

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvd.descriptors import MAX_WAITING
 from kvd.model import MAX_PARTITIONS
 from kvd.scheduling.queue import QueuePolicy
 from kvd.scheduling.sessions import MAX_SESSIONS
 from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
-# Selections that may wait in all, each a task of 5 KB and its prompt. Fleets hold some hundred.
-MAX_HELD = 16_384
 # How long an engine is chosen still whose event connection is lost: a network that has dropped the
 # connection is back within a second or two.
 DEFAULT_DISCONNECTED_S = 3.0
@@ -82,7 +81,7 @@ class RouterOptions:
     session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
     disconnected_s: float | None = DEFAULT_DISCONNECTED_S  # None: lost connections change nothing
     unconnected_s: float | None = None  # the same of those that were never made
-    max_held: int = MAX_HELD
+    max_held: int = MAX_WAITING
     max_wait_s: float = DEFAULT_MAX_WAIT_S
     max_fleets: int = MAX_PARTITIONS
     max_sessions: int = MAX_SESSIONS

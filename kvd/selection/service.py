@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
+from kvd.descriptors import MAX_WAITING
 from kvd.ledgers import Ledgers
 from kvd.model import PartitionKey
 from kvd.registry import Registry
-from kvd.scheduling.options import MAX_HELD, RouterOptions
+from kvd.scheduling.options import RouterOptions
 from kvd.selection.affinity import Affinity
 from kvd.selection.bookings import Bookings
 from kvd.selection.choices import Choices
@@ -37,7 +38,7 @@ class Selections:
         wall_ns: Callable[[], int],
         ledgers: Ledgers | None = None,
         readiness: Readiness | None = None,
-        max_waiting: int = MAX_HELD,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         """Requests of other faces that use the same `ledgers` weigh on choices.
 
