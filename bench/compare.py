@@ -26,10 +26,10 @@ from select_suites import SelectSuites
 from servers import Contender
 from slot_suites import LIFE, LOADS, PROJECTION, SlotSuites
 from slot_suites import MEMORY as SLOT_MEMORY
-from suites import BURST, DUMP, HASH, INGEST, LATENCY, MEMORY, QUERY, IndexerSuites
+from suites import BURST, DUMP, HASH, INGEST, LATENCY, MEMORY, QUERY, TIERED, IndexerSuites
 
 HERE = Path(__file__).resolve().parent
-INDEXER_SUITES = (QUERY, HASH, INGEST, MEMORY, BURST, LATENCY, DUMP)
+INDEXER_SUITES = (QUERY, HASH, TIERED, INGEST, MEMORY, BURST, LATENCY, DUMP)
 SLOT_SUITES = (LIFE, PROJECTION, LOADS, SLOT_MEMORY)
 SUITES = [suite.name for suite in (*INDEXER_SUITES, *SLOT_SUITES, SELECT)]
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
-from generator import Hold, Option
+from generator import Hold, Option, Result
 from recovery import dump_under_load, replica
 from report import Case, Figure, Suite
 from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, say
 from sameness import check_equal
-from servers import Pair, running_pair
+from servers import Pair, Server, running_pair
 
 QUERY = Suite("query", "/query: token ids in, scores out", (CPU, P50, P99, RPS))
 HASH = Suite("hash", "/query_by_hash: local block hashes in, scores out", (CPU, P50, P99, RPS))
+TIERED = Suite(
+    "tiered",
+    "/query_tiered_by_hash, beside the other's /query_by_hash: Dynamo 1.6.1 has no such route",
+    (CPU, P50, P99, RPS),
+)
 INGEST = Suite(
     "ingest",
     "Ingest: engine events until queryable, 8 workers",
@@ -83,7 +89,7 @@ class IndexerSuites(Runs):
     def run(self, names: list[str]) -> list[Case]:
         """The named suites, in table order."""
         cases: list[Case] = []
-        if {QUERY.name, HASH.name, LATENCY.name} & set(names):
+        if {QUERY.name, HASH.name, TIERED.name, LATENCY.name} & set(names):
             cases += self._filled_suites(names)
         if INGEST.name in names:
             cases += self._ingest()
@@ -103,6 +109,8 @@ class IndexerSuites(Runs):
                 cases += self._prompts(pair, QUERY, "query", QUERY_CPU, _token_case)
             if HASH.name in names:
                 cases += self._prompts(pair, HASH, "query_by_hash", HASH_CPU, _hash_case)
+            if TIERED.name in names:
+                cases += self._tiered(pair)
             if LATENCY.name in names:
                 cases.append(self._latency(holds))
         return cases
@@ -140,6 +148,23 @@ class IndexerSuites(Runs):
                 self._load(pair, case, {**self._prompt_data(), **prompt, "conns": connections})
                 cases.append(case)
         return cases
+
+    def _tiered(self, pair: Pair) -> list[Case]:
+        cases = []
+        for tokens, cpu_limit in HASH_CPU.items():
+            for connections in CONNECTIONS:
+                case = Case(TIERED, f"{_hash_case(tokens)}, c{connections}", {CPU.key: cpu_limit})
+                load = {**self._prompt_data(), "tokens": tokens, "hit": HIT, "conns": connections}
+                kinds = dict(zip(pair, ("query_tiered_by_hash", "query_by_hash"), strict=True))
+                self._rounds(case, pair, partial(self._ask_each, kinds, load))
+                cases.append(case)
+        return cases
+
+    def _ask_each(
+        self, kinds: dict[Server, str], load: dict[str, Option], server: Server
+    ) -> Result:
+        timing = {"secs": self._plan.seconds, "warm": self._plan.warm}
+        return self._generator.run("http", server, **load, **timing, kind=kinds[server])
 
     def _check_same(self, pair: Pair, path: str, prompt: dict[str, Option], tokens: int) -> None:
         bodies = self._generator.bodies(**self._prompt_data(), **prompt, count=8)

@@ -9,6 +9,7 @@ again at the same endpoint goes on where it was, and what it missed shows as a g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,7 @@ import trio
 from kvd.descriptors import MAX_LISTENERS
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.model import InstanceId, PartitionKey, RankKey
-from kvd.state import State
+from kvd.state import Partition, State
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses
@@ -29,6 +30,10 @@ from kvd.wire.outgoing import Outgoing
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
 MAX_LEFT_PLACES = 65_536
 
+# A worker that is replaced may leave its model and tenant without any until the next one is there;
+# what is without for longer has been taken down.
+LEFT_PAIR_S = 60.0
+MAX_LEFT_PAIRS = 16_384  # ~200 bytes each; the one that was left longest ago goes first
 
 INDEXER = "indexer"  # the face that registers unless another one says so
 
@@ -72,6 +77,9 @@ class Registry:
         self._listeners = listeners
         self._ranks: dict[RankKey, Registration] = {}
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
+        # Models and tenants without any worker: when the last one left (monotonic), and its block
+        # size, in tokens.
+        self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
         self.on_departure: Callable[[], None] | None = None  # called when something has left
@@ -225,13 +233,14 @@ class Registry:
         what another face has registered as well goes on.
         """
         self._state.note_departure(model_name, tenant_id, instance_id, dp_rank)
+        partitions = self._state.partitions_of(model_name, tenant_id)
         strays = [
             self._state.remove_stray(partition, instance_id, dp_rank)
             for partition in self._state.strays(instance_id, model_name, tenant_id)
         ]
         leaving = [
             self._ranks[RankKey(partition.key, instance_id, rank)]
-            for partition in self._state.partitions_of(model_name, tenant_id)
+            for partition in partitions
             for rank in partition.ranks_of(instance_id, dp_rank)
         ]
         leaving = [each for each in leaving if owner in each.owners or not each.owners]
@@ -247,6 +256,7 @@ class Registry:
                     await self._stop(registration)
                     if self._is_current(registration):
                         self._remove(registration)
+            self._note_left(partitions)
             if self.on_departure is not None:
                 self.on_departure()
 
@@ -326,6 +336,21 @@ class Registry:
         """
         while self._is_current(registration) and await self._listeners.stop(registration.key):
             pass
+
+    def block_size_left(self, key: PartitionKey) -> int | None:
+        """Returns the block size of a model and tenant whose last worker left a moment ago."""
+        left_at, block_size = self._left_pairs.get(key, (-math.inf, 0))
+        return block_size if trio.current_time() - left_at < LEFT_PAIR_S else None
+
+    def _note_left(self, partitions: Iterable[Partition]) -> None:
+        """Remembers those of the partitions that have ended with what has just left."""
+        for partition in partitions:
+            if partition.key in self._state.partitions:
+                continue
+            self._left_pairs.pop(partition.key, None)  # the youngest is last
+            self._left_pairs[partition.key] = trio.current_time(), partition.block_size
+            if len(self._left_pairs) > MAX_LEFT_PAIRS:
+                del self._left_pairs[next(iter(self._left_pairs))]
 
     def _remove(self, registration: Registration) -> None:
         key, listener = registration.key, registration.listener

@@ -23,6 +23,11 @@ cdef extern from "events.hpp" namespace "kvd" nogil:
         WINDOW
         OTHER
 
+    cdef enum class Origin(uint8_t):
+        UNSAID
+        NEW
+        REUSED
+
     cdef cppclass StoredEvent:
         const uint64_t* hashes  # engine hashes folded to 64 bits
         uint32_t n_hashes
@@ -44,6 +49,8 @@ cdef extern from "events.hpp" namespace "kvd" nogil:
         const uint32_t* mm_begin  # n_hashes + 1 offsets into mm, or NULL
         const uint64_t* mm
 
+        Origin origin
+
     cdef cppclass RemovedEvent:
         const uint64_t* hashes
         uint32_t n_hashes
@@ -51,6 +58,7 @@ cdef extern from "events.hpp" namespace "kvd" nogil:
         Kind kind
         bool remote
         int32_t group  # -1 absent
+        const uint32_t* remaining  # copies that are left of each, or NULL
 
     cdef cppclass ClearedEvent:
         Tier tier  # meaningful when has_tier
@@ -73,3 +81,8 @@ cdef extern from "events.hpp" namespace "kvd" nogil:
     BatchResult decode_batch[Sink](
         const uint8_t* payload, size_t size, Scratch& scratch, Sink& sink
     ) except +
+
+
+cdef extern from "publisher.hpp" namespace "kvd" nogil:
+    const size_t kPublisherBytes
+    const uint8_t* publisher_of(const uint8_t* payload, size_t size, const uint8_t* expected)

@@ -20,14 +20,17 @@ from kvd_core.decoder cimport (
     BatchResult,
     ClearedEvent,
     Kind,
+    Origin,
     Reason,
     RemovedEvent,
     Scratch,
     StoredEvent,
     Tier,
     decode_batch,
+    kPublisherBytes,
     kReasonNames,
     kReasons,
+    publisher_of,
 )
 
 REASONS = tuple([kReasonNames[i].decode() for i in range(kReasons)])
@@ -46,6 +49,11 @@ cdef dict _KINDS = {
     <int>Kind.FULL: "full",
     <int>Kind.WINDOW: "window",
     <int>Kind.OTHER: "other",
+}
+cdef dict _ORIGINS = {
+    <int>Origin.UNSAID: None,
+    <int>Origin.NEW: "new",
+    <int>Origin.REUSED: "reused",
 }
 
 
@@ -89,8 +97,8 @@ def decode(bytes payload not None):
 
     begun is False when the batch is refused whole; rank is None when the payload names none.
     Stored events: hashes, parent (or None), tokens, pairs, block_size (0 absent), tier, kind,
-    remote, group (or None), window (0 absent), lora_name and salt ("" none), lora_id (or None),
-    mm (None, or a list of ascending hashes a block). Text that is no UTF-8 keeps its bytes as
+    remote, group (or None), window (0 absent), origin (or None), lora_name and salt ("" none), lora_id (or None),
+    mm (None, or a list of ascending hashes a block). Removed ones: `remaining` copies (or None). Text that is no UTF-8 keeps its bytes as
     surrogate escapes.
     """
     cdef Scratch scratch
@@ -103,6 +111,13 @@ def decode(bytes payload not None):
     finally:
         del sink
     return Batch(seen.begun, seen.rank, seen.events, seen.bad, result.events, result.ignored)
+
+
+def publisher(bytes payload not None):
+    """Returns the 16 bytes by which a batch names its publisher, empty where it does not."""
+    cdef const uint8_t* data = <const uint8_t*><const char*>payload
+    cdef const uint8_t* found = publisher_of(data, <size_t>len(payload), NULL)
+    return b"" if found == NULL else found[:kPublisherBytes]
 
 
 cdef dict _stored(const StoredEvent& event):
@@ -122,6 +137,7 @@ cdef dict _stored(const StoredEvent& event):
         "lora_id": event.lora_id if event.has_lora_id else None,
         "salt": _text(event.salt),
         "mm": _objects(event),
+        "origin": _ORIGINS[<int>event.origin],
     }
 
 
@@ -133,6 +149,11 @@ cdef dict _removed(const RemovedEvent& event):
         "kind": _KINDS[<int>event.kind],
         "remote": event.remote,
         "group": event.group if event.group >= 0 else None,
+        "remaining": (
+            None
+            if event.remaining == NULL
+            else [event.remaining[i] for i in range(event.n_hashes)]
+        ),
     }
 
 

@@ -2,7 +2,7 @@
 //
 //   libzmq's pipe of the socket          MessageReader                 the inbox (inbox.hpp)
 //   +-------+-----+---------+            frames_[0]  topic  ignored
-//   | topic | seq | payload |  next() -> frames_[1]  8 bytes, BE  ->  seq
+//   | topic | seq | payload |  next() -> frames_[1]  8 bytes, BE  ->  seq; 16 more  ->  publisher
 //   +-------+-----+---------+            frames_[2]  msgpack      ->  payload, size
 //   | ...   more messages   |            frames_[3]  any further frame, overwritten by the next
 //
@@ -32,6 +32,8 @@
 #include <cstring>
 #include <string>
 
+#include "publisher.hpp"
+
 namespace kvd {
 
 // zmq_msg_t of libzmq 4.1 and later: 64 opaque bytes, aligned like a pointer (zmq.h).
@@ -41,6 +43,7 @@ struct alignas(void*) ZmqMessage {
 
 constexpr int ZMQ_DONTWAIT_FLAG = 1;  // zmq.h: ZMQ_DONTWAIT
 constexpr size_t SEQ_BYTES = 8;
+constexpr size_t NAMED_SEQ_BYTES = SEQ_BYTES + kPublisherBytes;
 constexpr int EVENT_FRAMES = 3;
 
 // The part of libzmq's C interface that is used here.
@@ -81,9 +84,9 @@ struct Libzmq {
 
 enum class Got {
     empty,            // no message is waiting
-    event,            // seq, payload and size are those of a well-formed message
+    event,            // seq, publisher, payload and size are those of a well-formed message
     bad_frame_count,  // a message of another number of frames than 3
-    bad_sequence,     // a message whose second frame is not 8 bytes long
+    bad_sequence,     // a message whose second frame is neither 8 nor 24 bytes long
     failed,           // libzmq refused; errno says why
 };
 
@@ -109,7 +112,8 @@ class MessageReader {
             more_ = zmq_.msg_more(&frame);
         } while (more_);
         if (count != EVENT_FRAMES) return Got::bad_frame_count;
-        if (zmq_.msg_size(&frames_[1]) != SEQ_BYTES) return Got::bad_sequence;
+        const size_t size = zmq_.msg_size(&frames_[1]);
+        if (size != SEQ_BYTES && size != NAMED_SEQ_BYTES) return Got::bad_sequence;
         return Got::event;
     }
 
@@ -135,6 +139,11 @@ class MessageReader {
         uint64_t value = 0;
         for (size_t i = 0; i < SEQ_BYTES; ++i) value = value << 8 | bytes[i];
         return value;
+    }
+    // The 16 bytes behind the number, or null.
+    const uint8_t* publisher() {
+        if (zmq_.msg_size(&frames_[1]) != NAMED_SEQ_BYTES) return nullptr;
+        return static_cast<const uint8_t*>(zmq_.msg_data(&frames_[1])) + SEQ_BYTES;
     }
     const char* payload() { return static_cast<const char*>(zmq_.msg_data(&frames_[2])); }
     size_t size() { return zmq_.msg_size(&frames_[2]); }

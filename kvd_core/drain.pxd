@@ -1,7 +1,7 @@
 # Messages out of ZMQ sockets, without pyzmq in between, and where they wait; drain.hpp and inbox.hpp
 # have the pictures.
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool
 from libcpp.string cimport string
 
@@ -12,9 +12,9 @@ cdef extern from "drain.hpp" namespace "kvd" nogil:
 
     cdef enum class Got:
         empty            # no message is waiting
-        event            # seq, payload and size describe a well-formed message
+        event            # seq, publisher, payload and size describe a well-formed message
         bad_frame_count  # another number of frames than 3, or too many
-        bad_sequence     # the second frame is not 8 bytes long
+        bad_sequence     # the second frame is neither 8 nor 24 bytes long
         failed           # libzmq refused; errno says why
 
     cdef cppclass MessageReader:
@@ -22,12 +22,18 @@ cdef extern from "drain.hpp" namespace "kvd" nogil:
         Got next()
         Got next_of_any_shape(int most, string& packed) except +
         uint64_t seq()
+        const uint8_t* publisher()  # 16 bytes, or null
         const char* payload()  # valid until the following next()
         size_t size()          # bytes of the payload
 
     cdef cppclass Deadline:
         Deadline(int64_t budget_ns)
         bool passed()
+
+
+cdef extern from "publisher.hpp" namespace "kvd" nogil:
+    const size_t kPublisherBytes
+    const uint8_t* publisher_of(const uint8_t* payload, size_t size, const uint8_t* expected)
 
 
 cdef extern from "inbox.hpp" namespace "kvd" nogil:
@@ -52,8 +58,9 @@ cdef extern from "inbox.hpp" namespace "kvd" nogil:
         void seal()
         void begin()
         uint64_t first()
-        unsigned char* push(uint64_t seq, size_t size) except +  # null where there is no room
+        unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) except +  # null where there is no room
         uint64_t seq()      # of the oldest message, while there is one
+        const uint8_t* publisher()
         size_t size()
         const char* data()  # valid until the following pop, push or clear
         void pop()

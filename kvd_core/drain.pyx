@@ -10,7 +10,7 @@ import sys
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.errno cimport errno
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 import zmq
 import zmq.backend
@@ -115,10 +115,13 @@ cdef class Inbox:
 
     def push(self, uint64_t seq, bytes payload not None):
         """Keeps a message if there is room."""
-        _keep(self.inbox, seq, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
+        _keep(self.inbox, seq, NULL, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
 
-    def drain(self, take, uint64_t max_messages, int64_t budget_ns):
+    def drain(self, take, uint64_t max_messages, int64_t budget_ns, bytes speaker not None, meet):
         """Has `take(seq, payload)` take messages; returns whether it stopped before there was none.
+
+        `speaker` is who has published the message before the first, as 16 bytes, or none where that
+        did not say; a message of another one is told of before, with `meet(publisher)`.
 
         Stops after a message for which `take` returns True, after `max_messages` messages, or after
         the first that ends later than `budget_ns` from the start. What `take` raises passes
@@ -127,11 +130,20 @@ cdef class Inbox:
         cdef CInbox* inbox = self.inbox
         cdef Deadline* deadline = new Deadline(budget_ns)
         cdef uint64_t seq
+        cdef const uint8_t* known = _id(speaker)
+        cdef const uint8_t* publisher
         try:
             for _ in range(max_messages):
                 if inbox.empty():
                     return False
                 seq = inbox.seq()
+                publisher = inbox.publisher()
+                if publisher == NULL:
+                    publisher = publisher_of(<const uint8_t*>inbox.data(), inbox.size(), known)
+                if publisher != known and not _same(publisher, known):
+                    speaker = b"" if publisher == NULL else publisher[:kPublisherBytes]
+                    known = _id(speaker)
+                    meet(speaker)
                 payload = PyBytes_FromStringAndSize(inbox.data(), inbox.size())
                 inbox.pop()
                 if take(seq, payload) is True or deadline.passed():
@@ -161,8 +173,21 @@ cdef class Inbox:
         self.inbox.clear()
 
 
-cdef void _keep(CInbox* inbox, uint64_t seq, const char* data, size_t size) except *:
-    cdef unsigned char* place = inbox.push(seq, size)
+cdef const uint8_t* _id(bytes publisher) noexcept:
+    """Returns the 16 bytes, NULL for none of them."""
+    if len(publisher) != kPublisherBytes:
+        return NULL
+    return <const uint8_t*>PyBytes_AS_STRING(publisher)
+
+
+cdef bint _same(const uint8_t* publisher, const uint8_t* other) noexcept:
+    return publisher != NULL and other != NULL and memcmp(publisher, other, kPublisherBytes) == 0
+
+
+cdef void _keep(
+    CInbox* inbox, uint64_t seq, const uint8_t* publisher, const char* data, size_t size
+) except *:
+    cdef unsigned char* place = inbox.push(seq, publisher, size)
     if place != NULL:
         memcpy(place, data, size)
 
@@ -171,7 +196,7 @@ def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t 
     """Takes event messages off a socket; returns whether it stopped before that was empty.
 
     A well-formed message (topic, 8-byte big-endian number, payload) goes to the inbox by its number
-    and payload; for any other `refuse(reason)` is called with one of this module's BAD_ texts.
+    and payload, and by the 16 bytes of a publisher that may follow the number; for any other `refuse(reason)` is called with one of this module's BAD_ texts.
     Stops after `max_messages` messages, or after the first that ends later than `budget_ns` from
     the start. `socket` is the address that pyzmq's `Socket.underlying` gives; `refuse` may not close
     it. Raises zmq.ZMQError where libzmq refuses.
@@ -185,7 +210,9 @@ def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t 
             if got == Got.empty:
                 return False
             if got == Got.event:
-                _keep(inbox.inbox, reader.seq(), reader.payload(), reader.size())
+                _keep(
+                    inbox.inbox, reader.seq(), reader.publisher(), reader.payload(), reader.size()
+                )
             elif got == Got.failed:
                 _raise()
             else:
@@ -218,7 +245,7 @@ def fill_frames(Inbox inbox not None, size_t socket, int most, int max_messages,
             if got == Got.failed:
                 _raise()
             inbox.cut = got == Got.bad_frame_count
-            _keep(inbox.inbox, 0, packed.data(), packed.size())
+            _keep(inbox.inbox, 0, NULL, packed.data(), packed.size())
             if deadline.passed():
                 return True
         return True

@@ -52,6 +52,8 @@ enum Member : uint8_t {
   LOCALITY,
   CACHE_SALT,
   MM_INFOS,
+  REMAINING,
+  ORIGIN,
   EVENT_TYPE,
   OTHER_MEMBER,
 };
@@ -59,7 +61,8 @@ constexpr std::string_view kMembers[] = {
     "type",       "block_hashes", "parent_block_hash", "token_ids",
     "block_size", "lora_id",      "medium",            "lora_name",
     "extra_keys", "group_idx",    "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
-    "locality",   "cache_salt",   "block_mm_infos",    "event_type",
+    "locality",   "cache_salt",   "block_mm_infos",    "remaining_copy_counts",
+    "origin",     "event_type",
 };
 static_assert(sizeof kMembers / sizeof *kMembers == OTHER_MEMBER, "a name for every member");
 
@@ -82,6 +85,7 @@ class EventReader {
   void read() {
     const size_t hashes = scratch_.hashes.size(), tokens = scratch_.tokens.size();
     const size_t mm_begin = scratch_.mm_begin.size(), mm = scratch_.mm.size();
+    const size_t remaining = scratch_.remaining.size();
     read_value();
     const bool kept = !in_.broken() && keep();
     if (!kept || type_ != Type::STORED) scratch_.stored.pop_back();
@@ -90,6 +94,7 @@ class EventReader {
     scratch_.tokens.resize(tokens);
     scratch_.mm_begin.resize(mm_begin);
     scratch_.mm.resize(mm);
+    scratch_.remaining.resize(remaining);
   }
 
  private:
@@ -97,6 +102,7 @@ class EventReader {
     type_ = Type::NONE;
     seen_ = wrong_ = 0;
     has_medium_ = mm_from_tail_ = false;
+    n_remaining_ = kNoCounts;
     extra_keys_ = mm_infos_ = nullptr;
     pending_ = &scratch_.stored.emplace_back();
     event_ = &pending_->event;
@@ -286,6 +292,10 @@ class EventReader {
         return in_.text(&event_->salt);
       case MM_INFOS:
         return take_list(&mm_infos_);
+      case REMAINING:
+        return take_remaining();
+      case ORIGIN:
+        return take_origin();
       case EVENT_TYPE:
       case OTHER_MEMBER:
         break;
@@ -449,6 +459,30 @@ class EventReader {
     return true;
   }
 
+  // What is not one count for each hash says nothing, and costs nothing.
+  bool take_remaining() {
+    n_remaining_ = kNoCounts;
+    uint32_t count;
+    if (!in_.array(&count) || !in_.expect(count)) return false;
+    remaining_at_ = scratch_.remaining.size();
+    scratch_.remaining.resize(remaining_at_ + count);
+    for (uint32_t i = 0; i < count; ++i) {
+      uint64_t copies;
+      if (!take_unsigned(UINT32_MAX, &copies)) return false;
+      scratch_.remaining[remaining_at_ + i] = static_cast<uint32_t>(copies);
+    }
+    n_remaining_ = count;
+    return true;
+  }
+
+  bool take_origin() {
+    std::string_view text;
+    event_->origin = Origin::UNSAID;
+    if (!in_.text(&text)) return false;
+    event_->origin = spelled(kOrigins, text, Origin::UNSAID);
+    return true;
+  }
+
   // ---- is it an event?
 
   bool seen(Member member) const { return (seen_ & bit(member)) != 0; }
@@ -493,8 +527,8 @@ class EventReader {
     if ((wrong_ & kRemovedFields) != 0) return refuse(Reason::FIELD_TYPE);
     wait(scratch_.removed.size());
     scratch_.removed.push_back({{nullptr, event_->n_hashes, event_->tier, event_->kind,
-                                 event_->remote, event_->group, event_->medium},
-                                pending_->hashes_at});
+                                 event_->remote, event_->group, event_->medium, nullptr},
+                                pending_->hashes_at, remaining_at_, n_remaining_ == event_->n_hashes});
     return true;
   }
 
@@ -524,6 +558,10 @@ class EventReader {
   Type type_ = Type::NONE;
   uint32_t seen_ = 0;   // bit(Member)
   uint32_t wrong_ = 0;  // bit(Member), a subset of seen_
+  // Counts of remaining copies, behind `remaining_at_`; kNoCounts without good ones.
+  static constexpr uint64_t kNoCounts = UINT64_MAX;
+  uint64_t n_remaining_ = kNoCounts;
+  size_t remaining_at_ = 0;
   bool has_medium_ = false;
   bool mm_from_tail_ = false;
   const uint8_t* extra_keys_ = nullptr;  // the list's head; nullptr when absent or nil

@@ -3,6 +3,7 @@
 //   order    [S0][R0][S1][C0]...                  in the order of the batch
 //   stored   [event, hashes_at, tokens_at, mm_at] removed [event, hashes_at]  cleared [event]
 //   hashes   [h h h|h|h h]    tokens [t t t t|t t]    mm_begin [0 0 2|...]    mm [m m|...]
+//   remaining [n n n|...]
 //
 // Invariants
 //  1. Events refer to the vectors by offset while these grow, by pointer when they are emitted.
@@ -46,11 +47,14 @@ struct PendingStored {
     event.window = event.lora_id = 0;
     event.mm_begin = nullptr;
     event.mm = nullptr;
+    event.origin = Origin::UNSAID;
   }
 };
 struct PendingRemoved {
   RemovedEvent event;
   size_t hashes_at;
+  size_t remaining_at;  // meaningful when has_remaining
+  bool has_remaining;
 };
 struct Pending {
   Type type;       // STORED, REMOVED or CLEARED
@@ -62,6 +66,7 @@ struct Scratch {
   std::vector<uint32_t> tokens;
   std::vector<uint32_t> mm_begin;
   std::vector<uint64_t> mm;
+  std::vector<uint32_t> remaining;
   std::vector<PendingStored> stored;
   std::vector<PendingRemoved> removed;
   std::vector<ClearedEvent> cleared;
@@ -82,7 +87,7 @@ struct Scratch {
 
   template <class Visit>
   void each(Visit visit) {
-    visit(hashes), visit(tokens), visit(mm_begin), visit(mm);
+    visit(hashes), visit(tokens), visit(mm_begin), visit(mm), visit(remaining);
     visit(stored), visit(removed), visit(cleared), visit(order);
   }
 };

@@ -19,6 +19,9 @@ namespace kvd {
 enum class Tier : uint8_t { DEVICE = 0, HOST = 1, DISK = 2, EXTERNAL = 3, UNKNOWN = 255 };
 enum class Kind : uint8_t { NONE, FULL, WINDOW, OTHER };
 
+// Whether the blocks of a Stored are further copies, or were there: engines differ in saying so.
+enum class Origin : uint8_t { UNSAID, NEW, REUSED };
+
 struct StoredEvent {
   const uint64_t* hashes;  // engine hashes folded to 64 bits
   uint32_t n_hashes;
@@ -41,6 +44,7 @@ struct StoredEvent {
   const uint32_t* mm_begin;    // n_hashes + 1 offsets into mm; nullptr when no block has objects
   const uint64_t* mm;          // block i: mm[mm_begin[i] .. mm_begin[i + 1]) ascending
   std::string_view medium;     // as it is spelled; empty = none
+  Origin origin;
 };
 
 struct RemovedEvent {
@@ -51,6 +55,7 @@ struct RemovedEvent {
   bool remote;
   int32_t group;  // -1 absent
   std::string_view medium;
+  const uint32_t* remaining;  // copies that the engine has left of each; nullptr when it does not say
 };
 
 struct ClearedEvent {
@@ -120,5 +125,7 @@ constexpr Spelling<Kind> kKinds[] = {
     {"mla_attention", Kind::FULL},       {"sliding_window_mla", Kind::WINDOW},
     {"sink_full_attention", Kind::FULL},
 };
+
+constexpr Spelling<Origin> kOrigins[] = {{"NEW", Origin::NEW}, {"REUSED", Origin::REUSED}};
 
 }  // namespace kvd

@@ -196,6 +196,11 @@ inline void point_into(const Scratch& scratch, PendingStored& pending) {
   e.mm = scratch.mm.data();
 }
 
+inline void point_into(const Scratch& scratch, PendingRemoved& pending) {
+  pending.event.hashes = scratch.hashes.data() + pending.hashes_at;
+  if (pending.has_remaining) pending.event.remaining = scratch.remaining.data() + pending.remaining_at;
+}
+
 }  // namespace decoding
 
 // Decodes one payload; any bytes are fine. The sink has
@@ -218,7 +223,7 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
       sink.stored(static_cast<const StoredEvent&>(pending.event));
     } else if (item.type == Type::REMOVED) {
       decoding::PendingRemoved& pending = scratch.removed[item.index];
-      pending.event.hashes = scratch.hashes.data() + pending.hashes_at;
+      decoding::point_into(scratch, pending);
       sink.removed(static_cast<const RemovedEvent&>(pending.event));
     } else {
       sink.cleared(static_cast<const ClearedEvent&>(scratch.cleared[item.index]));
@@ -291,7 +296,7 @@ class SlicedBatch {
       if (at_ < pending.event.n_hashes) return;
     } else if (item.type == decoding::Type::REMOVED) {
       decoding::PendingRemoved& pending = scratch_->removed[item.index];
-      pending.event.hashes = scratch_->hashes.data() + pending.hashes_at;
+      decoding::point_into(*scratch_, pending);
       at_ = sink.removed(static_cast<const RemovedEvent&>(pending.event), at_, steps);
       if (at_ < pending.event.n_hashes) return;
     } else {

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "pages.hpp"
+#include "publisher.hpp"
 
 namespace kvd {
 
@@ -127,9 +128,11 @@ class Inbox {
     void begin() { first_ = pushed_; }
     uint64_t first() const { return first_; }
 
-    // Keeps a message of `size` bytes if there is room; returns where its bytes go, or null.
-    unsigned char* push(uint64_t seq, size_t size) {
-        const size_t needed = bytes_of(size);
+    // Keeps a message of `size` bytes if there is room, with who has published it, unless that is
+    // null; returns where its bytes go, or null.
+    unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) {
+        const size_t head = publisher ? kPublisherBytes : 0;
+        const size_t needed = bytes_of(head + size);
         if (!admits(needed)) {
             ++dropped_;
             if (!newest_ || !fits_in_place_of_newest(needed)) {
@@ -141,19 +144,25 @@ class Inbox {
         if (!tail_ || tail_->mapped - tail_->write < needed) append_block(needed);
         Entry* entry = newest_ = reinterpret_cast<Entry*>(tail_->at(tail_->write));
         entry->seq = seq;
-        entry->size = size;
+        entry->named = publisher != nullptr;
+        entry->size = head + size;
+        auto* bytes = reinterpret_cast<unsigned char*>(entry + 1);
+        if (publisher) std::memcpy(bytes, publisher, head);
         tail_->write += needed;
         ++pushed_;
         bytes_ += needed;
         space_.add(needed);
         hole_ = false;
-        return reinterpret_cast<unsigned char*>(entry + 1);
+        return bytes + head;
     }
 
     // Of the oldest message, while there is one.
     uint64_t seq() { return front()->seq; }
-    size_t size() { return front()->size; }
-    const char* data() { return reinterpret_cast<const char*>(front() + 1); }
+    const uint8_t* publisher() {
+        return front()->named ? reinterpret_cast<const uint8_t*>(front() + 1) : nullptr;
+    }
+    size_t size() { return front()->size - front()->head(); }
+    const char* data() { return reinterpret_cast<const char*>(front() + 1) + front()->head(); }
 
     void pop() {
         Entry* entry = front();
@@ -173,7 +182,10 @@ class Inbox {
   private:
     struct Entry {
         uint64_t seq;
-        uint64_t size;
+        uint64_t size : 63;  // of what follows
+        uint64_t named : 1;  // by its publisher, whose id comes first
+
+        size_t head() const { return named ? kPublisherBytes : 0; }
     };
 
     static size_t bytes_of(size_t size) { return sizeof(Entry) + ((size + 7) & ~size_t{7}); }

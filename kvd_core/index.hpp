@@ -12,7 +12,7 @@
 //     call it; what a rank calls it is that rank's affair;
 //   - several names of one rank may mean one block; it is held until the last name goes;
 //   - a Stored whose blocks are all held already is a re-announcement and changes nothing: an
-//     engine reuses what it holds. Two kinds of it are second copies and take a second removal:
+//     engine reuses what it holds. Unless it says which, two kinds are second copies, to be removed:
 //     a single block below a parent (an engine computes a prompt's last block again), and any of
 //     a hybrid model's (it computes again what a window group has dropped);
 //   - a name that comes back with other content means the old content is gone;
@@ -240,10 +240,12 @@ class Index {
   // means something. False when they are refused because the index is full. An event of many may
   // come in parts, of which it is said how many are `still` to come with them.
   bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
-                   uint32_t still = 0);
+                   uint32_t still = 0, Origin origin = Origin::UNSAID);
 
   // Takes a layer from the block that the rank calls `name`.
   void remove(RankId id, uint64_t name, LayerId layer);
+  // The same where the engine says how many copies it has left: as many are kept, whatever was told.
+  void remove(RankId id, uint64_t name, LayerId layer, uint32_t left);
 
   // Whether nothing is known of the rank's cache: no block, no copy, nothing set aside.
   bool holds_nothing(RankId id) const {
@@ -360,7 +362,7 @@ class Index {
   void sequence_blocks(const Store& s);
   bool forget_other_content(RankId id, const Store& s, size_t met);
   void name_blocks(RankId id, const Store& s);
-  bool is_copy(RankId id, uint32_t n, bool has_parent) const;
+  bool is_copy(RankId id, uint32_t n, bool has_parent, Origin origin = Origin::UNSAID) const;
   void hold_gained(RankId id, const Store& s);
   void hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to);
   void add_layer(RankId id, uint32_t slot, LayerId layer);

@@ -163,6 +163,11 @@ cdef extern from "answer.hpp" namespace "kvd" nogil:
         CAnswer(const CIndex&, const CMatch&, string&)
         void render(const vector[const CWorker*]&) except +
 
+cdef extern from "tiered_answer.hpp" namespace "kvd" nogil:
+    cppclass CTieredAnswer "kvd::TieredAnswer":
+        CTieredAnswer(const CIndex&, const CMatch&, string&)
+        void render(const vector[const CWorker*]&) except +
+
 cdef extern from "dump.hpp" namespace "kvd" nogil:
     cppclass CDump "kvd::Dump":
         CDump(CIndex&, cbool) except +
@@ -205,6 +210,7 @@ cdef class PrefixIndex:
 
     cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*, str cache_salt=*)
     cpdef bytes query_hashes(self, BodyScanner scanner, int array)
+    cpdef bytes query_tiers(self, BodyScanner scanner, int array)
     cdef bytes answer(self)
     cdef vector[const CWorker*] owners(self)
 

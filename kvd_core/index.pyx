@@ -210,6 +210,19 @@ cdef class PrefixIndex:
         self.match_scratch.add(deref(self.c), hashes, n, kAll)
         return self.answer()
 
+    cpdef bytes query_tiers(self, BodyScanner scanner, int array):
+        """Answers as `query_hashes`, every rank and tier by itself (see `tiered_answer.hpp`)."""
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = scanner.u64(array, &n)
+        self.match_scratch.reset(deref(self.c))
+        self.match_scratch.add(deref(self.c), hashes, n, kAll)
+        cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch, self.text)
+        try:
+            renderer.render(self.order)
+        finally:
+            del renderer
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
     cdef bytes answer(self):
         cdef CAnswer* renderer = new CAnswer(deref(self.c), self.match_scratch, self.text)
         try:

@@ -36,9 +36,9 @@ inline void Index::park_run(RankId id, const Store& s) {
     if (s.plain != nullptr) one.plain = s.plain + i;
     one.parent = i == 0 ? s.parent : s.names[i - 1];
     if (ranks_[id].names.find(s.names[i], keys()) != Names::kAbsent) {
-      store_named(id, s.names + i, 1, s.layer, false);
+      store_named(id, s.names + i, 1, s.layer, false, 0, s.origin);
       store(id, {s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i], s.layer, s.term,
-                 s.plain == nullptr ? nullptr : s.plain + i + 1, s.space});
+                 s.plain == nullptr ? nullptr : s.plain + i + 1, s.space, s.origin});
       return;
     }
     park(id, s.names[i], s.layer, &one);

@@ -1,6 +1,7 @@
 // What a removal does to an index: a name loses a layer, and with the last one what it means.
 //
 //   name 0xa1   held on the layer? ── no: parked, or unknown and counted
+//               some left, it says ── as many copies are kept
 //               further copies?    ── one less, and nothing else happens
 //               other layers left? ── it loses this one
 //                             none ── it is erased, or a ghost where its rank offloads
@@ -48,6 +49,24 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer) {
   lose(id, block, layer);
   trim(tree_.block(block).node);
   if (ranks_[id].ghosts() > kMaxGhosts) lay_oldest_ghost(id);
+}
+
+inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left) {
+  if (left == 0) {
+    if (ranks_[id].has_copies()) ranks_[id].rare->copies.erase({name, layer});
+    return remove(id, name, layer);
+  }
+  const uint32_t slot = ranks_[id].names.find(name, keys());
+  if (slot == Names::kAbsent || (keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) {
+    return;  // parked it stays so, and unknown it does
+  }
+  auto& copies = ranks_[id].rarities().copies;
+  if (left == 1) {
+    copies.erase({name, layer});
+  } else {
+    copies[{name, layer}] = left - 1;
+  }
+  ++tally_.removed_copies;
 }
 
 // Erases a name with all it stands for.

@@ -58,9 +58,9 @@ inline bool Index::store(RankId id, const Store& s) {
 }
 
 inline bool Index::store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
-                               uint32_t still) {
+                               uint32_t still, Origin origin) {
   if (!has_room(id, n + still)) return false;
-  const bool copy = is_copy(id, n, has_parent);
+  const bool copy = is_copy(id, n, has_parent, origin);
   uint32_t refused = 0;
   for (uint32_t i = 0; i < n; ++i) {
     const uint32_t slot = ranks_[id].names.find(names[i], keys());
@@ -184,7 +184,8 @@ inline void Index::name_blocks(RankId id, const Store& s) {
     gained_[i] = 1;
     ++gained;
   }
-  const bool copies = gained == 0 ? is_copy(id, s.n, s.has_parent) : !ranks_[id].settling;
+  const bool said = gained == 0 || s.origin != Origin::UNSAID;
+  const bool copies = said ? is_copy(id, s.n, s.has_parent, s.origin) : !ranks_[id].settling;
   if (!copies) {
     tally_.refreshed += s.n - gained;
   } else {
@@ -197,8 +198,9 @@ inline void Index::name_blocks(RankId id, const Store& s) {
 
 // Whether a Stored of blocks that are all held already tells of second copies. What came with a
 // dump is told again by the events that made it; counted twice it would outlive its removal.
-inline bool Index::is_copy(RankId id, uint32_t n, bool has_parent) const {
+inline bool Index::is_copy(RankId id, uint32_t n, bool has_parent, Origin origin) const {
   if (ranks_[id].settling) return false;
+  if (origin != Origin::UNSAID) return origin == Origin::NEW;
   return (n == 1 && has_parent) || !ranks_[id].windows.empty();
 }
 

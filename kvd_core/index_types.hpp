@@ -248,6 +248,7 @@ struct Store {
   // For sequence hashes: local hashes by their own seed, nullptr if `locals` are, and namespace.
   const uint64_t* plain = nullptr;
   uint64_t space = 0;
+  Origin origin = Origin::UNSAID;
 };
 
 // Told of blocks as they are placed, while sequence hashes are kept.

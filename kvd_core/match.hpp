@@ -46,6 +46,7 @@ class Match {
     for (const RankId id : touched_) depth_[id] = Entry();
     touched_.clear();
     frequencies_.clear();
+    any_external_ = false;
     if (depth_.size() < index.rank_end()) depth_.resize(index.rank_end());
   }
 
@@ -57,6 +58,11 @@ class Match {
   }
 
   Depth depth(RankId id) const { return depth_[id].depth; }
+  // As Depth::disk, without what the external tier adds.
+  uint32_t before_external(RankId id) const {
+    const Entry& entry = depth_[id];
+    return any_external_ ? std::min(entry.before_external, entry.depth.disk) : entry.depth.disk;
+  }
   const std::vector<RankId>& touched() const { return touched_; }
   // For every block of the longest device match, how many ranks hold it on the device.
   const std::vector<uint32_t>& frequencies() const { return frequencies_; }
@@ -69,6 +75,7 @@ class Match {
   };
   struct Entry {
     Depth depth;
+    uint32_t before_external = 0;  // blocks; where any rank holds a block on that tier
     bool touched = false;
   };
 
@@ -195,7 +202,10 @@ class Match {
     end_with_chunks(index, only, &Depth::device, &Depth::host);
     start_from(index, only, &Depth::host, &Depth::disk);
     extend(index, kDisk, only, &Depth::disk);
-    extend(index, kExternal, only, &Depth::disk);
+    if (index.held(kExternal) != 0) {
+      stand_before_external(index, only);
+      extend(index, kExternal, only, &Depth::disk);
+    }
     end_with_chunks(index, only, &Depth::host, &Depth::disk);
   }
 
@@ -213,6 +223,13 @@ class Match {
   void start_from(const Index& index, Only only, uint32_t Depth::*above, uint32_t Depth::*here) {
     for (const RankId id : touched_) {
       if (counts(index.rank(id), only)) depth_[id].depth.*here = depth_[id].depth.*above;
+    }
+  }
+
+  void stand_before_external(const Index& index, Only only) {
+    any_external_ = true;
+    for (const RankId id : touched_) {
+      if (counts(index.rank(id), only)) depth_[id].before_external = depth_[id].depth.disk;
     }
   }
 
@@ -283,6 +300,7 @@ class Match {
   std::vector<Entry> depth_;
   std::vector<RankId> touched_;
   std::vector<uint32_t> frequencies_;
+  bool any_external_ = false;
 };
 
 }  // namespace kvd

@@ -17,3 +17,4 @@ cdef class PlainQuery(Answerer):
     cdef dict partitions  # by (model, tenant)
     cdef str tenant       # the default one
     cdef bint by_tokens
+    cdef bint by_tiers

@@ -31,7 +31,10 @@ cdef uint64_t HIGHEST_TENTH = 0xffffffffffffffff // 10
 
 
 cdef class PlainQuery(Answerer):
-    """Answers queries by token ids, or by local hashes where the scanner knows no `lora_name`."""
+    """Answers queries by token ids, or by local hashes where the scanner knows no `lora_name`.
+
+    Where it does not know `cache_salt` either, the answer is rank by rank and tier by tier.
+    """
 
     def __init__(self, BodyScanner scanner not None, dict partitions not None, str tenant not None):
         """Takes the route's scanner, partitions by model and tenant, and the default tenant.
@@ -40,7 +43,8 @@ cdef class PlainQuery(Answerer):
         are not the FIELDS.
         """
         self.by_tokens = scanner.elements == ("u32",)
-        if scanner.field_names != FIELDS[: 5 if self.by_tokens else 4]:
+        self.by_tiers = not self.by_tokens and "cache_salt" not in scanner.field_names
+        if scanner.field_names != FIELDS[: 5 if self.by_tokens else 3 if self.by_tiers else 4]:
             raise ValueError(f"not the fields of a query: {scanner.field_names}")
         self.scanner = scanner
         self.partitions = partitions
@@ -50,12 +54,16 @@ cdef class PlainQuery(Answerer):
         cdef BodyScanner scanner = self.scanner
         if scanner.core.scan(<const uint8_t*>body, size) != Verdict.ok:
             return None
-        if not scanner.core.present(0) or scanner.core.value(kTenantAlias).kind != Kind.absent:
+        if not scanner.core.present(0):
             return None
         cdef const Value* tenant_value = &scanner.core.value(kTenant)
+        if tenant_value.kind == Kind.absent:
+            tenant_value = &scanner.core.value(kTenantAlias)
+        elif scanner.core.value(kTenantAlias).kind != Kind.absent:
+            return None
         model = text(scanner.core.value(kModel))
         tenant = self.tenant if tenant_value.kind == Kind.absent else text(tenant_value[0])
-        salt = optional_text(scanner.core.value(kCacheSalt))
+        salt = "" if self.by_tiers else optional_text(scanner.core.value(kCacheSalt))
         lora = optional_text(scanner.core.value(kLora)) if self.by_tokens else ""
         if model is None or tenant is None or salt is None or lora is None:
             return None
@@ -65,6 +73,8 @@ cdef class PlainQuery(Answerer):
         cdef PrefixIndex index = partition.index
         if self.by_tokens:
             return index.query_tokens(scanner, 0, lora, salt)
+        if self.by_tiers:
+            return index.query_tiers(scanner, 0)
         return index.query_hashes(scanner, 0)
 
 

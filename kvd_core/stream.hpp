@@ -74,6 +74,8 @@ class Stream {
     outcome_ = cleared_ = 0;
     says_rank_ = false;
     flaw_ = kReasons;
+    batch_.drop();
+    if (size == 0) return outcome_;  // a beat or a barrier, whose number is all that it says
     batch_.begin(payload, size, scratch_);
     return go_on(steps);
   }
@@ -176,8 +178,8 @@ class Stream {
     if (layer == kNone) return e.n_hashes;
     const uint32_t to = from + std::min(kHashesAtOnce, e.n_hashes - from);
     for (uint32_t i = from; i < to; ++i) {
-      index_.remove(rank_, e.hashes[i], layer);
-      for (const Window& window : windows_of_all(e)) index_.remove(rank_, e.hashes[i], window.layer);
+      remove(e, i, layer);
+      for (const Window& window : windows_of_all(e)) remove(e, i, window.layer);
     }
     steps.take(kStepsARemoval * (to - from) * (1 + windows_of_all(e).size()));
     return to;
@@ -365,10 +367,18 @@ class Stream {
     return e.group < 0 && e.tier == Tier::DEVICE ? index_.rank(rank_).windows : none;
   }
 
+  void remove(const RemovedEvent& e, uint32_t i, LayerId layer) {
+    if (e.remaining == nullptr) {
+      index_.remove(rank_, e.hashes[i], layer);
+    } else {
+      index_.remove(rank_, e.hashes[i], layer, e.remaining[i]);
+    }
+  }
+
   // Stores the hashes of a part of an event that has them up to `end`; false when there is no room.
   bool store_names(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, uint32_t end) {
     const bool below = e.has_parent && e.n_hashes == 1;  // a lone block below a parent is a copy
-    if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to)) return true;
+    if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to, e.origin)) return true;
     return no_room();
   }
 
@@ -397,6 +407,7 @@ class Stream {
     if (e.mm_begin != nullptr) hash_images(e, said, from, n, seed);
     Store run{e.hashes + from, locals_.data(), static_cast<uint32_t>(n), has_parent, parent,
               layer, inherited};
+    run.origin = e.origin;
     if (index_.sequences() != nullptr) add_plain(e, said, n, seed, run);
     if (index_.store(rank_, run)) return true;
     return no_room();

@@ -17,6 +17,7 @@ POSTS: dict[str, tuple[dict[str, Any], int]] = {
     "/unregister": ({"instance_id": 2, "model_name": "new"}, 404),
     "/query": ({"token_ids": [1, 2, 3, 4], "model_name": MODEL}, 200),
     "/query_by_hash": ({"block_hashes": [1, -1], "model_name": MODEL}, 200),
+    "/query_tiered_by_hash": ({"block_hashes": [1, -1], "model_name": MODEL}, 200),
 }
 
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
@@ -53,12 +54,19 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         "tenant_id": (*NO_TEXTS, "null"),
         "cache_salt": NO_TEXTS,
     },
+    "/query_tiered_by_hash": {
+        "block_hashes": (*NO_ARRAYS, *elements("18446744073709551616", "-9223372036854775809")),
+        "model_name": (*NO_TEXTS, "null"),
+        "tenant_id": (*NO_TEXTS, "null"),
+        "routing_group": (*NO_TEXTS, "null"),
+    },
 }
 REQUIRED = {
     "/register": ("instance_id", "endpoint", "model_name", "block_size"),
     "/unregister": ("instance_id", "model_name"),
     "/query": ("token_ids", "model_name"),
     "/query_by_hash": ("block_hashes", "model_name"),
+    "/query_tiered_by_hash": ("block_hashes", "model_name"),
 }
 # The salt's two names may not even be equal.
 CONTRADICTIONS = {
@@ -69,6 +77,7 @@ CONTRADICTIONS = {
     "/unregister": (b'"tenant_id": "a", "routing_group": "b"',),
     "/query": (b'"tenant_id": "a", "routing_group": "b"',),
     "/query_by_hash": (b'"tenant_id": "a", "routing_group": "b"',),
+    "/query_tiered_by_hash": (b'"tenant_id": "a", "routing_group": "b"',),
 }
 MIB = 1024 * 1024
 LIMITS = {
@@ -76,5 +85,6 @@ LIMITS = {
     "/unregister": 2 * MIB,
     "/query": 8 * MIB,
     "/query_by_hash": 8 * MIB,
+    "/query_tiered_by_hash": 8 * MIB,
 }
 INDEXER = Bodies(POSTS, REQUIRED, UNFIT, CONTRADICTIONS, LIMITS)

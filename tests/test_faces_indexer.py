@@ -116,13 +116,14 @@ def test_a_faulty_endpoint_is_400(member: str, refusals: Refusals) -> None:
 
 
 def test_a_refused_registration_leaves_no_model_behind(refusals: Refusals) -> None:
-    body = refusals.with_member("/register", "replay_endpoint", '"nowhere"')
-    refusals.refused("/register", {"its replay endpoint": body}, 400)
+    fine = {**POSTS["/register"][0], "model_name": "refused", "replay_endpoint": "nowhere"}
+    refusals.refused("/register", {"its replay endpoint": json.dumps(fine).encode()}, 400)
     for path, (query, _) in POSTS.items():
         if path.startswith("/query"):
-            missing = json.dumps({**query, "model_name": "new"}).encode()
+            missing = json.dumps({**query, "model_name": "refused"}).encode()
             (error,) = refusals.refused(path, {"unknown model": missing}, 404)
-            assert error == "no indexer for model=new tenant_id=default"
+            tenant = "routing_group" if path == "/query_tiered_by_hash" else "tenant_id"
+            assert error == f"no indexer for model=refused {tenant}=default"
 
 
 def test_what_is_not_registered_cannot_be_unregistered(refusals: Refusals) -> None:

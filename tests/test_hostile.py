@@ -424,6 +424,7 @@ def _indexer_requests() -> list[bytes]:
         "/unregister": identity,
         "/query": {"token_ids": [1, 2, 3, 4, 5], "model_name": MODEL, "lora_name": "é"},
         "/query_by_hash": {"block_hashes": [1, -1, 2**64 - 1], "model_name": MODEL},
+        "/query_tiered_by_hash": {"block_hashes": [1, 2**64 - 1], "model_name": MODEL},
     }
     return _posts(bodies) + _gets(
         "/health", "/workers?model_name=m&tenant_id=%C3", "/dump", "/nope"

@@ -41,7 +41,7 @@ ROUTES = {
     route.path: route
     for route in indexer.routes(STATE, cast(Registry, None), Peers(), indexer.dumps_bound())
 }
-QUERIES = [ROUTES["/query"], ROUTES["/query_by_hash"]]
+QUERIES = [ROUTES[path] for path in ("/query", "/query_by_hash", "/query_tiered_by_hash")]
 
 VALUES = st.sampled_from(
     ['"m"', '"other"', '"adapter"', '""', "null", "1", "true", "[]", r'"\u006d"', '"\u00e9"', "[1]"]
@@ -87,6 +87,7 @@ def test_what_is_answered_is_what_the_handler_answers(route: Route, body: bytes)
     [
         {},
         {"tenant_id": "other"},
+        {"routing_group": "other"},
         {"lora_name": "adapter", "cache_salt": "s"},
         {"lora_name": None, "cache_salt": None},
         {"unknown": [1, {"a": None}]},
@@ -95,7 +96,7 @@ def test_what_is_answered_is_what_the_handler_answers(route: Route, body: bytes)
 )
 def test_usual_queries_are_answered(route: Route, members: dict[str, Any]) -> None:
     body = members_body([*USUAL, *((name, json.dumps(v)) for name, v in members.items())])
-    if route.path == "/query_by_hash":
+    if route.path != "/query":
         members.pop("lora_name", None)
     assert route.answerer is not None
     answer = route.answerer(body)

@@ -95,3 +95,13 @@ async def test_the_fleet_may_leave_meanwhile() -> None:
     rest = b"".join([piece async for piece in pieces])
     assert len(json.loads(first + rest)) == 50
     assert await fleet.listed() == []
+
+
+async def test_engines_are_shown_by_the_ids_that_they_give_themselves() -> None:
+    fleet = Fleet(instances=RANKS)
+    listener = fleet.registry.find_listener(RankKey(PartitionKey("m", "t"), 7, 0))
+    assert listener is not None
+    listener.meet(bytes(range(16)))
+    shown = {row["instance_id"]: row["listeners"]["0"] for row in await fleet.listed()}
+    assert shown[7]["publisher_id"] == "000102030405060708090a0b0c0d0e0f"
+    assert "publisher_id" not in shown[8]

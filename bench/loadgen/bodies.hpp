@@ -22,6 +22,11 @@ public:
         return "{\"block_hashes\":" + hash_array(hashes) + "," + model_member() + "}";
     }
 
+    std::string query_tiered_by_hash(const Hashes& hashes) const {
+        return "{\"block_hashes\":" + hash_array(hashes) + "," + model_member() +
+               ",\"routing_group\":\"default\"}";
+    }
+
     std::string registration(long instance, const std::string& endpoint, long block_size) const {
         return "{\"instance_id\":" + std::to_string(instance) + ",\"endpoint\":\"" + endpoint +
                "\",\"block_size\":" + std::to_string(block_size) + "," + model_member() + "}";

@@ -48,6 +48,10 @@ inline const std::map<std::string, PromptKind>& prompt_kinds() {
          {"/query_by_hash", [](const Bodies& bodies, const Tokens& tokens, size_t block_size) {
               return bodies.query_by_hash(local_hashes(tokens, block_size));
           }}},
+        {"query_tiered_by_hash",
+         {"/query_tiered_by_hash", [](const Bodies& bodies, const Tokens& tokens, size_t block_size) {
+              return bodies.query_tiered_by_hash(local_hashes(tokens, block_size));
+          }}},
         {"select",
          {"/select", [](const Bodies& bodies, const Tokens& tokens, size_t block_size) {
               return bodies.select(tokens, block_size);

@@ -40,7 +40,7 @@ inline constexpr OptionSpec kOptions[] = {
     {"live", "32", "requests that stay live, over all workers"},
     // http
     {"kind", "query",
-     "query | query_by_hash | select | select_tokens | reserve | life | potential_loads | get | raw"},
+     "query | query_by_hash | query_tiered_by_hash | select | select_tokens | reserve | life | potential_loads | get | raw"},
     {"tokens", "2048", "tokens in a prompt"},
     {"hit", "0.5", "leading share of a prompt that is indexed, or live"},
     {"conns", "1", "connections"},

@@ -8,18 +8,19 @@ from functools import partial
 
 import trio
 
-from kvd.errors import Invalid
+from kvd.errors import Invalid, NotFound
 from kvd.faces import bodies
 from kvd.faces.dumps import binary_dump, sliced, text_dump
 from kvd.faces.monitoring import HEALTH
 from kvd.faces.workers import listed
 from kvd.http.types import LONG_BODY_LIMIT, Admission, Handler, Request, Response, Route, Scope
 from kvd.metrics import Family, counter, gauge, listener_families, state_families
-from kvd.model import DEFAULT_TENANT, RankKey
+from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
 from kvd.registry import INDEXER, Registry, by_instance
 from kvd.state import State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
+from kvd_core.index import IngestCounters, PrefixIndex
 from kvd_core.lane import Answerer
 from kvd_core.plain import PlainQuery
 from kvd_core.scan import BodyScanner
@@ -35,6 +36,7 @@ SALT = ("additional_salt", "additionalsalt")
 
 QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
+QUERY_TIERED = BodyScanner({"block_hashes": "hash64"}, bodies.PLACE)
 KEPT = ("endpoint", "replay_endpoint")
 REGISTERED = (
     "instance_id",
@@ -78,6 +80,11 @@ def routes(
         HEALTH,
         _hot("/query", partial(query, state), PlainQuery(QUERY, *known)),
         _hot("/query_by_hash", partial(query_by_hash, state), PlainQuery(QUERY_BY_HASH, *known)),
+        _hot(
+            "/query_tiered_by_hash",
+            partial(query_tiered_by_hash, state, registry),
+            PlainQuery(QUERY_TIERED, *known),
+        ),
         Route("POST", "/register", partial(register, registry), scope=Scope.ADMIN),
         Route("POST", "/unregister", partial(unregister, registry), scope=Scope.ADMIN),
         Route("GET", "/workers", partial(workers, state, registry)),
@@ -118,6 +125,24 @@ def query_by_hash(state: State, request: Request) -> Response:
     bodies.optional_text(members, "cache_salt")
     partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
     return Response(200, partition.index.query_hashes(QUERY_BY_HASH, 0))
+
+
+def query_tiered_by_hash(state: State, registry: Registry, request: Request) -> Response:
+    """Says the same rank by rank and tier by tier, to selectors that keep no index of their own.
+
+    Such a selector fails or forgets all overlap where it gets no answer: a model and tenant whose
+    workers have only just gone has no matches, rather than no answer.
+    """
+    members = bodies.scan(QUERY_TIERED, request.body)
+    bodies.require(members, "block_hashes")
+    place = PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members))
+    partition = state.partitions.get(place)
+    if partition is not None:
+        return Response(200, partition.index.query_tiers(QUERY_TIERED, 0))
+    block_size = registry.block_size_left(place)
+    if block_size is None:
+        raise NotFound(f"no indexer for model={place.model_name} routing_group={place.tenant_id}")
+    return Response(200, PrefixIndex(block_size, IngestCounters()).query_tiers(QUERY_TIERED, 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,3 +87,5 @@ def _listener(listener: Listener, now: float) -> Iterator[tuple[str, str | int]]
         yield "loss", listener.loss
     if (last := listener.cursor.last) is not None:
         yield "last_seq", last
+    if listener.publisher:
+        yield "publisher_id", listener.publisher.hex()

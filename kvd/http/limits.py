@@ -26,7 +26,7 @@ class HttpLimits:
     body_seconds: float = 10.0  # 8 MiB at 7 Mbit/s; a body comes from the same data centre
     handler_seconds: float = 30.0  # asynchronous handlers: to the first byte, then between chunks
     send_seconds: float = 5.0  # without one byte of progress; as much buffers a client's pause
-    idle_seconds: float = 75.0  # nginx's keep-alive; above the 60 s of common client pools
+    idle_seconds: float = 100.0  # above the 90 s of common client pools, which end first then
     linger_seconds: float = 2.0  # to read away what a refused client is still sending
     graceful_seconds: float = 10.0  # systemd's TimeoutStopSec is 20
 

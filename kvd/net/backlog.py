@@ -75,7 +75,8 @@ class Backlog:
             self._pass_changes()
             if changes:
                 most = min(most, changes[0][0] - inbox.popped)
-        more = inbox.drain(self._listener.take, most, budget_ns)
+        listener = self._listener
+        more = inbox.drain(listener.take, most, budget_ns, listener.speaker, listener.meet)
         return more or bool(changes)
 
     def end(self) -> None:

@@ -76,6 +76,7 @@ class _Reader:
         "_log",
         "_ready",
         "_replayer",
+        "_restarts_said",
         "_spare_until",
         "_turns",
     )
@@ -95,6 +96,7 @@ class _Reader:
         self._replayer = replayer
         self._turns = turns
         self._spare_until = 0.0  # monotonic seconds; no replays before
+        self._restarts_said = listener.restarts
         self._flaw_said = listener.last_flaw  # before a pause
         self._log = log
 
@@ -174,6 +176,7 @@ class _Reader:
         coming = self._fill(link, budget_ns)
         waiting = self._backlog.hand_over(budget_ns)
         self._turns.end()
+        self._say_restart()
         self._say_flaw()
         return coming or waiting
 
@@ -189,6 +192,13 @@ class _Reader:
             self._turns.end()
         self._say_flaw()
 
+    def _say_restart(self) -> None:
+        """Logs that the engine is another one, unless it has been."""
+        listener = self._listener
+        if listener.restarts != self._restarts_said:
+            self._restarts_said = listener.restarts
+            self._log.warning("engine restarted", last_seq=listener.passed)
+
     def _say_flaw(self) -> None:
         """Logs the last batch that was not understood, live or replayed, unless it has been."""
         flaw = self._listener.last_flaw
@@ -200,12 +210,9 @@ class _Reader:
     async def _settle(self) -> None:
         """Applies or drops the batch held back; fetches first what is missing before it."""
         listener = self._listener
-        last = listener.cursor.last
-        verdict = listener.judge()
-        if verdict is Verdict.STALE:
+        if listener.judge() is Verdict.STALE:
             return
-        if verdict is Verdict.RESTART:
-            self._log.warning("engine restarted", last_seq=last)
+        self._say_restart()
         end = await self._replay()
         await self._finish()  # a replay that has run out of time may leave one
         lost = listener.settle()
@@ -243,10 +250,10 @@ class _Reader:
         if trio.current_time() < self._spare_until:
             listener.spared_replays += 1
             return None
-        last, replayed = listener.cursor.last, listener.replayed
+        replayed = listener.replayed
         end = await self._replayer.fetch(listener)
+        self._say_restart()
         if end is ReplayEnd.OTHER_ENGINE:
-            self._log.warning("engine restarted", last_seq=last)
             end = await self._replayer.fetch(listener)
         count = listener.replayed - replayed
         if count:

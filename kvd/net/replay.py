@@ -152,7 +152,7 @@ class _Answer:
         answer = read_answer(frames)
         if answer is None:
             self._listener.strays += 1
-        elif not answer[1]:
+        elif answer.is_end:
             return ReplayEnd.MARKER
         elif (end := self._listener.take_replayed(*answer)) is not None:
             return end

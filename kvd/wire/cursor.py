@@ -11,6 +11,7 @@ A cursor holds the number that should come next (`expected`) and judges each bat
     < expected    one of the last 128, unchanged: a duplicate   STALE     ignored
     < expected    of the last 128, skipped: it comes late       STALE     ignored
     < expected    brought by a replay, not yet heard live       STALE     ignored
+    < expected    said to be this engine's, see below           STALE     ignored
     < expected    other, and not yet enough of these in a row   STALE     ignored
     < expected    other, and the one that decides               RESTART   applied after `restart`
 
@@ -23,6 +24,9 @@ by one, decide:
                                               may be any stray message
     else                                 3    late duplicates of long ago come in rows, too, but
                                               nothing the engines do makes even one
+
+Where batches name their publisher, that decides: another one is another engine, whatever the number
+(`Listener.meet`), and the same one never is, so what it says with a number that was passed is old.
 
 Whatever else comes between them, a duplicate too, ends a row. A restart that was none costs a
 replay from 0; one not seen would credit a dead cache, so what is in doubt counts as one.
@@ -69,13 +73,16 @@ class Cursor:
         """The highest accepted number, None before the first."""
         return self.expected - 1 if self.expected else None
 
-    def judge(self, seq: int, payload: bytes) -> Verdict:
-        """Judges a batch by its number (0 .. 2^64-1) and content; call it once per batch."""
+    def judge(self, seq: int, payload: bytes, same: bool = False) -> Verdict:
+        """Judges a batch by its number (0 .. 2^64-1) and content; call it once per batch.
+
+        `same` says that it is known to be this engine's.
+        """
         if seq == self.expected:
             return Verdict.NEXT
         if seq > self.expected:
             return Verdict.GAP
-        if not self._is_other(seq, payload):
+        if same or not self._is_other(seq, payload):
             self._row = range(0)
             return Verdict.STALE
         if self._row_at == self.expected and seq == self._row.stop and self._row:

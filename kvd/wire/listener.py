@@ -24,10 +24,15 @@ it before it takes another one:
       └─ held ── judge ── stale ──────────────────────────────> ignored
                    └─ gap or restart ─ take_replayed .. settle ─> applied; what did not come is lost
 
+Batches may name their publisher (`meet`): another one than before is another engine, and `restart`
+comes at once. In replays only an engine that is asked while no batch waits may be another one; what
+else comes of another one is no answer.
+
 An engine that has come back and says nothing is asked, while no batch waits (`asks`):
 
     ask ── take_replayed .. ─┬─ the last batch, and those behind it ──> the same: applied
                              ├─ another one of that number ───────────> another: asked from 0
+                             ├─ any batch of another publisher ───────> another: asked from 0
                              └─ nothing but the end ──────────────────> another: asked from 0
 
 A long batch is applied in slices. Whatever has begun to apply one leaves it `unfinished`, and the
@@ -146,10 +151,12 @@ class Listener(StreamCounts):
         "_cleared_in_doubt",
         "_confirming",
         "_failed",
+        "_heard",
         "_holes",
         "_joined",
         "_joined_at",
         "_losses",
+        "_named_at",
         "_passed_joins",
         "_paused",
         "_proving",
@@ -167,9 +174,12 @@ class Listener(StreamCounts):
         "last_flaw",
         "name",
         "on_link",
+        "passed",
         "place",
+        "publisher",
         "replay_endpoint",
         "server_key",
+        "speaker",
         "stale_after_s",
         "unfinished",
     )
@@ -194,6 +204,11 @@ class Listener(StreamCounts):
         self._stream = stream
         self._apply = stream.apply
 
+        # Who publishes, as 16 bytes, and who has published the message at hand; empty: not said.
+        self.publisher = self.speaker = b""
+        self._heard = b""  # the publisher that messages named last
+        self._named_at = 0  # what was expected when the publisher was heard of
+        self.passed: int | None = None  # the last number of the engine before this one
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
         self.unfinished: int | None = None  # number of the batch that is not wholly applied yet
         self._losses = Losses()
@@ -248,6 +263,8 @@ class Listener(StreamCounts):
         if since is not None and now - since > self.stale_after_s:
             return StreamHealth.STALE
         waits = self._asking or self.held is not None or self.unfinished is not None
+        # One that only answers have named may be another than the one that is listened to.
+        waits = waits or self.publisher not in (b"", self._heard)
         if waits or self.cursor.expected == self._joined_at:
             return StreamHealth.RECOVERING
         return StreamHealth.DEGRADED if self.loss else StreamHealth.EXACT
@@ -287,6 +304,27 @@ class Listener(StreamCounts):
         self.held = seq, payload
         return True
 
+    def meet(self, publisher: bytes) -> None:
+        """Notes who has published the messages that come now, empty if they do not say."""
+        if publisher:
+            if self.publisher not in (b"", publisher):
+                # One that came while another was in doubt may have gone before it is heard.
+                self._unproved = self._unproved or self._unknown
+                self._restart()
+            self._name(publisher)
+            self._heard = publisher
+        self.speaker = publisher
+
+    def _name(self, publisher: bytes) -> None:
+        """Notes who publishes, from the next batch on: that does not say who has before."""
+        if not self.publisher:
+            self._named_at = self.cursor.expected
+            self.publisher = publisher
+
+    def _is_named(self) -> bool:
+        """Whether some batch has been applied since it is known who publishes."""
+        return bool(self.publisher) and self.cursor.expected != self._named_at
+
     def go_on(self) -> None:
         """Applies some more of the batch that is unfinished."""
         seq, self.unfinished = self.unfinished, None  # over, too, if a bug ends it
@@ -296,7 +334,8 @@ class Listener(StreamCounts):
     def judge(self) -> Verdict:
         """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart."""
         seq, payload = self._held()
-        verdict = self.cursor.judge(seq, payload)
+        speaker = self.speaker
+        verdict = self.cursor.judge(seq, payload, same=bool(speaker) and self._is_named())
         if verdict is Verdict.STALE:
             self.stale += 1
             self.held = None
@@ -306,6 +345,8 @@ class Listener(StreamCounts):
         self._unproved = False
         if verdict is Verdict.RESTART:
             self._restart()
+            self._name(speaker)
+            self.speaker = speaker
         self.gaps += seq > self.cursor.expected
         return verdict
 
@@ -347,14 +388,19 @@ class Listener(StreamCounts):
             return end is ReplayEnd.HOLE or self._brought > FEW
         return bool(self.wanted())
 
-    def take_replayed(self, seq: int, payload: bytes) -> ReplayEnd | None:
+    def take_replayed(self, seq: int, payload: bytes, publisher: bytes = b"") -> ReplayEnd | None:
         """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
         self._answered = True
+        if publisher and self.publisher not in (b"", publisher):
+            return self._take_foreign(publisher)
+        if publisher:
+            self._name(publisher)
+        is_same = bool(publisher) and self._is_named()
         wanted = self.wanted()
         if wanted and seq > self.cursor.expected and self._brought:
             return ReplayEnd.HOLE
         known = self.cursor.holds(seq, payload)
-        if seq not in wanted or (known and seq >= self.cursor.expected):
+        if seq not in wanted or (known and seq >= self.cursor.expected and not publisher):
             self.strays += 1  # one that is known and yet to come was the last engine's
             return ReplayEnd.REACHED if seq >= wanted.stop else None
         if self.held is not None and seq == self.held[0]:
@@ -366,14 +412,27 @@ class Listener(StreamCounts):
                 return ReplayEnd.REACHED  # a live batch is to show that there is a gap
             self.replayed += 1
             self._continue(seq, payload)
-        elif known:
+        elif known and (payload or is_same):
             self._proved()
+        elif is_same or not payload:  # that says otherwise: nobody's word; this could be anybody's
+            self.strays += 1
+            return None
         else:
             self._restart()
+            self._name(publisher)
             return ReplayEnd.OTHER_ENGINE
         self._proving = False
         self._brought += 1
         return ReplayEnd.REACHED if seq + 1 == wanted.stop else None
+
+    def _take_foreign(self, publisher: bytes) -> ReplayEnd | None:
+        """Notes a replayed batch of another engine than the one that is listened to."""
+        if not (self._asking and self._proving):
+            self.strays += 1
+            return None
+        self._restart()
+        self._name(publisher)
+        return ReplayEnd.OTHER_ENGINE
 
     def replay_ended(self, end: ReplayEnd) -> ReplayEnd:
         """Notes why a replay is over, and returns it: what did not come may say more than that."""
@@ -519,6 +578,8 @@ class Listener(StreamCounts):
     def _restart(self) -> None:
         """Another engine speaks: nothing that the last one cached is there any more."""
         self.restarts += 1
+        self.passed = self.cursor.last
+        self.publisher = self.speaker = b""
         self._stream.clear()
         self.cursor.restart()
         self._holes.clear()

@@ -109,6 +109,8 @@ class Publication:
     # ---- a listener's stream
 
     def apply(self, payload: bytes) -> int:
+        if not payload:
+            return 0  # a beat or a barrier, whose number is all that it says
         # Without the word there is no standard event: the fast way, nothing is made of Python.
         if MARK not in payload and not kv_events.is_json(payload):
             applied = self._engine.apply(payload)

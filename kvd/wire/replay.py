@@ -3,7 +3,10 @@
     request, to the engine's ROUTER     [empty] [first number, 8 bytes big-endian]
     answer, per batch                   [empty] [number] [payload]   until vLLM 0.25, SGLang 0.5.21
                                         [empty] [topic] [number] [payload]                    since
-    the end                             the same with an empty payload (number 2^64-1)
+    the end                             the same with an empty payload and the number 2^64-1
+
+Behind a batch's number, in the same frame, may stand the 16 bytes of its publisher; newer engines
+name it in the payload (kvd_core/publisher.hpp). A payload may be empty: a beat or a barrier.
 
 The engine answers with what its buffer still holds, ascending, and may leave out the end (SGLang
 has been seen to). It also leaves out what its socket had no room for (vLLM, beyond 1,000 messages):
@@ -17,8 +20,13 @@ in the wanted range, ascending, each once.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
+
+from kvd_core.decoder import publisher as publisher_of
 
 SEQ_BYTES = 8
+PUBLISHER_BYTES = 16
+NUMBER_BYTES = (SEQ_BYTES, SEQ_BYTES + PUBLISHER_BYTES)
 END_SEQ = 2**64 - 1  # the number of the end, and of no batch
 ANSWER_FRAMES = (3, 4)
 
@@ -41,8 +49,22 @@ def request(first: int) -> list[bytes]:
     return [b"", first.to_bytes(SEQ_BYTES, "big")]
 
 
-def read_answer(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """Returns number and payload of an answer's message, None where it is none."""
-    if len(frames) not in ANSWER_FRAMES or frames[0] or len(frames[-2]) != SEQ_BYTES:
+class Replayed(NamedTuple):
+    """A message of an answer."""
+
+    seq: int
+    payload: bytes
+    publisher: bytes = b""  # 16, or none
+
+    @property
+    def is_end(self) -> bool:
+        return self.seq == END_SEQ and not self.payload
+
+
+def read_answer(frames: list[bytes]) -> Replayed | None:
+    """Returns an answer's message, None where it is none."""
+    if len(frames) not in ANSWER_FRAMES or frames[0] or len(frames[-2]) not in NUMBER_BYTES:
         return None
-    return int.from_bytes(frames[-2], "big"), frames[-1]
+    number, payload = frames[-2], frames[-1]
+    publisher = number[SEQ_BYTES:] or publisher_of(payload)
+    return Replayed(int.from_bytes(number[:SEQ_BYTES], "big"), payload, publisher)

@@ -162,6 +162,7 @@ def test_stored_of_each_engine(sender):
             "lora_id": None,
             "salt": "",
             "mm": None,
+            "origin": None,
         }
     ]
 
@@ -596,6 +597,8 @@ VALUES = {
     "locality": mostly(st.sampled_from(["LOCAL", "REMOTE", "", None])),
     "block_mm_infos": mostly(st.lists(st.one_of(st.none(), INFO), max_size=4)),
     "session_id": JUNK,
+    "origin": mostly(st.sampled_from(["NEW", "REUSED", "new", "", None])),
+    "remaining_copy_counts": mostly(st.lists(mostly(st.integers(0, 2**33)), max_size=4)),
 }
 TAG = mostly(st.sampled_from(["BlockStored"] * 6 + [*event_model.TAGS, "Foo"]))
 

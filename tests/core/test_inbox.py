@@ -18,7 +18,7 @@ def cost(payload: bytes) -> int:
 
 def taken(inbox: Inbox, most: int = 1_000_000) -> list[tuple[int, bytes]]:
     found: list[tuple[int, bytes]] = []
-    inbox.drain(lambda seq, payload: found.append((seq, payload)), most, FOREVER_NS)
+    inbox.drain(lambda seq, payload: found.append((seq, payload)), most, FOREVER_NS, b"", None)
     return found
 
 

@@ -35,6 +35,7 @@ STORED = (
 )
 REMOVED = ("block_hashes", "medium")
 TAIL = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality")
+ORIGINS = {"NEW": "new", "REUSED": "reused"}
 TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared", "Ignored")
 RANKS = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 
@@ -227,7 +228,11 @@ def shared(members: dict[str, Any]) -> dict[str, object]:
 
 
 def removed(members: dict[str, Any]) -> dict[str, object]:
-    return {"type": "removed", "hashes": hashes(members)} | shared(members)
+    names = hashes(members)
+    left = members.get("remaining_copy_counts")
+    told = is_list(left) and len(left) == len(names) and all(map(is_u32, left))
+    remaining = {"remaining": left if told else None}
+    return {"type": "removed", "hashes": names} | shared(members) | remaining
 
 
 def is_u32(value: object) -> bool:
@@ -255,6 +260,7 @@ def stored(members: dict[str, Any], tail: dict[str, Any]) -> dict[str, object]:
     lora_name, salt = adapter(members)
     extra_salt, mm = identity(members, tail, lora_name, len(block_hashes))
     lora_id = members.get("lora_id")
+    origin = members.get("origin")
     return common | {
         "type": "stored",
         "hashes": block_hashes,
@@ -267,6 +273,7 @@ def stored(members: dict[str, Any], tail: dict[str, Any]) -> dict[str, object]:
         "lora_id": (lora_id + 2**63) % 2**64 - 2**63 if is_int(lora_id) else None,
         "salt": salt or ("" if parent is not None else extra_salt),
         "mm": mm if any(mm) else None,
+        "origin": ORIGINS.get(origin) if isinstance(origin, str) else None,
     }
 
 

@@ -27,6 +27,8 @@ class Sink:
         self.inbox = Inbox(InboxSpace())
         self.taken: list[tuple[int, bytes]] = []
         self.refused: list[str] = []
+        self.speaker = b""
+        self.met: list[tuple[int, bytes]] = []  # each with how many were taken before
 
     def fill(self, sub: ZSocket, max_messages: int = 1000, budget_ns: int = FOREVER_NS) -> bool:
         socket = sub.socket.underlying
@@ -36,7 +38,11 @@ class Sink:
         self.taken.append((seq, payload))
 
     def drain(self, max_messages: int = 1000, budget_ns: int = FOREVER_NS) -> bool:
-        return self.inbox.drain(self.take, max_messages, budget_ns)
+        return self.inbox.drain(self.take, max_messages, budget_ns, self.speaker, self.meet)
+
+    def meet(self, publisher: bytes) -> None:
+        self.speaker = publisher
+        self.met.append((len(self.taken), publisher))
 
 
 @pytest.fixture
@@ -71,7 +77,8 @@ async def test_every_shape(pair: tuple[Publisher, ZSocket]) -> None:
         ([b"", bytes(8), b"p"] * 5, BAD_FRAME_COUNT),
         ([b"", b"", b"p"], BAD_SEQUENCE),
         ([b"", bytes(7), b"p"], BAD_SEQUENCE),
-        ([b"", bytes(9), b"p"], BAD_SEQUENCE),
+        *(([b"", bytes(n), b"p"], BAD_SEQUENCE) for n in range(9, 65) if n != 24),
+        ([b"", (3).to_bytes(8) + bytes(16), b"p"], (3, b"p")),
         ([b"", (1).to_bytes(8), b"end"], (1, b"end")),
     ]
     for frames, _ in sent:
@@ -131,7 +138,7 @@ def test_a_raising_taker_loses_that_message_only() -> None:
         raise LookupError(seq)
 
     with pytest.raises(LookupError):
-        sink.inbox.drain(broken, 1000, FOREVER_NS)
+        sink.inbox.drain(broken, 1000, FOREVER_NS, b"", sink.meet)
     sink.drain()
     assert sink.taken == [(1, b"1")]
 

@@ -73,6 +73,11 @@ class Process:
     after: list[Caches]
     batches: list[bytes] = field(default_factory=list)
 
+    @property
+    def id(self) -> bytes:
+        """What its batches may name it by."""
+        return hashlib.blake2b(b"%d" % self.number, digest_size=16).digest()
+
 
 class Engine:
     """A port of an instance: its processes, one after the other.
@@ -92,6 +97,7 @@ class Engine:
         self.new_names = chance.random() < 0.5  # a restarted process calls its blocks otherwise
         self.names_rank = others > 0 or chance.random() < 0.5
         self.kept = 100_000 if kind else chance.choice((1, 3, 10, 10, 100_000))
+        self.in_batches = False  # each batch has the id of its process behind the rank
         self.processes: list[Process] = []
         self._asked: dict[Path, None] = {}
         self.where: dict[bytes, tuple[int, int]] = {}  # process and number of every batch
@@ -133,6 +139,10 @@ class Engine:
         while sum(self.cache.tiers[0].values()) > MAX_HELD:
             events += self._evict()
         return self._tell(events)
+
+    def beat(self, bare: bool) -> tuple[int, bytes]:
+        """Says that it lives: an empty batch, or an empty payload."""
+        return self._keep(b"") if bare else self._tell([])
 
     def clear(self) -> list[tuple[int, bytes]]:
         """Drops everything on every tier of every rank, one after the other."""
@@ -232,10 +242,15 @@ class Engine:
         return int.from_bytes(digest)
 
     def _tell(self, events: list[Event]) -> tuple[int, bytes]:
-        process, seq = self.process, len(self.process.batches)
-        moment = process.number * 1e6 + seq  # engines put the time into each
+        moment = self.process.number * 1e6 + len(self.process.batches)  # engines put the time in
         rank = self._rank if self.names_rank else None
-        payload: bytes = msgpack.packb([moment, events, rank])
+        batch = [moment, events, rank]
+        if self.in_batches:
+            batch.append(self.process.id)
+        return self._keep(msgpack.packb(batch))
+
+    def _keep(self, payload: bytes) -> tuple[int, bytes]:
+        process, seq = self.process, len(self.process.batches)
         process.batches.append(payload)
         process.after.append(self.caches)
         self.ring.append((seq, payload))

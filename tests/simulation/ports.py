@@ -2,7 +2,9 @@
 
 An honest engine of several ranks (engine.py) publishes, clears, is started again, loses its
 connection, falls silent; batches get lost; its replay server has a short memory, drops, breaks off
-or lies (replays.py); the port is registered again. The listener and the index are kvd's own. After
+or lies (replays.py); the port is registered again. Some engines name themselves: in the frame of
+the number, in the batch, or now and then; the process before may speak late then, and old batches
+come twice. The listener and the index are kvd's own. After
 every step the index is compared with what the ranks hold, where the stream is called exact.
 """
 
@@ -17,12 +19,13 @@ import kvd.wire.losses
 from kvd.model import PartitionKey, RankKey
 from kvd.wire.cursor import Verdict
 from kvd.wire.listener import Listener
-from kvd.wire.replay import ReplayEnd, read_answer
+from kvd.wire.replay import SEQ_BYTES, ReplayEnd, read_answer
+from kvd_core.decoder import publisher
 from kvd_core.hashing import local_hashes
 from kvd_core.index import IngestCounters, PrefixIndex
 from tests.simulation.engine import BLOCK, VALUES, Engine, Path, tokens_of
 from tests.simulation.oracle import Wrong
-from tests.simulation.replays import BAD, GOOD, answer
+from tests.simulation.replays import BAD, GOOD, OUTLIVED, answer
 
 STEPS = 300
 HEARD_AFTER = 64  # numbers; every rank of these ports speaks more often
@@ -30,6 +33,11 @@ KEY = RankKey(PartitionKey("model", "default"), 1, 0)
 
 # Those that may end without a word about the last batch: a restart is noticed by its numbers only.
 MUTE = ("silent", "broken_off", "dripping", "garbage")
+
+# Whether batches say who publishes them: never, each in the frame of its number or in the batch
+# itself, or some of them.
+FORMS = ("none", "frame", "batch", "some")
+NAMED = ("frame", "batch")
 
 
 @contextmanager
@@ -48,10 +56,13 @@ class PortLife:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.engine = Engine(KEY, self.chance, kind=False, others=self.chance.choice((0, 1, 2)))
+        self.form = self.chance.choice(FORMS)
+        self.engine.in_batches = self.form == "batch"
         self.has_replay = self.chance.random() < 0.8
         self.replays = "good"
         self.loss = self.chance.choice((0.0, 0.02, 0.2))
-        self.on_the_way: deque[tuple[int, bytes]] = deque()
+        # Number, payload, and the id in the number's frame.
+        self.on_the_way: deque[tuple[int, bytes, bytes]] = deque()
         self.index = PrefixIndex(BLOCK, IngestCounters())
         self.worker = self.index.add_worker(KEY.instance_id)
         self.counts: Counter[str] = Counter()
@@ -80,6 +91,8 @@ class PortLife:
             self._arrive: 60,
             self._ask: 20,
             self._clear: 3,
+            self._beat: 5,
+            self._repeat: 2,
             self._reconnect: 2,
             self._restart: 2,
             self._change_replays: 2,
@@ -97,32 +110,67 @@ class PortLife:
         for seq, payload in self.engine.clear():
             self._send(seq, payload)
 
+    def _beat(self) -> None:
+        self._send(*self.engine.beat(bare=self.chance.random() < 0.5))
+
+    def _repeat(self) -> None:
+        """Sends an old batch once more, of a process that cannot be taken for another one."""
+        said = self.engine.process.batches
+        if self.form in NAMED and said:
+            seq = self.chance.randrange(len(said))
+            self._send(seq, said[seq])
+
     def _send(self, seq: int, payload: bytes, heard: bool = True) -> None:
         if heard and self.chance.random() >= self.loss:
-            self.on_the_way.append((seq, payload))
+            self._put(seq, payload)
+
+    def _put(self, seq: int, payload: bytes) -> None:
+        self.on_the_way.append((seq, payload, self._id_beside()))
+
+    def _id_beside(self) -> bytes:
+        """The id in the frame of a batch's number."""
+        named = self.form == "frame" or (self.form == "some" and self.chance.random() < 0.5)
+        return self.engine.process.id if named else b""
 
     def _restart(self) -> None:
-        """Ends the process and begins another, which is never mistaken for the old one."""
-        self._drain()
+        """Ends the process and begins another, which is never mistaken for the old one.
+
+        Where nothing but numbers tells the two apart, the new one is heard before it comes as far.
+        """
+        named = self.form in NAMED
+        if not (named and self.has_replay and self.replays in GOOD and self.chance.random() < 0.5):
+            self._drain()
         expected = self.listener.cursor.expected
-        silent = not self.has_replay or self.replays in MUTE or self.replays == "empty"
+        silent = not self.has_replay or self.replays in (*MUTE, "empty", OUTLIVED)
         unheard = self.chance.choice((0, 0, 1, 5, 50))
-        if silent and unheard >= expected:
+        if silent and not named and unheard >= expected:
             return
         self.counts["restarts"] += 1
+        self.counts["spoke late"] += len(self.on_the_way) > 0
         self.engine.start()
         self._break_off(unheard)
         if silent:  # what tells the two apart, before the numbers come as far
             self._speak_up()
 
     def _speak_up(self) -> None:
-        self.on_the_way.append(self.engine.act())
+        self._put(*self.engine.act())
         self._drain()
 
     # ---- the way
 
     def _arrive(self) -> None:
-        if self.on_the_way and self.listener.take(*self.on_the_way.popleft()):
+        if not self.on_the_way:
+            return
+        seq, payload, beside = self.on_the_way.popleft()
+        said_by = beside or publisher(payload)
+        known, restarts = self.listener.publisher, self.listener.restarts
+        if said_by != self.listener.speaker:
+            self.listener.meet(said_by)
+        other = bool(known and said_by and known != said_by)
+        self.counts["other ids"] += other
+        if self.listener.restarts != restarts + other:
+            raise Wrong(f"{known.hex()} and then {said_by.hex()}: a restart, or none")
+        if self.listener.take(seq, payload):
             self._settle()
 
     def _drain(self) -> None:
@@ -154,7 +202,11 @@ class PortLife:
     # ---- replays, as the listener's task has them
 
     def _change_replays(self) -> None:
-        self.replays = self.chance.choice((*GOOD, *BAD))
+        self._drain()
+        # The process of now has been heard: nobody else would contradict the one before.
+        heard = self.form in NAMED and self.listener.publisher == self.engine.process.id
+        lies = (OUTLIVED,) * 3 if heard else ()
+        self.replays = self.chance.choice((*GOOD, *BAD, *lies))
 
     def _ask(self) -> None:
         if not self.listener.asks or self.on_the_way:
@@ -190,14 +242,23 @@ class PortLife:
         start = self.listener.wanted().start
         self.listener.answer_begins()
         for _, frames in answer(self.replays, self.chance, self.engine, start):
-            read = read_answer(frames)
+            read = read_answer(self._named(frames))
             if read is None:
                 continue
-            if not read[1]:
+            if read.is_end:
                 return ReplayEnd.MARKER
             if (end := self.listener.take_replayed(*read)) is not None:
                 return end
         return ReplayEnd.SILENT
+
+    def _named(self, frames: list[bytes]) -> list[bytes]:
+        """Puts the id of who has said a batch beside its number, where that is its place."""
+        if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES or frames[-2] == b"\xff" * SEQ_BYTES:
+            return frames
+        beside = self._id_beside()
+        if beside and self.replays == OUTLIVED:
+            beside = self.engine.processes[-2].id
+        return [*frames[:-2], frames[-2] + beside, frames[-1]]
 
     # ---- judgement
 

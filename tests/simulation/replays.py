@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tests.simulation.engine import Engine
 
@@ -15,11 +15,17 @@ BAD = (
     *("few", "few_no_end", "dropping"),
 )
 
+# Answers with what the process before has said: of a server that has outlived it.
+OUTLIVED = "outlived"
+
 Answer = Iterator[tuple[float, list[bytes]]]  # seconds after the request, frames
 
 
 def answer(kind: str, chance: random.Random, engine: Engine, start: int) -> Answer:
-    kept = [(seq, payload) for seq, payload in engine.ring if seq >= start]
+    said: Iterable[tuple[int, bytes]] = engine.ring
+    if kind == OUTLIVED:
+        said = enumerate(engine.processes[-2].batches if len(engine.processes) > 1 else ())
+    kept = [(seq, payload) for seq, payload in said if seq >= start]
     at = 0.001
     for frames in _messages(kind, chance, engine, kept):
         yield at, frames

@@ -12,6 +12,8 @@ SEEDS = int(os.environ.get("KVD_PORT_SEEDS", "40"))  # 80 ms each on an idle cor
 EVENTS = (
     "asked",
     "asked again",
+    "other ids",
+    "spoke late",
     "exact",
     "exact behind a loss",
     "lost",

@@ -582,10 +582,10 @@ def test_paused_keeps_the_place_and_goes_stale() -> None:
 # ---- the replay protocol
 
 ANSWERS = {
-    "3 frames": ([b"", (7).to_bytes(8), b"p"], (7, b"p")),
-    "4 frames": ([b"", b"topic", (7).to_bytes(8), b"p"], (7, b"p")),
-    "end, 3 frames": ([b"", END_SEQ, b""], (2**64 - 1, b"")),
-    "end, 4 frames": ([b"", b"", END_SEQ, b""], (2**64 - 1, b"")),
+    "3 frames": ([b"", (7).to_bytes(8), b"p"], (7, b"p", b"")),
+    "4 frames": ([b"", b"topic", (7).to_bytes(8), b"p"], (7, b"p", b"")),
+    "end, 3 frames": ([b"", END_SEQ, b""], (2**64 - 1, b"", b"")),
+    "end, 4 frames": ([b"", b"", END_SEQ, b""], (2**64 - 1, b"", b"")),
     "no frame": ([], None),
     "one": ([b""], None),
     "no delimiter": ([(7).to_bytes(8), b"p"], None),
