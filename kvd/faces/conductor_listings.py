@@ -82,11 +82,11 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "last_error": listener.last_error,
         **publisher.source.stats(),
     }
+    row["blocks"] += row["waiting"]  # questions by hash may find those, too
     if listener.loss:
         row["loss"] = listener.loss
     if _is_unmatched(row):
-        held = row["blocks"] + row["waiting"]
-        row["warning"] = f"{held} blocks held, no query ever matched a first block"
+        row["warning"] = f"{row['blocks']} blocks held, no query ever matched a first block"
     return row
 
 
