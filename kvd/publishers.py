@@ -10,7 +10,7 @@ several, of other types, models, adapters, block sizes and salts, and several st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import trio
@@ -30,6 +30,7 @@ from kvd.wire.publication import Publication
 from kvd_core.conductor import Source
 
 STORES = ("mooncake",)  # types, in lower case; any other is an engine
+EVERY_INSTANCE = "*"  # instance id of stores that serve all of them (kvd_core/conductor_types.hpp)
 
 
 class PublisherKey(NamedTuple):
@@ -44,6 +45,7 @@ class PublisherKey(NamedTuple):
     block_size: int
     salt: str
     endpoint: str  # of a store, "" for an engine
+    serves_all: bool
 
     @property
     def partition(self) -> PartitionKey:
@@ -73,6 +75,7 @@ class Described:
     dp_rank: int
     salt: str
     server_key: str | None = None  # of CURVE
+    serves_all: bool = False  # a store whose blocks every instance can use
     echoed: tuple[tuple[str, object], ...] = ()  # members that are shown again and mean nothing
 
     @property
@@ -95,7 +98,12 @@ class Described:
             self.block_size,
             self.salt,
             self.endpoint if self.is_store else "",
+            self.serves_all,
         )
+
+    def shared(self) -> Described:
+        """Returns the same store, for every instance."""
+        return replace(self, serves_all=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +205,7 @@ class Publishers:
         source = self._state.add_source(
             key.partition,
             key.block_size,
-            key.instance_id,
+            EVERY_INSTANCE if key.serves_all else key.instance_id,
             key.lora_name,
             key.salt,
             key.dp_rank,
