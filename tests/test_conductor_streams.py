@@ -140,6 +140,23 @@ def test_publishers_come_and_go_while_messages_flow(conductor: Running) -> None:
     assert conductor.services() == []
 
 
+def test_a_relay_that_repeats_low_numbers_has_not_begun_anew(conductor: Running) -> None:
+    """What has been heard under a number, word for word, is a duplicate first."""
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    for seq in range(20):
+        tell(engine, seq, min(seq, 3))
+    for seq in range(20, 24):
+        tell(engine, seq, min(seq - 20, 3), event_id=seq - 20)
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=23)
+    assert (shown["restarts"], shown["stale"], shown["blocks"]) == (0, 4, 4)
+    for seq in range(24, 27):
+        tell(engine, seq, 0, event_id=seq - 24)
+    conductor.until_row("/query", QUERY, matched(4))
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=26)
+    assert (shown["restarts"], shown["blocks"]) == (1, 1)
+
+
 def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
     """A publisher with another adapter, salt or way to hash is heard, and never of use."""
     for salt in ("w8a8", ""):
