@@ -30,6 +30,7 @@ from kvd.wire.publication import Publication
 from kvd_core.conductor import Source
 
 STORES = ("mooncake",)  # types, in lower case; any other is an engine
+FIRST_OF_STORES = 1  # the number of the first message of mooncake_master
 EVERY_INSTANCE = "*"  # instance id of stores that serve all of them (kvd_core/conductor_types.hpp)
 
 
@@ -229,6 +230,7 @@ class Publishers:
             replay_endpoint,
             server_key=server_key,
             stale_after_s=self._stale_after_s,
+            first=FIRST_OF_STORES if described.is_store else 0,
         )
         self._publishers[key] = Publisher(described, listener, publication, source)
         self._listeners.start(key, listener)
