@@ -291,14 +291,19 @@ class Publication:
             return
         medium = event.medium or (CPU if self._terms.store else GPU)
         depth = event.event.get("base_block_idx")
-        if depth is not None and (depth == 0) != (parent is None):
+        if depth == 0 and parent is not None:
             self.conflicts += 1
         if tokens is None:
             yield from self._store_names(event, medium, hashes)
-        elif parent is None and (
-            depth or not {"base_block_idx", "parent_hash"} & event.event.keys()
-        ):
+        elif parent is None and not {"base_block_idx", "parent_hash"} & event.event.keys():
             self.unlocated += 1
+        elif parent is None and depth:
+            # Nobody knows what lies before it: the first block is what its hash says, the others
+            # follow it.
+            yield from self._store_names(event, medium, hashes[:1])
+            if len(hashes) > 1:
+                tokens = tokens[self._terms.block_size :]
+                yield from self._store_blocks(event, medium, hashes[1:], tokens, hashes[0])
         else:
             yield from self._store_blocks(event, medium, hashes, tokens, parent)
 
