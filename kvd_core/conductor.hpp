@@ -306,6 +306,7 @@ class Conductor final : public Placements {
 
   // ---- what waits (conductor_waiting.hpp)
 
+  bool can_wait(uint32_t n) const;
   void park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above);
   void set_aside(Source& source, RankId id, uint64_t hash, const Store& one, uint64_t sequence,
                  bool by_engine);

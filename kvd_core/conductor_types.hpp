@@ -25,7 +25,7 @@
 namespace kvd {
 
 // Blocks of a partition told without tokens or parent, once it has publishers of the standard: a
-// store alone, without its engines, tells of nothing else. Some 300 MB.
+// store alone, without its engines, tells of nothing else. Some 300 MB. More are refused.
 constexpr size_t kMaxLoose = size_t{1} << 20;
 // Backends and ranks of one source; those that hold nothing are forgotten when there are more. The
 // bound keeps a mad publisher from making one a number.

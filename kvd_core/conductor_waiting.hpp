@@ -67,6 +67,11 @@ inline void Conductor::verify(Require&& require) const {
 
 // ---- setting aside
 
+// What came first stays: of a prompt that is its beginning, without which nothing behind it counts.
+inline bool Conductor::can_wait(uint32_t n) const {
+  return index_.budget_->fits(n) && index_.parked_ + n <= index_.max_parked_;
+}
+
 // Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
 inline void Conductor::park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above) {
   for (uint32_t i = 0; i < s.n; ++i) {

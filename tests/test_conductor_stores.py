@@ -127,3 +127,25 @@ def test_a_master_that_is_started_again_begins_with_1(conductor: Running) -> Non
     conductor.until_row("/query", QUERY, matched(4))
     shown = conductor.until_shown(pool.endpoint("pub"), last_seq=1, stream="exact")
     assert (shown["restarts"], shown["gaps"]) == (1, 0)
+
+
+# ---- hashes that nobody explains
+
+WAITING = 1_048_576  # of a model, tenant and block size
+
+
+def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
+    """What came first stays, the beginnings of prompts; the stream says what it lacks."""
+    pool = conductor.engine()
+    conductor.register(pool.endpoint("pub"), type="Mooncake")
+    tell(pool, 1, seq_hashes=HASHES)
+    part = 99_000
+    messages = -(-WAITING // part)
+    for seq in range(2, 2 + messages):
+        tell(pool, seq, seq_hashes=list(range(2**40 + seq * part, 2**40 + (seq + 1) * part)))
+    loss = f"batch {1 + messages} found no room"
+    shown = conductor.until_shown(pool.endpoint("pub"), 60.0, stream="degraded", loss=loss)
+    assert (shown["waiting"], shown["ignored"]) == (WAITING, {"full": 1})
+    conductor.until_row("/query", QUERY, matched(16))
+    log = conductor.server
+    log.wait_until(lambda: "index full" in log.stderr, "the line of what finds no room")
