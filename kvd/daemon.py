@@ -135,6 +135,7 @@ class _Daemon:
         self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers, config.max_partitions)
         self._selections: Selections | None = None
+        self._publishers: Publishers | None = None
         self._services = Services(config)
         self._fleet: Fleet | None = None
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
@@ -208,7 +209,7 @@ class _Daemon:
                 if config.indexer_bind is not None:
                     for worker in config.workers:
                         registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                publishers = Publishers(self._state, tasks, *bounds)
+                self._publishers = publishers = Publishers(self._state, tasks, *bounds)
                 registry.beside = publishers.__len__
                 publishers.beside = registry.__len__
                 self._selections = Selections(
@@ -379,13 +380,16 @@ class _Daemon:
                 await trio.sleep(SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
-        """Looks every second for what is too old, and whether the index is full."""
+        """Looks every second for what is too old, of no use, and whether the index is full."""
         room = Room(self._state.budget)
         while True:
             await trio.sleep(EXPIRY_PAUSE_S)
             room.look(trio.current_time())
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
+            if self._publishers is not None:
+                for _ in self._publishers.look():
+                    await trio.lowlevel.checkpoint()
             if self._selections is not None:
                 for _ in self._selections.tend(trio.current_time()):
                     await trio.lowlevel.checkpoint()

@@ -17,6 +17,7 @@ import trio
 
 from kvd.descriptors import MAX_LISTENERS
 from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.logs import get_logger
 from kvd.model import PartitionKey
 from kvd.registry import Listeners
 from kvd.state import State
@@ -28,6 +29,8 @@ from kvd.wire.listener import STALE_AFTER_S, Listener
 from kvd.wire.outgoing import Outgoing
 from kvd.wire.publication import Publication
 from kvd_core.conductor import Source
+
+log = get_logger(__name__)
 
 STORES = ("mooncake",)  # types, in lower case; any other is an engine
 FIRST_OF_STORES = 1  # the number of the first message of mooncake_master
@@ -165,6 +168,7 @@ class Publishers:
         self._max_listeners = max_listeners
         self._publishers: dict[PublisherKey, Publisher] = {}
         self._leaving: set[PublisherKey] = set()
+        self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.refused = 0  # beyond the bound
         self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
@@ -233,7 +237,24 @@ class Publishers:
             first=FIRST_OF_STORES if described.is_store else 0,
         )
         self._publishers[key] = Publisher(described, listener, publication, source)
+        self._doubtful[key] = self._publishers[key]
         self._listeners.start(key, listener)
+
+    def look(self) -> Iterator[None]:
+        """Logs once of each publisher of which nothing is held because no event is its own.
+
+        Yields between two of them.
+        """
+        for key, publisher in list(self._doubtful.items()):
+            if not publisher.listener.messages or self._doubtful.get(key) is not publisher:
+                continue  # nothing has been heard, or it has left meanwhile
+            held = publisher.source.stats()
+            why = publisher.publication.unused()
+            if why:
+                log.warning("publisher of no use", publisher=key, why=why)
+            if why or held["blocks"] + held["waiting"]:
+                del self._doubtful[key]
+            yield
 
     async def unregister(self, wanted: Narrowing) -> list[str]:
         """Removes publishers with all that they hold; returns what routers call them, sorted.
@@ -263,6 +284,7 @@ class Publishers:
 
     def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
         del self._publishers[key]
+        self._doubtful.pop(key, None)
         self._leaving.discard(key)
         self._state.remove_source(key.partition, key.block_size, publisher.source)
         self.left_counts.add(publisher.listener)

@@ -178,6 +178,45 @@ def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
     assert all("warning" not in each for each in conductor.services())
 
 
+@pytest.mark.parametrize(
+    ("member", "reason"), [("tenant_id", "tenant_id"), ("model_name", "model_name")]
+)
+def test_a_publisher_of_others_events_is_told_of(
+    conductor: Running, member: str, reason: str
+) -> None:
+    """In `/services`, and by one line of the log."""
+    engine = conductor.engine()
+    instance = f"misregistered-{member}"
+    conductor.register(engine.endpoint("pub"), instance_id=instance)
+    event = {"event_type": "stored", "seq_hashes": HASHES[:1], "base_block_idx": 0, member: "other"}
+    for seq in range(15):
+        engine.publish({"seq": seq, "batch": [0.5, [event]]})
+    assert "warning" not in conductor.until_shown(engine.endpoint("pub"), last_seq=14)
+    engine.publish({"seq": 15, "batch": [0.5, [event]]})
+    why = f"nothing held of 16 events: they are another's, or ignored ({reason} 16)"
+    conductor.until_shown(engine.endpoint("pub"), last_seq=15, warning=why)
+    line = f"{instance}|default|0"
+    conductor.server.wait_until(lambda: line in conductor.server.stderr, "the line")
+    for seq in range(16, 20):
+        engine.publish({"seq": seq, "batch": [0.5, [event]]})
+    conductor.until_shown(engine.endpoint("pub"), last_seq=19)
+    assert conductor.server.stderr.count(line) == 1
+
+
+def test_a_publisher_of_other_block_sizes_is_told_of(conductor: Running) -> None:
+    """An engine that begins with a clear and is registered with another block size."""
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"), instance_id="misregistered-size")
+    engine.publish({"seq": 0, "batch": [0.5, [["AllBlocksCleared"]]]})
+    for seq in range(1, 17):
+        stored = ["BlockStored", [seq], None, PROMPT[:8], 8, None, "GPU"]
+        engine.publish({"seq": seq, "batch": [0.5, [stored]]})
+    why = "nothing held of 17 events: they are another's, or ignored (block_size 16)"
+    conductor.until_shown(engine.endpoint("pub"), last_seq=16, warning=why)
+    line = "misregistered-size|default|0"
+    conductor.server.wait_until(lambda: line in conductor.server.stderr, "the line")
+
+
 def test_listings_are_json(conductor: Running) -> None:
     """What is only shown again comes back as it was given."""
     profile = {"name": "vllm_v1", "numbers": [1, 2.5, None, True]}

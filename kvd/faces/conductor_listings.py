@@ -117,7 +117,9 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
     row["blocks"] += row["waiting"]  # questions by hash may find those, too
     if listener.loss:
         row["loss"] = listener.loss
-    if _is_unmatched(row):
+    if unused := said.unused():
+        row["warning"] = unused
+    elif _is_unmatched(row):
         row["warning"] = f"{row['blocks']} blocks held, no query ever matched a first block"
     return row
 
