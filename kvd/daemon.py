@@ -44,7 +44,7 @@ from kvd.http.certificates import Terms
 from kvd.http.listeners import file_remover
 from kvd.ledgers import Ledgers
 from kvd.logs import get_logger
-from kvd.memory import Heaps
+from kvd.memory import Heaps, keep_freed_memory
 from kvd.metrics import Family, by_label, counter, gauge
 from kvd.net import activation, sdnotify
 from kvd.net.curve import KeyPair
@@ -90,8 +90,7 @@ log = get_logger(__name__)
 def run(config: Config, reader: Reader) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError."""
     faulthandler.enable()  # the watchdog kills with SIGABRT: the journal says where the loop was
-    heaps = Heaps()
-    heaps.keep_freed_memory()
+    keep_freed_memory()
     limit = raise_limit()
     if limit < LEAST:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
@@ -102,7 +101,7 @@ def run(config: Config, reader: Reader) -> int:
         passed = activation.receive(os.environ)
     except ValueError as error:
         raise StartError(str(error)) from None
-    daemon = _Daemon(config, max_ranks, waiting_within(limit), reader, heaps)
+    daemon = _Daemon(config, max_ranks, waiting_within(limit), reader)
     with (
         closing(passed),
         closing(Signals(signal.SIGTERM, signal.SIGINT)) as ends,
@@ -114,12 +113,10 @@ def run(config: Config, reader: Reader) -> int:
 class _Daemon:
     """One process's daemon."""
 
-    def __init__(
-        self, config: Config, max_ranks: int, max_waiting: int, reader: Reader, heaps: Heaps
-    ) -> None:
+    def __init__(self, config: Config, max_ranks: int, max_waiting: int, reader: Reader) -> None:
         self._config = config
         self._reader = reader
-        self._heaps = heaps
+        self._heaps = Heaps()
         self._reloads = {"applied": 0, "refused": 0}
         self._reloading = trio.Lock()
         self._control: socket.socket | None = None
@@ -139,6 +136,7 @@ class _Daemon:
         self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers, config.max_partitions)
         self._selections: Selections | None = None
+        self._publishers: Publishers | None = None
         self._services = Services(config)
         self._fleet: Fleet | None = None
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
@@ -212,7 +210,7 @@ class _Daemon:
                 if config.indexer_bind is not None:
                     for worker in config.workers:
                         registry.register(worker.key, worker.endpoint, worker.block_size, None)
-                publishers = Publishers(self._state, tasks, *bounds)
+                self._publishers = publishers = Publishers(self._state, tasks, *bounds)
                 registry.beside = publishers.__len__
                 publishers.beside = registry.__len__
                 self._selections = Selections(
@@ -384,13 +382,16 @@ class _Daemon:
                 await trio.sleep(SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
-        """Looks every second for what is too old, and whether the index is full."""
+        """Looks every second for what is too old, of no use, and whether the index is full."""
         room = Room(self._state.budget)
         while True:
             await trio.sleep(EXPIRY_PAUSE_S)
             room.look(trio.current_time())
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
+            if self._publishers is not None:
+                for _ in self._publishers.look():
+                    await trio.lowlevel.checkpoint()
             if self._selections is not None:
                 for _ in self._selections.tend(trio.current_time()):
                     await trio.lowlevel.checkpoint()

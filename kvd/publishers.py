@@ -10,13 +10,14 @@ several, of other types, models, adapters, block sizes and salts, and several st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import trio
 
 from kvd.descriptors import MAX_LISTENERS
 from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.logs import get_logger
 from kvd.model import PartitionKey
 from kvd.registry import Listeners
 from kvd.state import State
@@ -29,7 +30,11 @@ from kvd.wire.outgoing import Outgoing
 from kvd.wire.publication import Publication
 from kvd_core.conductor import Source
 
+log = get_logger(__name__)
+
 STORES = ("mooncake",)  # types, in lower case; any other is an engine
+FIRST_OF_STORES = 1  # the number of the first message of mooncake_master
+EVERY_INSTANCE = "*"  # instance id of stores that serve all of them (kvd_core/conductor_types.hpp)
 
 
 class PublisherKey(NamedTuple):
@@ -44,6 +49,7 @@ class PublisherKey(NamedTuple):
     block_size: int
     salt: str
     endpoint: str  # of a store, "" for an engine
+    serves_all: bool
 
     @property
     def partition(self) -> PartitionKey:
@@ -73,6 +79,7 @@ class Described:
     dp_rank: int
     salt: str
     server_key: str | None = None  # of CURVE
+    serves_all: bool = False  # a store whose blocks every instance can use
     echoed: tuple[tuple[str, object], ...] = ()  # members that are shown again and mean nothing
 
     @property
@@ -95,7 +102,12 @@ class Described:
             self.block_size,
             self.salt,
             self.endpoint if self.is_store else "",
+            self.serves_all,
         )
+
+    def shared(self) -> Described:
+        """Returns the same store, for every instance."""
+        return replace(self, serves_all=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,7 @@ class Publishers:
         self._max_listeners = max_listeners
         self._publishers: dict[PublisherKey, Publisher] = {}
         self._leaving: set[PublisherKey] = set()
+        self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.refused = 0  # beyond the bound
         self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
@@ -197,7 +210,7 @@ class Publishers:
         source = self._state.add_source(
             key.partition,
             key.block_size,
-            key.instance_id,
+            EVERY_INSTANCE if key.serves_all else key.instance_id,
             key.lora_name,
             key.salt,
             key.dp_rank,
@@ -221,9 +234,27 @@ class Publishers:
             replay_endpoint,
             server_key=server_key,
             stale_after_s=self._stale_after_s,
+            first=FIRST_OF_STORES if described.is_store else 0,
         )
         self._publishers[key] = Publisher(described, listener, publication, source)
+        self._doubtful[key] = self._publishers[key]
         self._listeners.start(key, listener)
+
+    def look(self) -> Iterator[None]:
+        """Logs once of each publisher of which nothing is held because no event is its own.
+
+        Yields between two of them.
+        """
+        for key, publisher in list(self._doubtful.items()):
+            if not publisher.listener.messages or self._doubtful.get(key) is not publisher:
+                continue  # nothing has been heard, or it has left meanwhile
+            held = publisher.source.stats()
+            why = publisher.publication.unused()
+            if why:
+                log.warning("publisher of no use", publisher=key, why=why)
+            if why or held["blocks"] + held["waiting"]:
+                del self._doubtful[key]
+            yield
 
     async def unregister(self, wanted: Narrowing) -> list[str]:
         """Removes publishers with all that they hold; returns what routers call them, sorted.
@@ -253,6 +284,7 @@ class Publishers:
 
     def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
         del self._publishers[key]
+        self._doubtful.pop(key, None)
         self._leaving.discard(key)
         self._state.remove_source(key.partition, key.block_size, publisher.source)
         self.left_counts.add(publisher.listener)

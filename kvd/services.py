@@ -15,11 +15,13 @@ import trio
 from kvd.config import Config
 from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
 from kvd.faces import conductor, conductor_listings, indexer, replica_sync, slot_tracker
+from kvd.faces.conductor_msgpack import FORMS
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_metrics import slot_families
 from kvd.fleet import Desk
+from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
 from kvd.http.types import Admission, Route
 from kvd.metrics import Family, by_label, counter, gauge
@@ -78,7 +80,9 @@ class Services:
         self.indexer = FaceServer("indexer", "dynamo_kvindexer", config)
         self.slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config)
         self.selection = FaceServer("selection", "kvd_selection", config)
-        self.conductor = FaceServer("conductor", "kvd_conductor", config, conductor.REASONS)
+        self.conductor = FaceServer(
+            "conductor", "kvd_conductor", config, Failures(conductor.REASONS, FORMS)
+        )
         self.binds: dict[FaceServer, Binds | None] = {
             self.indexer: config.indexer_bind,
             self.slot_tracker: config.slot_tracker_bind,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from types import MappingProxyType
 
 import trio
 
@@ -15,7 +14,7 @@ from kvd.faces.monitoring import metrics_route
 from kvd.http.access import AccessLog
 from kvd.http.app import NotFound, build_app, nowhere
 from kvd.http.certificates import Terms, load_terms
-from kvd.http.errors import Failures
+from kvd.http.errors import PLAIN, Failures
 from kvd.http.front import Front
 from kvd.http.limits import GAUGES, HttpLimits, HttpStats
 from kvd.http.listeners import file_remover, open_listeners
@@ -44,9 +43,9 @@ class FaceServer:
         name: str,
         metrics_prefix: str,
         config: Config,
-        reasons: Mapping[int, str] = MappingProxyType({}),
+        failures: Failures = PLAIN,
     ) -> None:
-        """Takes the codes that this face's failures have besides their text, by status."""
+        """Takes what words this face's failures."""
         self.name = name
         self.stats = HttpStats()  # of the addresses without TLS, once they are served
         self.requests = RequestMetrics(metrics_prefix)
@@ -58,7 +57,7 @@ class FaceServer:
         self.not_found: NotFound = nowhere
         self._limits = config.http
         self._reception = Reception(
-            Permits(config.policy), self.requests.observe, Failures(reasons), AccessLog(name)
+            Permits(config.policy), self.requests.observe, failures, AccessLog(name)
         )
         self._terms: Terms | None = None  # of TLS, if there is any
         self._servers: list[Front] = []

@@ -1,27 +1,28 @@
 // Storage that never moves what it holds, addressed by dense 32-bit ids.
 //
-//   ids     0 .. 4095        4096 .. 8191       ...
+//   ids     0 .. 255         256 .. 511         ...
 //          +-----------+    +-----------+
-//          | T T T ... |    | T T .     |      one segment = 4,096 entries, a mapping of its own
+//          | T T T ... |    | T T T ... |      one segment = 256 entries
 //          +-----------+    +-----------+
-//                                ^ built
 //
-// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size, and only
-// pages that have been used are resident. Free entries are a list threaded through the entries
-// themselves, so giving back costs no memory: `T::free_link()` is a member that means nothing while
-// the entry is free.
+// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
+// entries are a list threaded through the entries themselves, so giving back costs no memory:
+// `T::free_link()` is a member that means nothing while the entry is free.
+//
+// The first 16 segments are in the heap: thousands of small arenas have thousands of mappings else,
+// and a process may have 65,530. From then on 16 segments are one mapping (pages.hpp).
 //
 // Invariants
 //   1. an id is either live or on the free list, never both;
-//   2. the first `pinned` ids are taken once and never given back; when only they are live, what is
-//      built behind them is spare, and `shrink` gives it back segment by segment.
+//   2. the first `pinned` ids are taken once and never given back; when only they are live, the
+//      segments they do not need are spare, and `shrink` gives them back one by one.
 //
-// Costs: take, give and operator[] O(1); memory = live high-water mark.
+// Costs: take, give and operator[] O(1); memory = live high-water mark rounded up to a segment.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -34,20 +35,22 @@ namespace kvd {
 template <class T>
 class Arena {
  public:
-  static constexpr uint32_t kSegmentBits = 12;
+  static constexpr uint32_t kSegmentBits = 8;
   static constexpr uint32_t kSegment = 1u << kSegmentBits;
 
   // `max_ids` is exclusive; callers that steal high bits of an id pass a smaller bound.
   explicit Arena(uint32_t pinned = 0, uint32_t max_ids = 0xfffffff0u)
       : pinned_(pinned), max_ids_(max_ids) {}
 
-  ~Arena() { destroy(0, built_); }
+  ~Arena() {
+    while (!segments_.empty()) drop_segment();
+  }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  T& operator[](uint32_t id) { return segments_[id >> kSegmentBits].get()[id & (kSegment - 1)]; }
+  T& operator[](uint32_t id) { return segments_[id >> kSegmentBits][id & (kSegment - 1)]; }
   const T& operator[](uint32_t id) const {
-    return segments_[id >> kSegmentBits].get()[id & (kSegment - 1)];
+    return segments_[id >> kSegmentBits][id & (kSegment - 1)];
   }
 
   uint32_t take() {
@@ -57,7 +60,8 @@ class Arena {
       ++live_;
       return id;
     }
-    if (end_ == built_) build();
+    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
+    if ((end_ >> kSegmentBits) == segments_.size()) add_segment();
     ++live_;
     return end_++;
   }
@@ -72,50 +76,55 @@ class Arena {
     }
   }
 
-  // Gives back what is built behind the last id, in the last segment; false when there is nothing.
+  // Gives back a segment behind the last id; false when there is none.
   bool shrink() {
-    if (built_ == end_) return false;
-    const uint32_t from = std::max(end_, (built_ - 1) & ~(kSegment - 1));
-    destroy(from, built_);
-    built_ = from;
-    T* const segment = segments_.back().get();
-    if ((from & (kSegment - 1)) == 0) segments_.pop_back();
-    else empty_pages(segment + (from & (kSegment - 1)), segment + kSegment);
+    if (segments_.size() <= (size_t{end_} + kSegment - 1) >> kSegmentBits) return false;
+    drop_segment();
     return true;
   }
 
   uint32_t live() const { return live_; }
   uint32_t end() const { return end_; }  // every live id is below it
 
-  size_t bytes() const { return built_ * sizeof(T); }
+  size_t bytes() const { return segments_.size() * kSegmentBytes; }
 
  private:
   static constexpr uint32_t kNoId = 0xffffffffu;
+  static constexpr size_t kSegmentBytes = kSegment * sizeof(T);
+  static constexpr size_t kGroup = 16;  // segments of one mapping
 
-  struct Unmap {
-    void operator()(T* segment) const { unmap_pages(segment, kSegment * sizeof(T)); }
-  };
-
-  void build() {
-    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
-    if ((built_ >> kSegmentBits) == segments_.size()) {
-      std::unique_ptr<T, Unmap> segment(static_cast<T*>(map_pages(kSegment * sizeof(T))));
-      segments_.push_back(std::move(segment));
+  void add_segment() {
+    const size_t n = segments_.size();
+    segments_.push_back(nullptr);
+    try {
+      segments_[n] = room_for_segment(n);
+    } catch (const std::bad_alloc&) {
+      segments_.pop_back();
+      throw;
     }
-    new (&(*this)[built_]) T();
-    ++built_;
+    std::uninitialized_value_construct_n(segments_[n], kSegment);
   }
 
-  void destroy(uint32_t from, uint32_t to) {
-    for (uint32_t id = from; id < to; ++id) (*this)[id].~T();
+  T* room_for_segment(size_t n) const {
+    if (n < kGroup) return static_cast<T*>(take_heap(kSegmentBytes));
+    if (n % kGroup == 0) return static_cast<T*>(map_pages(kGroup * kSegmentBytes));
+    return segments_[n - 1] + kSegment;
   }
 
-  std::vector<std::unique_ptr<T, Unmap>> segments_;
+  void drop_segment() {
+    T* const segment = segments_.back();
+    segments_.pop_back();
+    std::destroy_n(segment, kSegment);
+    const size_t n = segments_.size();
+    if (n < kGroup) std::free(segment);
+    else if (n % kGroup == 0) unmap_pages(segment, kGroup * kSegmentBytes);
+  }
+
+  std::vector<T*> segments_;
   uint32_t free_ = kNoId;  // the id that was given back last
   uint32_t pinned_;
   uint32_t max_ids_;
   uint32_t end_ = 0;
-  uint32_t built_ = 0;  // entries that are constructed
   uint32_t live_ = 0;
 };
 

@@ -79,7 +79,7 @@ class Conductor final : public Placements {
 
   // ---- who is registered (conductor_sources.hpp)
 
-  Source* add_source(const std::string& key, uint64_t home, uint32_t dp_rank, bool store);
+  Source* add_source(const std::string& key, uint64_t home, uint64_t adapter, uint32_t dp_rank, bool store);
 
   // Its blocks no longer count; `Index::sweep` frees them.
   void remove_source(Source* source);
@@ -91,6 +91,9 @@ class Conductor final : public Placements {
     const auto it = by_key_.find(key);
     return it == by_key_.end() ? nullptr : it->second;
   }
+
+  // That of stores which serve every instance; null while there is none.
+  Instance* common() const { return common_; }
 
   std::vector<std::string> keys_of_instances() const {
     std::vector<std::string> found;
@@ -150,6 +153,10 @@ class Conductor final : public Placements {
 
   // ---- questions
 
+  // Gives blocks told by sequence hash alone their places behind `last`, the last one of a prompt in a
+  // namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False without any.
+  bool explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from, size_t n, uint64_t space);
+
   // Calls visit(rank, layers) for what counts as the block of a key though the tree has none.
   template <class Visit>
   void each_credit(uint64_t key, Visit&& visit) const;
@@ -182,6 +189,10 @@ class Conductor final : public Placements {
     for (uint32_t i = 0; i < s.n; ++i) {
       if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
       await(sequences().key(s.space, s.names[i]));  // a worker's; a holder's names are announced
+      if (common_ == nullptr) continue;
+      for (const Source* each : common_->sources) {
+        if (each->home != s.space) await(sequences().key(each->home, s.names[i]));
+      }
     }
   }
 
@@ -190,6 +201,11 @@ class Conductor final : public Placements {
     for (uint32_t i = 0; i < n; ++i) {
       if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
     }
+  }
+
+  // A prompt of the base model: local hashes are plain ones where the seeds are the same.
+  bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) override {
+    return from != n && !loose_.empty() && seed_ == kBaseSeed && explain(last, locals, locals, from, n, 0);
   }
 
   // What can be placed now may be all that waits, so it is done in slices, too.
@@ -274,7 +290,7 @@ class Conductor final : public Placements {
   BlockId nearer(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
   BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space, bool any_space) const;
   size_t looked_up();
-  BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space) const;
+  BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space, bool any_space) const;
   uint64_t standard_parent(const Source& source, RankId id, const Told& e, uint64_t space) const;
   uint64_t parked_sequence(const Source& source, RankId id, uint64_t hash, uint64_t space) const;
 
@@ -290,6 +306,7 @@ class Conductor final : public Placements {
 
   // ---- what waits (conductor_waiting.hpp)
 
+  bool can_wait(uint32_t n) const;
   void park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above);
   void set_aside(Source& source, RankId id, uint64_t hash, const Store& one, uint64_t sequence,
                  bool by_engine);
@@ -306,6 +323,7 @@ class Conductor final : public Placements {
   void try_credit(Source& source, const Loose& loose, const Parked& parked);
   void try_behind_parent(Source& source, const Loose& loose, const Parked& parked);
   void take_out(const Loose& loose);
+  bool place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below);
   void prune(Steps& steps);
   void drop_stale(uint64_t key);
 
@@ -315,6 +333,7 @@ class Conductor final : public Placements {
   std::vector<std::unique_ptr<Source>> sources_;
   std::vector<std::unique_ptr<Instance>> instances_;
   std::unordered_map<std::string, Instance*, KeyedHash> by_key_;
+  Instance* common_ = nullptr;   // of kCommonKey
   std::vector<Source*> owners_;  // by rank; null for a worker's
   std::vector<Medium> media_;  // beyond the tiers, in the order of their layers
   std::unordered_multimap<uint64_t, Loose, KeyedHash> loose_;

@@ -50,7 +50,7 @@ cdef extern from "conductor.hpp" namespace "kvd" nogil:
         CConductor(CIndex&, uint64_t) except +
         cbool sequenced()           # questions by hash find all that can be found so
         cbool sequence(uint32_t) except +
-        CSource* add_source(const string&, uint64_t, uint32_t, cbool) except +
+        CSource* add_source(const string&, uint64_t, uint64_t, uint32_t, cbool) except +
         void remove_source(CSource*) except +
         void drop_idle(CSource*) except +
         CInstance* find(const string&)
@@ -100,9 +100,21 @@ cdef extern from "engine_events.hpp" namespace "kvd" nogil:
         CEngineCounters counters
 
 cdef extern from "holdings.hpp" namespace "kvd" nogil:
+    cppclass CReaches "kvd::Holdings::Reaches":  # of a rank, in blocks, cumulative
+        uint32_t dp_rank
+        uint32_t device
+        uint32_t own_host
+        uint32_t host
+        uint32_t disk
+
+    cppclass CTierRow "kvd::Holdings::TierRow":
+        string key                  # of the instance, as a JSON text
+        vector[CReaches] ranks
+
     cppclass CHoldings "kvd::Holdings":
-        void by_token_ids(const CConductor&, const uint32_t*, size_t, uint64_t) except +
+        void by_token_ids(CConductor&, const uint32_t*, size_t, uint64_t) except +
         void by_sequences(const CConductor&, const uint64_t*, size_t, uint64_t) except +
+        vector[CTierRow] tiers(const CConductor&, const vector[const CWorker*]&, uint64_t, string_view) except +
         void render(const CConductor&, const vector[const CWorker*]&, string_view, string_view, string&) except +
 
 
@@ -121,6 +133,7 @@ cdef class Conductor:
     )
     cdef int finish_sequences(self) except -1
     cdef bytes render(self, str tenant, str instance)
+    cdef list tiers(self, str lora_name, str instance)
     cdef LayerId layer(self, str medium) except? 0xfffffffe
 
 

@@ -50,6 +50,11 @@ def _json(str text):
     return json.dumps(text).encode()
 
 
+@lru_cache(maxsize=65536)
+def _text(bytes key):
+    return json.loads(key)
+
+
 cdef class Conductor:
     """What one index has of the conductor.
 
@@ -69,7 +74,9 @@ cdef class Conductor:
         cdef Source source = Source.__new__(Source)
         source.conductor = self
         source.instance_id = instance_id
-        source.c = self.c.add_source(_json(instance_id), namespace(lora_name, cache_salt), dp_rank, store)
+        source.c = self.c.add_source(
+            _json(instance_id), namespace(lora_name, cache_salt), namespace(lora_name, ""), dp_rank, store
+        )
         return source
 
     def has(self, str instance_id not None):
@@ -122,6 +129,32 @@ cdef class Conductor:
         self.holdings.by_sequences(deref(self.c), hashes, n, namespace(lora_name, cache_salt))
         return self.render(tenant, instance)
 
+    def tiers_of_tokens(self, bytes tokens not None, str lora_name, str cache_salt, str instance):
+        """Returns how far every instance, or one, reaches into a prompt, rank by rank.
+
+        `tokens` are its ids, 4 bytes each in the order of the machine. A rank's figures are
+        (dp rank, device, with its own host memory, with all of that, with disk and external), in
+        tokens: each goes on where the one before ends. An instance without an engine of the adapter
+        is left out unless it reaches somewhere.
+        """
+        self.holdings.by_token_ids(
+            deref(self.c),
+            <const uint32_t*>PyBytes_AS_STRING(tokens),
+            PyBytes_GET_SIZE(tokens) // sizeof(uint32_t),
+            namespace(lora_name, cache_salt),
+        )
+        return self.tiers(lora_name, instance)
+
+    def tiers_of_hashes(self, bytes hashes not None, str lora_name, str cache_salt, str instance):
+        """The same for sequence hashes from the root, 8 bytes each, as far as they are there."""
+        self.holdings.by_sequences(
+            deref(self.c),
+            <const uint64_t*>PyBytes_AS_STRING(hashes),
+            PyBytes_GET_SIZE(hashes) // sizeof(uint64_t),
+            namespace(lora_name, cache_salt),
+        )
+        return self.tiers(lora_name, instance)
+
     def match_tokens(self, tokens, str lora_name="", str cache_salt="", str instance=""):
         """Returns the rows for a list of tokens, for tests and tools."""
         cdef vector[uint32_t] given = tokens
@@ -152,6 +185,24 @@ cdef class Conductor:
             self.text,
         )
         return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
+    cdef list tiers(self, str lora_name, str instance):
+        cdef bytes only = _json(instance) if instance else b""
+        cdef uint64_t size = self.index.c.block_size()
+        cdef vector[CTierRow] rows = self.holdings.tiers(
+            deref(self.c),
+            self.index.order,
+            namespace(lora_name, ""),
+            string_view(PyBytes_AS_STRING(only), PyBytes_GET_SIZE(only)),
+        )
+        found = []
+        for row in rows:
+            ranks = [
+                (each.dp_rank, each.device * size, each.own_host * size, each.host * size, each.disk * size)
+                for each in row.ranks
+            ]
+            found.append((_text(row.key), ranks))
+        return found
 
     cdef LayerId layer(self, str medium) except? 0xfffffffe:
         found = self.layers.get(medium)

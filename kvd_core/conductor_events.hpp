@@ -52,7 +52,7 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Told
     if (above != 0) below = sequences().find(sequences().key(space, above));
   }
   const bool placed = !e.has_parent || below != kNone;
-  if (placed ? !affords(id, s, below) : !index_.budget_->fits(e.n)) {
+  if (placed ? !affords(id, s, below) : !can_wait(e.n)) {
     index_.refuse(e.n);
     return Outcome::FULL;
   }
@@ -210,6 +210,7 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
     announce(source, space, hash, by_engine);
     return true;
   }
+  if (!known && !can_wait(1)) return false;
   index_.park(id, name, layer, nullptr);
   if (known) return true;
   Parked* parked = parked_at(id, name);

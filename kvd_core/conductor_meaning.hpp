@@ -73,7 +73,7 @@ inline BlockId Conductor::block_in(uint64_t home, RankId id, uint64_t hash, uint
 inline BlockId Conductor::meaning(const Source& source, RankId id, uint64_t hash, uint64_t space,
                                   bool any_space) const {
   const BlockId found = nearer(source, id, hash, space, any_space);
-  return found != kNone ? found : elsewhere(*source.instance, hash, space);
+  return found != kNone ? found : elsewhere(*source.instance, hash, space, any_space);
 }
 
 // The same, or the block of that sequence hash, which is found sooner than the names of all others.
@@ -81,7 +81,7 @@ inline BlockId Conductor::meaning_or_standard(const Source& source, RankId id, u
                                               bool any_space) const {
   BlockId found = nearer(source, id, hash, space, any_space);
   if (found == kNone) found = sequences().find(sequences().key(space, hash));
-  return found != kNone ? found : elsewhere(*source.instance, hash, space);
+  return found != kNone ? found : elsewhere(*source.instance, hash, space, any_space);
 }
 
 inline BlockId Conductor::nearer(const Source& source, RankId id, uint64_t hash, uint64_t space,
@@ -109,14 +109,18 @@ inline BlockId Conductor::among(const Source& source, RankId asks, uint64_t hash
 // Returns how many tables have been asked since it was called last; each takes a step.
 inline size_t Conductor::looked_up() { return std::exchange(looked_up_, 0); }
 
-inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uint64_t space) const {
+// Stores that serve every instance have their engines here, whose names mean what they mean in any
+// namespace; other instances' engines do not name their blocks.
+inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uint64_t space,
+                                    bool any_space) const {
   BlockId found = kNone;
+  const bool in_any = any_space && &instance == common_;
   looked_up_ += index_.rank_end();
   for (RankId id = 0; id < index_.rank_end(); ++id) {
     if (!index_.ranks_[id].live || index_.ranks_[id].names.size() == 0) continue;
     const Source* source = owner(id);
     if (source != nullptr && source->instance == &instance) continue;
-    const BlockId here = block_in(source == nullptr ? 0 : source->home, id, hash, space, false);
+    const BlockId here = block_in(source == nullptr ? 0 : source->home, id, hash, space, in_any);
     if (here == kNone || here == found) continue;
     if (found != kNone) return kNone;
     found = here;

@@ -7,6 +7,8 @@
 //     holder without a rank                   each rank of worker 7
 //   no worker of that id                      nobody: only the conductor's own questions count it
 //
+//   instance "*" has no row and no worker     every worker's rank, with a rank or without
+//
 // Invariants
 //   1. `owners_[id]` is the source one of whose holders has the id, null for all other ranks;
 //   2. `rows` and `shared` of an instance are made anew when a source or holder comes, goes or has
@@ -29,7 +31,8 @@
 
 namespace kvd {
 
-inline Source* Conductor::add_source(const std::string& key, uint64_t home, uint32_t dp_rank, bool store) {
+inline Source* Conductor::add_source(const std::string& key, uint64_t home, uint64_t adapter, uint32_t dp_rank,
+                                     bool store) {
   if (guard_ == kNone) prepare();
   Instance* instance = find(key);
   if (instance == nullptr) {
@@ -37,8 +40,10 @@ inline Source* Conductor::add_source(const std::string& key, uint64_t home, uint
     instance = instances_.back().get();
     instance->key = key;
     by_key_[key] = instance;
+    if (key == kCommonKey) common_ = instance;
   }
-  sources_.push_back(std::make_unique<Source>(Source{instance, 0, 0, instance->asked, home, dp_rank, store, {}}));
+  sources_.push_back(
+      std::make_unique<Source>(Source{instance, 0, 0, instance->asked, home, adapter, dp_rank, store, {}}));
   instance->sources.push_back(sources_.back().get());
   list_rows(*instance);
   return sources_.back().get();
@@ -56,6 +61,7 @@ inline void Conductor::remove_source(Source* source) {
   if (instance->sources.empty()) {
     link(instance, nullptr);
     by_key_.erase(instance->key);
+    if (instance == common_) common_ = nullptr;
     drop_owned(instances_, instance);
   }
   drop_owned(sources_, source);
@@ -184,7 +190,9 @@ inline void Conductor::show(const Instance& instance) {
 
 inline void Conductor::show(const Instance& instance, const Holder& holder,
                             const std::vector<std::pair<uint32_t, RankId>>& ranks) {
-  if (instance.worker == nullptr) {
+  if (&instance == common_) {
+    index_.show_as(holder.id, kAll);
+  } else if (instance.worker == nullptr) {
     index_.show_as(holder.id, kNone);
   } else if (holder.ranked) {
     index_.show_as(holder.id, instance.worker->lend(index_, holder.dp_rank));

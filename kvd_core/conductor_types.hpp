@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -24,16 +25,23 @@
 namespace kvd {
 
 // Blocks of a partition told without tokens or parent, once it has publishers of the standard: a
-// store alone, without its engines, tells of nothing else. Some 300 MB.
+// store alone, without its engines, tells of nothing else. Some 300 MB. More are refused.
 constexpr size_t kMaxLoose = size_t{1} << 20;
 // Backends and ranks of one source; those that hold nothing are forgotten when there are more. The
 // bound keeps a mad publisher from making one a number.
 constexpr size_t kMaxHolders = 4096;
 // Steps of making sequence hashes at the first source, two a block: 1 to 1.5 ms.
 constexpr uint32_t kSequencedAtOnce = 8192;
+// Blocks that a question gives their places, and steps of what that sets off: 0.2 ms. The next
+// question goes on.
+constexpr uint32_t kExplainedAtOnce = 256;
+constexpr uint32_t kStepsExplained = 1024;
 // Steps of a slice (steps.hpp), of 0.1 us.
 constexpr size_t kStepsACredit = 20;  // a hash without tokens
 constexpr size_t kStepsALook = 20;    // at something that waits
+
+// The instance id, as a JSON member name, of stores that serve every instance and have no row.
+constexpr std::string_view kCommonKey = "\"*\"";
 
 struct Holder {
   uint32_t backend;
@@ -67,6 +75,7 @@ struct Source {
   uint64_t last_matched;  // `Instance::asked` at the last of them
   uint64_t asked_before;  // `Instance::asked` as it came
   uint64_t home;          // namespace of the registration
+  uint64_t adapter;       // the same without its salt
   uint32_t dp_rank;       // registered
   bool store;
   std::vector<Holder> holders;  // by `order`

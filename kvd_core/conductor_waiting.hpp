@@ -9,6 +9,7 @@
 // looked up here, and what waited for them goes into the tree:
 //
 //   placed, announce ── await ─> work_     keys that something waits for
+//   a question's tokens ── explain ─> place    what they show of sequence hashes that wait
 //   settle (slices)  ── look_again         what waits for a key ─> waiting_
 //                    └─ look_at            each of these: try_credit, try_behind_parent ─> announce
 //
@@ -65,6 +66,11 @@ inline void Conductor::verify(Require&& require) const {
 }
 
 // ---- setting aside
+
+// What came first stays: of a prompt that is its beginning, without which nothing behind it counts.
+inline bool Conductor::can_wait(uint32_t n) const {
+  return index_.budget_->fits(n) && index_.parked_ + n <= index_.max_parked_;
+}
 
 // Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
 inline void Conductor::park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above) {
@@ -149,16 +155,19 @@ inline void Conductor::await(uint64_t key) {
   }
 }
 
-// A hash means something now; an engine's own also to whoever of its instance has told of it by the
-// hash alone, which waits in the namespace of that registration.
+// A hash means something now; an engine's own also to whoever of its instance, or for every instance,
+// has told of it by the hash alone, which waits in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine) {
   if (loose_.empty()) return;
   await(sequences().key(space, hash));
   if (!by_engine) return;
   uint64_t last = space;
-  for (const Source* each : source.instance->sources) {
-    if (each->home != last && each->home != space) await(sequences().key(each->home, hash));
-    last = each->home;
+  for (const Instance* instance : {source.instance, common_}) {
+    if (instance == nullptr) continue;
+    for (const Source* each : instance->sources) {
+      if (each->home != last && each->home != space) await(sequences().key(each->home, hash));
+      last = each->home;
+    }
   }
 }
 
@@ -248,6 +257,47 @@ inline void Conductor::try_behind_parent(Source& source, const Loose& loose, con
     await(sequences().key(space, known->sequence));
     announce(source, space, own, by_engine);
   }
+}
+
+inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from,
+                               size_t n, uint64_t space) {
+  uint64_t sequence = 0;
+  if (last != kNone) {
+    sequence = sequences().sequence_of(last);
+    if (sequence == 0 || sequences().space_of(last) != space) return false;
+  }
+  size_t i = from;
+  for (; i < n && i - from < kExplainedAtOnce; ++i) {
+    sequence = last == kNone ? plain[i] : sequences().next(sequence, plain[i]);
+    const uint64_t key = sequences().key(space, sequence);
+    if (!place(key, locals[i], plain[i], space, last)) break;
+    last = sequences().find(key);
+  }
+  if (i == from) return false;
+  Steps some{kStepsExplained};
+  settle(some);
+  return true;
+}
+
+// Places the first that waits under the key of its sequence hash; the others follow it as they do any.
+inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below) {
+  const auto range = loose_.equal_range(key);
+  for (auto it = range.first; it != range.second; ++it) {
+    const Loose loose = it->second;
+    const Parked* parked = parked_of(loose);
+    const Source* source = owner(loose.rank);
+    if (loose.kind != Kind::CREDIT || parked == nullptr || source == nullptr) continue;
+    const Parked was = *parked;
+    take_out(loose);
+    index_.ranks_[loose.rank].settling = true;  // what has waited is no second copy
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((was.layers >> layer & 1) == 0) continue;
+      put(loose.rank, {&loose.name, &local, 1, true, 0, layer, 0, &plain, space}, below);
+    }
+    announce(*source, was.space, was.hash, was.by_engine);
+    return true;
+  }
+  return false;
 }
 
 inline void Conductor::take_out(const Loose& loose) {

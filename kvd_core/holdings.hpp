@@ -17,7 +17,8 @@
 // has told the tokens of are looked up one by one, up to the first that nobody holds.
 //
 // Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the path
-// while anything is loose. Nothing in the index changes but what it counts of questions.
+// while anything is loose. What the index counts of questions changes, and blocks that nobody has told
+// the tokens of get their places where a prompt shows them (Conductor::explain).
 #pragma once
 
 #include <algorithm>
@@ -26,6 +27,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "compare.hpp"
@@ -38,12 +40,16 @@ class Holdings {
   // Meets a prompt by its tokens' local hashes in a namespace. `plain` gives the hashes by the seed
   // of sequence hashes when they are needed: n of them.
   template <class Plain>
-  void by_tokens(const Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space, Plain&& plain) {
+  void by_tokens(Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space, Plain&& plain) {
     reset(conductor, n);
-    const size_t met = find_path(conductor.index(), locals, n);
+    size_t met = find_path(conductor.index(), locals, n);
+    const uint64_t* own = met != n && conductor.anything_loose() ? plain() : nullptr;
+    if (own != nullptr && conductor.explain(last_met(conductor.index()), locals, own, met, n, space)) {
+      path_.clear();
+      met = find_path(conductor.index(), locals, n);
+    }
     take_runs(conductor);
     if (met == n || !conductor.anything_loose()) return;
-    const uint64_t* own = plain();
     sequences_.resize(n);
     for (size_t i = 0; i < n; ++i) {
       sequences_[i] = i == 0 ? own[0] : conductor.sequences().next(sequences_[i - 1], own[i]);
@@ -52,7 +58,7 @@ class Holdings {
   }
 
   // The same by its tokens.
-  void by_token_ids(const Conductor& conductor, const uint32_t* tokens, size_t n_tokens, uint64_t space) {
+  void by_token_ids(Conductor& conductor, const uint32_t* tokens, size_t n_tokens, uint64_t space) {
     const size_t size = conductor.index().block_size(), n = size == 0 ? 0 : n_tokens / size;
     const uint64_t seed = kBaseSeed + space, own = conductor.seed();
     locals_.resize(n);
@@ -79,14 +85,38 @@ class Holdings {
               std::string_view tenant, std::string_view only, std::string& out) {
     out.assign("{").append(tenant).append(":{");
     first_ = true;
-    for (const auto& instance : conductor.instances()) {
-      if (only.empty() || only == instance->key) row(conductor, *instance, out);
-    }
-    for (const Worker* worker : workers) {
-      if (worker->shared || !(only.empty() || only == worker->key)) continue;
-      if (is_shown(conductor.index(), *worker)) row(conductor, *worker, out);
-    }
+    each_shown(conductor, workers, only, [&](auto& shown) { row(conductor, shown, out); });
     out.append("}}");
+  }
+
+  // How far a rank reaches tier by tier, in blocks: each goes on where the one above ends.
+  struct Reaches {
+    uint32_t dp_rank;
+    uint32_t device;
+    uint32_t own_host;  // what it holds itself
+    uint32_t host;
+    uint32_t disk;  // and external
+  };
+  struct TierRow {
+    std::string key;  // of the instance, a JSON text
+    std::vector<Reaches> ranks;
+  };
+
+  // The rows of those instances that have an engine of the adapter registered or hold a beginning of the
+  // prompt, and of the workers.
+  std::vector<TierRow> tiers(const Conductor& conductor, const std::vector<const Worker*>& workers,
+                             uint64_t adapter, std::string_view only) {
+    std::vector<TierRow> rows;
+    each_shown(conductor, workers, only, [&](auto& shown) {
+      TierRow row{shown.key, {}};
+      bool reaches = false;
+      each_rank(conductor, shown, [&](uint32_t dp_rank) {
+        row.ranks.push_back(walk(dp_rank));
+        reaches = reaches || row.ranks.back().disk != 0;
+      });
+      if (reaches || serves(shown, adapter)) rows.push_back(std::move(row));
+    });
+    return rows;
   }
 
  private:
@@ -142,6 +172,11 @@ class Holdings {
       if (met < chain.len()) break;
     }
     return i;
+  }
+
+  BlockId last_met(const Index& index) const {
+    if (path_.empty()) return kNone;
+    return index.tree().node(path_.back().node).chain.block()[path_.back().count - 1];
   }
 
   size_t find_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n, uint64_t space) {
@@ -317,6 +352,33 @@ class Holdings {
     shown_ |= 1u << layer;
   }
 
+  // ---- tier by tier
+
+  static bool serves(const Instance& instance, uint64_t adapter) {
+    return std::any_of(instance.sources.begin(), instance.sources.end(),
+                       [&](const Source* each) { return !each->store && each->adapter == adapter; });
+  }
+
+  static bool serves(const Worker&, uint64_t) { return true; }  // only events tell of its adapters
+
+  // Takes `pieces_` as those of one rank. As in match.hpp no tier goes back to one above.
+  Reaches walk(uint32_t dp_rank) {
+    constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
+    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.from < b.from; });
+    const uint32_t device = along(0, kDeviceLayer, false);
+    const uint32_t host = along(device, kHost, false);
+    return {dp_rank, device, along(device, kHost, true), host, along(along(host, kDisk, false), kExternal, false)};
+  }
+
+  // How far `pieces_` of a layer go on from a block, all or the rank's own.
+  uint32_t along(uint32_t at, LayerId layer, bool own) const {
+    for (const Piece& piece : pieces_) {
+      if (piece.from > at) break;
+      if (piece.layer == layer && (piece.own || !own)) at = std::max(at, piece.to);
+    }
+    return at;
+  }
+
   // ---- rows
 
   void number(uint64_t value, std::string& out) {
@@ -332,6 +394,21 @@ class Holdings {
     dp_.clear();
   }
 
+  // Calls visit(instance) and visit(worker) for all of which there is a row, or for one.
+  template <class Visit>
+  void each_shown(const Conductor& conductor, const std::vector<const Worker*>& workers, std::string_view only,
+                  Visit&& visit) {
+    if (conductor.common() != nullptr) conductor.common()->asked += counts_;
+    for (const auto& instance : conductor.instances()) {
+      if (instance.get() == conductor.common()) continue;
+      if (only.empty() || only == instance->key) visit(*instance);
+    }
+    for (const Worker* worker : workers) {
+      if (worker->shared || !(only.empty() || only == worker->key)) continue;
+      if (is_shown(conductor.index(), *worker)) visit(*worker);
+    }
+  }
+
   // Takes `pieces_` as those of one rank.
   void take_rank(uint64_t block_size, uint32_t dp_rank) {
     const Reach reach = count();
@@ -342,16 +419,24 @@ class Holdings {
     number(reach.own * block_size, dp_);
   }
 
-  void row(const Conductor& conductor, Instance& instance, std::string& out) {
+  template <class Shown>
+  void row(const Conductor& conductor, Shown& shown, std::string& out) {
     begin_row();
-    instance.asked += counts_;
     const uint64_t size = conductor.index().block_size();
+    each_rank(conductor, shown, [&](uint32_t dp_rank) { take_rank(size, dp_rank); });
+    end_row(conductor, shown.key, out);
+  }
+
+  // Calls visit(dp_rank) for every rank of an instance, with the rank's blocks in `pieces_`.
+  template <class Visit>
+  void each_rank(const Conductor& conductor, Instance& instance, Visit&& visit) {
+    instance.asked += counts_;
     const Worker* worker = instance.worker;
     size_t at = 0;
     const auto& others = worker == nullptr ? kNoRanks : worker->ranks;
     for (const Instance::Row& each : instance.rows) {
       for (; at < others.size() && others[at].first < each.dp_rank; ++at) {
-        worker_rank(conductor.index(), size, instance, others[at]);
+        worker_rank(conductor, instance, others[at], visit);
       }
       pieces_.clear();
       for (const RankId id : each.ids) {
@@ -361,19 +446,31 @@ class Holdings {
       for (const RankId id : instance.shared) {
         if (collect(id, false)) conductor.note_match(id);
       }
-      take_rank(size, each.dp_rank);
+      collect_common(conductor);
+      visit(each.dp_rank);
     }
-    for (; at < others.size(); ++at) worker_rank(conductor.index(), size, instance, others[at]);
-    end_row(conductor, instance.key, out);
+    for (; at < others.size(); ++at) worker_rank(conductor, instance, others[at], visit);
   }
 
-  void worker_rank(const Index& index, uint64_t size, const Instance& instance,
-                   const std::pair<uint32_t, RankId>& rank) {
-    if (!index.rank(rank.second).listed && head_[rank.second] == kNone) return;
+  template <class Visit>
+  void worker_rank(const Conductor& conductor, const Instance& instance, const std::pair<uint32_t, RankId>& rank,
+                   Visit&& visit) {
+    if (!conductor.index().rank(rank.second).listed && head_[rank.second] == kNone) return;
     pieces_.clear();
     collect(rank.second, true);
     for (const RankId id : instance.shared) collect(id, false);
-    take_rank(size, rank.first);
+    collect_common(conductor);
+    visit(rank.first);
+  }
+
+  // What stores that serve every instance hold is nobody's own, whatever rank they name.
+  void collect_common(const Conductor& conductor) {
+    if (conductor.common() == nullptr) return;
+    for (const Source* source : conductor.common()->sources) {
+      for (const Holder& holder : source->holders) {
+        if (collect(holder.id, false)) conductor.note_match(holder.id);
+      }
+    }
   }
 
   bool is_shown(const Index& index, const Worker& worker) const {
@@ -382,14 +479,14 @@ class Holdings {
     });
   }
 
-  void row(const Conductor& conductor, const Worker& worker, std::string& out) {
-    begin_row();
+  template <class Visit>
+  void each_rank(const Conductor& conductor, const Worker& worker, Visit&& visit) {
     for (const auto& rank : worker.ranks) {
       pieces_.clear();
       collect(rank.second, true);
-      take_rank(conductor.index().block_size(), rank.first);
+      collect_common(conductor);
+      visit(rank.first);
     }
-    end_row(conductor, worker.key, out);
   }
 
   void end_row(const Conductor& conductor, const std::string& key, std::string& out) {

@@ -224,6 +224,12 @@ class Index {
     return sequenced() && settled(steps);
   }
 
+  // Has a question's local hashes explain blocks of which only the sequence hash was told; whether
+  // the prompt leads further now.
+  bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) const {
+    return placements_ != nullptr && placements_->explain(last, locals, from, n);
+  }
+
   // Whether all blocks have sequence hashes that can have any.
   bool sequenced() const { return sequences_ != nullptr && unsequenced_.next == kNone; }
 

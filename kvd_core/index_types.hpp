@@ -47,6 +47,7 @@ constexpr LayerMask kAllLayers = 0xffffffffu;
 constexpr uint32_t kFirstMedium = 16;
 // Of `RankTraits::seen_as`: as each of `Index::shared_with`.
 constexpr RankId kMany = 0xfffffffeu;
+constexpr RankId kAll = 0xfffffffdu;  // as every worker's rank
 
 // Parked blocks of one partition. 64 Ki blocks are ~8 MB: minutes of a broken stream, not hours.
 constexpr size_t kMaxParked = 65536;
@@ -206,7 +207,7 @@ struct RankTraits {
   uint32_t chunk = 0;
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
   bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
-  // A conductor's rank counts for workers as the rank that it stands for, kMany, or not at all.
+  // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at all.
   RankId seen_as = kNone;
   bool hidden = false;
   bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
@@ -260,6 +261,9 @@ class Placements {
   virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
   // Goes on with what that has set off; false while there is more.
   virtual bool settle(Steps& steps) = 0;
+  // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives those
+  // behind it their places that are known by sequence hash alone; false when there are none.
+  virtual bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;
 };
 
 }  // namespace kvd

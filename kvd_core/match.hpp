@@ -18,7 +18,8 @@
 // it can reuse is the worker's if that has less.
 //
 // Costs: path O(blocks), compared as plain arrays; then O(runs on the path x their members).
-// Nothing in the index changes, not even a counter.
+// Nothing in the index changes, not even a counter; but blocks of which only the sequence hash was told
+// get their places in the tree where a prompt shows them (Index::explain).
 #pragma once
 
 #include <algorithm>
@@ -52,6 +53,7 @@ class Match {
 
   void add(const Index& index, const uint64_t* locals, size_t n, Only only) {
     find_path(index, locals, n);
+    if (index.explain(last_met(index), locals, met(), n)) find_path(index, locals, n);
     match_device(index, only);
     apply_windows(index, only);
     match_below(index, only);
@@ -96,6 +98,13 @@ class Match {
     }
   }
 
+  size_t met() const { return path_.empty() ? 0 : path_.back().start + path_.back().count; }
+
+  BlockId last_met(const Index& index) const {
+    if (path_.empty()) return kNone;
+    return index.tree().node(path_.back().node).chain.block()[path_.back().count - 1];
+  }
+
   // Calls visit(set, from, to) for the runs of a layer along the path, in prompt positions;
   // neighbouring runs of equal sets come as one. Stops early when `visit` returns false.
   template <class Visit>
@@ -126,15 +135,21 @@ class Match {
     return rank.live && !rank.hidden && (only == Only::kAll || rank.salted == (only == Only::kSalted));
   }
 
+  static bool is_workers(const Rank& rank) { return rank.live && !rank.published && !rank.hidden; }
+
   // Calls each(rank) for the ranks that a member of a set is seen as: as a rule itself.
   template <class Each>
   static void each_seen(const Index& index, RankId member, const Rank& rank, Each&& each) {
     if (rank.seen_as == kNone) {
       each(member);
-    } else if (rank.seen_as != kMany) {
-      each(rank.seen_as);
-    } else {
+    } else if (rank.seen_as == kMany) {
       for (const RankId id : index.shared_with(member)) each(id);
+    } else if (rank.seen_as == kAll) {
+      for (RankId id = 0; id < index.rank_end(); ++id) {
+        if (is_workers(index.rank(id))) each(id);
+      }
+    } else {
+      each(rank.seen_as);
     }
   }
 

@@ -10,14 +10,11 @@
 #include <sys/mman.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <vector>
 
 namespace kvd {
-
-constexpr size_t kPageBytes = 4096;  // where the kernel's are larger, less comes back early
 
 // Zeroed memory; throws std::bad_alloc.
 inline void* map_pages(size_t bytes) {
@@ -28,11 +25,11 @@ inline void* map_pages(size_t bytes) {
 
 inline void unmap_pages(void* memory, size_t bytes) { munmap(memory, bytes); }
 
-// Whole pages of [from, to) hold nothing any more: they stay mapped, and are zeroed when next used.
-inline void empty_pages(void* from, void* to) {
-    const uintptr_t first = (reinterpret_cast<uintptr_t>(from) + kPageBytes - 1) & ~(kPageBytes - 1);
-    const uintptr_t end = reinterpret_cast<uintptr_t>(to) & ~(kPageBytes - 1);
-    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+// Memory of the heap, as it happens to be; to be freed with std::free. Throws std::bad_alloc.
+inline void* take_heap(size_t bytes) {
+    void* memory = std::malloc(bytes);
+    if (memory == nullptr) throw std::bad_alloc();
+    return memory;
 }
 
 // For vectors that may become large; small ones are in the heap as any other's.
@@ -49,9 +46,7 @@ struct PageAllocator {
     T* allocate(size_t n) {
         const size_t bytes = n * sizeof(T);
         if (bytes >= kMapped) return static_cast<T*>(map_pages(bytes));
-        void* memory = std::malloc(bytes);
-        if (memory == nullptr) throw std::bad_alloc();
-        return static_cast<T*>(memory);
+        return static_cast<T*>(take_heap(bytes));
     }
 
     void deallocate(T* memory, size_t n) {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from processes import Server
 from running import running_kvd
 
 from tests.conformance.engine import Engine
@@ -21,8 +22,9 @@ Json = dict[str, Any]
 class Running:
     """A conductor's client, and the engines of one test."""
 
-    def __init__(self, client: httpx.Client) -> None:
+    def __init__(self, client: httpx.Client, server: Server) -> None:
         self.client = client
+        self.server = server
         self._engines = ExitStack()
 
     def engine(self, replay: bool = False) -> Engine:
@@ -56,16 +58,16 @@ class Running:
 
         wait_until(check, WITHIN_S)
 
-    def until_shown(self, endpoint: str, **members: Any) -> Json:
+    def until_shown(self, endpoint: str, within_s: float = WITHIN_S, **members: Any) -> Json:
         """Asks until `/services` shows these members of a publisher, and returns all of them."""
         found: Json = {}
 
         def check() -> str | None:
             found.update(next(each for each in self.services() if each["Endpoint"] == endpoint))
-            shown = {name: found[name] for name in members}
+            shown = {name: found.get(name) for name in members}
             return None if shown == members else f"{show(shown)} instead of {show(members)}"
 
-        wait_until(check, WITHIN_S)
+        wait_until(check, within_s)
         return found
 
     def end(self) -> None:
@@ -82,5 +84,5 @@ def running_conductor(folder: Path, *arguments: str) -> Iterator[Running]:
         running_kvd(folder, *arguments, face="conductor") as server,
         httpx.Client(base_url=server.base_url, trust_env=False) as client,
     ):
-        yield Running(client)
+        yield Running(client, server)
         assert "Traceback" not in server.stderr

@@ -252,13 +252,6 @@ def test_conflicts(conductor: Running) -> None:
     assert len(conductor.services()) == 1
 
 
-def test_msgpack_has_another_shape(conductor: Running) -> None:
-    answer = conductor.client.post(
-        "/query", content=b"\x80", headers={"content-type": "application/msgpack"}
-    )
-    assert (answer.status_code, answer.json()["reason"]) == (415, "invalid_type")
-
-
 def test_odd_names_are_names(conductor: Running) -> None:
     """Whatever text a client chooses comes back as it is, in rows and listings."""
     for name in ('a"b\\', "é\U0001f600", "x" * 4096, "a|b", "7", "007", " "):

@@ -56,7 +56,7 @@ def test_a_publisher_that_restarts_begins_with_nothing(conductor: Running, first
     conductor.until_row("/query", QUERY, matched(8))
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=first + 1)
     assert (shown["restarts"], shown["stale"]) == (1, 0)
-    assert shown["blocks"] + shown["waiting"] == 2
+    assert shown["blocks"] == 2
 
 
 def test_a_gap_is_replayed(conductor: Running) -> None:
@@ -140,6 +140,23 @@ def test_publishers_come_and_go_while_messages_flow(conductor: Running) -> None:
     assert conductor.services() == []
 
 
+def test_a_relay_that_repeats_low_numbers_has_not_begun_anew(conductor: Running) -> None:
+    """What has been heard under a number, word for word, is a duplicate first."""
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    for seq in range(20):
+        tell(engine, seq, min(seq, 3))
+    for seq in range(20, 24):
+        tell(engine, seq, min(seq - 20, 3), event_id=seq - 20)
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=23)
+    assert (shown["restarts"], shown["stale"], shown["blocks"]) == (0, 4, 4)
+    for seq in range(24, 27):
+        tell(engine, seq, 0, event_id=seq - 24)
+    conductor.until_row("/query", QUERY, matched(4))
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=26)
+    assert (shown["restarts"], shown["blocks"]) == (1, 1)
+
+
 def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
     """A publisher with another adapter, salt or way to hash is heard, and never of use."""
     for salt in ("w8a8", ""):
@@ -149,16 +166,55 @@ def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
         conductor.until_shown(engine.endpoint("pub"), last_seq=0)
     conductor.until_row("/query", QUERY | {"cache_salt": "w8a8"}, matched(8))
     found, silent = conductor.services()
-    assert (found["blocks"] + found["waiting"], found["matched"] > 0) == (2, True)
+    assert (found["blocks"], found["waiting"], found["matched"] > 0) == (2, 0, True)
     assert "warning" not in found
-    assert (silent["blocks"] + silent["waiting"], silent["matched"]) == (2, 0)
+    assert (silent["blocks"], silent["waiting"], silent["matched"]) == (2, 2, 0)
     assert silent["asked"] == found["asked"] > 0
     assert silent["warning"] == "2 blocks held, no query ever matched a first block"
     metrics = conductor.client.get("/metrics").text
     assert "\nkvd_conductor_unmatched_publishers 1\n" in metrics
-    assert '\nkvd_conductor_blocks{state="waiting"} 4\n' in metrics
+    assert '\nkvd_conductor_blocks{state="waiting"} 2\n' in metrics
     conductor.post("/query", QUERY)
     assert all("warning" not in each for each in conductor.services())
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"), [("tenant_id", "tenant_id"), ("model_name", "model_name")]
+)
+def test_a_publisher_of_others_events_is_told_of(
+    conductor: Running, member: str, reason: str
+) -> None:
+    """In `/services`, and by one line of the log."""
+    engine = conductor.engine()
+    instance = f"misregistered-{member}"
+    conductor.register(engine.endpoint("pub"), instance_id=instance)
+    event = {"event_type": "stored", "seq_hashes": HASHES[:1], "base_block_idx": 0, member: "other"}
+    for seq in range(15):
+        engine.publish({"seq": seq, "batch": [0.5, [event]]})
+    assert "warning" not in conductor.until_shown(engine.endpoint("pub"), last_seq=14)
+    engine.publish({"seq": 15, "batch": [0.5, [event]]})
+    why = f"nothing held of 16 events: they are another's, or ignored ({reason} 16)"
+    conductor.until_shown(engine.endpoint("pub"), last_seq=15, warning=why)
+    line = f"{instance}|default|0"
+    conductor.server.wait_until(lambda: line in conductor.server.stderr, "the line")
+    for seq in range(16, 20):
+        engine.publish({"seq": seq, "batch": [0.5, [event]]})
+    conductor.until_shown(engine.endpoint("pub"), last_seq=19)
+    assert conductor.server.stderr.count(line) == 1
+
+
+def test_a_publisher_of_other_block_sizes_is_told_of(conductor: Running) -> None:
+    """An engine that begins with a clear and is registered with another block size."""
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"), instance_id="misregistered-size")
+    engine.publish({"seq": 0, "batch": [0.5, [["AllBlocksCleared"]]]})
+    for seq in range(1, 17):
+        stored = ["BlockStored", [seq], None, PROMPT[:8], 8, None, "GPU"]
+        engine.publish({"seq": seq, "batch": [0.5, [stored]]})
+    why = "nothing held of 17 events: they are another's, or ignored (block_size 16)"
+    conductor.until_shown(engine.endpoint("pub"), last_seq=16, warning=why)
+    line = "misregistered-size|default|0"
+    conductor.server.wait_until(lambda: line in conductor.server.stderr, "the line")
 
 
 def test_listings_are_json(conductor: Running) -> None:

@@ -224,14 +224,6 @@ def test_failures_say_what_is_wrong(wrong: dict[str, Any], reason: str, field: s
     assert raised.value.details == {"reason": reason, "field": field}
 
 
-@pytest.mark.parametrize("kind", ["application/msgpack", "application/x-msgpack; v=1"])
-def test_msgpack_is_refused(kind: str) -> None:
-    request = Request("POST", "/query", b"", [(b"content-type", kind.encode())], b"\x80")
-    with pytest.raises(KvdError) as raised:
-        conductor.query(STATE, request)
-    assert raised.value.status == 415
-
-
 def test_answerers_want_their_fields() -> None:
     with pytest.raises(ValueError, match="not the fields"):
         PlainHoldings(BodyScanner({"token_ids": "u32"}, ("model",)), {}, "default")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import NamedTuple
 
 import trio
 
 from kvd.errors import BadRequest, Conflict, NotFound
+from kvd.faces import conductor_msgpack as packed
 from kvd.faces.bodies import U64_MAX, json_response
 from kvd.faces.conductor_listings import global_view, services
 from kvd.faces.conductor_members import (
     MODEL,
     Members,
+    Topic,
     alias,
+    checked,
     detailed,
     echoed,
     invalid,
@@ -23,12 +25,10 @@ from kvd.faces.conductor_members import (
     model_name,
     optional_name,
     optional_uint,
-    refuse_msgpack,
     require,
     required,
     required_name,
     scan,
-    scan_body,
     text,
     uint,
     usable,
@@ -37,8 +37,8 @@ from kvd.faces.conductor_members import (
 from kvd.faces.monitoring import HEALTH
 from kvd.http.types import LONG_BODY_LIMIT, Handler, Request, Response, Route, Scope
 from kvd.model import DEFAULT_TENANT
-from kvd.publishers import Described, Narrowing, Publishers
-from kvd.state import State
+from kvd.publishers import EVERY_INSTANCE, Described, Narrowing, Publishers
+from kvd.state import Partition, State
 from kvd.wire import kv_events
 from kvd.wire.curve import check_server_key
 from kvd_core.lane import Answerer
@@ -121,20 +121,11 @@ def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
 # ---- questions
 
 
-class Topic(NamedTuple):
-    """Which blocks a question is about, and whose."""
-
-    model: str
-    tenant: str
-    block_size: int
-    lora_name: str
-    cache_salt: str
-    instance: str  # "": all
-
-
 def query(state: State, request: Request) -> Response:
     """Says what every instance holds of a prompt given as token ids."""
-    members = scan(QUERY, request)
+    if packed.is_packed(request):
+        return _packed_query(state, request)
+    members = scan(QUERY, request.body)
     require(members, "token_ids")
     topic = _topic(members)
     partition = state.sized.get(topic[:3])
@@ -150,17 +141,43 @@ async def query_by_hash(state: State, making: trio.Lock, request: Request) -> Re
     The first question to a partition waits until its blocks have theirs; of several that wait, the
     one that has the lock makes them.
     """
+    if packed.is_packed(request):
+        return await _packed_query_by_hash(state, making, request)
     at, topic = _scan_topic(request)
     partition = state.sized.get(topic[:3])
     if partition is None:
         return _no_rows(topic)
     if not partition.conductor.sequence(0):
-        async with making:
-            while not partition.conductor.sequence(SEQUENCE_STEPS):
-                await trio.lowlevel.checkpoint()
+        await _make_sequences(partition, making)
         return await query_by_hash(state, making, request)  # others have used the scanner
     asked = topic.lora_name, topic.cache_salt, topic.tenant, topic.instance
     return Response(200, partition.conductor.query_hashes(QUERY_BY_HASH, at, *asked))
+
+
+async def _make_sequences(partition: Partition, making: trio.Lock) -> None:
+    async with making:
+        while not partition.conductor.sequence(SEQUENCE_STEPS):
+            await trio.lowlevel.checkpoint()
+
+
+def _packed_query(state: State, request: Request) -> Response:
+    topic, tokens = packed.read_question(request.body, "token_ids", 4)
+    partition = None if topic is None else state.sized.get(topic[:3])
+    if topic is None or partition is None:
+        return packed.rows(())
+    asked = topic.lora_name, topic.cache_salt, topic.instance
+    return packed.rows(partition.conductor.tiers_of_tokens(tokens, *asked))
+
+
+async def _packed_query_by_hash(state: State, making: trio.Lock, request: Request) -> Response:
+    topic, hashes = packed.read_question(request.body, "seq_hashes", 8)
+    partition = None if topic is None else state.sized.get(topic[:3])
+    if topic is None or partition is None:
+        return packed.rows(())
+    if not partition.conductor.sequence(0):
+        await _make_sequences(partition, making)
+    asked = topic.lora_name, topic.cache_salt, topic.instance
+    return packed.rows(partition.conductor.tiers_of_hashes(hashes, *asked))
 
 
 def _scan_topic(request: Request) -> tuple[int, Topic]:
@@ -208,19 +225,19 @@ def _adapter(members: Members) -> str:
 def _scan_hashes(request: Request) -> Members:
     """Scans hashes that may be texts, for clients whose JSON has no 64-bit integers."""
     try:
-        return scan(QUERY_BY_HASH, request)
+        return scan(QUERY_BY_HASH, request.body)
     except BadRequest:
         body = _rewritten(request.body)
         if body is None:
             raise
-    return scan_body(QUERY_BY_HASH, body)
+    return scan(QUERY_BY_HASH, body)
 
 
 def _rewritten(body: bytes) -> bytes | None:
     """Returns a body with its hashes as integers; None if that is not what is wrong with it."""
     if len(body) > TEXT_HASHES_LIMIT:
         return None
-    members = scan_body(SPELLED, body)
+    members = scan(SPELLED, body)
     given = {name: members[name] for name in HASHES if isinstance(members.get(name), list)}
     if not any(isinstance(each, str) for hashes in given.values() for each in hashes):
         return None
@@ -236,8 +253,8 @@ def _rewritten(body: bytes) -> bytes | None:
 
 
 def register(publishers: Publishers, request: Request) -> Response:
-    refuse_msgpack(request)
-    described = read_publisher(request.body)
+    in_msgpack = packed.is_packed(request)
+    described = (packed.read_publisher if in_msgpack else read_publisher)(request.body)
     outgoing = publishers.outgoing
     usable(described.endpoint, "endpoint", outgoing.check_endpoint)
     usable(described.replay_endpoint, "replay_endpoint", outgoing.check_replay_endpoint)
@@ -245,14 +262,16 @@ def register(publishers: Publishers, request: Request) -> Response:
     try:
         publishers.register(described)
     except Conflict as error:
-        raise detailed(error, "invalid_registration") from None
-    return json_response({"status": REGISTERED, "instance_id": described.instance_id})
+        refusal = BadRequest(str(error)) if in_msgpack else error
+        raise detailed(refusal, "invalid_registration") from None
+    answer = {"status": REGISTERED, "instance_id": described.instance_id}
+    return packed.response(answer) if in_msgpack else json_response(answer)
 
 
 def read_publisher(body: bytes) -> Described:
     """Returns the publisher that a registration describes; its addresses may be of no use."""
-    members = scan_body(REGISTER, body)
-    return Described(
+    members = scan(REGISTER, body)
+    described = Described(
         endpoint=required(members, "endpoint"),
         replay_endpoint=text(members, "replay_endpoint") or None,
         type=required_name(members, "type"),
@@ -268,11 +287,24 @@ def read_publisher(body: bytes) -> Described:
             (name, echoed(members[name], name)) for name in ECHOED if members.get(name) is not None
         ),
     )
+    return checked(described.shared() if described.instance_id == EVERY_INSTANCE else described)
 
 
 async def unregister(publishers: Publishers, request: Request) -> Response:
-    members = scan(REGISTER, request)
-    wanted = Narrowing(
+    in_msgpack = packed.is_packed(request)
+    wanted = (packed.read_narrowing if in_msgpack else read_narrowing)(request.body)
+    try:
+        removed = await publishers.unregister(wanted)
+    except NotFound as error:
+        raise detailed(error, "not_found") from None
+    answer = {"status": UNREGISTERED, "removed_instances": removed}
+    return packed.response(answer) if in_msgpack else json_response(answer)
+
+
+def read_narrowing(body: bytes) -> Narrowing:
+    """Returns which publishers are to be unregistered."""
+    members = scan(REGISTER, body)
+    return Narrowing(
         tenant_id=text(members, "tenant_id") or DEFAULT_TENANT,
         instance_id=required(members, "instance_id"),
         dp_rank=optional_uint(members, "dp_rank", 0),
@@ -283,8 +315,3 @@ async def unregister(publishers: Publishers, request: Request) -> Response:
         salt=alias(members, SALT[1:]) or None,
         endpoint=text(members, "endpoint") or None,
     )
-    try:
-        removed = await publishers.unregister(wanted)
-    except NotFound as error:
-        raise detailed(error, "not_found") from None
-    return json_response({"status": UNREGISTERED, "removed_instances": removed})

@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgpack
 import trio
 
+from kvd.faces import conductor_msgpack as packed
 from kvd.faces.dumps import sliced
 from kvd.http.types import Request, Response
 from kvd.metrics import (
@@ -41,7 +43,36 @@ class _Context(NamedTuple):
 
 def services(publishers: Publishers, request: Request) -> Response:
     """Streams who is registered, what their events really say, and how their streams are."""
-    return Response(200, sliced(_services(list(publishers), trio.current_time())))
+    listed, now = list(publishers), trio.current_time()
+    if packed.wants_packed(request):
+        verbose = b"verbose=1" in request.query.split(b"&")
+        rows = (_packed_service(publisher, now, verbose) for publisher in listed)
+        return _packed_list("count", "services", len(listed), rows)
+    return Response(200, sliced(_services(listed, now)))
+
+
+def _packed_service(publisher: Publisher, now: float, verbose: bool) -> dict[str, Any]:
+    """Returns a row as that dialect has it; kvd's own members only if they are asked for."""
+    row, echoed = _service(publisher, now), dict(publisher.described.echoed)
+    shown = {name: value for name, value in row.items() if verbose or name[0].isupper()}
+    del shown["AdditionalSalt"]
+    shown |= {"CacheGroup": echoed.get("cache_group"), "HashProfile": echoed.get("hash_profile")}
+    return shown
+
+
+def _packed_list(count: str, name: str, length: int, rows: Iterable[Mapping[str, Any]]) -> Response:
+    """Streams an object of a number and a list of so many rows."""
+    packer = msgpack.Packer()
+
+    def pieces() -> Iterator[bytes]:
+        yield packer.pack_map_header(2) + packer.pack(count) + packer.pack(length)
+        yield packer.pack(name) + packer.pack_array_header(length)
+        for number, row in enumerate(rows, 1):
+            yield packer.pack(row)
+            if number % SLICE_ROWS == 0:
+                yield b""
+
+    return Response(200, sliced(pieces()), packed.FORM.content_type)
 
 
 def _services(listed: list[Publisher], now: float) -> Iterator[bytes]:
@@ -64,6 +95,7 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "DPRank": described.dp_rank,
         "AdditionalSalt": described.salt,
         **dict(described.echoed),
+        "serves_all": described.serves_all,
         "status": listener.status,
         "stream": listener.health(now),
         "last_seq": listener.cursor.last,
@@ -82,11 +114,13 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "last_error": listener.last_error,
         **publisher.source.stats(),
     }
+    row["blocks"] += row["waiting"]  # questions by hash may find those, too
     if listener.loss:
         row["loss"] = listener.loss
-    if _is_unmatched(row):
-        held = row["blocks"] + row["waiting"]
-        row["warning"] = f"{held} blocks held, no query ever matched a first block"
+    if unused := said.unused():
+        row["warning"] = unused
+    elif _is_unmatched(row):
+        row["warning"] = f"{row['blocks']} blocks held, no query ever matched a first block"
     return row
 
 
@@ -97,6 +131,9 @@ def _is_unmatched(stats: Mapping[str, Any]) -> bool:
 
 def global_view(state: State, publishers: Publishers, request: Request) -> Response:
     """Streams what blocks are kept apart by; the blocks themselves stay here."""
+    if packed.wants_packed(request):
+        contexts = _packed_contexts(state, publishers)
+        return _packed_list("context_count", "contexts", len(contexts), contexts)
     return Response(200, sliced(_contexts(list(publishers), list(state.partitions.values()))))
 
 
@@ -126,6 +163,32 @@ def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[
         yield b""
     yield b'{"context_count":%d,"model_contexts":[' % len(contexts)
     yield from _rows(context._asdict() for context in contexts)
+
+
+def _packed_contexts(state: State, publishers: Publishers) -> list[dict[str, Any]]:
+    """Returns the contexts of publishers, with the ranks of their instances.
+
+    Blocks are counted for a model, tenant and block size, whatever their adapter.
+    """
+    contexts: dict[tuple[str, str, int, str], dict[str, Any]] = {}
+    for publisher in publishers:
+        described = publisher.described
+        key = described.key.partition
+        where = (*key, described.block_size, described.lora_name)
+        if where not in contexts:
+            contexts[where] = {
+                "model_name": described.model_name,
+                "lora_name": described.lora_name,
+                "block_size": described.block_size,
+                "tenant_id": described.tenant_id,
+                "prefix_count": state.sized[where[:3]].index.stats()["blocks"],
+                "hash_profile": dict(described.echoed).get("hash_profile"),
+                "instances": {},
+            }
+        ranks = contexts[where]["instances"].setdefault(described.instance_id, [])
+        if described.dp_rank not in ranks:
+            ranks.append(described.dp_rank)
+    return list(contexts.values())
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:

@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from kvd.errors import BadRequest, KvdError, UnsupportedMedia
+from kvd.errors import BadRequest, KvdError
 from kvd.faces.bodies import MAX_KEPT_BYTES, U32_MAX
-from kvd.http.types import Request
 from kvd.model import is_name
+from kvd.publishers import EVERY_INSTANCE, Described
 from kvd_core.scan import BodyScanner
 
 MODEL = ("model", "modelname", "model_name")
-
-MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 Members = dict[str, Any]
 _Name = TypeVar("_Name", str, str | None)
 
 
-def scan(scanner: BodyScanner, request: Request) -> Members:
-    refuse_msgpack(request)
-    return scan_body(scanner, request.body)
+class Topic(NamedTuple):
+    """Which blocks a question is about, and whose."""
+
+    model: str
+    tenant: str
+    block_size: int
+    lora_name: str
+    cache_salt: str
+    instance: str  # "": all
 
 
-def scan_body(scanner: BodyScanner, body: bytes) -> Members:
+def scan(scanner: BodyScanner, body: bytes) -> Members:
     try:
         return scanner.scan(body)
     except ValueError as error:
         raise detailed(BadRequest(f"the body is not valid JSON: {error}"), "invalid_json") from None
     except TypeError as error:
         raise detailed(BadRequest(str(error)), "invalid_type") from None
-
-
-def refuse_msgpack(request: Request) -> None:
-    for name, value in request.headers:
-        if name == b"content-type" and _essence(value) in MSGPACK:
-            raise detailed(
-                UnsupportedMedia("msgpack has a dialect of its own, which is not served: use JSON"),
-                "invalid_type",
-            )
-
-
-def _essence(value: bytes) -> str:
-    return value.partition(b";")[0].strip().lower().decode("latin-1")
 
 
 def require(members: Members, name: str) -> Any:
@@ -77,17 +68,24 @@ def text(members: Members, name: str) -> str | None:
 
 def optional_name(members: Members, name: str) -> str | None:
     """Returns a text that names what is kept."""
-    return _named(text(members, name), name)
+    return named(text(members, name), name)
 
 
 def required_name(members: Members, name: str) -> str:
-    return _named(required(members, name), name)
+    return named(required(members, name), name)
 
 
-def _named(value: _Name, name: str) -> _Name:
+def named(value: _Name, name: str) -> _Name:
     if value is not None and not is_name(value):
         raise invalid(f"{name}: has control characters", name)
     return value
+
+
+def checked(described: Described) -> Described:
+    """Refuses an engine that would serve every instance; returns any other publisher."""
+    if described.instance_id == EVERY_INSTANCE and not described.is_store:
+        raise invalid("instance_id: `*` is for stores, which serve every instance", "instance_id")
+    return described
 
 
 def usable(value: str | None, name: str, check: Callable[[str], None]) -> None:
@@ -127,7 +125,7 @@ def model_name(members: Members, called: str) -> str:
 
 def kept_model_name(members: Members, called: str) -> str:
     """The same of a registration, which keeps it."""
-    return _named(model_name(members, called), called)
+    return named(model_name(members, called), called)
 
 
 def uint(members: Members, name: str, minimum: int) -> int:

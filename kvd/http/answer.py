@@ -59,6 +59,6 @@ def _is_json_type(value: bytes) -> bool:
 
 def _response_to(error: Exception, request: Request, failures: Failures) -> Response:
     if isinstance(error, KvdError):
-        return failures.expected(error)
+        return failures.expected(error, request.headers)
     log.exception("handler_failed", method=request.method, path=request.path)
-    return failures.response(500, INTERNAL_ERROR)
+    return failures.response(500, INTERNAL_ERROR, headers=request.headers)

@@ -20,7 +20,7 @@ from kvd.http.guard import admitted, logged, observed
 from kvd.http.limits import HttpLimits
 from kvd.http.reception import Reception
 from kvd.http.table import Found, RouteTable
-from kvd.http.types import Request, Response, Route
+from kvd.http.types import Headers, Request, Response, Route
 
 NotFound = Callable[[bytes], str]  # what is said of a raw path that is no route's
 
@@ -48,7 +48,8 @@ def build_app(
         path = quart.request.scope["raw_path"]
         found = table.find(quart.request.method, path)
         if found is None:
-            return _refused(table.methods(path), failures, partial(not_found, path))
+            headers = list(quart.request.scope["headers"])
+            return _refused(table.methods(path), failures, partial(not_found, path), headers)
         return await _answered(found, failures)
 
     async def render_exception(error: HTTPException) -> quart.Response:
@@ -70,7 +71,7 @@ async def _answered(found: Found, failures: Failures) -> quart.Response:
     if route.body_limit:
         body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
     if len(body) > route.body_limit:
-        return _render(failures.too_large(route.body_limit))
+        return _render(failures.too_large(route.body_limit, list(quart.request.scope["headers"])))
     request = Request(
         method=quart.request.method,
         path=route.path,
@@ -84,12 +85,12 @@ async def _answered(found: Found, failures: Failures) -> quart.Response:
 
 
 def _refused(
-    methods: list[str], failures: Failures, not_found: Callable[[], str]
+    methods: list[str], failures: Failures, not_found: Callable[[], str], headers: Headers
 ) -> quart.Response:
     """Returns the answer to a request without a route; `methods` are those its path has."""
     if not methods:
-        return _render(failures.response(404, not_found()))
-    rendered = _render(failures.response(405, "method not allowed"))
+        return _render(failures.response(404, not_found(), headers=headers))
+    rendered = _render(failures.response(405, "method not allowed", headers=headers))
     rendered.headers["allow"] = ", ".join(methods)
     return rendered
 

@@ -1,7 +1,10 @@
-"""The one place where a failure becomes a response: always JSON, always `{"error": text}`.
+"""The one place where a failure becomes a response: always `{"error": text}`, in JSON as a rule.
 
 Clients of some faces are promised a code besides, `"reason"`, whoever refuses: the handler, which
 says it itself, or the server, which has one for each status then.
+
+Some faces take bodies of other forms than JSON, and fail in the form of the body, if the server has
+come so far as to look for a route.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvd.errors import KvdError, Unavailable
-from kvd.http.types import Headers, Response
+from kvd.http.types import Form, Headers, Response, content_type
 
 INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback
 
@@ -27,23 +30,44 @@ class Refusal(Exception):
 
 
 class Failures:
-    """Words the failures of one face; `reasons` are its codes by status, of a face without none."""
+    """Words the failures of one face.
 
-    def __init__(self, reasons: Mapping[int, str] = MappingProxyType({})) -> None:
+    `reasons` are its codes by status, of a face without none; `forms` those of bodies that are no
+    JSON, by their content type.
+    """
+
+    def __init__(
+        self,
+        reasons: Mapping[int, str] = MappingProxyType({}),
+        forms: Mapping[str, Form] = MappingProxyType({}),
+    ) -> None:
         self._reasons = reasons
+        self._forms = forms
 
     def body(self, status: int, text: str, details: Mapping[str, object] | None = None) -> bytes:
         """Returns the body of a failure; `details` are further members, and go before the code."""
+        return json.dumps(self._members(status, text, details)).encode()
+
+    def _members(
+        self, status: int, text: str, details: Mapping[str, object] | None
+    ) -> dict[str, object]:
         members: dict[str, object] = {"error": text}
         if status in self._reasons:
             members["reason"] = self._reasons[status]
-        return json.dumps(members | dict(details or {})).encode()
+        return members | dict(details or {})
 
     def response(
-        self, status: int, text: str, details: Mapping[str, object] | None = None
+        self,
+        status: int,
+        text: str,
+        details: Mapping[str, object] | None = None,
+        headers: Headers | None = None,
     ) -> Response:
-        """Returns a response with that body."""
-        return Response(status, self.body(status, text, details))
+        """Returns a response with that body, in the form of the body that `headers` announce."""
+        form = self._forms.get(content_type(headers or []))
+        if form is None:
+            return Response(status, self.body(status, text, details))
+        return Response(status, form.write(self._members(status, text, details)), form.content_type)
 
     def refused(self, refusal: Refusal) -> Response:
         """Returns the response to what the server itself refuses."""
@@ -51,13 +75,13 @@ class Failures:
         response.headers.extend(refusal.headers)
         return response
 
-    def too_large(self, limit: int) -> Response:
+    def too_large(self, limit: int, headers: Headers) -> Response:
         """Returns the response to a body of more than `limit` bytes."""
-        return self.response(413, f"the body is longer than {limit} bytes")
+        return self.response(413, f"the body is longer than {limit} bytes", headers=headers)
 
-    def expected(self, failure: KvdError) -> Response:
+    def expected(self, failure: KvdError, headers: Headers) -> Response:
         """Returns the response to an expected failure of a handler."""
-        response = self.response(failure.status, str(failure), failure.details)
+        response = self.response(failure.status, str(failure), failure.details, headers)
         if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
             response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))
         return response

@@ -10,12 +10,30 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import IntFlag
 from inspect import iscoroutinefunction
+from typing import NamedTuple
 
 from kvd_core.lane import Answerer
 
 Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
+
+
+class Form(NamedTuple):
+    """How answers are written that are no JSON."""
+
+    content_type: bytes
+    write: Callable[[object], bytes]
+
+
+def content_type(headers: Headers) -> str:
+    """Returns what a body is announced as, in lower case and without parameters; "" unsaid."""
+    for name, value in headers:
+        if name == b"content-type":
+            return value.partition(b";")[0].strip().lower().decode("latin-1")
+    return ""
+
+
 DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework grants by default
 # Of questions and lists of workers, bytes, itself included, as on the originals; a setting may say
 # another one in its place (HttpLimits.body_bytes).

@@ -39,7 +39,8 @@ MAX_BACKENDS = 4096
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
 _TYPES = (STORED, REMOVED, CLEARED)
 
-_CONTENT = (  # members of an event beside its envelope
+_CONTENT = (  # members of an event beside its envelope, and what tells it from a repeated one
+    "timestamp",
     "seq_hashes",
     "block_hashes",
     "connector_block_hash",

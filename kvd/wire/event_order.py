@@ -3,10 +3,12 @@
 `event_id` numbers the events of a stream. An event that is not behind the last one is stale; a hole
 is counted and never waited for, because nothing can bring the event back. Three stale ones in a row
 that follow each other are a backend that has begun anew behind a relay, if their numbers are nearer
-to the first one heard than to the last: else they are repeated.
+to the first one heard than to the last: else they are repeated. So are those that say what the
+first ones of the stream have said, under the same numbers, and whatever follows them in the row.
 
     first ···································· last     what has been heard of a stream
-       n, n+1, n+2                                       nearer to the first: begun anew
+       n, n+1, n+2                                       nearer to the first: begun anew,
+                                                         if any of these says something else
                                      n, n+1, n+2         nearer to the last: repeated
 
 An event costs a look into a dict of streams. No clock, no sockets, no logging.
@@ -22,6 +24,8 @@ from kvd.wire.envelope import StandardEvent, Stream
 # publisher has one for each backend, medium, rank, adapter and salt.
 MAX_STREAMS = 65_536
 NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
+# Events at the beginning of a stream that are recognised when they come again; a number each.
+RECOGNISED = 8
 # Hashes, token ids and characters of stale events that are kept for it, some 60 MB; when there are
 # more, none of them will be.
 MAX_BEHIND = 1_048_576
@@ -34,6 +38,9 @@ class _Place:
     first: int
     last: int
     behind: list[StandardEvent] = field(default_factory=list)  # stale ones that follow each other
+    marks: dict[int, int] = field(default_factory=dict)  # of the first events, by number
+    repeated: int | None = None  # the number of the last stale one, if that was repeated
+    fresh: bool = False  # one of those behind says something else than the first events
 
 
 class EventOrder:
@@ -70,6 +77,9 @@ class EventOrder:
         if number > place.last + 1 and number != self._highest + 1:
             self.gaps += 1
         place.last = number
+        place.repeated = None
+        if len(place.marks) < RECOGNISED:
+            place.marks[number] = _mark(event)
         self._let_go(place)
         self._streams[stream] = place  # now the last of the dict
         if len(self._streams) > MAX_STREAMS:
@@ -83,20 +93,37 @@ class EventOrder:
         place = self._streams[event.stream]
         behind = place.behind
         last = behind[-1].event_id if behind else None
+        if event.event_id == last:
+            return []
         if last is not None and event.event_id != last + 1:
             self._let_go(place)
+        repeated = self._is_repeated(place, event)
+        if repeated and event.event_id not in place.marks:
+            self._let_go(place)
+            return []
         if not behind and event.event_id - place.first >= place.last - event.event_id:
             return []  # nearer to the end of what has been heard: somebody repeats it
         self._behind += event.keep()
         behind.append(event)
+        place.fresh = place.fresh or not repeated
         if self._behind > MAX_BEHIND:
             for each in self._streams.values():
                 self._let_go(each)
-        if len(behind) < NEW_BEGINNING:
+        if len(behind) < NEW_BEGINNING or not place.fresh:
             return []
         self.beginnings += 1
         self.stale -= len(behind)
         return list(behind)
+
+    def _is_repeated(self, place: _Place, event: StandardEvent) -> bool:
+        """Whether a stale event is one of those at the stream's beginning, or in a row with one."""
+        number = event.event_id
+        assert number is not None
+        goes_on = place.repeated is not None and number == place.repeated + 1
+        known = place.marks.get(number)
+        repeated = goes_on if known is None else known == _mark(event)
+        place.repeated = number if repeated else None
+        return repeated
 
     def forget(self, backend: int) -> None:
         """Forgets the streams of a backend."""
@@ -113,6 +140,15 @@ class EventOrder:
         """Forgets the stale events of a stream: they are no new beginning."""
         self._behind -= sum(event.size for event in place.behind)
         place.behind.clear()
+        place.fresh = False
+
+
+def _mark(event: StandardEvent) -> int:
+    """Returns what tells an event from another of its number: when it was, and what it is about."""
+    said = event.event
+    blocks = said.get("seq_hashes") or said.get("block_hashes") or said.get("object_key")
+    ends = (blocks[0], blocks[-1]) if isinstance(blocks, list) else blocks
+    return hash((event.kind, repr(said.get("timestamp")), repr(ends)))
 
 
 def put_in_order(events: list[object]) -> None:

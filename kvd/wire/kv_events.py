@@ -51,8 +51,11 @@ _ONE_EVENT = b"\x93\x00\x91"  # [0, [event], rank], up to the event
 
 Event = dict[str, Any]
 
-# SGLang's HEX_rank_k, and the hash that vLLM's connectors have in `prefix@model@...@HEX`.
-_SGLANG_KEY = re.compile(r"([0-9a-fA-F]{16})[0-9a-fA-F]*_\w+")
+# SGLang's `[tag_][model_]HEX_suffix`, of which the last HEX counts: a block's keys and values end
+# with their ranks, `_0_k`, `_0_1_v`, or `__k` where ranks share them. What ends otherwise is kept
+# beside blocks: of a draft model (`_0_draft_k`), a window (`_0_swa_k`), an indexer, a state.
+_SGLANG_KEY = re.compile(r"(?:.*_)?([0-9a-fA-F]{16})[0-9a-fA-F]{48}_(?:\d+(?:_\d+)?)?_[kv]")
+# The hash that vLLM's connectors have in `prefix@model@...@HEX`.
 _CONNECTOR_HASH = re.compile(r"[0-9a-fA-F]{16,128}")
 _DECIMAL = re.compile(r"-?[0-9]{1,20}")
 _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
@@ -214,7 +217,8 @@ def object_hash(key: object) -> int | None:
 
     A number is the hash. Connectors of engines name an object by their own block hash among other
     things: vLLM's (`model@tp_rank:0@...@HEX`, Ascend's with a layer behind) publish its last 64
-    bits, SGLang (`HEX_rank_k`) the first. None for other keys.
+    bits, SGLang (`model_HEX_rank_k`) the first. None for other keys, and for what SGLang keeps
+    beside a block's keys and values.
     """
     if key is None:
         return None

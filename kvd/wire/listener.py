@@ -151,6 +151,7 @@ class Listener(StreamCounts):
         "_cleared_in_doubt",
         "_confirming",
         "_failed",
+        "_first",
         "_heard",
         "_holes",
         "_joined",
@@ -193,8 +194,11 @@ class Listener(StreamCounts):
         expected: int = 0,
         server_key: str | None = None,
         stale_after_s: float = STALE_AFTER_S,
+        first: int = 0,
     ) -> None:
+        """The publisher's first batch has the number `first`, or a lower one."""
         super().__init__()
+        self._first = first
         self.stale_after_s = stale_after_s
         self.name = name
         self.endpoint = endpoint
@@ -347,8 +351,14 @@ class Listener(StreamCounts):
             self._restart()
             self._name(speaker)
             self.speaker = speaker
-        self.gaps += seq > self.cursor.expected
+        hole = self._hole_before(seq)
+        self.gaps += hole.stop > hole.start  # len() fails from 2^63 on
         return verdict
+
+    def _hole_before(self, seq: int) -> range:
+        """Returns the numbers that are missing before a batch."""
+        expected = self.cursor.expected
+        return range(expected or min(self._first, seq), seq)
 
     def wanted(self) -> range:
         """Returns the numbers that a replay should bring before the held batch.
@@ -488,7 +498,7 @@ class Listener(StreamCounts):
 
     def _continue(self, seq: int, payload: bytes) -> None:
         """Applies a batch that is next, or lies behind numbers that will not come any more."""
-        hole = range(self.cursor.expected, seq)
+        hole = self._hole_before(seq)
         if seq == 0:
             self._begin(payload)
         if hole:

@@ -39,6 +39,10 @@ _BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # that are stored with tokens; longer 
 _NAMES_A_PART = 64  # that are stored without; the core counts the steps
 _REMOVALS_A_PART, _STEPS_A_REMOVAL = 1024, 5
 
+# Of a publisher that holds nothing, events that were another's or ignored before it is said to be
+# of no use; and how many of all events these have to be: an engine may begin with a clear.
+UNUSED_EVENTS, UNUSED_SHARE = 16, 15 / 16
+
 _Slices = Generator[None, None, None]  # yields where a slice ends
 _NOTHING: Iterator[None] = iter(())
 
@@ -105,6 +109,16 @@ class Publication:
             "orphan": self._orphans + int(engine["parked"]),
             "unlocated": self.unlocated,
         }
+
+    def unused(self) -> str:
+        """Says why nothing is held of a publisher that is heard; "" if there is no such reason."""
+        reasons = self.mismatches + self.ignored
+        count, events = reasons.total(), self.events
+        held = self._source.stats()
+        if held["blocks"] + held["waiting"] or count < max(UNUSED_EVENTS, UNUSED_SHARE * events):
+            return ""
+        said = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
+        return f"nothing held of {events} events: they are another's, or ignored ({said})"
 
     # ---- a listener's stream
 
@@ -293,14 +307,19 @@ class Publication:
             return
         medium = event.medium or (CPU if self._terms.store else GPU)
         depth = event.event.get("base_block_idx")
-        if depth is not None and (depth == 0) != (parent is None):
+        if depth == 0 and parent is not None:
             self.conflicts += 1
         if tokens is None:
             yield from self._store_names(event, medium, hashes)
-        elif parent is None and (
-            depth or not {"base_block_idx", "parent_hash"} & event.event.keys()
-        ):
+        elif parent is None and not {"base_block_idx", "parent_hash"} & event.event.keys():
             self.unlocated += 1
+        elif parent is None and depth:
+            # Nobody knows what lies before it: the first block is what its hash says, the others
+            # follow it.
+            yield from self._store_names(event, medium, hashes[:1])
+            if len(hashes) > 1:
+                tokens = tokens[self._terms.block_size :]
+                yield from self._store_blocks(event, medium, hashes[1:], tokens, hashes[0])
         else:
             yield from self._store_blocks(event, medium, hashes, tokens, parent)
 

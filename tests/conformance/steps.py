@@ -16,6 +16,7 @@ from .engine import Engine
 from .failure import BadScenario, Failure, show, wait_until
 from .matcher import difference
 from .names import Names
+from .packed import PackedDialect
 from .responses import unmet
 from .servers import FakeHttp, Spawned
 
@@ -35,6 +36,7 @@ class Target:
     base_url: str
     spawn_command: list[str] | None = None  # starts another one of its kind
     rename: dict[str, str] = field(default_factory=dict)  # members: scenario's name -> server's
+    packed: PackedDialect | None = None  # in which it is asked what can be said in it
 
 
 class Stage:
@@ -76,10 +78,15 @@ class Stage:
         if "json" in http:
             headers.setdefault("content-type", "application/json")
         url = http.get("base", self._target.base_url) + path
+        packed = self._target.packed.request(http) if self._target.packed else None
+        if packed is not None:
+            content, headers["content-type"] = packed, "application/msgpack"
         response = self._client.request(
             method, url, headers=headers, content=content, timeout=HTTP_TIMEOUT_S
         )
         self._say(f"{method} {path} {show(http.get('json'))} -> {response.status_code}")
+        if self._target.packed and packed is not None:
+            response = self._target.packed.answer(http, response)
         if method == "POST" and path == "/register" and response.is_success and "base" not in http:
             members = ("instance_id", "worker_id", "model_name")
             given = http.get("json", {})
@@ -92,7 +99,10 @@ class Stage:
             response = self._request(step["http"])
         except httpx.TransportError as error:
             return f"{type(error).__name__}: {error}"
-        wrong = unmet(self._names.fill(step.get("expect", {})), response)
+        expected = self._names.fill(step.get("expect", {}))
+        if self._target.packed and PackedDialect.was_packed(response):
+            expected = self._target.packed.expected(expected)
+        wrong = unmet(expected, response)
         return wrong and f"{step['http']['method']} {step['http']['path']}: {wrong}"
 
     def http(self, step: Step) -> None:

@@ -238,6 +238,7 @@ class Life:
             path = tuple(self.random.randrange(2) for _ in range(DEPTH))
             scope = self.random.randrange(len(SCOPES))
             prompt = sequence_hashes(tokens(path), BLOCK_SIZE, self.hash_seed)
+            self.model.explain(tokens(path), SPACES[scope])
             wanted = self.model.rows(prompt, SPACES[scope], registered)
             by_tokens = self.conductor.match_tokens(tokens(path), *SCOPES[scope])
             assert self.shown(by_tokens) == self.shown(wanted)
@@ -251,6 +252,7 @@ class Life:
         first = SPACES[scope], self.sequence(path)
         before = [publisher.source.stats() for publisher in self.publishers]
         self.conductor.match_tokens(tokens(path), *SCOPES[scope])
+        self.model.explain(tokens(path), SPACES[scope])
         for publisher, was in zip(self.publishers, before, strict=True):
             holders = publisher.holders.values()
             named = [{(n.block, m) for n in h.names.values() for m in n.media} for h in holders]

@@ -218,8 +218,9 @@ class Life {
   }
 
   void enter(size_t i, uint8_t how) {
-    const std::string key = (how & 1) != 0 ? "\"7\"" : "\"a\"";
-    sources_[i] = conductor_.add_source(key, (how & 2) != 0 ? 77 : 0, how >> 2 & 1, (how & 8) != 0);
+    const bool serves_all = (how & 40) == 40;
+    const std::string key = serves_all ? "\"*\"" : (how & 1) != 0 ? "\"7\"" : "\"a\"";
+    sources_[i] = conductor_.add_source(key, (how & 2) != 0 ? 77 : 0, 0, how >> 2 & 1, (how & 8) != 0);
     kvd::Instance* instance = conductor_.find("\"7\"");
     if (instance != nullptr) conductor_.link(instance, (how & 16) != 0 ? nullptr : &worker_);
     engines_[i] = std::make_unique<kvd::EngineEvents>(conductor_, sources_[i], "", "");

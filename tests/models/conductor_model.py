@@ -318,6 +318,29 @@ class ConductorModel:
 
     # ---- questions
 
+    def explain(self, tokens: Sequence[int], space: int) -> None:
+        """Gives blocks told by sequence hash alone their places, which a prompt shows."""
+        size = self.block_size
+        block: Block | None = None
+        for start in range(0, len(tokens) - size + 1, size):
+            local = local_hash(tokens[start : start + size], self.seed)
+            own = space, next_hash(None if block is None else block[1], local, self.seed)
+            if own not in self.alive():
+                waiting = (
+                    (holder, name, aside)
+                    for holder in self.holders
+                    for name, aside in holder.aside.items()
+                    if (aside.space, aside.sequence) == own
+                )
+                found = next(waiting, None)
+                if found is None:
+                    return
+                holder, name, aside = found
+                del holder.aside[name]
+                self.place(holder, name, block, local, aside.media, space)
+                self.settle()
+            block = own
+
     def rows(
         self, prompt: Sequence[int], space: int, registered: dict[str, set[int]]
     ) -> dict[str, dict[str, Any]]:

@@ -161,7 +161,7 @@ def test_events_with_tokens_must_say_where_they_belong(fleet: Fleet) -> None:
     del nowhere["base_block_idx"], nowhere["parent_hash"]
     deep = stored([901], token_ids=TOKENS[:4], base_block_idx=3)
     tell(one, nowhere, deep)
-    assert (one.unlocated, fleet.row()["longest_matched"]) == (2, 0)
+    assert (one.unlocated, fleet.row()["longest_matched"]) == (1, 0)
     tell(one, stored([901], token_ids=TOKENS[:4], base_block_idx=None))
     assert fleet.row()["longest_matched"] == 4
 
@@ -490,6 +490,45 @@ def test_payloads_are_bounded(fleet: Fleet) -> None:
     assert one.bad == {"too_many": 1, "too_large": 1}
     # An engine's own events are read without making anything of them.
     assert tell(one, *[["BlockRemoved", [1], "GPU"]] * (MAX_EVENTS + 1)) == 0
+
+
+def test_low_numbers_that_are_repeated_are_no_new_beginning(fleet: Fleet) -> None:
+    """A relay that sends everything again begins with what has been heard, word for word."""
+    one = fleet.add()
+    for number in range(100):
+        tell(one, stored(STANDARD if number == 0 else [number], event_id=number))
+    for number in range(60):
+        tell(one, stored(STANDARD if number == 0 else [number], event_id=number))
+    assert (fleet.row()["GPU"], one.order.beginnings, one.order.stale) == (16, 0, 60)
+
+
+def test_a_new_beginning_may_begin_like_the_last(fleet: Fleet) -> None:
+    """With the same prompts at first; once it says something else, all of it counts."""
+    one = fleet.add()
+    tell(one, stored(STANDARD, event_id=0))
+    for number in range(1, 100):
+        tell(one, stored([number], event_id=number))
+    tell(one, stored(STANDARD, event_id=0))
+    for number in (1, 2):
+        tell(one, stored([number + 1000], event_id=number))
+    assert (fleet.row()["GPU"], one.order.beginnings, one.order.stale) == (16, 1, 0)
+    assert one._source.stats()["waiting"] == 2
+
+
+def test_an_event_repeated_in_a_new_beginning_does_not_end_it(fleet: Fleet) -> None:
+    one = fleet.add()
+    tell(one, stored(STANDARD, event_id=100))
+    for number in (0, 1, 1, 1, 2):
+        tell(one, stored(STANDARD[number : number + 1], event_id=number))
+    assert (fleet.row()["GPU"], one.order.beginnings, one.order.stale) == (12, 1, 2)
+
+
+def test_a_later_moment_makes_another_event(fleet: Fleet) -> None:
+    one = fleet.add()
+    for moment in (1, 2):
+        for number in range(10 if moment == 1 else 3):
+            tell(one, stored(STANDARD[:1], event_id=number, timestamp=moment))
+    assert one.order.beginnings == 1
 
 
 def test_stale_events_are_kept_within_a_bound(
