@@ -202,6 +202,8 @@ def displaced_by_another(kvd: Daemon) -> float:
     with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as another:
         assert another.get("/health").status_code == 200
         found = exposition.parse(another.get("/metrics").text)
+    # Where there is room for one, the next is refused until kvd has seen that this one is closed.
+    kvd.server.wait_until(lambda: kvd.http.get("/health").status_code == 200, "there is room again")
     return found[counter] - before
 
 
