@@ -65,6 +65,7 @@ from kvd.serving import read_files
 from kvd.signals import Signals
 from kvd.slots import SlotTrackers
 from kvd.state import State
+from kvd.unmatched import UnmatchedLog
 from kvd.wire.outgoing import Outgoing
 from kvd_core.drain import InboxSpace
 
@@ -379,11 +380,14 @@ class _Daemon:
                 await trio.sleep(SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
-        """Looks every second for what is too old, and whether the index is full."""
+        """Looks every second for what is too old, if the index is full, and if anything matches."""
         room = Room(self._state.budget)
+        unmatched = UnmatchedLog(self._state)
         while True:
             await trio.sleep(EXPIRY_PAUSE_S)
             room.look(trio.current_time())
+            for _ in unmatched.look():
+                await trio.lowlevel.checkpoint()
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
             if self._selections is not None:

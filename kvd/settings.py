@@ -58,7 +58,7 @@ COUNT = parsers.within(1, I32_MAX)
 
 WORKER_SETTINGS = (
     Setting(
-        "block_size", parsers.parse_u32, None, "TOKENS", "block size of the workers given here"
+        "block_size", parsers.parse_positive, None, "TOKENS", "block size of the workers given here"
     ),
     Setting("model_name", parsers.parse_name, "default", "NAME", "model of the workers given here"),
     Setting(
@@ -556,7 +556,7 @@ ENGINE_SETTINGS = (
         parsers.parse_seconds,
         STALE_AFTER_S,
         "SECONDS",
-        "disconnected, after which a stream is stale",
+        "disconnected, after which a stream is stale, and one that says nothing is reported",
     ),
     Setting(
         "engine_queue_messages",

@@ -206,6 +206,7 @@ def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "faces": {face.name: _face(face, interval_s) for face in faces},
         "streams": _streams(listening),
+        "unmatched_models": _first(faces, {"": "kvd_unmatched_models"})[""] or 0,
         "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
         "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
         "queued": _first(faces, {"messages": "kvd_queued_messages", "bytes": "kvd_queued_bytes"}),
@@ -277,11 +278,11 @@ def _face(face: Face, interval_s: float) -> dict[str, Any]:
 
 
 def exit_code(shown: Mapping[str, Any]) -> int:
-    """Returns what scripts look at: whether everything answers, and every stream is exact."""
+    """Returns what scripts look at: do all answer, are all streams exact, do prompts match."""
     if any("error" in face for face in shown["faces"].values()):
         return UNREACHABLE
     inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
-    return INEXACT if inexact else EXACT
+    return INEXACT if inexact or shown["unmatched_models"] else EXACT
 
 
 def text(shown: Mapping[str, Any]) -> Iterator[str]:
@@ -339,13 +340,20 @@ def _loads(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the streams that cannot be believed wholly, the first of them."""
+    """Yields what is wrong: streams that cannot be believed wholly, models that never match."""
+    workers = shown.get("indexer", {}).get("workers", [])
     rows = [
         f"worker {each['instance_id']} of {each['model_name']}/{each['tenant_id']}: "
-        f"{each['stream']}, {each['status']}"
-        for each in shown.get("indexer", {}).get("workers", [])
+        f"{each['stream']}, {each['status']}{_why(each['listeners'])}"
+        for each in workers
         if each["stream"] != StreamHealth.EXACT
     ]
+    warnings = {
+        f"{each['model_name']}/{each['tenant_id']}: {each['warning']}"
+        for each in workers
+        if "warning" in each
+    }
+    rows += sorted(warnings)
     rows += [
         f"publisher {each['InstanceID']} rank {each['DPRank']} of {each['ModelName']}: "
         f"{each['stream']}, {each['status']}"
@@ -355,6 +363,15 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {row}" for row in rows[:MOST_LINES])
     if len(rows) > MOST_LINES:
         yield f"  and {len(rows) - MOST_LINES:,} more"
+
+
+def _why(listeners: Mapping[str, Any]) -> str:
+    """Returns what is said of the first rank that is not exact and has anything said of it."""
+    for rank, listener in listeners.items():
+        said = [listener[name] for name in ("quiet", "last_error", "loss") if name in listener]
+        if listener["stream"] != StreamHealth.EXACT and said:
+            return f"; rank {rank}: {', '.join(said)}"
+    return ""
 
 
 def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:

@@ -156,6 +156,9 @@ def read_rank(body: bytes) -> Rank:
     for name in KEPT:
         if (value := bodies.optional_text(members, name)) is not None:
             bodies.bounded(value, name)
+    block_size = bodies.uint(members, "block_size", bodies.U32_MAX)
+    if block_size == 0:  # nothing would ever match
+        raise Invalid("block_size: expected a number greater than 0")
     key = RankKey(
         bodies.kept_place(members),
         bodies.uint(members, "instance_id", bodies.U64_MAX),
@@ -164,7 +167,7 @@ def read_rank(body: bytes) -> Rank:
     return Rank(
         key,
         bodies.text(members, "endpoint"),
-        bodies.uint(members, "block_size", bodies.U32_MAX),
+        block_size,
         bodies.optional_text(members, "replay_endpoint"),
         bodies.optional_text(members, "curve_server_key"),
     )

@@ -57,7 +57,11 @@ def _instance(partition: Partition, ranks: list[Registration], now: float) -> It
         "model_name": partition.key.model_name,
         "tenant_id": partition.key.tenant_id,
         "block_size": partition.block_size,
+        "questions": partition.index.questions,
+        "matched": partition.index.matched,
     }
+    if partition.is_unmatched:
+        head["warning"] = f"none of {partition.index.questions} questions has matched a block"
     yield json.dumps(head)[:-1].encode()
     yield from _by_rank("endpoints", ranks, lambda listener: listener.endpoint)
     yield from _by_rank("listeners", ranks, lambda listener: dict(_listener(listener, now)))
@@ -77,7 +81,7 @@ def _by_rank(
     yield b"}"
 
 
-def _listener(listener: Listener, now: float) -> Iterator[tuple[str, str | int]]:
+def _listener(listener: Listener, now: float) -> Iterator[tuple[str, object]]:
     yield "endpoint", listener.endpoint
     yield "status", listener.status
     if listener.last_error is not None:
@@ -85,5 +89,10 @@ def _listener(listener: Listener, now: float) -> Iterator[tuple[str, str | int]]
     yield "stream", listener.health(now)
     if listener.loss:
         yield "loss", listener.loss
+    if listener.quiet is not None:
+        yield "quiet", listener.quiet
+        yield "quiet_s", round(now - listener.quiet_since)
+    if ignored := dict(listener.ignored):
+        yield "ignored_events", ignored
     if (last := listener.cursor.last) is not None:
         yield "last_seq", last
