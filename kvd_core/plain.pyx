@@ -23,8 +23,9 @@ cdef enum:
     kTenant
     kTenantAlias
     kCacheSalt
+    kStreams
     kLora
-FIELDS = ("model_name", "tenant_id", "routing_group", "cache_salt", "lora_name")
+FIELDS = ("model_name", "tenant_id", "routing_group", "cache_salt", "streams", "lora_name")
 
 cdef ptrdiff_t MAX_DIGITS = 20  # of 2^64 - 1
 cdef uint64_t HIGHEST_TENTH = 0xffffffffffffffff // 10
@@ -40,7 +41,7 @@ cdef class PlainQuery(Answerer):
         are not the FIELDS.
         """
         self.by_tokens = scanner.elements == ("u32",)
-        if scanner.field_names != FIELDS[: 5 if self.by_tokens else 4]:
+        if scanner.field_names != FIELDS[: 6 if self.by_tokens else 5]:
             raise ValueError(f"not the fields of a query: {scanner.field_names}")
         self.scanner = scanner
         self.partitions = partitions
@@ -51,6 +52,8 @@ cdef class PlainQuery(Answerer):
         if scanner.core.scan(<const uint8_t*>body, size) != Verdict.ok:
             return None
         if not scanner.core.present(0) or scanner.core.value(kTenantAlias).kind != Kind.absent:
+            return None
+        if scanner.core.value(kStreams).kind != Kind.absent:
             return None
         cdef const Value* tenant_value = &scanner.core.value(kTenant)
         model = text(scanner.core.value(kModel))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -265,3 +267,34 @@ def test_questions_that_never_match_are_said(fleet: Fleet, capsys: Capture) -> N
         1,
         0,
     )
+
+
+def test_an_answer_shows_its_streams_if_that_is_asked_for(fleet: Fleet) -> None:
+    engine = fleet.engine()
+    fleet.register("m", engine.endpoint("pub"))
+    gone = {"instance_id": 2, "model_name": "m", "dp_rank": 1, "block_size": 4}
+    gone["endpoint"] = f"tcp://127.0.0.1:{find_free_port()}"
+    fleet.client.post("/register", json=gone).raise_for_status()
+    engine.wait_subscribed(1, WITHIN_S)
+    engine.publish(stored(block_size=4))
+
+    def is_exact() -> str | None:
+        rows = fleet.client.get("/workers").json()
+        return None if rows[0]["stream"] == "exact" else show(rows)
+
+    wait_until(is_exact, WITHIN_S)
+    query = {"model_name": "m", "token_ids": TOKENS}
+    plain = fleet.client.post("/query", json=query)
+    shown = fleet.client.post("/query", json={**query, "streams": True}).json()
+    assert shown.pop("streams") == {"1": {"0": "exact"}, "2": {"1": "recovering"}}
+    assert shown == plain.json() and shown["scores"] == {"1": {"0": 8}}
+    for absent in (False, None):
+        same = fleet.client.post("/query", json={**query, "streams": absent})
+        assert same.content == plain.content
+    by_hash = {"model_name": "m", "block_hashes": [1], "streams": True}
+    streams = fleet.client.post("/query_by_hash", json=by_hash).json()["streams"]
+    assert streams == {"1": {"0": "exact"}, "2": {"1": "recovering"}}
+    answer = fleet.client.post("/query", json={**query, "streams": "yes"})
+    assert answer.status_code == 422
+    assert answer.json() == {"error": "streams: expected true or false"}
+    assert json.loads(plain.content) and re.fullmatch(r'\{"scores":.*\}', plain.text)

@@ -18,7 +18,7 @@ from kvd.metrics import Family, counter, gauge, listener_families, state_familie
 from kvd.model import DEFAULT_TENANT, RankKey
 from kvd.peers import Peers
 from kvd.registry import INDEXER, Registry, by_instance
-from kvd.state import State
+from kvd.state import Partition, State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd_core.lane import Answerer
 from kvd_core.plain import PlainQuery
@@ -30,7 +30,7 @@ OK = b'{"status":"ok"}'
 # watches every chain that changes; a client that does not read is closed after 5 s.
 MAX_DUMPS = 8
 
-QUERY_FIELDS = ("model_name", *bodies.TENANT, "cache_salt", "lora_name")
+QUERY_FIELDS = ("model_name", *bodies.TENANT, "cache_salt", "streams", "lora_name")
 SALT = ("additional_salt", "additionalsalt")
 
 QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
@@ -76,8 +76,12 @@ def routes(
     known = state.partitions, DEFAULT_TENANT
     return (
         HEALTH,
-        _hot("/query", partial(query, state), PlainQuery(QUERY, *known)),
-        _hot("/query_by_hash", partial(query_by_hash, state), PlainQuery(QUERY_BY_HASH, *known)),
+        _hot("/query", partial(query, state, registry), PlainQuery(QUERY, *known)),
+        _hot(
+            "/query_by_hash",
+            partial(query_by_hash, state, registry),
+            PlainQuery(QUERY_BY_HASH, *known),
+        ),
         Route("POST", "/register", partial(register, registry), scope=Scope.ADMIN),
         Route("POST", "/unregister", partial(unregister, registry), scope=Scope.ADMIN),
         Route("GET", "/workers", partial(workers, state, registry)),
@@ -98,17 +102,19 @@ def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
     return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
-def query(state: State, request: Request) -> Response:
+def query(state: State, registry: Registry, request: Request) -> Response:
     """Says how much of a prompt, given as token ids, every rank holds."""
     members = bodies.scan(QUERY, request.body)
     bodies.require(members, "token_ids")
     partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
     lora_name = bodies.optional_text(members, "lora_name")
     cache_salt = bodies.optional_text(members, "cache_salt")
-    return Response(200, partition.index.query_tokens(QUERY, 0, lora_name, cache_salt))
+    wants_streams = bodies.optional_flag(members, "streams")
+    answer = partition.index.query_tokens(QUERY, 0, lora_name, cache_salt)
+    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
 
 
-def query_by_hash(state: State, request: Request) -> Response:
+def query_by_hash(state: State, registry: Registry, request: Request) -> Response:
     """Says how much of a prompt, given as local hashes, every rank holds.
 
     Local hashes carry adapter and salt already, so a salt given beside them changes nothing.
@@ -117,7 +123,20 @@ def query_by_hash(state: State, request: Request) -> Response:
     bodies.require(members, "block_hashes")
     bodies.optional_text(members, "cache_salt")
     partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
-    return Response(200, partition.index.query_hashes(QUERY_BY_HASH, 0))
+    wants_streams = bodies.optional_flag(members, "streams")
+    answer = partition.index.query_hashes(QUERY_BY_HASH, 0)
+    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
+
+
+def _with_streams(answer: bytes, partition: Partition, registry: Registry) -> bytes:
+    """Adds how far each registered rank's stream can be believed, in the form of the scores."""
+    now = trio.current_time()
+    streams: dict[int | str, dict[int, str]] = {}
+    for instance_id, dp_rank in sorted(partition.rank_keys()):
+        listener = registry.find_listener(RankKey(partition.key, instance_id, dp_rank))
+        assert listener is not None
+        streams.setdefault(instance_id, {})[dp_rank] = listener.health(now)
+    return answer[:-1] + b',"streams":' + bodies.render(streams) + b"}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
+from kvd.faces.bodies import flag, optional_flag
 from kvd.faces.selection.members import (
     booked,
     bounded_id,
-    flag,
     mode_of,
     number,
     optional_number,
@@ -99,7 +99,7 @@ def _ask(selections: Selections, members: bodies.Members) -> Ask:
             members, "expected_output_tokens", bodies.U32_MAX
         ),
         lora_name=bodies.optional_text(members, "lora_name"),
-        explain=members.get("explain") is not None and flag(members, "explain"),
+        explain=optional_flag(members, "explain"),
         session_id=_session(selections, members),
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 from kvd.catalog import Lifecycle, Role, WorkerRecord
 from kvd.errors import Invalid
 from kvd.faces import bodies
-from kvd.faces.selection.members import flag, number, texts, u32, u64
+from kvd.faces.bodies import flag
+from kvd.faces.selection.members import number, texts, u32, u64
 from kvd.selection.admission import Entry
 from kvd.selection.workers import Workers
 
