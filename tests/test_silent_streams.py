@@ -298,3 +298,62 @@ def test_an_answer_shows_its_streams_if_that_is_asked_for(fleet: Fleet) -> None:
     assert answer.status_code == 422
     assert answer.json() == {"error": "streams: expected true or false"}
     assert json.loads(plain.content) and re.fullmatch(r'\{"scores":.*\}', plain.text)
+
+
+def test_the_selection_face_shows_why_a_worker_is_not_chosen_and_its_streams(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    port = find_free_port()
+    flags = [f"--selection-bind=127.0.0.1:{port}"]
+    flags += [f"--{face}-bind=off" for face in ("slot-tracker", "indexer", "conductor")]
+    limits = [f"--engine-stale-s={STALE_S}", "--router-unconnected-s=1"]
+    with running(tmp_path, port, "serve", *flags, *limits) as server, ExitStack() as engines:
+        fleet = Fleet(server, flags, engines)
+        engine, away = fleet.engine(), f"tcp://127.0.0.1:{find_free_port()}"
+        usual = {"model_name": "m", "endpoint": "http://w", "block_size": 4}
+
+        def put(worker_id: int, **members: Any) -> None:
+            body = {**usual, "worker_id": worker_id, **members}
+            fleet.client.post("/workers", json=body).raise_for_status()
+
+        def row(worker_id: int) -> Json:
+            rows = fleet.client.get("/workers").json()
+            found: Json = next(each for each in rows if each["worker_id"] == worker_id)
+            return found
+
+        def is_shown() -> str | None:
+            rows = {each: row(each) for each in (1, 2)}
+            gone = rows[2]["listeners"]["0"]
+            matches = rows[1]["listeners"]["0"]["stream"] == "degraded"
+            matches = matches and rows[2]["lifecycle"] == "unschedulable"
+            matches = matches and gone.get("quiet") == "unreachable" and "last_error" in gone
+            return None if matches else show(rows)
+
+        put(1, kv_events_endpoint=engine.endpoint("pub"))
+        put(2, kv_events_endpoint=away)
+        put(3)
+        engine.wait_subscribed(1, WITHIN_S)
+        engine.publish(stored(block_size=2))
+        wait_until(is_shown, WITHIN_S)
+        loss = "the engine has blocks of 2 tokens, 4 are registered"
+        assert row(1)["listeners"]["0"]["loss"] == loss
+        assert row(1)["listeners"]["0"]["ignored_events"] == {"block_size": 1}
+        assert (row(1)["questions"], row(1)["lifecycle"]) == (0, "schedulable")
+        error = f"cannot connect: Connection refused: {away}"
+        (reason,) = row(2)["not_schedulable_reasons"]
+        assert reason.startswith("the event connection of dp_rank 0 was not connected in ")
+        assert reason.endswith(f" s: {error}")
+        assert "listeners" not in row(3) and row(3)["lifecycle"] == "incomplete"
+        fleet.wait_logged('event="engine unreachable"', "listener=m:default/2:0 ")
+        code, said = fleet.status(capsys)
+        assert code == 1
+        assert f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
+        assert any(
+            line.startswith("  worker 2 of m/default: unschedulable: the ev") for line in said
+        )
+        reason = "kv_events endpoint is required for dp_rank 0"
+        assert f"  worker 3 of m/default: incomplete: {reason}" in said
+        for worker_id in (1, 2, 3):
+            assert fleet.status(capsys)[0] == 1
+            fleet.client.delete(f"/workers/{worker_id}").raise_for_status()
+        assert fleet.status(capsys)[0] == 0
