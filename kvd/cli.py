@@ -169,7 +169,7 @@ def add_select_service(commands: Any) -> None:
         metavar="URL,...",
         help="services to take the state from at the start",
     )
-    for setting in settings.SELECT_SERVICE_SETTINGS:
+    for setting in settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS:
         add_setting(service, setting)
     service.set_defaults(given=select_service_settings, demo=False)
 
@@ -443,7 +443,8 @@ def select_service_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     chosen = settings.SELECT_SERVICE_SETTINGS
-    given = {setting.name: getattr(args, setting.name) for setting in chosen}
+    shared = settings.WORKER_SETTINGS + chosen
+    given = {setting.name: getattr(args, setting.name) for setting in shared}
     given["peers"] = args.indexer_peers
     given[config.DEFAULTS] = {setting.name: setting.default for setting in chosen}
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)

@@ -208,7 +208,9 @@ class _Daemon:
                 registry = Registry(self._state, tasks, *bounds)
                 if config.indexer_bind is not None:
                     for worker in config.workers:
-                        registry.register(worker.key, worker.endpoint, worker.block_size, None)
+                        registry.register(
+                            worker.key, worker.endpoint, worker.block_size, worker.replay_endpoint
+                        )
                 publishers = Publishers(self._state, tasks, *bounds)
                 registry.beside = publishers.__len__
                 publishers.beside = registry.__len__
@@ -224,6 +226,9 @@ class _Daemon:
                     Readiness(config.min_initial_workers, len(config.peers)),
                     self._max_waiting,
                 )
+                if config.selection_bind is not None:
+                    for record in config.catalog:
+                        await self._selections.workers.put(record)
                 known = Known(
                     self._state,
                     registry,

@@ -68,8 +68,9 @@ WORKER_SETTINGS = (
         "workers",
         parsers.parse_list,
         None,
-        "ID[:RANK]=ENDPOINT,...",
-        "engines to listen to from the start",
+        "ID[:RANK]=ENDPOINT[;REPLAY][;URL],...",
+        "engines to listen to from the start, with the endpoint that replays are asked from, and "
+        "the URL at which the worker serves, with which it can be selected, too",
     ),
 )
 
