@@ -30,7 +30,7 @@ from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
-from kvd.settings import SETTINGS
+from kvd.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.outgoing import Outgoing, Places
 from kvd.wire.urls import masked, parse_url
@@ -227,17 +227,34 @@ def _resolve(
 ) -> Said:
     if (said := given.get(setting.name)) is not None:
         return Said(said, setting.flag)
-    text = environ.get(setting.variable)
-    if text is not None and (text or setting.empty_is_wrong):
+    texts = {
+        name: text
+        for name in setting.variables
+        if (text := environ.get(name)) is not None and (text or setting.empty_is_wrong)
+    }
+    if len(set(texts.values())) > 1:
+        raise StartError(f"{' and '.join(texts)} are one setting and differ")
+    for variable, text in texts.items():
         try:
-            return Said(setting.parse(text), setting.variable)
+            return Said(setting.parse(text), variable)
         except ValueError as error:
             said, why = masked(text), masked(str(error))
-            raise StartError(f"{setting.variable}={said!r}: {why}") from None
+            raise StartError(f"{variable}={said!r}: {why}") from None
     if setting.name in filed:
         return Said(filed[setting.name], str(path))
     own = cast("Mapping[str, object]", given.get(DEFAULTS, {}))
     return Said(own.get(setting.name, setting.default), "default")
+
+
+def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields variables of Dynamo's router that change nothing here, each with the reason."""
+    known = {variable for setting in SETTINGS for variable in setting.variables}
+    reasons = {"DYN_" + flag.upper().replace("-", "_"): why for flag, why in WITHOUT_EFFECT.items()}
+    for name in environ:
+        if name in reasons:
+            yield name, reasons[name]
+        elif name.startswith("DYN_ROUTER_") and name not in known:
+            yield name, "kvd does not know it"
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
@@ -412,6 +429,8 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         Settings(
             mode=values["router_mode"].core,
             overlap_weight=values["router_kv_overlap_score_weight"],
+            device_credit=values["router_kv_overlap_score_credit"],
+            active_request_weight=values["router_decode_active_request_weight"],
             host_credit=values["router_host_cache_hit_weight"],
             disk_credit=values["router_disk_cache_hit_weight"],
             temperature=values["router_temperature"],
