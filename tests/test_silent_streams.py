@@ -343,6 +343,9 @@ def test_the_selection_face_shows_why_a_worker_is_not_chosen_and_its_streams(
         (reason,) = row(2)["not_schedulable_reasons"]
         assert reason.startswith("the event connection of dp_rank 0 was not connected in ")
         assert reason.endswith(f" s: {error}")
+        ready = fleet.client.get("/ready")  # one is enough
+        lifecycles = {"schedulable": 1, "unschedulable": 1, "incomplete": 1}
+        assert ready.status_code == 200 and ready.json()["lifecycles"] == lifecycles
         assert "listeners" not in row(3) and row(3)["lifecycle"] == "incomplete"
         fleet.wait_logged('event="engine unreachable"', "listener=m:default/2:0 ")
         code, said = fleet.status(capsys)

@@ -52,6 +52,7 @@ class Ask:
     expected_output_tokens: int | None = None
     lora_name: str | None = None
     explain: bool = False
+    advisory: bool = False  # nothing is sent there: it never waits
     session_id: str | None = None
     retry: Retry | None = None  # set: the answer to the same request is given once more
 

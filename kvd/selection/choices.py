@@ -97,8 +97,9 @@ class Choices:
         _check_constraints(ask)
         self._check_new(ask)  # before it waits for that
         look(fleet.pool)
-        # Who names the worker waits for nobody.
-        if ask.settings.members["mode"] == DIRECT or not fleet.queue.waits(ask.lane):
+        # Who names the worker, or only asks, waits for nobody.
+        direct = ask.settings.members["mode"] == DIRECT
+        if direct or ask.advisory or not fleet.queue.waits(ask.lane):
             answered = self._serve_one(fleet, ask)
             if answered is not None:
                 return answered
@@ -273,6 +274,8 @@ class Choices:
                 fleet.factors(ask.preferred),
             )
             members += members_json({"candidates": [self._explained(fleet, row) for row in rows]})
+        if ask.advisory:
+            members += members_json({"worker_load": _load(fleet, chosen)})
         opening = b"{" + members_json(named)
         return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
 
@@ -339,6 +342,17 @@ class Choices:
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = fleet.eligible(ask.constraints_in(phase), phase)
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
+
+
+def _load(fleet: Fleet, chosen: Chosen) -> dict[str, int | None]:
+    """Returns what a chosen rank works on, and what its worker has room for; None is unknown."""
+    row = fleet.pool.explained(chosen.at, chosen.settings)
+    record = fleet.workers[row.worker_id]
+    return {
+        "active_prefill_tokens": row.active_prefill_tokens,
+        "prefill_token_capacity": record.max_num_batched_tokens,
+        "total_kv_blocks": record.total_kv_blocks,
+    }
 
 
 def _awaited(fleet: Fleet, ask: Ask) -> int:

@@ -118,5 +118,7 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "kv_transfer_domain": _name,
     "kv_transfer_enforcement": _name,
     "kv_transfer_preferred_weight": number,
+    "router_hint_worker_type": _name,
+    "router_hint_source_control_endpoints": _endpoints,
     "curve_server_key": _address,
 }
