@@ -159,6 +159,22 @@ def test_a_selection_that_waits_for_a_worker_that_is_deleted_is_answered(
         assert client.get(f"/reservations/{name}").status_code == 404
 
 
+def test_a_selection_that_waits_is_not_served_by_blocks_of_another_size(
+    client: httpx.Client,
+) -> None:
+    assert reserve(client, "first").status_code == 200
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(reserve, client, "held")
+        waiting(client, 1)
+        others = [{"worker_id": 2, "block_size": 8, "endpoint": "http://w"}]
+        client.put("/workers", json={"workers": others}).raise_for_status()
+        answer = held.result()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    error = "the block size of the workers has changed meanwhile"
+    assert answer.json() == {"error": error}
+    assert reserve(client, "held").json()["worker_id"] == 2
+
+
 def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -> None:
     assert "router_hint_worker_type" not in put(client, 2)
     hints = {"router_hint_worker_type": "decode"}

@@ -84,6 +84,7 @@ class Held:
 
     ask: Ask
     prompt: Prompt
+    block_size: int  # tokens, by which the prompt was hashed
     done: trio.Event = field(default_factory=trio.Event)
     answer: bytes | KvdError | None = None
     waiting: Waiting[Held] | None = None

@@ -44,6 +44,7 @@ _OVERLOADED: dict[Phase | None, str] = {
     Phase.DECODE: "all decode workers are overloaded",
 }
 
+_OTHER_SIZE = "the block size of the workers has changed meanwhile"
 _STOPPING = "the service is stopping"
 
 
@@ -146,7 +147,7 @@ class Choices:
         if self.held >= min(self._options.max_held, self._max_waiting):
             text = f"{self.held} selections wait already"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
-        held = Held(ask, fleet.pool.hold())
+        held = Held(ask, fleet.pool.hold(), fleet.pool.block_size)
         least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
@@ -324,6 +325,8 @@ class Choices:
                 raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
             if (answered := self._again(ask)) is None:  # both have waited
                 self._check_new(ask)
+                if held.block_size != fleet.pool.block_size:  # its tokens are not kept
+                    raise Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
                 if self._all_busy(fleet, ask):
                     return _awaited(fleet, ask)
                 fleet.pool.look_again(held.prompt)
