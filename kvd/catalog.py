@@ -67,6 +67,8 @@ class WorkerRecord:
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: str | None = None
     kv_transfer_preferred_weight: float | None = None
+    router_hint_worker_type: str | None = None
+    router_hint_source_control_endpoints: Mapping[int, str] = field(default_factory=dict)
     curve_server_key: str | None = None  # of all its ranks, where they speak CURVE
 
     @property
@@ -161,6 +163,13 @@ class WorkerRecord:
                 "kv_transfer_preferred_weight",
             )
         }
+        if self.router_hint_worker_type is not None:
+            row["router_hint_worker_type"] = self.router_hint_worker_type
+        if self.router_hint_source_control_endpoints:
+            hints = sorted(self.router_hint_source_control_endpoints.items())
+            row["router_hint_source_control_endpoints"] = {
+                str(rank): _shown(text) for rank, text in hints
+            }
         if self.curve_server_key is not None:  # a member of ours
             row["curve_server_key"] = self.curve_server_key
         if reasons:

@@ -22,6 +22,8 @@ from kvd.configfile import render
 from kvd.configpage import render_page
 from kvd.wire.urls import masked
 
+log = logs.get_logger(__name__)
+
 DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
 EXIT_NOT_DONE = 1
 EXIT_USAGE = 2
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _told(*args.command(given))
         loaded = config.load(given, os.environ, demo=args.demo)
         logs.setup(loaded.log_level, loaded.log_format)
+        for option, why in (*args.without_effect, *config.without_effect(os.environ)):
+            log.warning("option_without_effect", option=option, reason=why)
         from kvd.daemon import run  # here, so that --help and --version need not load trio
         from kvd.reloading import Reader
 
@@ -126,6 +130,7 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
     serve.add_argument(
         "--demo", action="store_true", help="add two simulated engines and a live display"
     )
+    add_without_effect(serve)
     serve.set_defaults(given=serve_settings)
 
 
@@ -169,8 +174,9 @@ def add_select_service(commands: Any) -> None:
         metavar="URL,...",
         help="services to take the state from at the start",
     )
-    for setting in settings.SELECT_SERVICE_SETTINGS:
+    for setting in settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS:
         add_setting(service, setting)
+    add_without_effect(service)
     service.set_defaults(given=select_service_settings, demo=False)
 
 
@@ -360,7 +366,7 @@ def add_file(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"TOML file of settings, by their names; {config.CONFIG_VARIABLE} in the environment",
     )
-    parser.set_defaults(command=None)
+    parser.set_defaults(command=None, without_effect=())
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
@@ -410,6 +416,22 @@ def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> No
         )
 
 
+class _Noted(argparse.Action):
+    """Notes a flag that has no effect, whatever its value."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        name = option.removeprefix("--").removeprefix("no-")
+        noted = (option, settings.WITHOUT_EFFECT[name])
+        namespace.without_effect = (*namespace.without_effect, noted)
+
+
+def add_without_effect(parser: argparse.ArgumentParser) -> None:
+    """Has flags of Dynamo's router taken that nothing here corresponds to."""
+    for name in settings.WITHOUT_EFFECT:
+        names = f"--{name}", f"--no-{name}"
+        parser.add_argument(*names, action=_Noted, nargs="?", help=argparse.SUPPRESS)
+
+
 def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
     return {setting.name: getattr(args, setting.name) for setting in settings.SETTINGS}
 
@@ -443,7 +465,8 @@ def select_service_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     chosen = settings.SELECT_SERVICE_SETTINGS
-    given = {setting.name: getattr(args, setting.name) for setting in chosen}
+    shared = settings.WORKER_SETTINGS + chosen
+    given = {setting.name: getattr(args, setting.name) for setting in shared}
     given["peers"] = args.indexer_peers
     given[config.DEFAULTS] = {setting.name: setting.default for setting in chosen}
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)

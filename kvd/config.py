@@ -18,6 +18,7 @@ from stat import S_IROTH, S_IXOTH
 from typing import Any, ClassVar, TypeVar, cast
 
 from kvd import configfile, fleetfile, tokens
+from kvd.catalog import WorkerRecord
 from kvd.errors import BadRequest
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
@@ -29,10 +30,10 @@ from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.parsers import ENV_PREFIX, OFF, U32_MAX, U64_MAX, Bind, Binds, Setting, TcpBind, parse_uint
 from kvd.scheduling.options import THRESHOLDS, RouterOptions
-from kvd.settings import SETTINGS
+from kvd.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.outgoing import Outgoing, Places
-from kvd.wire.urls import masked
+from kvd.wire.urls import masked, parse_url
 from kvd_core.selector_settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
@@ -101,6 +102,8 @@ class StaticWorker:
     key: RankKey
     endpoint: str
     block_size: int  # tokens per block
+    replay_endpoint: str | None = None
+    serves_at: str | None = None  # URL; with one it is in the selection service's catalog, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class Config:
     metrics_ranks: int  # shown one by one up to this number
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
+    catalog: tuple[WorkerRecord, ...]  # those of the workers that say where they serve
     peers: tuple[str, ...]  # base URLs, to be asked in this order
     peers_token: bytes = field(repr=False)  # shown to them; empty: none
     recovery_delay_s: float
@@ -223,17 +227,34 @@ def _resolve(
 ) -> Said:
     if (said := given.get(setting.name)) is not None:
         return Said(said, setting.flag)
-    text = environ.get(setting.variable)
-    if text is not None and (text or setting.empty_is_wrong):
+    texts = {
+        name: text
+        for name in setting.variables
+        if (text := environ.get(name)) is not None and (text or setting.empty_is_wrong)
+    }
+    if len(set(texts.values())) > 1:
+        raise StartError(f"{' and '.join(texts)} are one setting and differ")
+    for variable, text in texts.items():
         try:
-            return Said(setting.parse(text), setting.variable)
+            return Said(setting.parse(text), variable)
         except ValueError as error:
             said, why = masked(text), masked(str(error))
-            raise StartError(f"{setting.variable}={said!r}: {why}") from None
+            raise StartError(f"{variable}={said!r}: {why}") from None
     if setting.name in filed:
         return Said(filed[setting.name], str(path))
     own = cast("Mapping[str, object]", given.get(DEFAULTS, {}))
     return Said(own.get(setting.name, setting.default), "default")
+
+
+def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields variables of Dynamo's router that change nothing here, each with the reason."""
+    known = {variable for setting in SETTINGS for variable in setting.variables}
+    reasons = {"DYN_" + flag.upper().replace("-", "_"): why for flag, why in WITHOUT_EFFECT.items()}
+    for name in environ:
+        if name in reasons:
+            yield name, reasons[name]
+        elif name.startswith("DYN_ROUTER_") and name not in known:
+            yield name, "kvd does not know it"
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
@@ -258,6 +279,14 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
     link = _link(values)
     if demo:
         _check_demo(binds["indexer_bind"], policy, outgoing)
+    workers = _workers(values, outgoing)
+    if binds["indexer_bind"] is None and binds["selection_bind"] is not None:
+        for one in workers:
+            if one.serves_at is None:  # nobody would have it
+                raise StartError(
+                    "--workers: the selection service needs to know where instance "
+                    f"{one.key.instance_id} serves: ID=ENDPOINT;http://HOST:PORT"
+                )
     return Config(
         **binds,
         hash_seed=values["hash_seed"],
@@ -271,7 +300,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         max_request_blocks=values["max_request_blocks"],
         metrics_ranks=values["metrics_ranks"],
         replica_sync=_replica_sync(values, outgoing),
-        workers=_workers(values, outgoing),
+        workers=workers,
+        catalog=_catalog(workers),
         peers=_peers(values, outgoing),
         peers_token=read_token("peers_token_file", values["peers_token_file"]),
         recovery_delay_s=values["recovery_delay_s"],
@@ -399,6 +429,8 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         Settings(
             mode=values["router_mode"].core,
             overlap_weight=values["router_kv_overlap_score_weight"],
+            device_credit=values["router_kv_overlap_score_credit"],
+            active_request_weight=values["router_decode_active_request_weight"],
             host_credit=values["router_host_cache_hit_weight"],
             disk_credit=values["router_disk_cache_hit_weight"],
             temperature=values["router_temperature"],
@@ -509,29 +541,78 @@ def _workers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[StaticWorke
     partition = PartitionKey(values["model_name"], values["tenant_id"])
     workers: dict[RankKey, StaticWorker] = {}
     for entry in entries:
-        instance_id, dp_rank, endpoint = _worker_entry(entry, outgoing)
+        instance_id, dp_rank, addresses = _worker_entry(entry, outgoing)
         key = RankKey(partition, instance_id, dp_rank)
         if key in workers:
             raise StartError(f"--workers names instance {instance_id} dp_rank {dp_rank} twice")
-        workers[key] = StaticWorker(key, endpoint, block_size)
+        endpoint, replay_endpoint, serves_at = addresses
+        workers[key] = StaticWorker(key, endpoint, block_size, replay_endpoint, serves_at)
     return tuple(workers.values())
 
 
-def _worker_entry(entry: str, outgoing: Outgoing) -> tuple[int, int, str]:
-    """Splits `id[:rank]=endpoint`; blanks around the id and the endpoint do not count."""
-    name, equals, endpoint = (part.strip() for part in entry.partition("="))
+def _catalog(workers: tuple[StaticWorker, ...]) -> tuple[WorkerRecord, ...]:
+    """Returns the workers that say where they serve as the selection service describes them."""
+    ranks: dict[int, dict[int, StaticWorker]] = {}
+    for one in workers:
+        assert isinstance(one.key.instance_id, int)
+        ranks.setdefault(one.key.instance_id, {})[one.key.dp_rank] = one
+    return tuple(
+        _record(worker_id, dict(sorted(each.items())))
+        for worker_id, each in ranks.items()
+        if any(one.serves_at for one in each.values())
+    )
+
+
+def _record(worker_id: int, ranks: dict[int, StaticWorker]) -> WorkerRecord:
+    first, *others = ranks.values()
+    for what in ("replay_endpoint", "serves_at"):
+        if any(getattr(one, what) != getattr(first, what) for one in others):
+            name = what.replace("_", " ")
+            raise StartError(f"--workers: the ranks of instance {worker_id} differ in {name}")
+    start = min(ranks)
+    if max(ranks) - start + 1 != len(ranks):
+        raise StartError(f"--workers: the ranks of instance {worker_id} do not follow each other")
+    return WorkerRecord(
+        worker_id,
+        *first.key.partition,
+        endpoint=first.serves_at,
+        kv_events_endpoints={dp_rank: one.endpoint for dp_rank, one in ranks.items()},
+        replay_endpoint=first.replay_endpoint,
+        block_size=first.block_size,
+        data_parallel_start_rank=start,
+        data_parallel_size=len(ranks),
+    )
+
+
+def _worker_entry(
+    entry: str, outgoing: Outgoing
+) -> tuple[int, int, tuple[str, str | None, str | None]]:
+    """Splits `id[:rank]=endpoint[;replay endpoint][;URL]`; blanks around the parts do not count.
+
+    No address has a semicolon in it.
+    """
+    name, equals, addresses = (part.strip() for part in entry.partition("="))
     if not equals:
         said = masked(entry)
         raise StartError(f"--workers entry {said!r} is not of the form id[:rank]=endpoint")
+    endpoint, *others = (part.strip() for part in addresses.split(";"))
+    urls = [each for each in others if each.startswith(("http://", "https://"))]
+    replays = [each for each in others if each not in urls]
     identity, colon, rank = name.partition(":")
     instance_id = _number(entry, "instance id", identity, U64_MAX)
     dp_rank = _number(entry, "dp_rank", rank, U32_MAX) if colon else 0
     try:
+        if len(urls) > 1 or len(replays) > 1:
+            raise BadRequest("more than one replay endpoint, or more than one URL")
         outgoing.check_replica_endpoint(endpoint)
-    except BadRequest as error:
+        for each in replays:
+            outgoing.check_replay_endpoint(each)
+        for each in urls:
+            parse_url(each)
+    except (BadRequest, ValueError) as error:
         said, why = masked(entry), masked(str(error))
         raise StartError(f"--workers entry {said!r}: {why}") from None
-    return instance_id, dp_rank, endpoint
+    return instance_id, dp_rank, (endpoint, next(iter(replays), None), next(iter(urls), None))
 
 
 def _number(entry: str, what: str, text: str, maximum: int) -> int:

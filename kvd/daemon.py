@@ -65,6 +65,7 @@ from kvd.serving import read_files
 from kvd.signals import Signals
 from kvd.slots import SlotTrackers
 from kvd.state import State
+from kvd.unmatched import UnmatchedLog
 from kvd.wire.outgoing import Outgoing
 from kvd_core.drain import InboxSpace
 
@@ -209,7 +210,9 @@ class _Daemon:
                 registry = Registry(self._state, tasks, *bounds)
                 if config.indexer_bind is not None:
                     for worker in config.workers:
-                        registry.register(worker.key, worker.endpoint, worker.block_size, None)
+                        registry.register(
+                            worker.key, worker.endpoint, worker.block_size, worker.replay_endpoint
+                        )
                 self._publishers = publishers = Publishers(self._state, tasks, *bounds)
                 registry.beside = publishers.__len__
                 publishers.beside = registry.__len__
@@ -225,6 +228,9 @@ class _Daemon:
                     Readiness(config.min_initial_workers, len(config.peers)),
                     self._max_waiting,
                 )
+                if config.selection_bind is not None:
+                    for record in config.catalog:
+                        await self._selections.workers.put(record)
                 known = Known(
                     self._state,
                     registry,
@@ -382,11 +388,14 @@ class _Daemon:
                 await trio.sleep(SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
-        """Looks every second for what is too old, of no use, and whether the index is full."""
+        """Looks every second for what is too old, of no use, too full, or never matches."""
         room = Room(self._state.budget)
+        unmatched = UnmatchedLog(self._state)
         while True:
             await trio.sleep(EXPIRY_PAUSE_S)
             room.look(trio.current_time())
+            for _ in unmatched.look():
+                await trio.lowlevel.checkpoint()
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
             if self._publishers is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvd.state import State
 from kvd.wire.counts import StreamCounts
-from kvd.wire.listener import Listener, ListenerStatus, StreamHealth
+from kvd.wire.listener import Listener, ListenerStatus, Quiet, StreamHealth
 from kvd.wire.replay import ReplayEnd
 from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
@@ -203,6 +203,8 @@ LISTENER_COUNTERS = {
     "losses": "Of these, connections that broke",
     "crashes": "Bugs, each of which cost a batch and the connection",
     "failures": "Sockets that could not be connected or had to be given up",
+    "unreachable": "Times that an engine could not be reached for engine_stale_s",
+    "silent": "Times that nothing came over a new connection for engine_stale_s",
 }
 
 
@@ -214,16 +216,21 @@ def listener_families(
     totals.add(left)
     statuses: dict[str, int] = dict.fromkeys(sorted(ListenerStatus), 0)
     streams: dict[str, int] = dict.fromkeys(StreamHealth, 0)
+    quiet: dict[str, int] = dict.fromkeys(Quiet, 0)
     for number, listener in enumerate(listeners, 1):
         totals.add(listener)
         statuses[listener.status] += 1
         streams[listener.health(now)] += 1
+        if listener.quiet is not None:
+            quiet[listener.quiet] += 1
         if number % BREATH == 0:
             yield None
     help = "Number of ZMQ listeners by status"
     yield by_label("dynamo_kvindexer_listeners", "gauge", help, "status", statuses)
     help = "Event streams by how far the index can be believed for them"
     yield by_label("kvd_streams", "gauge", help, "state", streams)
+    help = "Event streams over which nothing has come for engine_stale_s, by why"
+    yield by_label("kvd_quiet_streams", "gauge", help, "why", quiet)
     for name, help in LISTENER_COUNTERS.items():
         yield counter(f"kvd_listener_{name}_total", help, getattr(totals, name))
     help = "Messages of engines refused for their shape"
@@ -243,6 +250,8 @@ INDEX_GAUGES = (
 )
 # The same, those that have ended included (State.ended_totals).
 INDEX_COUNTERS = (
+    ("kvd_questions_total", "questions", "Prompts looked up while there were blocks"),
+    ("kvd_questions_matched_total", "matched", "Of these, those that some rank had a part of"),
     ("kvd_parked_blocks_dropped_total", "parked_dropped", "Parked blocks lost to the bound"),
     (
         "kvd_parked_blocks_unsalted_total",
@@ -258,7 +267,7 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
     """Says what is indexed; `instances` is the number of registered ones."""
     sums = dict.fromkeys((name for _, name, _ in INDEX_GAUGES), 0) | state.ended_totals
     held: dict[str, int] = {}
-    recovered = 0
+    recovered = unmatched = 0
     for number, partition in enumerate(list(state.sized.values()), 1):
         stats: dict[str, Any] = {**partition.index.stats()}
         for name in sums:
@@ -266,6 +275,7 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
         for tier, count in stats["held"].items():
             held[tier] = held.get(tier, 0) + count
         recovered += len(partition.workers.keys() - partition.ranks.keys())
+        unmatched += partition.is_unmatched
         if number % BREATH == 0:
             yield None
     help = "Number of active model+routing-group indexers"
@@ -273,6 +283,8 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
     yield gauge("dynamo_kvindexer_workers", "Number of registered worker instances", instances)
     help = "Instances known from a peer's dump that have not registered"
     yield gauge("kvd_recovered_workers", help, recovered)
+    help = "Models and tenants that are asked about and never match, although blocks are held"
+    yield gauge("kvd_unmatched_models", help, unmatched)
     yield by_label("kvd_blocks", "gauge", "(rank, block) pairs by tier", "tier", held)
     for family, name, help in INDEX_GAUGES:
         yield gauge(family, help, sums[name])

@@ -387,7 +387,8 @@ class Setting:
 
     `borrowed` is the variable of a setting that other programs of the fleet read as well;
     `empty_is_wrong` if those refuse an empty one, which otherwise counts as unset. `also` is
-    another name of its flag. `live` if a reload changes it in a running daemon.
+    another name of its flag, `also_borrowed` are others of its variable. `live` if a reload changes
+    it in a running daemon.
     """
 
     name: str
@@ -399,6 +400,7 @@ class Setting:
     empty_is_wrong: bool = False
     also: str | None = None
     live: bool = False
+    also_borrowed: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -427,3 +429,8 @@ class Setting:
     @property
     def variable(self) -> str:
         return self.borrowed or ENV_PREFIX + self.name.upper()
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All that are read, its own first."""
+        return (self.variable, *self.also_borrowed)

@@ -58,7 +58,7 @@ COUNT = parsers.within(1, I32_MAX)
 
 WORKER_SETTINGS = (
     Setting(
-        "block_size", parsers.parse_u32, None, "TOKENS", "block size of the workers given here"
+        "block_size", parsers.parse_positive, None, "TOKENS", "block size of the workers given here"
     ),
     Setting("model_name", parsers.parse_name, "default", "NAME", "model of the workers given here"),
     Setting(
@@ -68,8 +68,9 @@ WORKER_SETTINGS = (
         "workers",
         parsers.parse_list,
         None,
-        "ID[:RANK]=ENDPOINT,...",
-        "engines to listen to from the start",
+        "ID[:RANK]=ENDPOINT[;REPLAY][;URL],...",
+        "engines to listen to from the start, with the endpoint that replays are asked from, and "
+        "the URL at which the worker serves, with which it can be selected, too",
     ),
 )
 
@@ -114,10 +115,21 @@ def _dynamo(
     *,
     also: str | None = None,
     live: bool = False,
+    also_borrowed: tuple[str, ...] = (),
 ) -> Setting:
     """Returns a setting of Dynamo's router, under its variable there."""
     borrowed = f"DYN_{name.upper()}"
-    return Setting(name, parse, default, metavar, help, borrowed=borrowed, also=also, live=live)
+    return Setting(
+        name,
+        parse,
+        default,
+        metavar,
+        help,
+        borrowed=borrowed,
+        also=also,
+        live=live,
+        also_borrowed=also_borrowed,
+    )
 
 
 ROUTER_SETTINGS = (
@@ -159,6 +171,23 @@ ROUTER_SETTINGS = (
         1.0,
         "WEIGHT",
         "what a prompt block to compute costs, beside 1 for a block in use",
+        live=True,
+        also_borrowed=("DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_OVERLAP_SCORE_WEIGHT"),
+    ),
+    _dynamo(
+        "router_kv_overlap_score_credit",
+        parsers.parse_weight,
+        1.0,
+        "CREDIT",
+        "of a block that is saved when it is cached on the device",
+        live=True,
+    ),
+    _dynamo(
+        "router_decode_active_request_weight",
+        parsers.parse_weight,
+        0.0,
+        "WEIGHT",
+        "what each request of a worker costs beside its blocks, in blocks",
         live=True,
     ),
     _dynamo(
@@ -556,7 +585,7 @@ ENGINE_SETTINGS = (
         parsers.parse_seconds,
         STALE_AFTER_S,
         "SECONDS",
-        "disconnected, after which a stream is stale",
+        "disconnected, after which a stream is stale, and one that says nothing is reported",
     ),
     Setting(
         "engine_queue_messages",
@@ -889,6 +918,27 @@ SELECT_SERVICE_SETTINGS = (
     ),
     *(setting for setting in DAEMON_SETTINGS if setting.borrowed),
 )
+
+# Options of Dynamo's router that nothing here corresponds to, by flag without the dashes, and why.
+# They are taken, so that one command line and one environment do for both, and warned of.
+_NO_NATS = "kvd has no event store; --peers names whom to take the state from"
+_NO_CACHE = "a selection is answered once; retries are by Idempotency-Key"
+_NO_KEYS = "prompts are not hashed by a key"
+WITHOUT_EFFECT = {
+    "router-replica-sync": "replicas are named: --replica-sync-port, --replica-sync-peers",
+    "kv-cache-block-size": "each worker says its block size when it is registered",
+    "router-durable-kv-events": _NO_NATS,
+    "router-reset-states": _NO_NATS,
+    "router-snapshot-threshold": _NO_NATS,
+    "event-plane": "events come over ZMQ",
+    "router-kv-overlap-score-credit-decay": "the credit does not follow the load",
+    "selection-cache-ttl-secs": _NO_CACHE,
+    "selection-cache-max-entries": _NO_CACHE,
+    "selection-cache-max-bytes": _NO_CACHE,
+    "router-tracking-hash": _NO_KEYS,
+    "router-tracking-key-file": _NO_KEYS,
+    "router-tracking-key-id": _NO_KEYS,
+}
 
 GROUPS = {
     "Workers known from the start": WORKER_SETTINGS,

@@ -37,12 +37,23 @@ SWEPT_PARTITIONS = 256
 MAX_DEPARTED = 65_536
 
 # Tallies of PrefixIndex.stats() that only grow; what a partition had outlives it.
-TOTALS: tuple[Literal["parked_dropped", "parked_unsalted", "removed_unknown", "rebound"], ...] = (
+TOTALS: tuple[
+    Literal[
+        "questions", "matched", "parked_dropped", "parked_unsalted", "removed_unknown", "rebound"
+    ],
+    ...,
+] = (
+    "questions",
+    "matched",
     "parked_dropped",
     "parked_unsalted",
     "removed_unknown",
     "rebound",
 )
+
+# Prompts rarely differ from their first block on as often as this: they are hashed by another rule,
+# or cut into blocks of another size, than those that engines tell of.
+UNMATCHED_QUESTIONS = 100
 
 U64_MAX = 2**64 - 1
 
@@ -64,6 +75,7 @@ class Partition:
     ranks: dict[InstanceId, set[int]] = field(default_factory=dict)  # the registered ones
     sources: int = 0  # registered publishers
     linked: set[InstanceId] = field(default_factory=set)  # workers that publishers count for, too
+    unmatched_said: bool = False  # the log has a line about it
 
     @property
     def block_size(self) -> int:
@@ -73,6 +85,11 @@ class Partition:
     @property
     def sized_key(self) -> SizedKey:
         return (*self.key, self.block_size)
+
+    @property
+    def is_unmatched(self) -> bool:
+        """Whether it has been asked often, with blocks in it, and nothing has ever matched."""
+        return self.index.matched == 0 and self.index.questions >= UNMATCHED_QUESTIONS
 
     def is_registered(self, instance_id: InstanceId) -> bool:
         """Says whether any rank of the instance is registered."""

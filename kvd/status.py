@@ -20,6 +20,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
+from kvd.catalog import Lifecycle
 from kvd.parsers import Bind, Binds, UnixBind
 from kvd.wire.listener import StreamHealth
 
@@ -36,7 +37,7 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 LISTS = {
     "indexer": {"workers": "/workers"},
     "slot-tracker": {"loads": "/loads"},
-    "selection": {},
+    "selection": {"workers": "/workers"},
     "conductor": {"publishers": "/services"},
 }
 
@@ -206,6 +207,7 @@ def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "faces": {face.name: _face(face, interval_s) for face in faces},
         "streams": _streams(listening),
+        "unmatched_models": _first(faces, {"": "kvd_unmatched_models"})[""] or 0,
         "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
         "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
         "queued": _first(faces, {"messages": "kvd_queued_messages", "bytes": "kvd_queued_bytes"}),
@@ -277,11 +279,13 @@ def _face(face: Face, interval_s: float) -> dict[str, Any]:
 
 
 def exit_code(shown: Mapping[str, Any]) -> int:
-    """Returns what scripts look at: whether everything answers, and every stream is exact."""
+    """Returns what scripts look at: does all answer, can all be believed, chosen, and matched."""
     if any("error" in face for face in shown["faces"].values()):
         return UNREACHABLE
     inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
-    return INEXACT if inexact else EXACT
+    workers = shown.get("selection", {}).get("workers", [])
+    unscheduled = any(each["lifecycle"] != Lifecycle.SCHEDULABLE for each in workers)
+    return INEXACT if inexact or unscheduled or shown["unmatched_models"] else EXACT
 
 
 def text(shown: Mapping[str, Any]) -> Iterator[str]:
@@ -339,13 +343,26 @@ def _loads(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the streams that cannot be believed wholly, the first of them."""
+    """Yields what is wrong: streams that cannot be believed wholly, models that never match."""
+    workers = shown.get("indexer", {}).get("workers", [])
+    chosen = shown.get("selection", {}).get("workers", [])
     rows = [
-        f"worker {each['instance_id']} of {each['model_name']}/{each['tenant_id']}: "
-        f"{each['stream']}, {each['status']}"
-        for each in shown.get("indexer", {}).get("workers", [])
+        f"{_named(each, 'instance_id')}: {each['stream']}, {each['status']}"
+        f"{_why(each['listeners'])}"
+        for each in workers
         if each["stream"] != StreamHealth.EXACT
     ]
+    for each in chosen:
+        name = _named(each, "worker_id")
+        if each["lifecycle"] != Lifecycle.SCHEDULABLE:
+            rows.append(
+                f"{name}: {each['lifecycle']}: {'; '.join(each['not_schedulable_reasons'])}"
+            )
+        elif worst := _worst(each.get("listeners", {})):
+            rows.append(f"{name}: {worst['stream']}, {worst['status']}{_why(each['listeners'])}")
+    warned = [each for each in workers + chosen if "warning" in each]
+    rows += [f"{each['model_name']}/{each['tenant_id']}: {each['warning']}" for each in warned]
+    rows = list(dict.fromkeys(rows))  # two faces may have the same worker, or many one model
     rows += [
         f"publisher {each['InstanceID']} rank {each['DPRank']} of {each['ModelName']}: "
         f"{each['stream']}, {each['status']}"
@@ -355,6 +372,26 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {row}" for row in rows[:MOST_LINES])
     if len(rows) > MOST_LINES:
         yield f"  and {len(rows) - MOST_LINES:,} more"
+
+
+def _named(worker: Mapping[str, Any], id_member: str) -> str:
+    return f"worker {worker[id_member]} of {worker['model_name']}/{worker['tenant_id']}"
+
+
+def _worst(listeners: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the listener whose stream can be believed least, None if all are exact."""
+    order = list(StreamHealth)
+    worst = min(listeners.values(), key=lambda each: order.index(each["stream"]), default=None)
+    return None if worst is None or worst["stream"] == StreamHealth.EXACT else worst
+
+
+def _why(listeners: Mapping[str, Any]) -> str:
+    """Returns what is said of the first rank that is not exact and has anything said of it."""
+    for rank, listener in listeners.items():
+        said = [listener[name] for name in ("quiet", "last_error", "loss") if name in listener]
+        if listener["stream"] != StreamHealth.EXACT and said:
+            return f"; rank {rank}: {', '.join(said)}"
+    return ""
 
 
 def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:

@@ -135,6 +135,9 @@ cdef extern from "stream.hpp" namespace "kvd" nogil:
         cbool rank(uint32_t*)       # false when the last batch does not say it
         cbool names_ranks()
         uint32_t cleared()          # tiers as bits
+        const uint64_t* ignored()   # by kvd::Ignored
+        cbool is_unused()
+        uint64_t other_block_size() # tokens, 0 for none
         void clear() except +
         cbool restored()
         void drop_restored() except +
@@ -207,11 +210,14 @@ cdef class PrefixIndex:
     cdef CMatch match_scratch
     cdef vector[uint64_t] locals
     cdef string text
+    cdef readonly uint64_t questions    # about a block or more, put while there were blocks
+    cdef readonly uint64_t matched      # of these, those that some rank has had a part of
 
     cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*, str cache_salt=*)
     cpdef bytes query_hashes(self, BodyScanner scanner, int array)
     cpdef bytes query_tiers(self, BodyScanner scanner, int array)
-    cdef bytes answer(self)
+    cdef bytes answer(self, size_t blocks)
+    cdef void note_question(self, size_t blocks) noexcept
     cdef vector[const CWorker*] owners(self)
 
 

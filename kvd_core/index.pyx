@@ -200,7 +200,7 @@ cdef class PrefixIndex:
             self.match_scratch.add(deref(self.c), self.locals.data(), n, kSalted)
         local_hashes(tokens, n, size, seed_of(lora_name, None), self.locals.data())
         self.match_scratch.add(deref(self.c), self.locals.data(), n, kUnsalted if cache_salt else kAll)
-        return self.answer()
+        return self.answer(n)
 
     cpdef bytes query_hashes(self, BodyScanner scanner, int array):
         """Answers with the matches of a list of local hashes, as JSON bytes."""
@@ -208,7 +208,7 @@ cdef class PrefixIndex:
         cdef const uint64_t* hashes = scanner.u64(array, &n)
         self.match_scratch.reset(deref(self.c))
         self.match_scratch.add(deref(self.c), hashes, n, kAll)
-        return self.answer()
+        return self.answer(n)
 
     cpdef bytes query_tiers(self, BodyScanner scanner, int array):
         """Answers as `query_hashes`, every rank and tier by itself (see `tiered_answer.hpp`)."""
@@ -216,6 +216,7 @@ cdef class PrefixIndex:
         cdef const uint64_t* hashes = scanner.u64(array, &n)
         self.match_scratch.reset(deref(self.c))
         self.match_scratch.add(deref(self.c), hashes, n, kAll)
+        self.note_question(n)
         cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch, self.text)
         try:
             renderer.render(self.order)
@@ -223,7 +224,14 @@ cdef class PrefixIndex:
             del renderer
         return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
 
-    cdef bytes answer(self):
+    cdef void note_question(self, size_t blocks) noexcept:
+        """Counts the question that the last match is about."""
+        if blocks != 0 and self.c.tree().block_count() != 0:
+            self.questions += 1
+            self.matched += not self.match_scratch.touched().empty()
+
+    cdef bytes answer(self, size_t blocks):
+        self.note_question(blocks)
         cdef CAnswer* renderer = new CAnswer(deref(self.c), self.match_scratch, self.text)
         try:
             renderer.render(self.order)
@@ -274,6 +282,8 @@ cdef class PrefixIndex:
         cdef const CTally* t = &self.c.tally()
         return {
             "blocks": self.c.tree().block_count(),
+            "questions": self.questions,
+            "matched": self.matched,
             "chains": self.c.tree().node_count(),
             "bytes": self.c.bytes(),
             "held": {TIERS[i]: self.c.held(i) for i in range(kTierLayers)},
@@ -467,6 +477,26 @@ cdef class Stream:
     def cleared(self):
         """The tiers that clears of the last applied batch have emptied, as bits of ALL_TIERS."""
         return self.c.cleared()
+
+    @property
+    def ignored(self):
+        """Events that were understood and had no effect, by the IGNORED reason, those of 0 left out."""
+        cdef const uint64_t* counts = self.c.ignored()
+        return {IGNORED[i]: counts[i] for i in range(kIgnored) if counts[i]}
+
+    def misfit(self):
+        """Says why what the engine tells is of no use as it is registered, "" if it is of use."""
+        if self.worker.index is None:
+            return ""
+        if self.c.other_block_size():
+            return (
+                f"the engine has blocks of {self.c.other_block_size()} tokens, "
+                f"{self.worker.index.block_size} are registered"
+            )
+        if self.c.is_unused():
+            reasons = ", ".join(f"{why} {count}" for why, count in self.ignored.items())
+            return f"all events were ignored: {reasons}"
+        return ""
 
     def clear(self):
         """Drops the blocks of every rank this stream has spoken for, also in batches only.

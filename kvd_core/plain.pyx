@@ -23,8 +23,9 @@ cdef enum:
     kTenant
     kTenantAlias
     kCacheSalt
+    kStreams
     kLora
-FIELDS = ("model_name", "tenant_id", "routing_group", "cache_salt", "lora_name")
+FIELDS = ("model_name", "tenant_id", "routing_group", "cache_salt", "streams", "lora_name")
 
 cdef ptrdiff_t MAX_DIGITS = 20  # of 2^64 - 1
 cdef uint64_t HIGHEST_TENTH = 0xffffffffffffffff // 10
@@ -44,7 +45,7 @@ cdef class PlainQuery(Answerer):
         """
         self.by_tokens = scanner.elements == ("u32",)
         self.by_tiers = not self.by_tokens and "cache_salt" not in scanner.field_names
-        if scanner.field_names != FIELDS[: 5 if self.by_tokens else 3 if self.by_tiers else 4]:
+        if scanner.field_names != FIELDS[: 6 if self.by_tokens else 3 if self.by_tiers else 5]:
             raise ValueError(f"not the fields of a query: {scanner.field_names}")
         self.scanner = scanner
         self.partitions = partitions
@@ -55,6 +56,8 @@ cdef class PlainQuery(Answerer):
         if scanner.core.scan(<const uint8_t*>body, size) != Verdict.ok:
             return None
         if not scanner.core.present(0):
+            return None
+        if not self.by_tiers and scanner.core.value(kStreams).kind != Kind.absent:
             return None
         cdef const Value* tenant_value = &scanner.core.value(kTenant)
         if tenant_value.kind == Kind.absent:

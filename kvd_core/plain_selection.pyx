@@ -74,6 +74,10 @@ SELECT_FIELDS = (
     "routing_constraints",
     "explain",
     "phase",
+    "nvext",
+    "session_context",
+    "advisory",
+    "is_eagle",
 )
 
 cdef uint64_t U32_MAX = 0xffffffff

@@ -398,6 +398,8 @@ cdef class Pool:
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings):
         """The same as a whole object: `opening` and `members` begin it, up to a comma."""
+        if self.index is not None:
+            self.index.note_question(self.c.prompt().locals.size())
         return self.rendered(kAnswer, settings, self.at(candidate), opening, members)
 
     def render_overlaps(self):

@@ -6,7 +6,7 @@
 //   raw        (tokens being prefilled + isl, at least cached) / block size
 //   prefill    weight x max(0, raw - (credit x device + 0.75 host + 0.25 disk))
 //   decode     blocks in use + blocks of the prompt that are not in use already
-//   cost       prefill + decode
+//   cost       prefill + decode + active request weight x requests of the rank, by default 0
 //
 // Without prefill tracking there is no prefill term; the credit is then taken off the decode term,
 // which does not fall below 0, unless the weight or the device credit is 0.
@@ -90,6 +90,7 @@ class Scale {
       t.decode = std::max(0.0, t.decode - t.credit);
     }
     t.cost = t.prefill + t.decode;
+    if (s_.active_request_weight != 0) t.cost += s_.active_request_weight * real(c.requests);
     return t;
   }
 

@@ -21,6 +21,7 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         double device_credit                  # of a cached block
         double host_credit
         double disk_credit                    # disk and external
+        double active_request_weight          # of a request that the rank has, beside its blocks
         double temperature                    # 0: the lowest cost
         double queue_threshold                # of max_num_batched_tokens, infinite: off
         double decode_blocks_threshold        # of total_kv_blocks, infinite: off

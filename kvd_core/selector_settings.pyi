@@ -21,6 +21,7 @@ class Settings:
         device_credit: float = ...,
         host_credit: float = ...,
         disk_credit: float = ...,
+        active_request_weight: float = ...,
         temperature: float = ...,
         track_prefill: bool = ...,
         track_active_blocks: bool = ...,

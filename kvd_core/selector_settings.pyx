@@ -21,6 +21,7 @@ cdef dict DEFAULTS = {
     "device_credit": 1.0,
     "host_credit": 0.75,
     "disk_credit": 0.25,
+    "active_request_weight": 0.0,
     "temperature": 0.0,
     "track_prefill": True,
     "track_active_blocks": True,
@@ -59,6 +60,7 @@ cdef class Settings:
         self.c.device_credit = self.number("device_credit")
         self.c.host_credit = self.number("host_credit")
         self.c.disk_credit = self.number("disk_credit")
+        self.c.active_request_weight = self.number("active_request_weight")
         self.c.temperature = self.number("temperature")
         self.c.track_prefill = self.members["track_prefill"]
         self.c.track_active_blocks = self.members["track_active_blocks"]

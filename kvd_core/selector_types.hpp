@@ -49,6 +49,7 @@ struct Settings {
   double device_credit = 1;
   double host_credit = 0.75;
   double disk_credit = 0.25;
+  double active_request_weight = 0;
   double temperature = 0;
   double queue_threshold = kOff;          // of max_num_batched_tokens
   double decode_blocks_threshold = kOff;  // of total_kv_blocks

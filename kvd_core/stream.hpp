@@ -102,6 +102,15 @@ class Stream {
   // The tiers that the last applied batch has emptied by clears, as bits.
   uint32_t cleared() const { return cleared_; }
 
+  // Events that had no effect since the stream was made, by Ignored.
+  const uint64_t* ignored() const { return ignored_; }
+
+  // Whether events had no effect since the engine's process began, and none that stored has had any.
+  bool is_unused() const { return ignores_ && !stores_; }
+
+  // Tokens a block of the last event that was ignored for them since then, 0 if none was.
+  uint64_t other_block_size() const { return other_block_size_; }
+
   // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
   // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
   void clear() {
@@ -112,7 +121,8 @@ class Stream {
       if (dp_rank != dp_rank_) worker_.renew(index_, dp_rank);
     }
     heard_.clear();
-    names_ranks_ = false;
+    names_ranks_ = ignores_ = stores_ = false;
+    other_block_size_ = 0;
   }
 
   // Whether there are blocks of a dump that this stream's engine has not been heard about.
@@ -276,7 +286,11 @@ class Stream {
     if (index_.holds_nothing(rank_)) traits().settling = false;
   }
 
-  void ignore(Ignored why) { ++counters_.ignored[static_cast<size_t>(why)]; }
+  void ignore(Ignored why) {
+    ++counters_.ignored[static_cast<size_t>(why)];
+    ++ignored_[static_cast<size_t>(why)];
+    ignores_ = true;
+  }
 
   bool no_room() {
     ignore(Ignored::FULL);
@@ -377,6 +391,7 @@ class Stream {
 
   // Stores the hashes of a part of an event that has them up to `end`; false when there is no room.
   bool store_names(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, uint32_t end) {
+    stores_ = true;
     const bool below = e.has_parent && e.n_hashes == 1;  // a lone block below a parent is a copy
     if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to, e.origin)) return true;
     return no_room();
@@ -387,6 +402,7 @@ class Stream {
     const size_t size = index_.block_size();
     if (e.block_size != size || size == 0) {
       if (from == 0) ignore(Ignored::BLOCK_SIZE);
+      other_block_size_ = e.block_size;
       return true;
     }
     const size_t tokens = e.pairs ? e.n_tokens - 1 : e.n_tokens;
@@ -409,6 +425,7 @@ class Stream {
               layer, inherited};
     run.origin = e.origin;
     if (index_.sequences() != nullptr) add_plain(e, said, n, seed, run);
+    stores_ = stores_ || n != 0;
     if (index_.store(rank_, run)) return true;
     return no_room();
   }
@@ -454,6 +471,10 @@ class Stream {
   StreamCounters& counters_;
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
   bool names_ranks_ = false;            // some have named theirs
+  uint64_t ignored_[kIgnored] = {};
+  bool ignores_ = false;                // events of this engine process had no effect
+  bool stores_ = false;                 // and some that stored have had
+  uint64_t other_block_size_ = 0;
   Scratch scratch_;
   std::vector<uint64_t> locals_;
   std::vector<uint64_t> plain_;  // local hashes by the seed of sequence hashes, where it differs

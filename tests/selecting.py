@@ -10,9 +10,10 @@ from typing import Any
 import trio
 
 from kvd.catalog import WorkerRecord
+from kvd.descriptors import MAX_WAITING
 from kvd.model import PartitionKey, RankKey
 from kvd.registry import Registry
-from kvd.scheduling.options import MAX_HELD, RouterOptions
+from kvd.scheduling.options import RouterOptions
 from kvd.selection.admission import OWNER
 from kvd.selection.asks import Ask, Held, Look
 from kvd.selection.fleet import Fleet
@@ -58,7 +59,7 @@ class Service:
         max_ranks: int = 1000,
         seed: int = 1,
         expiry_s: float = EXPIRY_S,
-        max_waiting: int = MAX_HELD,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         self.now = 1000.0
         self.state = State()

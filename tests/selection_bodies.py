@@ -121,6 +121,10 @@ SELECTED = {
     ),
     "explain": FLAG,
     "phase": PHASES,
+    "nvext": (*OBJECT, *within("agent_hints", OBJECT)),
+    "session_context": (*OBJECT, *within("session_id", TEXT)),
+    "advisory": FLAG,
+    "is_eagle": FLAG,
 }
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/workers": {
@@ -145,6 +149,8 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         "taints": (*TEXTS, '["a\\u0000"]'),
         "topology_domains": (*MAP, '{"a": "\\u0000"}', '{"\\u0000": "a"}'),
         "kv_events_endpoints": RANKS,
+        "router_hint_worker_type": NO_NAMES,
+        "router_hint_source_control_endpoints": RANKS,
         "kv_transfer_preferred_weight": NUMBER,
     },
     "/select": SELECTED,

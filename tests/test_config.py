@@ -164,6 +164,23 @@ def test_workers_carry_what_a_registration_needs() -> None:
     assert load(given, {}).workers == (StaticWorker(key, ENDPOINT, 64),)
 
 
+def test_workers_may_say_where_replays_are_asked_from_and_where_they_serve() -> None:
+    replay, url = "tcp://127.0.0.1:5558", "http://w:8000"
+    text = f"1={ENDPOINT} ; {replay}, 2:3={ENDPOINT};{replay};{url}, 2:4={ENDPOINT};{url};{replay}"
+    config = load({"workers": parse_list(text), "block_size": 16}, {})
+    assert [(each.replay_endpoint, each.serves_at) for each in config.workers] == [
+        (replay, None),
+        (replay, url),
+        (replay, url),
+    ]
+    (record,) = config.catalog
+    assert (record.worker_id, record.endpoint, record.replay_endpoint) == (2, url, replay)
+    assert record.ranks == range(3, 5) and record.reasons(16, uses_events=True) == []
+    assert record.kv_events_endpoints == {3: ENDPOINT, 4: ENDPOINT}
+    with pytest.raises(StartError, match="needs to know where instance 1 serves"):
+        load({"workers": parse_list(text), "block_size": 16, "indexer_bind": OFF}, {})
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -179,6 +196,14 @@ def test_workers_carry_what_a_registration_needs() -> None:
         ("1=http://127.0.0.1:1", "unsupported scheme"),
         ("1=tcp://127.0.0.1", "missing TCP port"),
         ("1=tcp://127.0.0.1:1,1:0=tcp://127.0.0.1:2", "twice"),
+        ("1=tcp://127.0.0.1:1;tcp://127.0.0.1", "invalid replay endpoint"),
+        ("1=tcp://127.0.0.1:1;", "invalid replay endpoint"),
+        ("1=tcp://127.0.0.1:1;tcp://127.0.0.1:2;tcp://127.0.0.1:3", "more than one replay"),
+        ("1=tcp://127.0.0.1:1;http://a;http://b", "or more than one URL"),
+        ("1=tcp://127.0.0.1:1;http://", "without a host"),
+        ("1=tcp://127.0.0.1:1;http://u:p@a", r"\*\*\*@a'"),
+        ("1=tcp://127.0.0.1:1;http://a,1:1=tcp://127.0.0.1:1;http://b", "differ in serves at"),
+        ("1=tcp://127.0.0.1:1;http://a,1:2=tcp://127.0.0.1:1;http://a", "do not follow"),
     ],
 )
 def test_bad_workers_are_refused_with_their_reason(text: str, complaint: str) -> None:

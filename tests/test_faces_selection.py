@@ -88,9 +88,13 @@ def unchanged(client: httpx.Client, kvd: Server) -> Iterator[None]:
 
 
 def state(client: httpx.Client) -> tuple[Any, Any]:
-    """Workers and loads; a model stays listed, so those without workers are left out."""
+    """Workers and loads; a model stays listed, so those without workers are left out.
+
+    So are listeners: what connecting has met, and for how long, changes by itself.
+    """
     loads = [row for row in client.get("/loads").json() if row["loads"]]
-    return client.get("/workers").json(), loads
+    workers = client.get("/workers").json()
+    return [{name: row[name] for name in row.keys() - {"listeners"}} for row in workers], loads
 
 
 def load(client: httpx.Client) -> Any:

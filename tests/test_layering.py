@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "kvd.fleet",
         "kvd.room",
         "kvd.memory",
+        "kvd.unmatched",
         "kvd.control",
     ),
     ("kvd.config", "kvd.demo", "kvd.desks"),

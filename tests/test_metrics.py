@@ -65,6 +65,13 @@ class NoStream:
     def goes_on(self, payload: bytes) -> bool:
         return False
 
+    @property
+    def ignored(self) -> dict[str, int]:
+        return {}
+
+    def misfit(self) -> str:
+        return ""
+
     def drop_restored(self) -> bool:
         return False
 

@@ -411,14 +411,15 @@ async def test_what_another_face_ends_lets_them_go(nursery: trio.Nursery) -> Non
     assert other.loads.eased is None
 
 
-async def test_they_wait_for_another_block_size_too(nursery: trio.Nursery) -> None:
+async def test_they_end_where_the_block_size_changes(nursery: trio.Nursery) -> None:
     service = await ready(batched(1))
     service.reserve("a", (1, 0), [901], BATCH + 1)
     before = service.fleet().ledger.loads
     caller = calls(nursery, service, [1])
     await service.selections.workers.put_all(M, [batched(1, block_size=2 * BLOCK_SIZE)])
     await settled()
-    assert caller.answer["block_size"] == 2 * BLOCK_SIZE
+    assert caller.answer is None
+    assert str(caller.error) == "the block size of the workers has changed meanwhile"
     assert before is not service.fleet().ledger.loads and before.eased is None
     service.check()
 

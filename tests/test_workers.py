@@ -65,6 +65,8 @@ async def test_many_instances() -> None:
         "model_name": "m",
         "tenant_id": "t",
         "block_size": 16,
+        "questions": 0,
+        "matched": 0,
         "endpoints": {str(rank): SOMEWHERE for rank in range(4)},
         "listeners": {
             str(rank): {"endpoint": SOMEWHERE, "status": "pending", "stream": "recovering"}

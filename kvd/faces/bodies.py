@@ -86,6 +86,18 @@ def optional_uint(members: Members, name: str, maximum: int) -> int | None:
     return None if value is None else _uint(value, name, maximum)
 
 
+def flag(members: Members, name: str) -> bool:
+    value = members[name]
+    if not isinstance(value, bool):
+        raise Invalid(f"{name}: expected true or false")
+    return value
+
+
+def optional_flag(members: Members, name: str) -> bool:
+    """Returns a flag, False when the member is absent or null."""
+    return members.get(name) is not None and flag(members, name)
+
+
 def alias(members: Members, *names: str) -> str | None:
     """Returns the one member of several names for the same text; None when none is given.
 

@@ -18,7 +18,7 @@ from kvd.metrics import Family, counter, gauge, listener_families, state_familie
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.peers import Peers
 from kvd.registry import INDEXER, Registry, by_instance
-from kvd.state import State
+from kvd.state import Partition, State
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd_core.index import IngestCounters, PrefixIndex
 from kvd_core.lane import Answerer
@@ -31,7 +31,7 @@ OK = b'{"status":"ok"}'
 # watches every chain that changes; a client that does not read is closed after 5 s.
 MAX_DUMPS = 8
 
-QUERY_FIELDS = ("model_name", *bodies.TENANT, "cache_salt", "lora_name")
+QUERY_FIELDS = ("model_name", *bodies.TENANT, "cache_salt", "streams", "lora_name")
 SALT = ("additional_salt", "additionalsalt")
 
 QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
@@ -78,8 +78,12 @@ def routes(
     known = state.partitions, DEFAULT_TENANT
     return (
         HEALTH,
-        _hot("/query", partial(query, state), PlainQuery(QUERY, *known)),
-        _hot("/query_by_hash", partial(query_by_hash, state), PlainQuery(QUERY_BY_HASH, *known)),
+        _hot("/query", partial(query, state, registry), PlainQuery(QUERY, *known)),
+        _hot(
+            "/query_by_hash",
+            partial(query_by_hash, state, registry),
+            PlainQuery(QUERY_BY_HASH, *known),
+        ),
         _hot(
             "/query_tiered_by_hash",
             partial(query_tiered_by_hash, state, registry),
@@ -105,17 +109,19 @@ def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
     return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
-def query(state: State, request: Request) -> Response:
+def query(state: State, registry: Registry, request: Request) -> Response:
     """Says how much of a prompt, given as token ids, every rank holds."""
     members = bodies.scan(QUERY, request.body)
     bodies.require(members, "token_ids")
     partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
     lora_name = bodies.optional_text(members, "lora_name")
     cache_salt = bodies.optional_text(members, "cache_salt")
-    return Response(200, partition.index.query_tokens(QUERY, 0, lora_name, cache_salt))
+    wants_streams = bodies.optional_flag(members, "streams")
+    answer = partition.index.query_tokens(QUERY, 0, lora_name, cache_salt)
+    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
 
 
-def query_by_hash(state: State, request: Request) -> Response:
+def query_by_hash(state: State, registry: Registry, request: Request) -> Response:
     """Says how much of a prompt, given as local hashes, every rank holds.
 
     Local hashes carry adapter and salt already, so a salt given beside them changes nothing.
@@ -124,7 +130,20 @@ def query_by_hash(state: State, request: Request) -> Response:
     bodies.require(members, "block_hashes")
     bodies.optional_text(members, "cache_salt")
     partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
-    return Response(200, partition.index.query_hashes(QUERY_BY_HASH, 0))
+    wants_streams = bodies.optional_flag(members, "streams")
+    answer = partition.index.query_hashes(QUERY_BY_HASH, 0)
+    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
+
+
+def _with_streams(answer: bytes, partition: Partition, registry: Registry) -> bytes:
+    """Adds how far each registered rank's stream can be believed, in the form of the scores."""
+    now = trio.current_time()
+    streams: dict[int | str, dict[int, str]] = {}
+    for instance_id, dp_rank in sorted(partition.rank_keys()):
+        listener = registry.find_listener(RankKey(partition.key, instance_id, dp_rank))
+        assert listener is not None
+        streams.setdefault(instance_id, {})[dp_rank] = listener.health(now)
+    return answer[:-1] + b',"streams":' + bodies.render(streams) + b"}"
 
 
 def query_tiered_by_hash(state: State, registry: Registry, request: Request) -> Response:
@@ -181,6 +200,9 @@ def read_rank(body: bytes) -> Rank:
     for name in KEPT:
         if (value := bodies.optional_text(members, name)) is not None:
             bodies.bounded(value, name)
+    block_size = bodies.uint(members, "block_size", bodies.U32_MAX)
+    if block_size == 0:  # nothing would ever match
+        raise Invalid("block_size: expected a number greater than 0")
     key = RankKey(
         bodies.kept_place(members),
         bodies.uint(members, "instance_id", bodies.U64_MAX),
@@ -189,7 +211,7 @@ def read_rank(body: bytes) -> Rank:
     return Rank(
         key,
         bodies.text(members, "endpoint"),
-        bodies.uint(members, "block_size", bodies.U32_MAX),
+        block_size,
         bodies.optional_text(members, "replay_endpoint"),
         bodies.optional_text(members, "curve_server_key"),
     )

@@ -136,17 +136,13 @@ def add(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
     """Books a request: 201, or 200 for a retry under the same Idempotency-Key."""
     members = bodies.scan(ADD, request.body)
     bodies.require(members, "sequence_hashes")
-    tracker, request_id, now = _tracker(slots, members), _new_request_id(members), clock()
-    added = slots.add(
-        tracker,
-        request_id,
-        bodies.uint(members, "worker_id", bodies.U64_MAX),
-        bodies.uint(members, "dp_rank", bodies.U32_MAX),
-        ADD,
-        _new_tokens(members),
-        now,
-        bodies.retry_key(request),
-    )
+    request_id, tokens = _new_request_id(members), _new_tokens(members)
+    worker_id = bodies.uint(members, "worker_id", bodies.U64_MAX)
+    dp_rank = bodies.uint(members, "dp_rank", bodies.U32_MAX)
+    key = bodies.retry_key(request)
+    # A body that is wrong is wrong whether there is a tracker or not.
+    tracker, now = _tracker(slots, members), clock()
+    added = slots.add(tracker, request_id, worker_id, dp_rank, ADD, tokens, now, key)
     if not added:
         return Response(200, OK)
     return Response(201, OK, undo=slots.undoing(tracker, request_id, now))

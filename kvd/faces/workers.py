@@ -57,10 +57,11 @@ def _instance(partition: Partition, ranks: list[Registration], now: float) -> It
         "model_name": partition.key.model_name,
         "tenant_id": partition.key.tenant_id,
         "block_size": partition.block_size,
+        **matching(partition),
     }
     yield json.dumps(head)[:-1].encode()
     yield from _by_rank("endpoints", ranks, lambda listener: listener.endpoint)
-    yield from _by_rank("listeners", ranks, lambda listener: dict(_listener(listener, now)))
+    yield from _by_rank("listeners", ranks, lambda listener: dict(stream_members(listener, now)))
     yield b"}"
 
 
@@ -77,7 +78,17 @@ def _by_rank(
     yield b"}"
 
 
-def _listener(listener: Listener, now: float) -> Iterator[tuple[str, str | int]]:
+def matching(partition: Partition) -> dict[str, int | str]:
+    """Returns members that say whether questions about the model and tenant match anything."""
+    index = partition.index
+    shown: dict[str, int | str] = {"questions": index.questions, "matched": index.matched}
+    if partition.is_unmatched:
+        shown["warning"] = f"none of {index.questions} questions has matched a block"
+    return shown
+
+
+def stream_members(listener: Listener, now: float) -> Iterator[tuple[str, object]]:
+    """Yields members that say how a rank's stream is."""
     yield "endpoint", listener.endpoint
     yield "status", listener.status
     if listener.last_error is not None:
@@ -85,6 +96,11 @@ def _listener(listener: Listener, now: float) -> Iterator[tuple[str, str | int]]
     yield "stream", listener.health(now)
     if listener.loss:
         yield "loss", listener.loss
+    if listener.quiet is not None:
+        yield "quiet", listener.quiet
+        yield "quiet_s", round(now - listener.quiet_since)
+    if ignored := dict(listener.ignored):
+        yield "ignored_events", ignored
     if (last := listener.cursor.last) is not None:
         yield "last_seq", last
     if listener.publisher:

@@ -10,6 +10,7 @@ import trio
 from kvd.logs import get_logger
 from kvd.net.dialing import Dialer
 from kvd.net.listener import run_listener
+from kvd.net.probing import Prober
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
 from kvd.net.turns import Turns
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.wire.listener import Listener
 
 HEALTH_EVERY_S = 1.0  # how long a change of health may last unsaid; shorter ones are not said
-HEALTH_SLICE = 256  # listeners looked at between two checkpoints, 0.1 ms
+HEALTH_SLICE = 256  # listeners looked at between two checkpoints, 0.4 ms
 
 log = get_logger(__name__)
 
@@ -60,6 +61,7 @@ class ListenerTasks:
         self._replayer = Replayer(context, options, replays or ReplayOptions(), self._dialer)
         self._turns = Turns()
         self._health: dict[Listener, StreamHealth] = {}  # as last said
+        self._prober = Prober(nursery, self._dialer, options.connect_timeout_s)
         nursery.start_soon(self._watch_health, health_every_s)
 
     def follow(self, replays: ReplayOptions) -> None:
@@ -100,9 +102,10 @@ class ListenerTasks:
             )
         finally:
             del self._health[listener]
+            self._prober.forget(listener)
 
     async def _watch_health(self, every_s: float) -> None:
-        """Logs every change of a stream's health that lasts."""
+        """Logs every change of a stream's health that lasts, and what says nothing."""
         while True:
             await trio.sleep(every_s)
             await self._look_at_health()
@@ -112,11 +115,27 @@ class ListenerTasks:
         for at, listener in enumerate(list(self._health), 1):
             if at % HEALTH_SLICE == 0:
                 await trio.lowlevel.checkpoint()
-            self._say_health(listener)
+            if listener in self._health:
+                self._say_health(listener)
+                self._look_at_quiet(listener)
+        self._prober.start(trio.current_time())
+
+    def _look_at_quiet(self, listener: Listener) -> None:
+        now = trio.current_time()
+        self._prober.look(listener, now)
+        quiet = listener.look(now)
+        if quiet is not None:
+            log.warning(
+                "engine " + quiet,
+                listener=listener.name,
+                endpoint=listener.endpoint,
+                for_s=listener.stale_after_s,
+                error=listener.last_error,
+            )
 
     def _say_health(self, listener: Listener) -> None:
-        before, now = self._health.get(listener), listener.health(trio.current_time())
-        if before is None or before is now:
+        before, now = self._health[listener], listener.health(trio.current_time())
+        if before is now:
             return
         self._health[listener] = now
         say = log.info if now in (StreamHealth.EXACT, StreamHealth.RECOVERING) else log.warning

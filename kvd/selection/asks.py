@@ -52,6 +52,7 @@ class Ask:
     expected_output_tokens: int | None = None
     lora_name: str | None = None
     explain: bool = False
+    advisory: bool = False  # nothing is sent there: it never waits
     session_id: str | None = None
     retry: Retry | None = None  # set: the answer to the same request is given once more
 
@@ -83,6 +84,7 @@ class Held:
 
     ask: Ask
     prompt: Prompt
+    block_size: int  # tokens, by which the prompt was hashed
     done: trio.Event = field(default_factory=trio.Event)
     answer: bytes | KvdError | None = None
     waiting: Waiting[Held] | None = None

@@ -44,6 +44,7 @@ _OVERLOADED: dict[Phase | None, str] = {
     Phase.DECODE: "all decode workers are overloaded",
 }
 
+_OTHER_SIZE = "the block size of the workers has changed meanwhile"
 _STOPPING = "the service is stopping"
 
 
@@ -97,8 +98,9 @@ class Choices:
         _check_constraints(ask)
         self._check_new(ask)  # before it waits for that
         look(fleet.pool)
-        # Who names the worker waits for nobody.
-        if ask.settings.members["mode"] == DIRECT or not fleet.queue.waits(ask.lane):
+        # Who names the worker, or only asks, waits for nobody.
+        direct = ask.settings.members["mode"] == DIRECT
+        if direct or ask.advisory or not fleet.queue.waits(ask.lane):
             answered = self._serve_one(fleet, ask)
             if answered is not None:
                 return answered
@@ -145,7 +147,7 @@ class Choices:
         if self.held >= min(self._options.max_held, self._max_waiting):
             text = f"{self.held} selections wait already"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
-        held = Held(ask, fleet.pool.hold())
+        held = Held(ask, fleet.pool.hold(), fleet.pool.block_size)
         least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
@@ -273,6 +275,8 @@ class Choices:
                 fleet.factors(ask.preferred),
             )
             members += members_json({"candidates": [self._explained(fleet, row) for row in rows]})
+        if ask.advisory:
+            members += members_json({"worker_load": _load(fleet, chosen)})
         opening = b"{" + members_json(named)
         return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
 
@@ -321,6 +325,8 @@ class Choices:
                 raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
             if (answered := self._again(ask)) is None:  # both have waited
                 self._check_new(ask)
+                if held.block_size != fleet.pool.block_size:  # its tokens are not kept
+                    raise Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
                 if self._all_busy(fleet, ask):
                     return _awaited(fleet, ask)
                 fleet.pool.look_again(held.prompt)
@@ -339,6 +345,17 @@ class Choices:
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = fleet.eligible(ask.constraints_in(phase), phase)
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
+
+
+def _load(fleet: Fleet, chosen: Chosen) -> dict[str, int | None]:
+    """Returns what a chosen rank works on, and what its worker has room for; None is unknown."""
+    row = fleet.pool.explained(chosen.at, chosen.settings)
+    record = fleet.workers[row.worker_id]
+    return {
+        "active_prefill_tokens": row.active_prefill_tokens,
+        "prefill_token_capacity": record.max_num_batched_tokens,
+        "total_kv_blocks": record.total_kv_blocks,
+    }
 
 
 def _awaited(fleet: Fleet, ask: Ask) -> int:

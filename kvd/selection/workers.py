@@ -29,8 +29,9 @@ from kvd.selection.bookings import Bookings
 from kvd.selection.fleet import Fleet
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
-from kvd.state import State
+from kvd.state import Partition, State
 from kvd.wire.endpoints import Addresses
+from kvd.wire.listener import Listener
 
 RECONSIDERED = 64  # workers judged again between two rests, each against all ranks of its fleet
 
@@ -185,6 +186,19 @@ class Workers:
     def absent(self, entry: Entry) -> dict[int, str]:
         """Says what is wrong with the event connections of a worker, by dp rank."""
         return self._streams.reasons(entry.record.key, entry.record.worker_id)
+
+    def listeners(self, entry: Entry) -> dict[int, Listener]:
+        """Returns who listens to a worker, by dp rank."""
+        record = entry.record
+        found = {
+            dp_rank: self._registry.find_listener(RankKey(record.key, record.worker_id, dp_rank))
+            for dp_rank in record.ranks
+        }
+        return {dp_rank: each for dp_rank, each in found.items() if each is not None}
+
+    def partition(self, entry: Entry) -> Partition | None:
+        """Returns what is indexed of the worker's model and tenant, None if nothing is."""
+        return self._state.partitions.get(entry.record.key)
 
     def lifecycle(self, entry: Entry) -> Lifecycle:
         """Says whether a worker can be selected: not once none of its ranks is there."""

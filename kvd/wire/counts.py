@@ -28,6 +28,8 @@ class StreamCounts:
     losses: int = 0  # of these, how many broke
     crashes: int = 0  # bugs, each of which cost a batch and the connection
     failures: int = 0  # sockets that could not be connected or had to be given up
+    unreachable: int = 0  # times that there was no connection for long
+    silent: int = 0  # times that no message has come over a new connection for long
 
     def add(self, other: StreamCounts) -> None:
         for each in fields(StreamCounts):

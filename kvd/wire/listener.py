@@ -11,6 +11,7 @@ at; the task that owns the socket, `kvd.net.listener.run_listener`, tells it wha
     receiving()       the gate is open                    active once joined, too
     lost(why)         the connection broke, or broke      unchanged: a worker that was there once
                       off early; libzmq tries again       stays active, last_error says the rest
+    not_reached(why)  what an attempt to connect met      unchanged, last_error says it
     failed(why)       the socket is of no more use        failed
     paused()          nobody listens, by request          paused
 
@@ -45,7 +46,7 @@ No clock, no sockets, no logging: moments come in as arguments (seconds, monoton
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Flag, StrEnum, auto
 from typing import Protocol
 
@@ -59,6 +60,14 @@ from kvd_core.index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFINISHED
 # A rolling restart or a network that is rewired takes seconds; an engine that is away for longer
 # has most likely lost its cache, and evicts or stores unheard in any case.
 STALE_AFTER_S = 30.0
+
+
+class Quiet(StrEnum):
+    """Why nothing has come for `stale_after_s`, where something should have."""
+
+    UNREACHABLE = "unreachable"  # there is no connection
+    SILENT = "silent"  # there is one, and no message has come over it
+
 
 UNKNOWN = "not known to be the same engine"
 CLEARED_UNKNOWN = "not known to be cleared by the same engine"
@@ -132,6 +141,13 @@ class Stream(Protocol):
     def drop_restored(self) -> bool:
         """Drops those; returns whether there were any."""
 
+    @property
+    def ignored(self) -> Mapping[str, int]:
+        """Events that were understood and had no effect, by reason."""
+
+    def misfit(self) -> str:
+        """Says why nothing that comes is of use as it is registered, "" if something is."""
+
 
 class Listener(StreamCounts):
     """One (worker, rank) stream: every batch that continues it goes to `stream`.
@@ -153,6 +169,7 @@ class Listener(StreamCounts):
         "_failed",
         "_first",
         "_heard",
+        "_heard_at_join",
         "_holes",
         "_joined",
         "_joined_at",
@@ -161,6 +178,7 @@ class Listener(StreamCounts):
         "_passed_joins",
         "_paused",
         "_proving",
+        "_quiet",
         "_receiving",
         "_restored",
         "_stream",
@@ -178,6 +196,8 @@ class Listener(StreamCounts):
         "passed",
         "place",
         "publisher",
+        "quiet",
+        "quiet_since",
         "replay_endpoint",
         "server_key",
         "speaker",
@@ -245,6 +265,10 @@ class Listener(StreamCounts):
         self._failed = False
         self._paused = False
         self._passed_joins = 0
+        self._heard_at_join = 0  # messages before the connection was made
+        self._quiet: Quiet | None = None  # as `look` has found it the last time
+        self.quiet_since = 0.0  # seconds, monotonic; when that began
+        self.quiet: Quiet | None = None  # the same, if it has lasted for `stale_after_s`
         # Has `pass_over` called when a change's turn among the batches has come; None: at once.
         self.place: Callable[[Change], None] | None = None
 
@@ -278,13 +302,41 @@ class Listener(StreamCounts):
         """Why the stream is degraded, empty if it is not."""
         losses = self._losses
         if not losses:
-            return ""
+            return self._stream.misfit()
         restored = losses.of_unheard and self._stream.restored()
         if not restored and not losses.matter(self.cursor.expected):
-            return ""
+            return self._stream.misfit()
         doubted = self._cleared_in_doubt
         in_doubt = doubted is not None and doubted[0] == self.cursor.last
         return CLEARED_UNKNOWN if in_doubt else losses.why
+
+    @property
+    def ignored(self) -> Mapping[str, int]:
+        """Events that were understood and had no effect, by reason."""
+        return self._stream.ignored
+
+    def look(self, now: float) -> Quiet | None:
+        """Notes that nothing comes, if asked now and then; returns why once it has lasted."""
+        quiet = self._quiet_now(now)
+        if quiet is not self._quiet:
+            self._quiet, self.quiet_since, self.quiet = quiet, now, None
+        if quiet is self.quiet or now - self.quiet_since < self.stale_after_s:
+            return None
+        self.quiet = quiet
+        self.unreachable += quiet is Quiet.UNREACHABLE
+        self.silent += quiet is Quiet.SILENT
+        return quiet
+
+    def _quiet_now(self, now: float) -> Quiet | None:
+        if self._paused:
+            return None
+        if not self.connected:
+            return Quiet.UNREACHABLE
+        # An idle engine that has shown to be the same is not waited for.
+        has_heard = self.messages + self.refused != self._heard_at_join
+        if has_heard or not self._receiving or self.health(now) is not StreamHealth.RECOVERING:
+            return None
+        return Quiet.SILENT
 
     # ---- batches
 
@@ -609,6 +661,7 @@ class Listener(StreamCounts):
     def joined(self) -> None:
         self.joins += 1
         self._joined = self.connected = True
+        self._heard_at_join = self.messages + self.refused
         self.disconnected_since = self.last_error = None
         self._changed(Change.JOINED)
         self.on_link()
@@ -620,6 +673,11 @@ class Listener(StreamCounts):
             self._disconnected(now)
             self._changed(Change.LOST)
             self.on_link()
+
+    def not_reached(self, why: str) -> None:
+        """Notes what an attempt to connect has met."""
+        if not self.connected:
+            self.last_error = why
 
     def _changed(self, change: Change) -> None:
         (self.place or self.pass_over)(change)

@@ -234,6 +234,9 @@ class Publication:
     def drop_restored(self) -> bool:
         return False
 
+    def misfit(self) -> str:
+        return ""
+
     # ---- order
 
     def _read(self, event: object, batch_rank: int | None) -> object:

@@ -738,6 +738,7 @@ MODEL_SETTINGS = st.builds(
     host_credit=UNIT,
     disk_credit=UNIT,
     temperature=st.just(0.0) | WEIGHTS,
+    active_request_weight=st.sampled_from([0.0, 0.5, 3.0]),
     track_prefill=st.booleans(),
     track_active_blocks=st.booleans(),
     last_token=st.booleans(),

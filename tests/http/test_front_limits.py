@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 import trio
+from loglines import logged
 from serving import ROUTES, Client, Running, echo, eventually, open_descriptors, serving
 
 from kvd.http.permits import Policy, Token
@@ -192,10 +193,12 @@ async def test_a_shortage_of_descriptors_pauses_accepting() -> None:
         assert (await early.request("GET", "/health")).status == 200
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with ExitStack() as opened:
+            lines = opened.enter_context(logged())
             sockets = [opened.enter_context(_connect(running)) for _ in range(40)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 10, hard))
             try:
                 await running.until(accept_pauses=2)
+                assert lines().count("event=accept_paused") == 1
                 assert running.front.stats.connections_open < 40
                 assert (await early.request("GET", "/health")).status == 200
                 for sock in sockets[:30]:  # as they leave, the others come in

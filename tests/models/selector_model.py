@@ -38,6 +38,7 @@ class ModelSettings:
     device_credit: float = 1.0
     host_credit: float = 0.75
     disk_credit: float = 0.25
+    active_request_weight: float = 0.0
     temperature: float = 0.0
     track_prefill: bool = True
     track_active_blocks: bool = True
@@ -91,7 +92,8 @@ def occupied_blocks(rank: ModelRank, prompt: ModelPrompt) -> int:
 def terms(
     rank: ModelRank, s: ModelSettings, prompt: ModelPrompt
 ) -> tuple[float, float, float, float, float]:
-    """Returns raw prefill blocks, credit, prefill cost, decode cost and the sum of these two."""
+    """Returns raw prefill blocks, credit, prefill cost, decode cost and what both are together."""
+    requests = s.active_request_weight * float(rank.requests)
     device_credit = s.device_credit if s.overlap_weight else 0.0
     device, host, disk = usable(rank, s, prompt)
     credit = device_credit * device + s.host_credit * host + s.disk_credit * disk
@@ -100,10 +102,10 @@ def terms(
         tokens = rank.prefill_tokens + effective_tokens(rank, s, prompt)
         raw = float(tokens + cached_tokens(rank, s, prompt)) / float(prompt.block_size)
         prefill = s.overlap_weight * max(0.0, raw - credit)
-        return raw, credit, prefill, decode, prefill + decode
+        return raw, credit, prefill, decode, prefill + decode + requests
     if device_credit > 0:
         decode = max(0.0, decode - credit)
-    return 0.0, credit, 0.0, decode, decode
+    return 0.0, credit, 0.0, decode, decode + requests
 
 
 def above(value: int, threshold: float | None, capacity: int) -> bool:

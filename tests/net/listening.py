@@ -48,6 +48,13 @@ class Applied:
     def goes_on(self, payload: bytes) -> bool:
         return False
 
+    @property
+    def ignored(self) -> dict[str, int]:
+        return {}
+
+    def misfit(self) -> str:
+        return ""
+
     def drop_restored(self) -> bool:
         return False
 

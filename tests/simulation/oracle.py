@@ -170,6 +170,6 @@ def query(replica: Replica, engine: Engine, path: Path) -> Any:
     model, tenant = engine.key.partition
     members = {"model_name": model, "tenant_id": tenant, "token_ids": tokens_of(path)}
     request = Request("POST", "/query", b"", [], json.dumps(members).encode())
-    body = indexer.query(replica.state, request).body
+    body = indexer.query(replica.state, replica.registry, request).body
     assert isinstance(body, bytes)
     return json.loads(body)

@@ -82,6 +82,13 @@ class Tap:
     def restored(self) -> bool:
         return self._stream.restored()
 
+    @property
+    def ignored(self) -> dict[str, int]:
+        return self._stream.ignored
+
+    def misfit(self) -> str:
+        return self._stream.misfit()
+
     def drop_restored(self) -> bool:
         return self._stream.drop_restored()
 

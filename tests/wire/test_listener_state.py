@@ -46,6 +46,13 @@ class Applied(list[bytes]):
     def goes_on(self, payload: bytes) -> bool:
         return payload == b"goes on"
 
+    @property
+    def ignored(self) -> dict[str, int]:
+        return {}
+
+    def misfit(self) -> str:
+        return ""
+
     def drop_restored(self) -> bool:
         dropped, self.dumped = self.dumped, False
         return dropped

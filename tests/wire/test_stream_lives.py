@@ -40,6 +40,13 @@ class Applied(list[bytes]):
     def goes_on(self, payload: bytes) -> bool:
         return False
 
+    @property
+    def ignored(self) -> dict[str, int]:
+        return {}
+
+    def misfit(self) -> str:
+        return ""
+
     def drop_restored(self) -> bool:
         dropped = self.restored()
         self.dumped = self.dumped and not dropped

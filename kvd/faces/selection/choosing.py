@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 from functools import partial
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces import bodies
+from kvd.faces.bodies import flag, optional_flag
 from kvd.faces.selection.members import (
     booked,
     bounded_id,
-    flag,
     mode_of,
     number,
     optional_number,
@@ -40,6 +40,8 @@ FLOAT = Struct("f")
 
 SELECT = BodyScanner(PROMPT, PlainSelect.FIELDS)
 
+INPUT_TRIGGERS = ("user_message", "tool_result", "other")  # of a session's context
+
 # Overrides that change a choice, by their names in requests; the rest is accepted and passed over.
 OVERRIDES = {
     "overlap_score_weight": "overlap_weight",
@@ -61,6 +63,8 @@ async def select_and_reserve(request: Request, *, selections: Selections) -> Res
     """Does the same and books the prompt there, in one step."""
     members = bodies.scan(SELECT, request.body)
     ask = _ask(selections, members)
+    if ask.advisory:
+        raise BadRequest("advisory: nothing can be booked by a question")
     given = bodies.optional_text(members, "reservation_id")
     longest = MAX_REQUEST_ID_BYTES
     if ask.phase is Phase.BOTH:  # books twice
@@ -85,27 +89,68 @@ def _ask(selections: Selections, members: bodies.Members) -> Ask:
     required, preferred = _taints(members)
     constraints = Constraints(_allowed(members), _rank(members, "pinned_worker"), required)
     selection_id = bodies.optional_text(members, "selection_id")
+    if optional_flag(members, "is_eagle") and "token_ids" in members:
+        raise Invalid("is_eagle: needs block_hashes and sequence_hashes, tokens are hashed plainly")
+    settings, advisory = settings_of(selections, members), optional_flag(members, "advisory")
+    hints = _hints(members)
     return Ask(
         place(members),
-        settings_of(selections, members),
+        settings.replace(queue_threshold=None) if advisory else settings,
         phase=phase_of(members, tuple(Phase)),
         selection_id=selection_id,
         constraints=None if constraints == Constraints() else constraints,
         preferred=preferred,
         affinity=_affinity(members),
         strict_priority=bodies.optional_uint(members, "strict_priority", bodies.U32_MAX) or 0,
-        priority_jump=optional_number(members, "priority_jump"),
-        expected_output_tokens=bodies.optional_uint(
-            members, "expected_output_tokens", bodies.U32_MAX
-        ),
+        priority_jump=hints.priority_jump,
+        expected_output_tokens=hints.expected_output_tokens,
         lora_name=bodies.optional_text(members, "lora_name"),
-        explain=members.get("explain") is not None and flag(members, "explain"),
+        explain=optional_flag(members, "explain"),
+        advisory=advisory,
         session_id=_session(selections, members),
     )
 
 
+class _Hints(NamedTuple):
+    priority_jump: float  # seconds that the request counts as older
+    expected_output_tokens: int | None
+
+
+def _hints(members: bodies.Members) -> _Hints:
+    """Returns what the request says of itself, else what `nvext.agent_hints` says of it.
+
+    `osl` is expected_output_tokens there, `latency_sensitivity` or a `priority` above 0
+    priority_jump.
+    """
+    nvext = optional_object(members, "nvext") or {}
+    hints = optional_object(nvext, "agent_hints") or {}
+    output = bodies.optional_uint(hints, "osl", bodies.U32_MAX)
+    sensitivity, priority = (
+        optional_number(hints, name) for name in ("latency_sensitivity", "priority")
+    )
+    jump = sensitivity if hints.get("latency_sensitivity") is not None else max(0.0, priority)
+    if members.get("priority_jump") is not None:
+        jump = number(members, "priority_jump")
+    if members.get("expected_output_tokens") is not None:
+        output = bodies.uint(members, "expected_output_tokens", bodies.U32_MAX)
+    return _Hints(jump, output)
+
+
+def _session_id(members: bodies.Members) -> str | None:
+    """Returns the session that the request belongs to; its context goes before its id."""
+    context = optional_object(members, "session_context")
+    if context is None:
+        return bodies.optional_text(members, "session_id")
+    bodies.optional_text(context, "parent_session_id")
+    optional_flag(context, "session_final")
+    trigger = context.get("input_trigger")
+    if trigger is not None and trigger not in INPUT_TRIGGERS:
+        raise Invalid(f"input_trigger: expected one of {', '.join(INPUT_TRIGGERS)}")
+    return bodies.text(context, "session_id")
+
+
 def _session(selections: Selections, members: bodies.Members) -> str | None:
-    session_id = bodies.optional_text(members, "session_id")
+    session_id = _session_id(members)
     if session_id is None or selections.affinity is None:
         return None
     if len(session_id.encode()) > MAX_SESSION_ID_BYTES:

@@ -36,13 +36,6 @@ def u64(members: bodies.Members, name: str) -> int:
     return bodies.uint(members, name, bodies.U64_MAX)
 
 
-def flag(members: bodies.Members, name: str) -> bool:
-    value = members[name]
-    if not isinstance(value, bool):
-        raise Invalid(f"{name}: expected true or false")
-    return value
-
-
 def number(members: Mapping[str, Any], name: str) -> float:
     value = members[name]
     if isinstance(value, bool) or not isinstance(value, int | float):

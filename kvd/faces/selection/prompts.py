@@ -6,7 +6,8 @@ from typing import Any
 
 from kvd.errors import BadRequest
 from kvd.faces import bodies
-from kvd.faces.selection.members import flag, optional_object
+from kvd.faces.bodies import flag
+from kvd.faces.selection.members import optional_object
 from kvd.selection.asks import Look
 from kvd.selection.service import Selections
 from kvd_core.plain_selection import PlainPrompt

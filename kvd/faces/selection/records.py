@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import trio
+
 from kvd.catalog import Lifecycle, Role, WorkerRecord
 from kvd.errors import Invalid
 from kvd.faces import bodies
-from kvd.faces.selection.members import flag, number, texts, u32, u64
+from kvd.faces.bodies import flag
+from kvd.faces.selection.members import number, texts, u32, u64
+from kvd.faces.workers import matching, stream_members
 from kvd.selection.admission import Entry
 from kvd.selection.workers import Workers
 
@@ -17,11 +21,21 @@ FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
 
 def shown(workers: Workers, entry: Entry) -> dict[str, Any]:
+    """Returns a worker as it is listed, with why it cannot be chosen and how its streams are."""
     lifecycle, absent = workers.lifecycle(entry), workers.absent(entry)
     gone = list(absent.values()) if lifecycle is Lifecycle.UNSCHEDULABLE else []
     row = entry.record.shown(lifecycle, entry.reasons + gone)
     if absent:  # members of ours
         row["disconnected_dp_ranks"] = {str(dp_rank): why for dp_rank, why in absent.items()}
+    now = trio.current_time()
+    listeners = workers.listeners(entry)
+    if listeners:
+        row["listeners"] = {
+            str(dp_rank): dict(stream_members(listener, now))
+            for dp_rank, listener in listeners.items()
+        }
+    if listeners and (partition := workers.partition(entry)) is not None:
+        row |= matching(partition)
     return row
 
 
@@ -104,5 +118,7 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "kv_transfer_domain": _name,
     "kv_transfer_enforcement": _name,
     "kv_transfer_preferred_weight": number,
+    "router_hint_worker_type": _name,
+    "router_hint_source_control_endpoints": _endpoints,
     "curve_server_key": _address,
 }

@@ -1,0 +1,95 @@
+"""Finds out why an engine cannot be reached: libzmq tries again without a word about what it met.
+
+not connected for AFTER_S ──> one plain connection to the same address, closed at once
+                                └─ errno, or nothing in time ──> Listener.not_reached
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvd.net.dialing import Unreachable
+from kvd.wire.endpoints import host_and_port
+from kvd.wire.listener import ListenerStatus
+
+if TYPE_CHECKING:
+    from kvd.net.dialing import Dialer
+    from kvd.wire.listener import Listener
+
+AFTER_S = 1.0  # without a connection; engines that are started again are back sooner, or take long
+AGAIN_S = 10.0  # between two probes of one engine
+PROBES_AT_ONCE = 64  # a host that does not answer takes the whole time of one
+IPC = "ipc://"
+
+
+class Prober:
+    """Probes engines that are not connected, each in its turn."""
+
+    def __init__(self, nursery: trio.Nursery, dialer: Dialer, timeout_s: float) -> None:
+        """A connection that is not made within `timeout_s` counts as timed out."""
+        self._nursery = nursery
+        self._dialer = dialer
+        self._timeout_s = timeout_s
+        self._due: dict[Listener, float] = {}  # when a listener is to be probed, monotonic seconds
+        self._under_way = 0
+
+    def look(self, listener: Listener, now: float) -> None:
+        """Takes note of a listener as it is now."""
+        # A failed one says by itself why: its name or address is of no use.
+        if listener.connected or listener.status is ListenerStatus.FAILED:
+            self.forget(listener)
+        else:
+            self._due.setdefault(listener, now + AFTER_S)
+
+    def forget(self, listener: Listener) -> None:
+        self._due.pop(listener, None)
+
+    def start(self, now: float) -> None:
+        """Starts the probes that are due; those that have been probed come last."""
+        due = [listener for listener, moment in self._due.items() if moment <= now]
+        for listener in due[: PROBES_AT_ONCE - self._under_way]:
+            del self._due[listener]
+            self._due[listener] = now + AGAIN_S
+            self._under_way += 1
+            self._nursery.start_soon(self._probe, listener)
+
+    async def _probe(self, listener: Listener) -> None:
+        try:
+            why = await self._met(listener.endpoint)
+        finally:
+            self._under_way -= 1
+        if why and listener in self._due:
+            listener.not_reached(f"cannot connect: {why}: {listener.endpoint}")
+
+    async def _met(self, endpoint: str) -> str:
+        """Returns what an attempt to connect meets, "" if it succeeds."""
+        try:
+            address = await self._dialer.endpoint(endpoint)
+        except Unreachable as error:
+            return str(error)
+        with trio.move_on_after(self._timeout_s):
+            try:
+                await _connect(address)
+            except OSError as error:
+                return os.strerror(error.errno or errno.EIO)
+            return ""
+        return f"timed out after {self._timeout_s:g} s"
+
+
+async def _connect(endpoint: str) -> None:
+    place = host_and_port(endpoint)
+    if place is None:
+        if not endpoint.startswith(IPC):
+            return  # inproc: nobody else is there
+        path = endpoint.removeprefix(IPC)
+        with trio.socket.socket(socket.AF_UNIX) as sock:
+            await sock.connect("\0" + path[1:] if path.startswith("@") else path)
+        return
+    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+    with trio.socket.socket(family) as sock:
+        await sock.connect(place)

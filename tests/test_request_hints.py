@@ -1,0 +1,199 @@
+"""What Dynamo's clients say of their requests beside the documented members, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from processes import find_free_port
+from running import running
+
+from tests.conformance.failure import wait_until
+
+WITHIN_S = 20.0
+TOKENS = [1] * 8
+
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[httpx.Client]:
+    """The selection service, without KV events: worker 1 is busy above 8 tokens."""
+    port, slots = find_free_port(), find_free_port()
+    flags = [f"--selection-bind=127.0.0.1:{port}", f"--slot-tracker-bind=127.0.0.1:{slots}"]
+    flags += ["--indexer-bind=off", "--conductor-bind=off", "--session-affinity-ttl-secs=60"]
+    environ = {"DYN_ROUTER_USE_KV_EVENTS": "false", "DYN_ROUTER_QUEUE_THRESHOLD": "1"}
+    with (
+        running(tmp_path, port, "serve", *flags, environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False, timeout=60.0) as client,
+    ):
+        client.headers["x-slots"] = f"http://127.0.0.1:{slots}"
+        put(client, 1)
+        yield client
+
+
+def put(client: httpx.Client, worker_id: int, **members: Any) -> Json:
+    row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}
+    row |= {"max_num_batched_tokens": 8, "total_kv_blocks": 100}
+    answer = client.post("/workers", json={**row, **members})
+    answer.raise_for_status()
+    shown: Json = answer.json()
+    return shown
+
+
+def reserve(client: httpx.Client, name: str, **members: Any) -> httpx.Response:
+    body = {"token_ids": [len(name)] * 12, "reservation_id": name, **members}
+    return client.post("/select_and_reserve", json=body)
+
+
+def waiting(client: httpx.Client, count: int) -> None:
+    def check() -> str | None:
+        (row,) = client.get("/loads").json()
+        pending = row["pending_count"]
+        return None if pending == count else f"{pending} wait"
+
+    wait_until(check, WITHIN_S)
+
+
+@pytest.mark.parametrize("hints", [{"latency_sensitivity": 1000.0}, {"priority": 1000}], ids=str)
+def test_a_request_that_says_that_it_is_urgent_goes_first(
+    client: httpx.Client, hints: Json
+) -> None:
+    assert reserve(client, "first").status_code == 200  # now it is busy
+    with ThreadPoolExecutor() as pool:
+        usual = pool.submit(reserve, client, "usual")
+        waiting(client, 1)
+        urgent = pool.submit(reserve, client, "urgent", nvext={"agent_hints": hints})
+        waiting(client, 2)
+        client.post("/reservations/first/prefill_complete").raise_for_status()
+        assert urgent.result().status_code == 200 and not usual.done()
+        client.post("/reservations/urgent/prefill_complete").raise_for_status()
+        assert usual.result().status_code == 200
+
+
+def test_the_output_that_is_expected_may_be_a_hint(client: httpx.Client) -> None:
+    assert reserve(client, "a", nvext={"agent_hints": {"osl": 7}}).status_code == 200
+    assert client.get("/reservations/a").json()["expected_output_tokens"] == 7
+    client.delete("/reservations/a").raise_for_status()
+    both = {"nvext": {"agent_hints": {"osl": 7}}, "expected_output_tokens": 9}
+    assert reserve(client, "b", **both).status_code == 200
+    assert client.get("/reservations/b").json()["expected_output_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("members", "error"),
+    [
+        ({"nvext": 1}, "nvext: expected an object"),
+        ({"nvext": {"agent_hints": []}}, "agent_hints: expected an object"),
+        ({"nvext": {"agent_hints": {"osl": "7"}}}, "osl: expected a whole number"),
+        ({"nvext": {"agent_hints": {"priority": "x"}}}, "priority: expected a number"),
+        ({"session_context": {}}, "missing member `session_id`"),
+        (
+            {"session_context": {"session_id": "s", "input_trigger": "x"}},
+            "input_trigger: expected one of user_message, tool_result, other",
+        ),
+        (
+            {"session_context": {"session_id": "s", "session_final": 1}},
+            "session_final: expected true or false",
+        ),
+        ({"advisory": "x"}, "advisory: expected true or false"),
+        (
+            {"is_eagle": True},
+            "is_eagle: needs block_hashes and sequence_hashes, tokens are hashed plainly",
+        ),
+    ],
+)
+def test_a_hint_that_cannot_be_followed_is_refused(
+    client: httpx.Client, members: Json, error: str
+) -> None:
+    answer = client.post("/select", json={"token_ids": TOKENS, **members})
+    assert (answer.status_code, answer.json()) == (422, {"error": error})
+
+
+def test_an_advisory_selection_never_waits_and_shows_the_load(client: httpx.Client) -> None:
+    question = {"token_ids": TOKENS, "advisory": True}
+    idle = {"active_prefill_tokens": 0, "prefill_token_capacity": 8, "total_kv_blocks": 100}
+    assert client.post("/select", json=question).json()["worker_load"] == idle
+    assert reserve(client, "first").status_code == 200
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(reserve, client, "held")
+        waiting(client, 1)
+        load = client.post("/select", json=question).json()["worker_load"]
+        assert load == idle | {"active_prefill_tokens": 12}
+        assert not held.done()
+        client.delete("/reservations/first").raise_for_status()
+        assert held.result().status_code == 200
+    answer = reserve(client, "no", advisory=True)
+    assert answer.status_code == 400
+    assert answer.json() == {"error": "advisory: nothing can be booked by a question"}
+
+
+def test_the_context_of_a_session_says_whose_it_is(client: httpx.Client) -> None:
+    put(client, 2)
+    context = {"session_id": "s", "parent_session_id": "p", "session_final": False}
+    context["input_trigger"] = "tool_result"
+    bound = {"pinned_worker": {"worker_id": 2, "dp_rank": 0}, "session_id": "another"}
+    assert reserve(client, "a", session_context=context, **bound).status_code == 200
+    client.delete("/reservations/a").raise_for_status()
+    for _ in range(8):  # by load alone either could be chosen
+        answer = client.post("/select", json={"token_ids": TOKENS, "session_id": "s"}).json()
+        assert answer["worker_id"] == 2
+
+
+def test_a_selection_that_waits_for_a_worker_that_is_deleted_is_answered(
+    client: httpx.Client,
+) -> None:
+    assert reserve(client, "first").status_code == 200
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(reserve, client, "held")
+        waiting(client, 1)
+        client.delete("/workers/1").raise_for_status()
+        answer = held.result()
+    assert answer.status_code == 503
+    assert answer.json() == {"error": "no schedulable workers are available"}
+    for name in ("first", "held"):
+        assert client.get(f"/reservations/{name}").status_code == 404
+
+
+def test_a_selection_that_waits_is_not_served_by_blocks_of_another_size(
+    client: httpx.Client,
+) -> None:
+    assert reserve(client, "first").status_code == 200
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(reserve, client, "held")
+        waiting(client, 1)
+        others = [{"worker_id": 2, "block_size": 8, "endpoint": "http://w"}]
+        client.put("/workers", json={"workers": others}).raise_for_status()
+        answer = held.result()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    error = "the block size of the workers has changed meanwhile"
+    assert answer.json() == {"error": error}
+    assert reserve(client, "held").json()["worker_id"] == 2
+
+
+def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -> None:
+    assert "router_hint_worker_type" not in put(client, 2)
+    hints = {"router_hint_worker_type": "decode"}
+    endpoints = {"0": "tcp://w:7000"}
+    shown = put(client, 2, **hints, router_hint_source_control_endpoints=endpoints)
+    assert shown["router_hint_worker_type"] == "decode"
+    assert shown["router_hint_source_control_endpoints"] == endpoints
+    changed = client.patch("/workers/2", json={"router_hint_worker_type": "prefill"}).json()
+    assert changed["router_hint_worker_type"] == "prefill"
+    assert changed["router_hint_source_control_endpoints"] == endpoints
+
+
+def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
+    client: httpx.Client,
+) -> None:
+    slots = client.headers["x-slots"]
+    body = {"model_name": "none", "request_id": "r", "worker_id": "x", "dp_rank": 0}
+    body |= {"sequence_hashes": [1], "new_isl_tokens": 4}
+    with httpx.Client(base_url=slots, trust_env=False) as tracker:
+        answer = tracker.post("/add", json=body)
+        assert answer.status_code == 422 and "worker_id" in answer.json()["error"]
+        assert tracker.post("/add", json={**body, "worker_id": 1}).status_code == 404
