@@ -55,6 +55,9 @@ class Applied(list[bytes]):
     def restored(self) -> bool:
         return False
 
+    def misfit(self) -> str:
+        return ""
+
 
 def make(*said: tuple[int, bytes], replay: bool = True) -> tuple[Listener, Applied]:
     """Returns a listener that has heard these batches: numbers and publishers."""
