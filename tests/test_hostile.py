@@ -191,7 +191,6 @@ def _batch(events: bytes) -> bytes:
 
 
 BAD_PAYLOADS = {
-    "nothing": b"",
     "text": b"hello",
     "JSON": b'[0.0, [["BlockStored", [1], null, [1, 2, 3, 4], 4]], 0]',
     "arrays a million deep": b"\x91" * 1_000_000,
@@ -348,7 +347,6 @@ class FakePeer:
 
 HANDSHAKE = GREETING + ready()
 OPENINGS = {
-    "nothing": b"",
     "HTTP": b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n",
     "SSH": b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n",
     "TLS": b"\x16\x03\x03\x00\x7a\x02\x00\x00\x76\x03\x03",
