@@ -276,3 +276,34 @@ def test_longer_json_is_refused_and_said(conductor: Running) -> None:
     assert (shown["bad"], shown["bad_events"], shown["blocks"]) == ({"too_large": 1}, 1, 1)
     tell(engine, 2, 1)
     conductor.until_row("/query", QUERY, matched(8))
+
+
+# ---- publishers of no use
+
+
+@pytest.mark.parametrize(
+    ("event", "loss"),
+    [
+        ({"tenant_id": "other"}, "all events were another's, or ignored: tenant_id 1"),
+        ({"medium": "dp"}, "all events were ignored: media 1"),
+        (
+            ["BlockStored", [1, 2], None, PROMPT, 8, None, "GPU"],
+            "all events were another's, or ignored: block_size 1",
+        ),
+    ],
+)
+def test_a_publisher_without_effect_is_not_exact(conductor: Running, event: Any, loss: str) -> None:
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    usual = {"event_type": "stored", "medium": "gpu", "seq_hashes": HASHES[:1]}
+    first = usual | event if isinstance(event, dict) else event
+    engine.publish({"seq": 0, "batch": [0.5, [first]]})
+    conductor.until_shown(engine.endpoint("pub"), stream="degraded", loss=loss)
+    engine.publish({"seq": 1, "batch": [0.5, [usual]]})
+    shown = conductor.until_shown(engine.endpoint("pub"), stream="exact")
+    assert "loss" not in shown
+    # Another process speaks, of which the same can be said.
+    engine.unbind()
+    engine.bind()
+    engine.publish({"seq": 0, "batch": [1.5, [first]]})
+    conductor.until_shown(engine.endpoint("pub"), stream="degraded", loss=loss, restarts=1)

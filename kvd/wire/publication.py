@@ -71,6 +71,9 @@ class Publication:
         self._mismatches: Counter[str] = Counter()  # events of others, by dimension
         self._bad: Counter[str] = Counter()  # events and payloads, by what is wrong
         self._ignored: Counter[str] = Counter()  # events understood and without effect, by reason
+        self._stored = 0  # events, or parts of them, that have stored something
+        self._useless_before: Counter[str] = Counter()  # what `misfit` counts, at the last `clear`
+        self._stored_before = 0
         self._orphans = 0  # events set aside because their parent is not known
         self.unlocated = 0  # events with tokens that do not say where they belong
         self.conflicts = 0  # base_block_idx that contradicts the parent
@@ -115,13 +118,18 @@ class Publication:
 
     def unused(self) -> str:
         """Says why nothing is held of a publisher that is heard; "" if there is no such reason."""
-        reasons = self.mismatches + self.ignored
+        reasons = self._useless()
         count, events = reasons.total(), self.events
         held = self._source.stats()
         if held["blocks"] + held["waiting"] or count < max(UNUSED_EVENTS, UNUSED_SHARE * events):
             return ""
-        said = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
-        return f"nothing held of {events} events: they are another's, or ignored ({said})"
+        return f"nothing held of {events} events: they are another's, or ignored ({_said(reasons)})"
+
+    def _useless(self) -> Counter[str]:
+        return self.mismatches + self.ignored
+
+    def _all_stored(self) -> int:
+        return self._stored + int(self._engine.counts()["stored"])
 
     # ---- a listener's stream
 
@@ -248,6 +256,7 @@ class Publication:
             self._source.clear(backend, rank)
         self.order.clear()
         self._engine.forget()
+        self._useless_before, self._stored_before = self._useless(), self._all_stored()
 
     def restored(self) -> bool:
         return False
@@ -259,7 +268,13 @@ class Publication:
         return False
 
     def misfit(self) -> str:
-        return ""
+        if self._all_stored() != self._stored_before:
+            return ""
+        reasons = self._useless() - self._useless_before
+        if not reasons:
+            return ""
+        whose = "another's, or ignored" if reasons.keys() & self.mismatches else "ignored"
+        return f"all events were {whose}: {_said(reasons)}"
 
     # ---- order
 
@@ -357,8 +372,9 @@ class Publication:
                 event.backend, event.rank, medium, part, event.space, by_engine, whole=False
             )
             yield from self._settle()
-            if outcome != "placed":
+            if at == 0 or outcome != "placed":
                 self._note(outcome)
+            if outcome != "placed":
                 return
 
     def _store_blocks(
@@ -395,6 +411,7 @@ class Publication:
             yield
 
     def _note(self, outcome: str) -> None:
+        self._stored += outcome in ("placed", "parked")
         if outcome == "parked":
             self._orphans += 1
         elif outcome != "placed":
@@ -432,6 +449,10 @@ class Publication:
     def _note_bad(self, why: str) -> None:
         self._bad[why] += 1
         self._flaw = self._flaw or why
+
+
+def _said(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
 
 
 def _part(values: list[_Value], at: int, length: int) -> list[_Value]:
