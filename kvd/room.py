@@ -9,6 +9,8 @@ from kvd_core.index import Budget
 # room for what they store next, and a line for each would be one a second.
 QUIET_S = 60.0
 
+WAITING = "hashes of one model without tokens or a parent"
+
 log = get_logger(__name__)
 
 
@@ -17,7 +19,7 @@ class Room:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._refused = 0  # at the last look
+        self._refused = self._crowded = 0  # at the last look
         self._refused_before = 0  # this time began
         self._last: float | None = None  # when some had been refused; None: there is room
 
@@ -27,9 +29,11 @@ class Room:
         if refused != self._refused:
             if self._last is None:
                 self._refused_before = self._refused
+                crowded = budget.crowded - self._crowded == refused - self._refused
+                bound = {"bound": WAITING} if crowded else {"max_blocks": budget.max_blocks}
                 held = {"blocks": budget.blocks, "pairs": budget.pairs}
-                log.warning("index full", max_blocks=budget.max_blocks, **held)
-            self._refused, self._last = refused, now
+                log.warning("index full", **bound, **held)
+            self._refused, self._crowded, self._last = refused, budget.crowded, now
         elif self._last is not None and now - self._last >= QUIET_S:
             self._last = None
             log.info("index has room", refused_blocks=refused - self._refused_before)

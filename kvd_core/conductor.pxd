@@ -74,6 +74,7 @@ cdef extern from "engine_events.hpp" namespace "kvd" nogil:
 
     cppclass CEngineCounters "kvd::EngineCounters":
         uint64_t events
+        uint64_t stored
         uint64_t parked
         uint64_t lora_name
         uint64_t block_size

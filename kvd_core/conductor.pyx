@@ -481,11 +481,12 @@ cdef class EngineEvents:
         self.payload = None
 
     def counts(self):
-        """Totals: events, those set aside, of others, without effect, and bad ones by reason."""
+        """Totals: events, those stored and set aside, of others, without effect, and bad ones by reason."""
         cdef const CEngineCounters* n = &self.c.counters
         cdef size_t i
         return {
             "events": n.events,
+            "stored": n.stored,
             "parked": n.parked,
             "mismatches": {"lora_name": n.lora_name, "block_size": n.block_size},
             "ignored": {

@@ -99,13 +99,13 @@ class DumpText {
     }
   }
 
-  void word(bool null) {
+  void word(std::string_view said) {
     if (place() == Place::SKIPPED) return;
     take_member();
     const bool optional = member_ == Member::PARENT || member_ == Member::DP_RANK || member_ == Member::TIER;
     if (member_ == Member::OTHER) {
       elsewhere();
-    } else if (!null || !optional) {
+    } else if (said != "null" || !optional) {
       Stage::refuse("a value of the wrong type");
     }
   }

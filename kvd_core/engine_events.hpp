@@ -37,6 +37,7 @@ constexpr uint32_t kNamesAtOnce = 64;   // hashes that are told in several group
 // What became of events beside being applied.
 struct EngineCounters {
   uint64_t events = 0;
+  uint64_t stored = 0;      // stored ones, or parts of them, that count or will
   uint64_t parked = 0;      // stored ones whose parent is not known
   uint64_t lora_name = 0;   // of another adapter than the registered one
   uint64_t block_size = 0;  // of another block size
@@ -216,7 +217,9 @@ class EngineEvents {
     counters.parked += from == 0 && outcome == Conductor::Outcome::PARKED;
     counters.full += outcome == Conductor::Outcome::FULL;
     counters.refused += outcome == Conductor::Outcome::REFUSED;
-    return outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
+    const bool kept = outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
+    counters.stored += kept;
+    return kept;
   }
 
   // Stores blocks by hash alone until the steps are used up; returns how far it has come.
@@ -224,6 +227,7 @@ class EngineEvents {
     const uint32_t reached = conductor_.store_named(source_, id, e.hashes, from, to, layer, source_->home,
                                                     true, e.has_parent, steps);
     counters.full += reached == kNone;
+    counters.stored += reached != kNone;
     return reached;
   }
 

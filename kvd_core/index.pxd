@@ -34,6 +34,7 @@ cdef extern from "index.hpp" namespace "kvd" nogil:
         uint64_t blocks             # in trees
         uint64_t names              # of live ranks
         uint64_t refused            # blocks told that there was no room for
+        uint64_t crowded            # of those, where too many wait already
 
     cppclass CTally "kvd::Tally":
         uint64_t stored             # blocks gained by a rank on a layer

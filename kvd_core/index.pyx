@@ -116,6 +116,11 @@ cdef class Budget:
         """Blocks told that there was no room for, each time that they were."""
         return self.c.get().refused
 
+    @property
+    def crowded(self):
+        """Of the refused ones, those where too many of a partition wait for their place already."""
+        return self.c.get().crowded
+
 
 cdef class PrefixIndex:
     """Blocks of `block_size` tokens and their holders.

@@ -98,6 +98,7 @@ inline bool Index::affords(RankId id, const Store& s, Position at) {
 
 inline bool Index::refuse(uint32_t n) {
   budget_->refused += n;
+  if (budget_->fits(n)) budget_->crowded += n;  // what it has room for has met the other bound
   return false;
 }
 

@@ -68,7 +68,8 @@ struct Budget {
   uint64_t max = UINT64_MAX;  // of blocks, and of names
   uint64_t blocks = 0;
   uint64_t names = 0;
-  uint64_t refused = 0;  // blocks told that there was no room for
+  uint64_t refused = 0;  // blocks told that there was no room for,
+  uint64_t crowded = 0;  // of those, where too many wait for their place already
 
   bool fits(uint64_t new_blocks, uint64_t new_names) const {
     return fit(blocks, new_blocks) && fit(names, new_names);

@@ -164,7 +164,7 @@ class JsonStream {
     value_ends();
     const std::string_view said(reinterpret_cast<const char*>(p), static_cast<size_t>(q - p));
     if (said == "null" || said == "true" || said == "false") {
-      sink.word(said == "null");
+      sink.word(said);
     } else {
       check_number(said);
       sink.number(said);

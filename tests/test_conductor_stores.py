@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from publishing import Json, Running
 
+from kvd.room import WAITING as WAITING_BOUND
 from kvd_core.hashing import local_hashes, sequence_hashes
 from tests.conformance.engine import Engine
 
@@ -148,4 +149,5 @@ def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
     assert (shown["waiting"], shown["ignored"]) == (WAITING, {"full": 1})
     conductor.until_row("/query", QUERY, matched(16))
     log = conductor.server
-    log.wait_until(lambda: "index full" in log.stderr, "the line of what finds no room")
+    said = f'event="index full" bound="{WAITING_BOUND}" blocks=4 '
+    log.wait_until(lambda: said in log.stderr, "the line of what finds no room")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -229,3 +229,81 @@ def test_listings_are_json(conductor: Running) -> None:
         {"model_name": "m", "lora_name": "", "block_size": 4, "additional_salt": "",
          "tenant_id": "default", "instance_id": "a"},
     ]  # fmt: skip
+
+
+# ---- long prompts in JSON
+
+JSON_BYTES = 2 * 1024 * 1024
+LONG = [100_000 + token % 50_000 for token in range(200_000)]
+LONG_QUERY: Json = {"model": "m", "block_size": 4, "token_ids": LONG}
+
+
+def long_event(first: int, end: int, standard: bool) -> Json:
+    """Returns what says that blocks of LONG are stored."""
+    names, tokens = list(range(first + 1, end + 1)), LONG[first * 4 : end * 4]
+    parent = first or None
+    if standard:
+        return {"event_type": "stored", "medium": "gpu", "seq_hashes": names,
+                "token_ids": tokens, "parent_hash": parent}  # fmt: skip
+    return {"type": "BlockStored", "block_hashes": names, "token_ids": tokens, "block_size": 4,
+            "parent_block_hash": parent, "medium": "GPU"}  # fmt: skip
+
+
+@pytest.mark.parametrize("standard", [True, False])
+def test_json_of_a_long_prompt_is_applied_whole(conductor: Running, standard: bool) -> None:
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    blocks = len(LONG) // 4
+    cuts = (0, blocks // 2, blocks) if standard else (0, blocks)
+    events = [long_event(*cut, standard) for cut in pairwise(cuts)]
+    payload = json.dumps([0.5, events]).encode()
+    payload += b" " * (JSON_BYTES - len(payload))
+    engine.publish({"seq": 0, "payload_hex": payload.hex()})
+    conductor.until_row("/query", LONG_QUERY, matched(len(LONG)))
+    shown = conductor.until_shown(engine.endpoint("pub"), last_seq=0, stream="exact")
+    assert (shown["blocks"], shown["events"], shown["bad"]) == (blocks, len(events), {})
+
+
+def test_longer_json_is_refused_and_said(conductor: Running) -> None:
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    tell(engine, 0, 0)
+    payload = json.dumps([0.5, [long_event(0, 8, True)]]).encode()
+    payload += b" " * (JSON_BYTES + 1 - len(payload))
+    engine.publish({"seq": 1, "payload_hex": payload.hex()})
+    loss = "batch 1 not understood"
+    shown = conductor.until_shown(engine.endpoint("pub"), stream="degraded", loss=loss)
+    assert (shown["bad"], shown["bad_events"], shown["blocks"]) == ({"too_large": 1}, 1, 1)
+    tell(engine, 2, 1)
+    conductor.until_row("/query", QUERY, matched(8))
+
+
+# ---- publishers of no use
+
+
+@pytest.mark.parametrize(
+    ("event", "loss"),
+    [
+        ({"tenant_id": "other"}, "all events were another's, or ignored: tenant_id 1"),
+        ({"medium": "dp"}, "all events were ignored: media 1"),
+        (
+            ["BlockStored", [1, 2], None, PROMPT, 8, None, "GPU"],
+            "all events were another's, or ignored: block_size 1",
+        ),
+    ],
+)
+def test_a_publisher_without_effect_is_not_exact(conductor: Running, event: Any, loss: str) -> None:
+    engine = conductor.engine()
+    conductor.register(engine.endpoint("pub"))
+    usual = {"event_type": "stored", "medium": "gpu", "seq_hashes": HASHES[:1]}
+    first = usual | event if isinstance(event, dict) else event
+    engine.publish({"seq": 0, "batch": [0.5, [first]]})
+    conductor.until_shown(engine.endpoint("pub"), stream="degraded", loss=loss)
+    engine.publish({"seq": 1, "batch": [0.5, [usual]]})
+    shown = conductor.until_shown(engine.endpoint("pub"), stream="exact")
+    assert "loss" not in shown
+    # Another process speaks, of which the same can be said.
+    engine.unbind()
+    engine.bind()
+    engine.publish({"seq": 0, "batch": [1.5, [first]]})
+    conductor.until_shown(engine.endpoint("pub"), stream="degraded", loss=loss, restarts=1)

@@ -17,6 +17,7 @@ An event costs a look into a dict of streams. No clock, no sockets, no logging.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvd.wire.envelope import StandardEvent, Stream
 
@@ -151,7 +152,7 @@ def _mark(event: StandardEvent) -> int:
     return hash((event.kind, repr(said.get("timestamp")), repr(ends)))
 
 
-def put_in_order(events: list[object]) -> None:
+def put_in_order(events: list[Any]) -> None:
     """Puts the standard events of each stream in the order of their numbers."""
     places: dict[Stream, list[int]] = {}
     for at, event in enumerate(events):

@@ -10,33 +10,30 @@ A payload is a batch, and comes in every form that publishers have been seen to 
 Whether an event is a standard one or an engine's own is seen from the event (`read_event`), and a
 batch may hold both. What is of a wrong type or range is ValueError; nothing here has state.
 
-Of a msgpack payload nothing is made but the bytes of its events: the caller reads them one by one,
-and engines' own not at all. JSON is read whole.
+Of a payload nothing is made but the bytes of its events: the caller reads them one by one, and
+engines' own not at all. JSON is written as msgpack first, in parts, and is that from then on.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgpack
 
 from kvd.model import is_name
+from kvd_core.repack import Repack
 from kvd_core.split import split
 
 U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
 I64_MIN = -(2**63)
 
-MAX_RANK = 2**31 - 1  # of a batch, as for engines everywhere
-
-# A payload is taken apart in one go, for up to 20 ms, and an event is read in one go, for as long;
-# JSON is, too, and takes some 20 times that. Engines' own batches may be longer: nothing is made of
-# Python for them.
+# A payload is taken apart in one go, for up to 20 ms, and an event is read in one go, for as long.
+# Engines' own batches may be longer: nothing is made of Python for them.
 MAX_BYTES = 4 * 1024 * 1024
-MAX_JSON_BYTES = 256 * 1024
+MAX_JSON_BYTES = 2 * 1024 * 1024
 MAX_EVENT_BYTES = 1024 * 1024  # of a standard one: 100,000 hashes, or 300,000 token ids
 MAX_CONTAINERS = 16_384  # maps and arrays of one, 0.3 us each; an empty one costs a byte
 MAX_EVENTS = 16_384  # of a payload; some 40 us each, an empty one costs a byte
@@ -44,7 +41,6 @@ MAX_TEXT_BYTES = 4096  # of a name that is kept to tell streams apart, as in reg
 
 # No msgpack batch begins with one of these: as msgpack they are the numbers 9 to 123.
 _JSON_STARTS = b"{[ \t\r\n"
-_RANKS = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 
 MARK = b"event_type"  # a member that every standard event has, and no other
 _ONE_EVENT = b"\x93\x00\x91"  # [0, [event], rank], up to the event
@@ -65,59 +61,55 @@ _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 class Batch:
     """The events of a payload, for `read_event`, and the rank that it says they are of."""
 
-    events: list[object]
+    events: list[Unread]
     rank: int | None
     beyond: int = 0  # events above MAX_EVENTS, which are not among these
 
 
 class Unread(NamedTuple):
-    """An event of a msgpack payload."""
+    """An event of a payload."""
 
     packed: bytes
     containers: int
 
 
 def read_batch(payload: bytes) -> Batch:
-    """Returns the events of a payload; raises ValueError, which says why, if it has none."""
-    if is_json(payload):
-        return _json_batch(payload)
+    """Returns the events of a msgpack payload; raises ValueError, which says why, without any."""
     if len(payload) > MAX_BYTES:
         raise ValueError("too_large")
     events, beyond, rank = split(payload, MAX_EVENTS)
     return Batch(list(map(Unread._make, events)), rank, beyond)
 
 
-def read_event(event: object) -> object:
-    """Returns what an event of a batch says; one of an engine's own may stay as it is.
+def json_text(payload: bytes) -> Repack:
+    """Returns a JSON payload, to be read in parts and then had as msgpack."""
+    if len(payload) > MAX_JSON_BYTES:
+        raise ValueError("too_large")
+    return Repack(payload)
+
+
+def read_event(event: Unread) -> Unread | Event:
+    """Returns what an event of a batch says; one of an engine's own stays as it is.
 
     ValueError for a standard one that cannot be read, or that is larger than any.
     """
-    if not isinstance(event, Unread) or MARK not in event.packed:
+    if MARK not in event.packed:
         return event
     if len(event.packed) > MAX_EVENT_BYTES or event.containers > MAX_CONTAINERS:
         raise ValueError("too_large")
     read = _msgpack(event.packed)
-    return read if is_standard(read) else event
+    # Whatever `type` stands beside it.
+    return read if isinstance(read, dict) and "event_type" in read else event
 
 
 def is_json(payload: bytes) -> bool:
     return bool(payload) and payload[0] in _JSON_STARTS
 
 
-def is_standard(event: object) -> bool:
-    """Says whether an event is one of the standard, whatever `type` stands beside that."""
-    return isinstance(event, dict) and "event_type" in event
-
-
-def engine_payload(event: object, rank: int | None) -> bytes:
+def engine_payload(event: Unread, rank: int | None) -> bytes:
     """Returns the batch of one engine event, for the decoder of those."""
-    packed: bytes
-    if isinstance(event, Unread):
-        packed = event.packed
-    else:
-        packed = msgpack.packb(event, unicode_errors="surrogateescape")
     said: bytes = msgpack.packb(rank)
-    return _ONE_EVENT + packed + said
+    return _ONE_EVENT + event.packed + said
 
 
 # ---- members of standard events
@@ -248,58 +240,8 @@ def _number_in(value: str) -> int | None:
     return int(value, 16) if _HEX.fullmatch(value) else None
 
 
-# ---- payloads
-
-
-def _json_batch(payload: bytes) -> Batch:
-    if len(payload) > MAX_JSON_BYTES:
-        raise ValueError("too_large")
-    try:
-        value = json.loads(payload)
-    except (ValueError, RecursionError):
-        raise ValueError("json") from None
-    batch = _shaped(value)
-    beyond = batch.events[MAX_EVENTS:]
-    del batch.events[MAX_EVENTS:]
-    return replace(batch, beyond=len(beyond))
-
-
-def _shaped(value: object) -> Batch:
-    if isinstance(value, dict):
-        return _map_batch(value)
-    if not isinstance(value, list):
-        raise ValueError("batch_shape")
-    if value and all(isinstance(each, dict) for each in value):
-        return Batch(value, None)
-    if len(value) < 2 or not _is_number(value[0]) or not isinstance(value[1], list):
-        raise ValueError("batch_shape")
-    return Batch(value[1], _rank(value[2]) if len(value) > 2 else None)
-
-
 def _msgpack(payload: bytes) -> object:
     try:
         return msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogateescape")
     except Exception:  # its errors have no common base; RecursionError is among them
         raise ValueError("msgpack") from None
-
-
-def _map_batch(value: dict[Any, Any]) -> Batch:
-    if "event_type" in value or "type" in value:
-        return Batch([value], None)
-    events = value.get("events")
-    if not isinstance(events, list):
-        raise ValueError("batch_shape")
-    rank = next((value[name] for name in _RANKS if value.get(name) is not None), None)
-    return Batch(events, _rank(rank))
-
-
-def _rank(value: object) -> int | None:
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value <= MAX_RANK:
-        raise ValueError("rank")
-    return value
-
-
-def _is_number(value: object) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

@@ -26,13 +26,14 @@ from typing import TypeVar
 from kvd.wire import kv_events
 from kvd.wire.envelope import CLEARED, CPU, GPU, REMOVED, Envelopes, Foreign, StandardEvent, Terms
 from kvd.wire.event_order import EventOrder, put_in_order
-from kvd.wire.kv_events import MARK, U32_MAX, Event
+from kvd.wire.kv_events import MARK, U32_MAX, Event, Unread
 from kvd_core.conductor import Source
 from kvd_core.index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
 
 # What takes a step, 0.1 us, and what is done of an event between two looks at the budget.
 _STEPS_AN_EVENT = 200  # its envelope, and finding its place in its stream
 _BYTES_A_STEP = 4  # of an event that is read
+_JSON_BYTES_A_PART, _JSON_BYTES_A_STEP = 32_768, 6
 _HASHES_A_PART, _STEPS_A_HASH = 4096, 2  # whose values are looked at
 _TOKENS_A_PART, _TOKENS_A_STEP = 16_384, 2
 _BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # that are stored with tokens; longer events are several
@@ -47,6 +48,8 @@ _Slices = Generator[None, None, None]  # yields where a slice ends
 _NOTHING: Iterator[None] = iter(())
 
 _Value = TypeVar("_Value")
+# A standard event, what is wrong with it, or an engine's own.
+_Event = StandardEvent | ValueError | Foreign | Unread
 
 
 class Publication:
@@ -68,6 +71,9 @@ class Publication:
         self._mismatches: Counter[str] = Counter()  # events of others, by dimension
         self._bad: Counter[str] = Counter()  # events and payloads, by what is wrong
         self._ignored: Counter[str] = Counter()  # events understood and without effect, by reason
+        self._stored = 0  # events, or parts of them, that have stored something
+        self._useless_before: Counter[str] = Counter()  # what `misfit` counts, at the last `clear`
+        self._stored_before = 0
         self._orphans = 0  # events set aside because their parent is not known
         self.unlocated = 0  # events with tokens that do not say where they belong
         self.conflicts = 0  # base_block_idx that contradicts the parent
@@ -112,29 +118,35 @@ class Publication:
 
     def unused(self) -> str:
         """Says why nothing is held of a publisher that is heard; "" if there is no such reason."""
-        reasons = self.mismatches + self.ignored
+        reasons = self._useless()
         count, events = reasons.total(), self.events
         held = self._source.stats()
         if held["blocks"] + held["waiting"] or count < max(UNUSED_EVENTS, UNUSED_SHARE * events):
             return ""
-        said = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
-        return f"nothing held of {events} events: they are another's, or ignored ({said})"
+        return f"nothing held of {events} events: they are another's, or ignored ({_said(reasons)})"
+
+    def _useless(self) -> Counter[str]:
+        return self.mismatches + self.ignored
+
+    def _all_stored(self) -> int:
+        return self._stored + int(self._engine.counts()["stored"])
 
     # ---- a listener's stream
 
     def apply(self, payload: bytes) -> int:
         if not payload:
             return 0  # a beat or a barrier, whose number is all that it says
-        # Without the word there is no standard event: the fast way, nothing is made of Python.
-        if MARK not in payload and not kv_events.is_json(payload):
+        if kv_events.is_json(payload):
+            self._rest = self._apply_json(payload)
+        elif MARK in payload:
+            self._rest = self._apply(payload)
+        else:  # no standard event: the fast way, nothing is made of Python
             applied = self._engine.apply(payload)
             if applied:
                 self._rest = _NOTHING
                 self._flaw = self._engine.flaw()
                 return self._shown()
             self._rest = self._go_on_engine(payload, applied)
-        else:
-            self._rest = self._apply(payload)
         return self.go_on()
 
     def go_on(self) -> int:
@@ -152,6 +164,26 @@ class Publication:
             self._full = full
             shown |= NO_ROOM
         return shown
+
+    def _apply_json(self, payload: bytes) -> _Slices:
+        self._flaw = ""
+        try:
+            packed = yield from self._repack(payload)
+        except ValueError as error:
+            self._note_bad(str(error))
+            return
+        if MARK in packed:
+            yield from self._apply(packed)
+        else:
+            yield from self._go_on_engine(packed, self._engine.apply(packed))
+
+    def _repack(self, payload: bytes) -> Generator[None, None, bytes]:
+        """Returns a payload of JSON as msgpack."""
+        text = kv_events.json_text(payload)
+        while text.read(_JSON_BYTES_A_PART):
+            if self._is_spent(_JSON_BYTES_A_PART // _JSON_BYTES_A_STEP):
+                yield
+        return text.packed()
 
     def _go_on_engine(self, payload: bytes, applied: bool | None) -> _Slices:
         while applied is None:
@@ -176,10 +208,10 @@ class Publication:
             self._flaw = "too_many"
         if self._is_spent(len(payload) // _BYTES_A_STEP):
             yield
-        events: list[object] = []
-        for event in batch.events:
-            events.append(self._read(event, batch.rank))
-            if self._is_spent(_STEPS_AN_EVENT + _packed_bytes(event) // _BYTES_A_STEP):
+        events: list[_Event] = []
+        for each in batch.events:
+            events.append(self._read(each, batch.rank))
+            if self._is_spent(_STEPS_AN_EVENT + len(each.packed) // _BYTES_A_STEP):
                 yield
         if len(events) > 1:
             put_in_order(events)
@@ -192,7 +224,7 @@ class Publication:
         """Takes steps off the slice; returns whether none is left."""
         return self._slice.take(steps)
 
-    def _take_or_count(self, event: object, rank: int | None) -> _Slices:
+    def _take_or_count(self, event: _Event, rank: int | None) -> _Slices:
         try:
             yield from self._take(event, rank)
         except Foreign as error:
@@ -224,6 +256,7 @@ class Publication:
             self._source.clear(backend, rank)
         self.order.clear()
         self._engine.forget()
+        self._useless_before, self._stored_before = self._useless(), self._all_stored()
 
     def restored(self) -> bool:
         return False
@@ -235,17 +268,20 @@ class Publication:
         return False
 
     def misfit(self) -> str:
-        return ""
+        if self._all_stored() != self._stored_before:
+            return ""
+        reasons = self._useless() - self._useless_before
+        if not reasons:
+            return ""
+        whose = "another's, or ignored" if reasons.keys() & self.mismatches else "ignored"
+        return f"all events were {whose}: {_said(reasons)}"
 
     # ---- order
 
-    def _read(self, event: object, batch_rank: int | None) -> object:
-        """Returns a standard event, what is wrong with it, or an engine's own as it is."""
+    def _read(self, event: Unread, batch_rank: int | None) -> _Event:
         try:
             read = kv_events.read_event(event)
-            if not kv_events.is_standard(read):
-                return read
-            return self._envelopes.read(read, batch_rank)  # type: ignore[arg-type]
+            return read if isinstance(read, Unread) else self._envelopes.read(read, batch_rank)
         except (ValueError, Foreign) as error:
             return error
 
@@ -257,8 +293,8 @@ class Publication:
 
     # ---- standard events
 
-    def _take(self, event: object, batch_rank: int | None) -> _Slices:
-        if not isinstance(event, (StandardEvent, ValueError, Foreign)):
+    def _take(self, event: _Event, batch_rank: int | None) -> _Slices:
+        if isinstance(event, Unread):
             yield from self._take_engine(event, batch_rank)
             return
         self._events += 1
@@ -336,8 +372,9 @@ class Publication:
                 event.backend, event.rank, medium, part, event.space, by_engine, whole=False
             )
             yield from self._settle()
-            if outcome != "placed":
+            if at == 0 or outcome != "placed":
                 self._note(outcome)
+            if outcome != "placed":
                 return
 
     def _store_blocks(
@@ -374,6 +411,7 @@ class Publication:
             yield
 
     def _note(self, outcome: str) -> None:
+        self._stored += outcome in ("placed", "parked")
         if outcome == "parked":
             self._orphans += 1
         elif outcome != "placed":
@@ -400,13 +438,9 @@ class Publication:
 
     # ---- engines' own events
 
-    def _take_engine(self, event: object, batch_rank: int | None) -> _Slices:
+    def _take_engine(self, event: Unread, batch_rank: int | None) -> _Slices:
         """Takes one that stands beside standard events, or in a batch of an unusual form."""
-        try:
-            payload = kv_events.engine_payload(event, batch_rank)
-        except (TypeError, OverflowError, ValueError):
-            raise ValueError("event_shape") from None
-        applied = self._engine.apply(payload)
+        applied = self._engine.apply(kv_events.engine_payload(event, batch_rank))
         while applied is None:
             yield
             applied = self._engine.go_on()
@@ -417,10 +451,10 @@ class Publication:
         self._flaw = self._flaw or why
 
 
+def _said(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
+
+
 def _part(values: list[_Value], at: int, length: int) -> list[_Value]:
     """Returns a part of a list, which as a rule is all of it."""
     return values if at == 0 and len(values) <= length else values[at : at + length]
-
-
-def _packed_bytes(event: object) -> int:
-    return len(event.packed) if isinstance(event, kv_events.Unread) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ LONG = range(1, 80_001)  # a few hundred milliseconds
 SMALL: bytes = msgpack.packb([0, [["BlockStored", [10**9], None, TOKENS, BLOCK, None, "GPU"]]])
 STANDARD: bytes = msgpack.packb([0, [{"event_type": "stored", "seq_hashes": list(LONG)}]])
 ENGINE: bytes = msgpack.packb([0, [["BlockStored", list(LONG), None, [], BLOCK, None, "CPU"]]])
+JSON, ENGINE_JSON = (json.dumps(msgpack.unpackb(each)).encode() for each in (STANDARD, ENGINE))
 
 
 class Daemon:
@@ -69,7 +71,7 @@ def daemon(
     return Daemon(nursery, context, publish())
 
 
-@pytest.mark.parametrize("batch", [STANDARD, ENGINE])
+@pytest.mark.parametrize("batch", [STANDARD, ENGINE, JSON, ENGINE_JSON])
 async def test_others_are_served_between_slices(daemon: Daemon, batch: bytes) -> None:
     listener = daemon.publisher()
     await daemon.engine.subscribed()
@@ -88,7 +90,7 @@ async def test_others_are_served_between_slices(daemon: Daemon, batch: bytes) ->
     assert (daemon.stats()["parked_now"], listener.health(0.0)) == (len(LONG), "exact")
 
 
-@pytest.mark.parametrize("batch", [STANDARD, ENGINE])
+@pytest.mark.parametrize("batch", [STANDARD, ENGINE, JSON])
 async def test_unregistering_ends_it(daemon: Daemon, batch: bytes) -> None:
     listener = daemon.publisher()
     daemon.state.add_source(KEY, BLOCK, "b", "", "", 0, store=False)  # the partition stays

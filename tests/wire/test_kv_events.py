@@ -16,6 +16,16 @@ EVENT = {"event_type": "stored", "event_id": 1, "seq_hashes": [1]}
 ENGINE = ["BlockRemoved", [1]]
 
 
+def packed(payload: bytes, part_bytes: int = 7) -> bytes:
+    """Returns a payload as msgpack, as publications take it."""
+    if not kv_events.is_json(payload):
+        return payload
+    text = kv_events.json_text(payload)
+    while text.read(part_bytes):
+        pass
+    return text.packed()
+
+
 @pytest.mark.parametrize("write", [msgpack.packb, lambda value: json.dumps(value).encode()])
 @pytest.mark.parametrize(
     ("value", "events", "rank"),
@@ -36,7 +46,7 @@ ENGINE = ["BlockRemoved", [1]]
 def test_a_batch_comes_in_many_forms(
     write: Any, value: object, events: list[object], rank: int | None
 ) -> None:
-    batch = kv_events.read_batch(write(value))
+    batch = kv_events.read_batch(packed(write(value)))
     assert ([unpacked(each) for each in batch.events], batch.rank) == (events, rank)
 
 
@@ -60,7 +70,7 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
 
 def outcome(payload: bytes) -> tuple[list[object], int | None] | str:
     try:
-        batch = kv_events.read_batch(payload)
+        batch = kv_events.read_batch(packed(payload))
     except ValueError as error:
         return str(error)
     return [unpacked(each) for each in batch.events], batch.rank
@@ -68,7 +78,7 @@ def outcome(payload: bytes) -> tuple[list[object], int | None] | str:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_taken_apart_is_what_would_be_read(seed: int) -> None:
-    """JSON is read whole, msgpack is not: the same value is the same batch."""
+    """The same value is the same batch, in JSON and in msgpack."""
     rng = random.Random(seed)
     for _ in range(300):
         value = anything(rng)
@@ -84,12 +94,12 @@ def test_events_beyond_the_bound_are_counted() -> None:
         msgpack.packb([0, [7] * (MAX_EVENTS + 3), 1]),
         json.dumps([0, [7] * (MAX_EVENTS + 3), 1]).encode(),
     ):
-        batch = kv_events.read_batch(payload)
+        batch = kv_events.read_batch(packed(payload))
         assert (len(batch.events), batch.beyond, batch.rank) == (MAX_EVENTS, 3, 1)
 
 
 def test_blanks_may_precede_json() -> None:
-    assert kv_events.read_batch(b' \n[1, [{"event_type": "cleared"}]]').rank is None
+    assert len(kv_events.read_batch(packed(b' \n[1, [{"event_type": "cleared"}]]')).events) == 1
 
 
 @pytest.mark.parametrize(
@@ -112,7 +122,53 @@ def test_blanks_may_precede_json() -> None:
 )
 def test_other_payloads_are_refused(payload: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        kv_events.read_batch(payload)
+        kv_events.read_batch(packed(payload))
+
+
+NUMBERS = (0, 1, 127, 128, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**63, 2**64 - 1)
+SCALARS = (*NUMBERS, *(-n for n in NUMBERS[1:10]), -(2**63), 1.5, -2e-9, 1e300, True, False, None)
+TEXTS = ("", "x" * 31, "x" * 32, "x" * 255, "x" * 256, 'ü"\\\n\0日本', "\U0001f600")
+
+
+def value_of(rng: random.Random, depth: int) -> Any:
+    if depth == 0 or rng.random() < 0.3:
+        return rng.choice((*SCALARS, *TEXTS))
+    if rng.random() < 0.5:
+        return [value_of(rng, depth - 1) for _ in range(rng.randrange(5))]
+    return {rng.choice(TEXTS): value_of(rng, depth - 1) for _ in range(rng.randrange(5))}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_json_is_the_same_as_msgpack_wherever_it_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        value = [value_of(rng, 4)]
+        text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
+        read = msgpack.unpackb(packed(text, rng.randint(1, 40)))
+        assert read == value and repr(read) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (b"[-0]", [0]),
+        (b"[18446744073709551616]", [2.0**64]),
+        (b"[-9223372036854775809]", [-(2.0**63)]),
+        (b" 7", 7),
+        (b' {"a":1,"a":[]}', {"a": []}),
+    ],
+)
+def test_json_that_msgpack_has_no_word_for(text: bytes, value: object) -> None:
+    assert msgpack.unpackb(packed(text)) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[NaN]", b"[1] 2", b"[01]", b'["\\ud800"]', b'["\xff"]', b"{", b"[1,]", b"[tru]", b" "],
+)
+def test_what_is_no_json_is_said_to_be_none(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^json$"):
+        packed(text)
 
 
 @pytest.mark.parametrize(

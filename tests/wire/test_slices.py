@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from operator import attrgetter
@@ -91,9 +92,8 @@ def of_engine(rng: random.Random) -> Any:
 def payload(rng: random.Random, kinds: tuple[Callable[[random.Random], Any], ...]) -> bytes:
     events = [rng.choice(kinds)(rng) for _ in range(rng.randrange(6))]
     rank = rng.choice((None, 0, 1))
-    packed: bytes = msgpack.packb({"events": events, "dp_rank": rank})
-    if rng.random() < 0.5:
-        packed = msgpack.packb([0, events, rank])
+    value = {"events": events, "dp_rank": rank} if rng.random() < 0.5 else [0, events, rank]
+    packed: bytes = json.dumps(value).encode() if rng.random() < 0.3 else msgpack.packb(value)
     return packed[: len(packed) - rng.choice((0, 0, 0, 0, 0, 1, 5))]
 
 
@@ -141,6 +141,10 @@ def engine_stored(hashes: list[int], tokens: list[int], parent: int | None = Non
     return packed
 
 
+def as_json(packed: bytes) -> bytes:
+    return json.dumps(msgpack.unpackb(packed)).encode()
+
+
 LONG = range(1, 40_001)
 PROMPT = [token % 50_000 for token in range(len(LONG) * SIZE)]
 
@@ -154,6 +158,8 @@ PROMPT = [token % 50_000 for token in range(len(LONG) * SIZE)]
         (engine_stored(list(LONG), PROMPT), 5),
         (msgpack.packb([0, [["BlockRemoved", [at]] for at in LONG]]), 3),
         (msgpack.packb([0, [{"event_type": "removed", "seq_hashes": [1]}] * 1000]), 10),
+        (as_json(stored(list(LONG), token_ids=PROMPT, parent_hash=None)), 15),
+        (as_json(engine_stored(list(LONG), PROMPT)), 10),
     ],
 )
 def test_a_long_batch_takes_several_slices(batch: bytes, least: int) -> None:
