@@ -159,22 +159,6 @@ def test_a_selection_that_waits_for_a_worker_that_is_deleted_is_answered(
         assert client.get(f"/reservations/{name}").status_code == 404
 
 
-def test_a_selection_that_waits_is_not_served_by_blocks_of_another_size(
-    client: httpx.Client,
-) -> None:
-    assert reserve(client, "first").status_code == 200
-    with ThreadPoolExecutor() as pool:
-        held = pool.submit(reserve, client, "held")
-        waiting(client, 1)
-        others = [{"worker_id": 2, "block_size": 8, "endpoint": "http://w"}]
-        client.put("/workers", json={"workers": others}).raise_for_status()
-        answer = held.result()
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    error = "the block size of the workers has changed meanwhile"
-    assert answer.json() == {"error": error}
-    assert reserve(client, "held").json()["worker_id"] == 2
-
-
 def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -> None:
     assert "router_hint_worker_type" not in put(client, 2)
     hints = {"router_hint_worker_type": "decode"}
@@ -197,3 +181,30 @@ def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
         answer = tracker.post("/add", json=body)
         assert answer.status_code == 422 and "worker_id" in answer.json()["error"]
         assert tracker.post("/add", json={**body, "worker_id": 1}).status_code == 404
+
+
+def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.Client) -> None:
+    tokens = list(range(20))
+    hashed = {"block_hashes": [1, 2], "sequence_hashes": [1, 2], "isl_tokens": 20}
+    assert reserve(client, "first").status_code == 200  # now it is busy
+    with ThreadPoolExecutor() as pool:
+        callers = [pool.submit(reserve, client, "one", token_ids=tokens)]
+        waiting(client, 1)
+        callers.append(pool.submit(reserve, client, "two", token_ids=tokens))
+        waiting(client, 2)
+        lost = pool.submit(client.post, "/select", json=hashed)
+        waiting(client, 3)
+        wide = {"worker_id": 1, "block_size": 8, "endpoint": "http://w"}
+        wide |= {"max_num_batched_tokens": 8}
+        client.put("/workers", json={"workers": [wide]}).raise_for_status()
+        refused = lost.result()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json() == {"error": "the block size of the workers has changed meanwhile"}
+        assert callers[0].result().json()["overlap"]["gpu"] == 0
+        waiting(client, 1)  # the first keeps the worker busy, and is cached there now
+        client.post("/reservations/one/prefill_complete").raise_for_status()
+        answer = callers[1].result().json()
+    assert (answer["block_size"], answer["overlap"]["gpu"]) == (8, 16)
+    assert answer["effective_prefill_tokens"] == 4
+    assert client.get("/reservations/two").json()["blocks"] == 2
+    assert "\nkvd_selection_rehashed_total 2\n" in client.get("/metrics").text

@@ -310,10 +310,24 @@ class Choices:
         if not len(fleet.queue):
             return
         changed = fleet.pool.changed()
+        if changed is None:  # others are there now
+            self._end_hashed(fleet)
         fleet.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
         for _ in fleet.queue.release(partial(self._serve, fleet)):
             pass
         fleet.pool.remember()
+
+    def _end_hashed(self, fleet: Fleet) -> None:
+        """Ends selections that came hashed by a block size that is not the workers' any more."""
+        if not fleet.workers:
+            return
+        for held in list(fleet.queue):
+            if held.again is None and held.block_size != fleet.pool.block_size:
+                assert held.waiting is not None
+                fleet.queue.remove(held.waiting)
+                error = Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
+                self._tally.failed(held.ask, error)
+                held.settle(error)
 
     def _serve(self, fleet: Fleet, held: Held) -> int:
         """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
@@ -325,11 +339,9 @@ class Choices:
                 raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
             if (answered := self._again(ask)) is None:  # both have waited
                 self._check_new(ask)
-                if held.block_size != fleet.pool.block_size:  # its tokens are not kept
-                    raise Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
                 if self._all_busy(fleet, ask):
                     return _awaited(fleet, ask)
-                fleet.pool.look_again(held.prompt)
+                self._look_again(fleet, held)
                 answered = self._serve_one(fleet, ask)
         except KvdError as error:
             self._tally.failed(ask, error)
@@ -339,6 +351,15 @@ class Choices:
             return _awaited(fleet, ask)
         held.settle(answered)
         return 0
+
+    def _look_again(self, fleet: Fleet, held: Held) -> None:
+        if held.block_size == fleet.pool.block_size:
+            fleet.pool.look_again(held.prompt)
+            return
+        assert held.again is not None  # or it has ended
+        held.again(fleet.pool)
+        held.prompt, held.block_size = fleet.pool.hold(), fleet.pool.block_size
+        self._tally.rehashed += 1
 
     def _all_busy(self, fleet: Fleet, ask: Ask) -> bool:
         """Says so where no look at the prompt is needed, which costs a walk of the index."""

@@ -22,6 +22,8 @@ PROMPT: dict[str, Any] = {
     "token_ids": "u32?",
 }
 ASK = BodyScanner(PROMPT, PlainPrompt.FIELDS)
+# Its own, for prompts that have waited: the others may hold a body that is about to be looked at.
+LATER = BodyScanner(PROMPT, ())
 
 
 def look_for(selections: Selections, scanner: BodyScanner, members: bodies.Members) -> Look:
@@ -36,6 +38,19 @@ def look_for(selections: Selections, scanner: BodyScanner, members: bodies.Membe
         raise BadRequest("isl_tokens must be greater than 0")
     _check_lengths(members)
     return lambda pool: pool.look_body(scanner, BLOCK_HASHES, SEQUENCE_HASHES, isl_tokens)
+
+
+def look_later(selections: Selections, members: bodies.Members, body: bytes) -> Look | None:
+    """Returns what looks at the body's tokens once more, by any block size; None without any."""
+    if "token_ids" not in members:
+        return None
+    look = _look_tokens(selections, LATER, members)
+
+    def again(pool: Pool) -> None:
+        LATER.scan(body)
+        look(pool)
+
+    return again
 
 
 def _check_lengths(members: bodies.Members) -> None:
