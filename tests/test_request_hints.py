@@ -12,6 +12,7 @@ import pytest
 from processes import find_free_port
 from running import running
 
+from kvd_core.hashing import sequence_hashes
 from tests.conformance.failure import wait_until
 
 WITHIN_S = 20.0
@@ -101,10 +102,7 @@ def test_the_output_that_is_expected_may_be_a_hint(client: httpx.Client) -> None
             "session_final: expected true or false",
         ),
         ({"advisory": "x"}, "advisory: expected true or false"),
-        (
-            {"is_eagle": True},
-            "is_eagle: needs block_hashes and sequence_hashes, tokens are hashed plainly",
-        ),
+        ({"is_eagle": 1}, "is_eagle: expected true or false"),
     ],
 )
 def test_a_hint_that_cannot_be_followed_is_refused(
@@ -208,3 +206,43 @@ def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.
     assert answer["effective_prefill_tokens"] == 4
     assert client.get("/reservations/two").json()["blocks"] == 2
     assert "\nkvd_selection_rehashed_total 2\n" in client.get("/metrics").text
+
+
+def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: httpx.Client) -> None:
+    tokens = list(range(1, 10))
+    # As Dynamo 1.6.1 hashes them.
+    locals_ = [1914873892905420881, 1929047464662796003]
+    hashed = {"block_hashes": locals_, "sequence_hashes": sequence_hashes(locals_), "isl_tokens": 9}
+    assert reserve(client, "a", token_ids=tokens, is_eagle=True).status_code == 200
+
+    def scores(**prompt: Any) -> tuple[int, int]:
+        shown = client.post("/overlap_scores", json=prompt).json()
+        (row,) = shown["workers"]
+        return shown["num_blocks"], row["device_blocks"]
+
+    assert scores(token_ids=tokens, is_eagle=True) == (2, 2)
+    assert scores(**hashed) == (2, 2)
+    assert scores(token_ids=tokens[:8], is_eagle=True) == (1, 1)  # the second lacks its last pair
+    assert scores(token_ids=tokens) == scores(token_ids=tokens, is_eagle=False) == (2, 0)
+    # What is in use is shared with those that were hashed elsewhere.
+    (row,) = client.post("/potential_loads", json=hashed).json()
+    assert row["potential_decode_blocks"] == 2
+    (row,) = client.post("/potential_loads", json={"token_ids": tokens}).json()
+    assert row["potential_decode_blocks"] == 4
+    salted = {"token_ids": tokens, "is_eagle": True, "cache_salt": "s"}
+    assert scores(**salted) == (2, 2)  # no stream has told salts
+
+
+def test_a_worker_beside_others_of_another_kind_is_not_chosen(client: httpx.Client) -> None:
+    reasons = ["is_eagle differs from that of its model"]
+    assert put(client, 2, is_eagle=False)["lifecycle"] == "schedulable"
+    shown = put(client, 3, is_eagle=True)
+    assert (shown["lifecycle"], shown["not_schedulable_reasons"]) == ("incomplete", reasons)
+    assert client.patch("/workers/2", json={"is_eagle": True}).json()["lifecycle"] == "incomplete"
+    client.delete("/workers/1").raise_for_status()
+    shown = client.get("/workers").json()
+    assert [row["lifecycle"] for row in shown] == ["schedulable", "schedulable"]
+    row = {"block_size": 4, "endpoint": "http://w"}
+    mixed = [{**row, "worker_id": 4}, {**row, "worker_id": 5, "is_eagle": True}]
+    answer = client.put("/workers", json={"workers": mixed})
+    assert (answer.status_code, answer.json()["error"]) == (422, f"worker 5: {reasons[0]}")

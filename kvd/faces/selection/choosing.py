@@ -91,8 +91,6 @@ def _ask(selections: Selections, members: bodies.Members) -> Ask:
     required, preferred = _taints(members)
     constraints = Constraints(_allowed(members), _rank(members, "pinned_worker"), required)
     selection_id = bodies.optional_text(members, "selection_id")
-    if optional_flag(members, "is_eagle") and "token_ids" in members:
-        raise Invalid("is_eagle: needs block_hashes and sequence_hashes, tokens are hashed plainly")
     settings, advisory = settings_of(selections, members), optional_flag(members, "advisory")
     hints = _hints(members)
     return Ask(
