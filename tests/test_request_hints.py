@@ -169,6 +169,21 @@ def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -
     assert changed["router_hint_source_control_endpoints"] == endpoints
 
 
+@pytest.mark.parametrize("enforcement", ["required", "preferred"])
+def test_domains_of_transfers_are_kept_and_change_no_choice(
+    client: httpx.Client, enforcement: str
+) -> None:
+    said = {"kv_transfer_domain": "rack", "kv_transfer_enforcement": enforcement}
+    for worker_id, role, rack in ((1, "prefill", "r1"), (2, "decode", "r2")):
+        shown = put(client, worker_id, role=role, topology_domains={"rack": rack}, **said)
+        assert said.items() <= shown.items() and shown["lifecycle"] == "schedulable"
+    answer = client.post("/select", json={"token_ids": TOKENS, "phase": "both"}).json()
+    assert (answer["prefill"]["worker_id"], answer["worker_id"]) == (1, 2)
+    answer = client.patch("/workers/1", json={"kv_transfer_enforcement": "other"})
+    error = "kv_transfer_enforcement: expected one of required, preferred"
+    assert (answer.status_code, answer.json()) == (422, {"error": error})
+
+
 def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
     client: httpx.Client,
 ) -> None:
