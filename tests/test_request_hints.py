@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from processes import find_free_port
-from running import running
+from running import running, running_kvd
 
 from kvd_core.hashing import sequence_hashes
 from tests.conformance.failure import wait_until
@@ -167,6 +167,27 @@ def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -
     changed = client.patch("/workers/2", json={"router_hint_worker_type": "prefill"}).json()
     assert changed["router_hint_worker_type"] == "prefill"
     assert changed["router_hint_source_control_endpoints"] == endpoints
+
+
+def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
+    environ = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
+    environ["DYN_ROUTER_CONDITIONAL_DISAGG_PREFILL_BUSY_THRESHOLD"] = "0.5"
+    with (
+        running_kvd(tmp_path, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        busy = []
+        for name in ("ab", "c"):  # worker 1 has room for 24 tokens; equal is not busy
+            put(client, 1, max_num_batched_tokens=24)
+            reserve(client, name, pinned_worker={"worker_id": 1, "dp_rank": 0})
+            question = {"token_ids": TOKENS, "advisory": True}
+            load = client.post("/select", json=question).json()["worker_load"]
+            busy.append((load["active_prefill_tokens"], load["prefill_busy"]))
+        assert busy == [(12, False), (24, True)]
+        row = {"worker_id": 1, "block_size": 4, "endpoint": "http://w"}
+        client.post("/workers", json=row).raise_for_status()  # nobody says what it has room for
+        load = client.post("/select", json=question).json()["worker_load"]
+        assert (load["prefill_token_capacity"], load["prefill_busy"]) == (None, False)
 
 
 @pytest.mark.parametrize("enforcement", ["required", "preferred"])

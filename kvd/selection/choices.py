@@ -276,7 +276,8 @@ class Choices:
             )
             members += members_json({"candidates": [self._explained(fleet, row) for row in rows]})
         if ask.advisory:
-            members += members_json({"worker_load": _load(fleet, chosen)})
+            load = _load(fleet, chosen, self._options.prefill_busy)
+            members += members_json({"worker_load": load})
         opening = b"{" + members_json(named)
         return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
 
@@ -368,15 +369,22 @@ class Choices:
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
 
 
-def _load(fleet: Fleet, chosen: Chosen) -> dict[str, int | None]:
-    """Returns what a chosen rank works on, and what its worker has room for; None is unknown."""
+def _load(fleet: Fleet, chosen: Chosen, busy: float | None) -> dict[str, int | None]:
+    """Returns what a chosen rank works on, and what its worker has room for; None is unknown.
+
+    Says whether it prefills more than so many batches, if that is given.
+    """
     row = fleet.pool.explained(chosen.at, chosen.settings)
     record = fleet.workers[row.worker_id]
-    return {
-        "active_prefill_tokens": row.active_prefill_tokens,
-        "prefill_token_capacity": record.max_num_batched_tokens,
+    tokens, capacity = row.active_prefill_tokens, record.max_num_batched_tokens
+    load = {
+        "active_prefill_tokens": tokens,
+        "prefill_token_capacity": capacity,
         "total_kv_blocks": record.total_kv_blocks,
     }
+    if busy is not None:
+        load["prefill_busy"] = bool(capacity) and tokens > busy * (capacity or 0)
+    return load
 
 
 def _awaited(fleet: Fleet, ask: Ask) -> int:
