@@ -97,17 +97,19 @@ class WorkerRecord:
             return None
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
-    def reasons(self, fleet_block_size: int | None, *, uses_events: bool) -> list[str]:
-        """Says why the worker cannot be scheduled in a fleet of this block size; [] if it can."""
-        return list(self._reasons(fleet_block_size, uses_events))
+    def reasons(self, beside: WorkerRecord | None, *, uses_events: bool) -> list[str]:
+        """Says why the worker cannot be scheduled beside one of its fleet; [] if it can."""
+        return list(self._reasons(beside, uses_events))
 
-    def _reasons(self, fleet_block_size: int | None, uses_events: bool) -> Iterator[str]:
+    def _reasons(self, beside: WorkerRecord | None, uses_events: bool) -> Iterator[str]:
         if not self.endpoint:
             yield "endpoint is required"
         if not self.block_size:
             yield "block_size must be greater than 0"
-        elif fleet_block_size not in (None, self.block_size):
-            yield f"block_size {self.block_size} differs from {fleet_block_size} of its model"
+        elif beside is not None and beside.block_size != self.block_size:
+            yield f"block_size {self.block_size} differs from {beside.block_size} of its model"
+        if beside is not None and bool(beside.is_eagle) != bool(self.is_eagle):
+            yield "is_eagle differs from that of its model"
         if not self.ranks:
             yield "data_parallel_size must be greater than 0"
         elif len(self.ranks) > MAX_DP_SIZE or self.ranks[-1] > U32_MAX:

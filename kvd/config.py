@@ -451,6 +451,7 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         session_affinity_ttl_s=values["session_affinity_ttl_secs"],
         disconnected_s=_unless_off(values["router_disconnected_s"]),
         unconnected_s=_unless_off(values["router_unconnected_s"]),
+        prefill_busy=_unless_off(values["router_conditional_disagg_prefill_busy_threshold"]),
         max_held=values["router_queue_requests"],
         max_wait_s=values["router_queue_s"],
         max_fleets=values["max_partitions"],

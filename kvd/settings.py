@@ -166,6 +166,14 @@ ROUTER_SETTINGS = (
         live=True,
     ),
     _dynamo(
+        "router_conditional_disagg_prefill_busy_threshold",
+        parsers.parse_threshold,
+        OFF,
+        "BATCHES",
+        "prefill tokens, in batches, above which advisory answers call a worker prefill_busy",
+        live=True,
+    ),
+    _dynamo(
         "router_kv_overlap_score_weight",
         parsers.parse_weight,
         1.0,

@@ -29,7 +29,7 @@ from kvd_core.selector_settings cimport kDirect
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
 
-# Positions of the arrays and of the fields; the first seven fields are those of every scanner.
+# Positions of the arrays and of the fields; the first eight fields are those of every scanner.
 cdef enum:
     kBlockHashes
     kSequenceHashes
@@ -42,6 +42,7 @@ cdef enum:
     kLora
     kCacheSalt
     kOverride
+    kEagle
     kSelectionId
     kReservationId
     kOutputTokens
@@ -59,6 +60,7 @@ PROMPT_FIELDS = (
     "lora_name",
     "cache_salt",
     "router_config_override",
+    "is_eagle",
 )
 SELECT_FIELDS = (
     *PROMPT_FIELDS,
@@ -77,7 +79,6 @@ SELECT_FIELDS = (
     "nvext",
     "session_context",
     "advisory",
-    "is_eagle",
 )
 
 cdef uint64_t U32_MAX = 0xffffffff
@@ -117,6 +118,8 @@ cdef class PlainPrompt(Answerer):
         if scanner.core.value(kTenantAlias).kind != Kind.absent:
             return None
         if not unset(scanner.core.value(kOverride)):
+            return None
+        if scanner.core.value(kEagle).kind != Kind.absent:
             return None
         model = given(scanner.core.value(kModel), self.model)
         tenant = given(scanner.core.value(kTenant), self.tenant)
@@ -161,7 +164,9 @@ cdef class PlainPrompt(Answerer):
         if lora is None or salt is None:
             return False
         cdef const uint32_t* tokens = scanner.u32(kTokenIds, &n)
-        pool.c.prompt().take_tokens(tokens, n, pool.c.block_size(), utf8(lora), utf8(salt))
+        pool.c.prompt().take_tokens(
+            tokens, n, pool.c.block_size(), utf8(lora), utf8(salt), False
+        )
         pool.look_at_prompt()
         return True
 

@@ -50,7 +50,7 @@ cdef extern from "selector_types.hpp" namespace "kvd::selector" nogil:
         const vector[uint64_t]& used()    # the local hashes of what a rank will cache
         void take(const CPrompt&) except +
         void take_hashes(const uint64_t*, size_t, const uint64_t*, size_t, uint64_t) except +
-        void take_tokens(const uint32_t*, size_t, uint32_t, string_view, string_view) except +
+        void take_tokens(const uint32_t*, size_t, uint32_t, string_view, string_view, cbool) except +
         void make_unique(uint64_t)
 
 cdef extern from "selector_cost.hpp" namespace "kvd::selector" nogil:

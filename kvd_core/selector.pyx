@@ -160,6 +160,11 @@ cdef class Pool:
 
     # ---- looking
 
+    @property
+    def blocks(self):
+        """Of the prompt of the last look."""
+        return self.c.prompt().locals.size()
+
     def look(self, bytes local_hashes not None, bytes sequence_hashes not None, uint64_t isl_tokens):
         """Finds out how all candidates stand to a prompt.
 
@@ -184,17 +189,17 @@ cdef class Pool:
         self.look_at_prompt()
 
     def look_tokens(self, BodyScanner scanner not None, int array, str lora_name=None,
-                    str cache_salt=None, unique=None):
+                    str cache_salt=None, unique=None, *, bint eagle=False):
         """Does the same with the token ids of a scanned body; their number is the prompt's length.
 
         A salted prompt can use salted blocks of ranks whose stream tells salts, and unsalted blocks
         of the others. `unique`, a random u64, makes its sequence hashes differ from all others:
-        the prompt then shares no block in use.
+        the prompt then shares no block in use. `eagle` hashes pairs of tokens, as EAGLE engines do.
         """
         cdef size_t n = 0
         cdef const uint32_t* tokens = scanner.u32(array, &n)
         self.c.prompt().take_tokens(
-            tokens, n, self.c.block_size(), utf8(lora_name), utf8(cache_salt)
+            tokens, n, self.c.block_size(), utf8(lora_name), utf8(cache_salt), eagle
         )
         if unique is not None:
             self.c.prompt().make_unique(unique)

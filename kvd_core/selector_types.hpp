@@ -115,15 +115,17 @@ struct Prompt {
     is_salted = false;
   }
 
+  // `eagle`: blocks of pairs, as EAGLE engines cache them, each with the token behind it.
   void take_tokens(const uint32_t* tokens, size_t n, uint32_t block_size, std::string_view lora,
-                   std::string_view salt) {
-    const size_t blocks = n / block_size;
+                   std::string_view salt, bool eagle) {
+    const size_t blocks = (eagle && n != 0 ? n - 1 : n) / block_size;
+    const auto hash = eagle ? eagle_hashes : local_hashes;
     isl_tokens = n;
     is_salted = !salt.empty();
     fit(locals, blocks);
-    local_hashes(tokens, blocks, block_size, local_hash_seed(lora, {}), locals.data());
+    hash(tokens, blocks, block_size, local_hash_seed(lora, {}), locals.data());
     fit(salted, is_salted ? blocks : 0);
-    local_hashes(tokens, salted.size(), block_size, local_hash_seed(lora, salt), salted.data());
+    hash(tokens, salted.size(), block_size, local_hash_seed(lora, salt), salted.data());
     fit(sequence, blocks);
     sequence_hashes((is_salted ? salted : locals).data(), blocks, sequence.data());
   }

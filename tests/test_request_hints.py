@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from processes import find_free_port
-from running import running
+from running import running, running_kvd
 
+from kvd_core.hashing import sequence_hashes
 from tests.conformance.failure import wait_until
 
 WITHIN_S = 20.0
@@ -101,10 +102,7 @@ def test_the_output_that_is_expected_may_be_a_hint(client: httpx.Client) -> None
             "session_final: expected true or false",
         ),
         ({"advisory": "x"}, "advisory: expected true or false"),
-        (
-            {"is_eagle": True},
-            "is_eagle: needs block_hashes and sequence_hashes, tokens are hashed plainly",
-        ),
+        ({"is_eagle": 1}, "is_eagle: expected true or false"),
     ],
 )
 def test_a_hint_that_cannot_be_followed_is_refused(
@@ -159,22 +157,6 @@ def test_a_selection_that_waits_for_a_worker_that_is_deleted_is_answered(
         assert client.get(f"/reservations/{name}").status_code == 404
 
 
-def test_a_selection_that_waits_is_not_served_by_blocks_of_another_size(
-    client: httpx.Client,
-) -> None:
-    assert reserve(client, "first").status_code == 200
-    with ThreadPoolExecutor() as pool:
-        held = pool.submit(reserve, client, "held")
-        waiting(client, 1)
-        others = [{"worker_id": 2, "block_size": 8, "endpoint": "http://w"}]
-        client.put("/workers", json={"workers": others}).raise_for_status()
-        answer = held.result()
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    error = "the block size of the workers has changed meanwhile"
-    assert answer.json() == {"error": error}
-    assert reserve(client, "held").json()["worker_id"] == 2
-
-
 def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -> None:
     assert "router_hint_worker_type" not in put(client, 2)
     hints = {"router_hint_worker_type": "decode"}
@@ -187,6 +169,42 @@ def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -
     assert changed["router_hint_source_control_endpoints"] == endpoints
 
 
+def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
+    environ = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
+    environ["DYN_ROUTER_CONDITIONAL_DISAGG_PREFILL_BUSY_THRESHOLD"] = "0.5"
+    with (
+        running_kvd(tmp_path, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        busy = []
+        for name in ("ab", "c"):  # worker 1 has room for 24 tokens; equal is not busy
+            put(client, 1, max_num_batched_tokens=24)
+            reserve(client, name, pinned_worker={"worker_id": 1, "dp_rank": 0})
+            question = {"token_ids": TOKENS, "advisory": True}
+            load = client.post("/select", json=question).json()["worker_load"]
+            busy.append((load["active_prefill_tokens"], load["prefill_busy"]))
+        assert busy == [(12, False), (24, True)]
+        row = {"worker_id": 1, "block_size": 4, "endpoint": "http://w"}
+        client.post("/workers", json=row).raise_for_status()  # nobody says what it has room for
+        load = client.post("/select", json=question).json()["worker_load"]
+        assert (load["prefill_token_capacity"], load["prefill_busy"]) == (None, False)
+
+
+@pytest.mark.parametrize("enforcement", ["required", "preferred"])
+def test_domains_of_transfers_are_kept_and_change_no_choice(
+    client: httpx.Client, enforcement: str
+) -> None:
+    said = {"kv_transfer_domain": "rack", "kv_transfer_enforcement": enforcement}
+    for worker_id, role, rack in ((1, "prefill", "r1"), (2, "decode", "r2")):
+        shown = put(client, worker_id, role=role, topology_domains={"rack": rack}, **said)
+        assert said.items() <= shown.items() and shown["lifecycle"] == "schedulable"
+    answer = client.post("/select", json={"token_ids": TOKENS, "phase": "both"}).json()
+    assert (answer["prefill"]["worker_id"], answer["worker_id"]) == (1, 2)
+    answer = client.patch("/workers/1", json={"kv_transfer_enforcement": "other"})
+    error = "kv_transfer_enforcement: expected one of required, preferred"
+    assert (answer.status_code, answer.json()) == (422, {"error": error})
+
+
 def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
     client: httpx.Client,
 ) -> None:
@@ -197,3 +215,70 @@ def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
         answer = tracker.post("/add", json=body)
         assert answer.status_code == 422 and "worker_id" in answer.json()["error"]
         assert tracker.post("/add", json={**body, "worker_id": 1}).status_code == 404
+
+
+def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.Client) -> None:
+    tokens = list(range(20))
+    hashed = {"block_hashes": [1, 2], "sequence_hashes": [1, 2], "isl_tokens": 20}
+    assert reserve(client, "first").status_code == 200  # now it is busy
+    with ThreadPoolExecutor() as pool:
+        callers = [pool.submit(reserve, client, "one", token_ids=tokens)]
+        waiting(client, 1)
+        callers.append(pool.submit(reserve, client, "two", token_ids=tokens))
+        waiting(client, 2)
+        lost = pool.submit(client.post, "/select", json=hashed)
+        waiting(client, 3)
+        wide = {"worker_id": 1, "block_size": 8, "endpoint": "http://w"}
+        wide |= {"max_num_batched_tokens": 8}
+        client.put("/workers", json={"workers": [wide]}).raise_for_status()
+        refused = lost.result()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json() == {"error": "the block size of the workers has changed meanwhile"}
+        assert callers[0].result().json()["overlap"]["gpu"] == 0
+        waiting(client, 1)  # the first keeps the worker busy, and is cached there now
+        client.post("/reservations/one/prefill_complete").raise_for_status()
+        answer = callers[1].result().json()
+    assert (answer["block_size"], answer["overlap"]["gpu"]) == (8, 16)
+    assert answer["effective_prefill_tokens"] == 4
+    assert client.get("/reservations/two").json()["blocks"] == 2
+    assert "\nkvd_selection_rehashed_total 2\n" in client.get("/metrics").text
+
+
+def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: httpx.Client) -> None:
+    tokens = list(range(1, 10))
+    # As Dynamo 1.6.1 hashes them.
+    locals_ = [1914873892905420881, 1929047464662796003]
+    hashed = {"block_hashes": locals_, "sequence_hashes": sequence_hashes(locals_), "isl_tokens": 9}
+    assert reserve(client, "a", token_ids=tokens, is_eagle=True).status_code == 200
+
+    def scores(**prompt: Any) -> tuple[int, int]:
+        shown = client.post("/overlap_scores", json=prompt).json()
+        (row,) = shown["workers"]
+        return shown["num_blocks"], row["device_blocks"]
+
+    assert scores(token_ids=tokens, is_eagle=True) == (2, 2)
+    assert scores(**hashed) == (2, 2)
+    assert scores(token_ids=tokens[:8], is_eagle=True) == (1, 1)  # the second lacks its last pair
+    assert scores(token_ids=tokens) == scores(token_ids=tokens, is_eagle=False) == (2, 0)
+    # What is in use is shared with those that were hashed elsewhere.
+    (row,) = client.post("/potential_loads", json=hashed).json()
+    assert row["potential_decode_blocks"] == 2
+    (row,) = client.post("/potential_loads", json={"token_ids": tokens}).json()
+    assert row["potential_decode_blocks"] == 4
+    salted = {"token_ids": tokens, "is_eagle": True, "cache_salt": "s"}
+    assert scores(**salted) == (2, 2)  # no stream has told salts
+
+
+def test_a_worker_beside_others_of_another_kind_is_not_chosen(client: httpx.Client) -> None:
+    reasons = ["is_eagle differs from that of its model"]
+    assert put(client, 2, is_eagle=False)["lifecycle"] == "schedulable"
+    shown = put(client, 3, is_eagle=True)
+    assert (shown["lifecycle"], shown["not_schedulable_reasons"]) == ("incomplete", reasons)
+    assert client.patch("/workers/2", json={"is_eagle": True}).json()["lifecycle"] == "incomplete"
+    client.delete("/workers/1").raise_for_status()
+    shown = client.get("/workers").json()
+    assert [row["lifecycle"] for row in shown] == ["schedulable", "schedulable"]
+    row = {"block_size": 4, "endpoint": "http://w"}
+    mixed = [{**row, "worker_id": 4}, {**row, "worker_id": 5, "is_eagle": True}]
+    answer = client.put("/workers", json={"workers": mixed})
+    assert (answer.status_code, answer.json()["error"]) == (422, f"worker 5: {reasons[0]}")

@@ -411,7 +411,7 @@ async def test_what_another_face_ends_lets_them_go(nursery: trio.Nursery) -> Non
     assert other.loads.eased is None
 
 
-async def test_they_end_where_the_block_size_changes(nursery: trio.Nursery) -> None:
+async def test_prompts_that_came_hashed_end_with_the_block_size(nursery: trio.Nursery) -> None:
     service = await ready(batched(1))
     service.reserve("a", (1, 0), [901], BATCH + 1)
     before = service.fleet().ledger.loads
@@ -421,6 +421,35 @@ async def test_they_end_where_the_block_size_changes(nursery: trio.Nursery) -> N
     assert caller.answer is None
     assert str(caller.error) == "the block size of the workers has changed meanwhile"
     assert before is not service.fleet().ledger.loads and before.eased is None
+    service.check()
+
+
+async def test_tokens_are_hashed_by_the_block_size_there_is_when_they_are_served(
+    nursery: trio.Nursery,
+) -> None:
+    service = await ready(batched(1))
+    service.reserve("a", (1, 0), [901], BATCH + 1)
+    length = BATCH + 2
+    callers = {
+        name: calls(nursery, service, [1, 2], tokens=length, reservation_id=name)
+        for name in ("b", "c")
+    }
+    hashed = calls(nursery, service, [1, 2], tokens=length, reservation_id="d")
+    for caller in callers.values():
+        caller.held.again = look([7], length)
+    wide = batched(1, block_size=2 * BLOCK_SIZE)
+    await service.selections.workers.put_all(M, [wide])
+    await settled()  # nothing is booked any more: the first is served, and keeps the others waiting
+    answer = callers["b"].answer
+    assert answer["block_size"] == 2 * BLOCK_SIZE
+    assert service.selections.bookings.find("b")[1].blocks == 1
+    assert callers["c"].answer is None and callers["c"].error is None
+    # One that nobody could serve does not wait behind one that can be.
+    assert str(hashed.error) == "the block size of the workers has changed meanwhile"
+    service.selections.bookings.prefill_complete("b")
+    await settled()
+    assert callers["c"].answer["potential_decode_blocks"] == answer["potential_decode_blocks"]
+    assert service.selections.tally.rehashed == 2
     service.check()
 
 

@@ -81,6 +81,7 @@ class RouterOptions:
     session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
     disconnected_s: float | None = DEFAULT_DISCONNECTED_S  # None: lost connections change nothing
     unconnected_s: float | None = None  # the same of those that were never made
+    prefill_busy: float | None = None  # batches; None: advisory answers do not say who is
     max_held: int = MAX_WAITING
     max_wait_s: float = DEFAULT_MAX_WAIT_S
     max_fleets: int = MAX_PARTITIONS

@@ -66,11 +66,10 @@ class Admission:
     def judged(self, record: WorkerRecord) -> Entry:
         """Returns the entry that a record would be."""
         fleet = self._fleets.get(record.key)
-        size = None
-        if fleet is not None and len(fleet.workers) > (record.worker_id in fleet.workers):
-            size = fleet.block_size
+        others = () if fleet is None else fleet.workers.values()
+        beside = next((one for one in others if one.worker_id != record.worker_id), None)
         uses_events = self._options.uses_kv_events
-        reasons = record.reasons(size, uses_events=uses_events)
+        reasons = record.reasons(beside, uses_events=uses_events)
         if reasons:
             return Entry(record, reasons, not record.reasons(None, uses_events=uses_events))
         try:
@@ -112,11 +111,8 @@ class Admission:
 
     def check_all(self, records: list[WorkerRecord], gone: Fleet | None) -> None:
         """Raises what keeps any of the records from being scheduled, once a fleet has gone."""
-        sizes = {record.block_size for record in records}
         for record in records:
-            reasons = record.reasons(record.block_size, uses_events=self._options.uses_kv_events)
-            if len(sizes) > 1:
-                reasons.append("the workers' block sizes differ")
+            reasons = record.reasons(records[0], uses_events=self._options.uses_kv_events)
             if reasons:
                 raise Invalid(f"worker {record.worker_id}: " + "; ".join(reasons))
         self.check_room(records)

@@ -89,6 +89,7 @@ class Held:
     answer: bytes | KvdError | None = None
     waiting: Waiting[Held] | None = None
     receipt: Receipt | None = None  # of what is booked with the answer
+    again: Look | None = None  # at its tokens, by any block size; None: it came hashed
 
     def settle(self, answer: Answered | KvdError) -> None:
         if isinstance(answer, Answered):

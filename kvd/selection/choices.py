@@ -276,7 +276,8 @@ class Choices:
             )
             members += members_json({"candidates": [self._explained(fleet, row) for row in rows]})
         if ask.advisory:
-            members += members_json({"worker_load": _load(fleet, chosen)})
+            load = _load(fleet, chosen, self._options.prefill_busy)
+            members += members_json({"worker_load": load})
         opening = b"{" + members_json(named)
         return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
 
@@ -310,10 +311,24 @@ class Choices:
         if not len(fleet.queue):
             return
         changed = fleet.pool.changed()
+        if changed is None:  # others are there now
+            self._end_hashed(fleet)
         fleet.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
         for _ in fleet.queue.release(partial(self._serve, fleet)):
             pass
         fleet.pool.remember()
+
+    def _end_hashed(self, fleet: Fleet) -> None:
+        """Ends selections that came hashed by a block size that is not the workers' any more."""
+        if not fleet.workers:
+            return
+        for held in list(fleet.queue):
+            if held.again is None and held.block_size != fleet.pool.block_size:
+                assert held.waiting is not None
+                fleet.queue.remove(held.waiting)
+                error = Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
+                self._tally.failed(held.ask, error)
+                held.settle(error)
 
     def _serve(self, fleet: Fleet, held: Held) -> int:
         """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
@@ -325,11 +340,9 @@ class Choices:
                 raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
             if (answered := self._again(ask)) is None:  # both have waited
                 self._check_new(ask)
-                if held.block_size != fleet.pool.block_size:  # its tokens are not kept
-                    raise Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
                 if self._all_busy(fleet, ask):
                     return _awaited(fleet, ask)
-                fleet.pool.look_again(held.prompt)
+                self._look_again(fleet, held)
                 answered = self._serve_one(fleet, ask)
         except KvdError as error:
             self._tally.failed(ask, error)
@@ -340,6 +353,15 @@ class Choices:
         held.settle(answered)
         return 0
 
+    def _look_again(self, fleet: Fleet, held: Held) -> None:
+        if held.block_size == fleet.pool.block_size:
+            fleet.pool.look_again(held.prompt)
+            return
+        assert held.again is not None  # or it has ended
+        held.again(fleet.pool)
+        held.prompt, held.block_size = fleet.pool.hold(), fleet.pool.block_size
+        self._tally.rehashed += 1
+
     def _all_busy(self, fleet: Fleet, ask: Ask) -> bool:
         """Says so where no look at the prompt is needed, which costs a walk of the index."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
@@ -347,15 +369,22 @@ class Choices:
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
 
 
-def _load(fleet: Fleet, chosen: Chosen) -> dict[str, int | None]:
-    """Returns what a chosen rank works on, and what its worker has room for; None is unknown."""
+def _load(fleet: Fleet, chosen: Chosen, busy: float | None) -> dict[str, int | None]:
+    """Returns what a chosen rank works on, and what its worker has room for; None is unknown.
+
+    Says whether it prefills more than so many batches, if that is given.
+    """
     row = fleet.pool.explained(chosen.at, chosen.settings)
     record = fleet.workers[row.worker_id]
-    return {
-        "active_prefill_tokens": row.active_prefill_tokens,
-        "prefill_token_capacity": record.max_num_batched_tokens,
+    tokens, capacity = row.active_prefill_tokens, record.max_num_batched_tokens
+    load = {
+        "active_prefill_tokens": tokens,
+        "prefill_token_capacity": capacity,
         "total_kv_blocks": record.total_kv_blocks,
     }
+    if busy is not None:
+        load["prefill_busy"] = bool(capacity) and tokens > busy * (capacity or 0)
+    return load
 
 
 def _awaited(fleet: Fleet, ask: Ask) -> int:

@@ -120,6 +120,7 @@ class Selections:
         self.options.queue_policy = options.queue_policy
         self.options.disconnected_s = options.disconnected_s
         self.options.unconnected_s = options.unconnected_s
+        self.options.prefill_busy = options.prefill_busy
         self.options.max_held = options.max_held
         self.options.max_wait_s = options.max_wait_s
         self.options.max_fleets = options.max_fleets

@@ -53,6 +53,7 @@ class Tally:
         self.counts = ChoiceCounts()
         self.waits = Histogram(BUCKETS)  # seconds
         self.fallbacks = 0  # requests for both phases that one worker serves
+        self.rehashed = 0  # prompts that waited until the block size was another one
 
     def served(self, ask: Ask, pool: Pool) -> None:
         """Counts one as served, with the prompt that the pool has looked at."""

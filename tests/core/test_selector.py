@@ -15,7 +15,7 @@ from chances import assert_drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd_core.hashing import eagle_hashes, local_hashes, sequence_hashes
 from kvd_core.index import IngestCounters, PrefixIndex, Worker
 from kvd_core.ledger import ADDED, EXISTS, Ledger
 from kvd_core.scan import BodyScanner
@@ -505,9 +505,17 @@ def test_token_ids_are_hashed_as_queries_are() -> None:
     salted = local_hashes(tokens, 16, None, "salt")
     assert pool.hold().sequence_hashes == packed(sequence_hashes(salted))
     assert pool.hold().local_hashes == packed(salted)
+    pool.look_tokens(scanner, 0, "adapter", "salt", eagle=True)
+    pairs = eagle_hashes(tokens, 16, "adapter", "salt")
+    assert pool.hold().sequence_hashes == packed(sequence_hashes(pairs))
+    scanner.scan(compact({"token_ids": tokens[:64]}))  # the last block lacks its last pair
+    pool.look_tokens(scanner, 0, eagle=True)
+    assert (pool.blocks, pool.hold().isl_tokens) == (3, 64)
+    assert pool.hold().local_hashes == packed(eagle_hashes(tokens[:64], 16))
     scanner.scan(b'{"token_ids":[]}')
-    pool.look_tokens(scanner, 0)
-    assert (pool.hold().isl_tokens, pool.choose(DEFAULTS, b"\0\1", 0)) == (0, 1)
+    for eagle in (False, True):
+        pool.look_tokens(scanner, 0, eagle=eagle)
+        assert (pool.hold().isl_tokens, pool.choose(DEFAULTS, b"\0\1", 0)) == (0, 1)
 
 
 def test_salted_prompts_count_as_in_queries() -> None:

@@ -82,6 +82,8 @@ def choice_families(
     yield from _ends(counts)
     help = "Requests for both phases that one worker serves for want of a prefill worker"
     yield counter("kvd_selection_fallbacks_total", help, tally.fallbacks)
+    help = "Prompts hashed again, as the block size changed while they waited"
+    yield counter("kvd_selection_rehashed_total", help, tally.rehashed)
     help = "Selections that wait until a rank is not busy"
     yield gauge("kvd_selection_waiting", help, selections.choices.held)
     help = "Time that selections waited, however that ended"

@@ -25,10 +25,10 @@ from kvd.faces.selection.members import (
     u32,
     u64,
 )
-from kvd.faces.selection.prompts import PROMPT, look_for
+from kvd.faces.selection.prompts import PROMPT, look_for, look_later
 from kvd.http.types import Request, Response
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
-from kvd.selection.asks import Ask, Constraints, Held, Look
+from kvd.selection.asks import Ask, Constraints, Held
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.service import Selections
 from kvd_core.ledger import MAX_REQUEST_ID_BYTES
@@ -56,7 +56,7 @@ async def select(request: Request, *, selections: Selections) -> Response:
     """Says which rank should serve a prompt; may wait until one is not busy."""
     members = bodies.scan(SELECT, request.body)
     ask = _ask(selections, members)
-    return await _selected(selections, ask, look_for(selections, SELECT, members))
+    return await _selected(request, selections, members, ask)
 
 
 async def select_and_reserve(request: Request, *, selections: Selections) -> Response:
@@ -70,14 +70,16 @@ async def select_and_reserve(request: Request, *, selections: Selections) -> Res
     if ask.phase is Phase.BOTH:  # books twice
         longest -= len(PREFILL_SUFFIX)
     reservation_id = selections.draws.uuid() if given is None else bounded_id(given, longest)
-    look = look_for(selections, SELECT, members)
     ask = replace(ask, reservation_id=reservation_id, retry=retry_of(request, given))
-    return await _selected(selections, ask, look)
+    return await _selected(request, selections, members, ask)
 
 
-async def _selected(selections: Selections, ask: Ask, look: Look) -> Response:
-    answer = selections.choices.select(ask, look)
+async def _selected(
+    request: Request, selections: Selections, members: bodies.Members, ask: Ask
+) -> Response:
+    answer = selections.choices.select(ask, look_for(selections, SELECT, members))
     if isinstance(answer, Held):
+        answer.again = look_later(selections, members, request.body)
         undo = partial(selections.choices.take_back, answer)
         return Response(200, await selections.choices.wait(answer), undo=undo)
     if answer.receipt is None:
@@ -89,8 +91,6 @@ def _ask(selections: Selections, members: bodies.Members) -> Ask:
     required, preferred = _taints(members)
     constraints = Constraints(_allowed(members), _rank(members, "pinned_worker"), required)
     selection_id = bodies.optional_text(members, "selection_id")
-    if optional_flag(members, "is_eagle") and "token_ids" in members:
-        raise Invalid("is_eagle: needs block_hashes and sequence_hashes, tokens are hashed plainly")
     settings, advisory = settings_of(selections, members), optional_flag(members, "advisory")
     hints = _hints(members)
     return Ask(

@@ -30,16 +30,12 @@ def potential_loads(request: Request, *, selections: Selections) -> Response:
 
 def overlap_scores(request: Request, *, selections: Selections) -> Response:
     """Says how many blocks of a prompt every rank caches."""
-    members, pool = _looked(selections, request)
-    if "token_ids" in members:
-        blocks = members["token_ids"] // pool.block_size
-    else:
-        blocks = members["block_hashes"]
+    _, pool = _looked(selections, request)
     return Response(
         200,
         b'{"block_size":%d,"num_blocks":%d,"workers":%b,"shared_cache":{"enabled":false,'
         b'"total_hit_blocks":0,"ranges":[],"error":null}}'
-        % (pool.block_size, blocks, pool.render_overlaps()),
+        % (pool.block_size, pool.blocks, pool.render_overlaps()),
     )
 
 

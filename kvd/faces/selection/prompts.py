@@ -6,7 +6,7 @@ from typing import Any
 
 from kvd.errors import BadRequest
 from kvd.faces import bodies
-from kvd.faces.bodies import flag
+from kvd.faces.bodies import flag, optional_flag
 from kvd.faces.selection.members import optional_object
 from kvd.selection.asks import Look
 from kvd.selection.service import Selections
@@ -22,12 +22,15 @@ PROMPT: dict[str, Any] = {
     "token_ids": "u32?",
 }
 ASK = BodyScanner(PROMPT, PlainPrompt.FIELDS)
+# Its own, for prompts that have waited: the others may hold a body that is about to be looked at.
+LATER = BodyScanner(PROMPT, ())
 
 
 def look_for(selections: Selections, scanner: BodyScanner, members: bodies.Members) -> Look:
     """Returns what puts the body's prompt before a pool; raises BadRequest without a whole one."""
     if "token_ids" in members:
         return _look_tokens(selections, scanner, members)
+    optional_flag(members, "is_eagle")  # they are hashed already, as one or the other
     for name in ("block_hashes", "sequence_hashes", "isl_tokens"):
         if members.get(name) is None:
             raise BadRequest(f"{name} is required, or token_ids")
@@ -36,6 +39,19 @@ def look_for(selections: Selections, scanner: BodyScanner, members: bodies.Membe
         raise BadRequest("isl_tokens must be greater than 0")
     _check_lengths(members)
     return lambda pool: pool.look_body(scanner, BLOCK_HASHES, SEQUENCE_HASHES, isl_tokens)
+
+
+def look_later(selections: Selections, members: bodies.Members, body: bytes) -> Look | None:
+    """Returns what looks at the body's tokens once more, by any block size; None without any."""
+    if "token_ids" not in members:
+        return None
+    look = _look_tokens(selections, LATER, members)
+
+    def again(pool: Pool) -> None:
+        LATER.scan(body)
+        look(pool)
+
+    return again
 
 
 def _check_lengths(members: bodies.Members) -> None:
@@ -48,7 +64,12 @@ def _look_tokens(selections: Selections, scanner: BodyScanner, members: bodies.M
     lora_name = bodies.optional_text(members, "lora_name")
     cache_salt = bodies.optional_text(members, "cache_salt")
     unique = _unique(selections, members)
-    return lambda pool: pool.look_tokens(scanner, TOKEN_IDS, lora_name, cache_salt, unique)
+    eagle = optional_flag(members, "is_eagle")
+
+    def look(pool: Pool) -> None:
+        pool.look_tokens(scanner, TOKEN_IDS, lora_name, cache_salt, unique, eagle=eagle)
+
+    return look
 
 
 def _unique(selections: Selections, members: bodies.Members) -> int | None:

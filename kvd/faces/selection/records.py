@@ -17,6 +17,7 @@ from kvd.faces.workers import matching, stream_members
 from kvd.selection.admission import Entry
 from kvd.selection.workers import Workers
 
+ENFORCEMENTS = ("required", "preferred")  # of a kv_transfer_domain
 FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
 
@@ -74,6 +75,13 @@ def _role(members: bodies.Members, name: str) -> Role:
         raise Invalid(f"{name}: expected one of {', '.join(Role)}") from None
 
 
+def _enforcement(members: bodies.Members, name: str) -> str:
+    value: str = members[name]
+    if value not in ENFORCEMENTS:
+        raise Invalid(f"{name}: expected one of {', '.join(ENFORCEMENTS)}")
+    return value
+
+
 def _map(members: bodies.Members, name: str) -> dict[str, str]:
     return {
         bodies.kept_name(key, name): bodies.kept_name(text, name)
@@ -116,7 +124,7 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "taints": texts,
     "topology_domains": _map,
     "kv_transfer_domain": _name,
-    "kv_transfer_enforcement": _name,
+    "kv_transfer_enforcement": _enforcement,
     "kv_transfer_preferred_weight": number,
     "router_hint_worker_type": _name,
     "router_hint_source_control_endpoints": _endpoints,
