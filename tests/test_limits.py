@@ -241,9 +241,11 @@ def dump_server(dump: bytes) -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(("blocks", "outcome"), [(2, "refused"), (3, "recovered")])
@@ -253,7 +255,7 @@ def test_recovery_goes_on_after_its_deadline_and_refuses_what_is_too_large(
     dump = dump_json(event([(1, 1), (2, 2), (3, 3)], worker=7))
     with socket.create_server(("127.0.0.1", 0)) as silent, dump_server(dump) as url:
         peers = f'["http://127.0.0.1:{silent.getsockname()[1]}", "{url}"]'
-        text = f"recovery_delay_s = 0\nrecovery_stall_s = 0.05\nrecovery_blocks = {blocks}\n"
+        text = f"recovery_delay_s = 0\nrecovery_stall_s = 3\nrecovery_blocks = {blocks}\n"
         with daemon(tmp_path, text=text + f"peers = {peers}\n") as kvd:
             attempts = 'kvd_recovery_attempts_total{{outcome="{}"}}'
             kvd.server.wait_until(lambda: kvd.samples()[attempts.format(outcome)] == 1, outcome)
