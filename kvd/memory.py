@@ -102,4 +102,5 @@ class Heaps:
         """What the heaps hold free, as of the last look, and how often that was given back."""
         help = "Bytes that the C library's heaps hold free, resident or not"
         yield gauge("kvd_heap_free_bytes", help, self._free)
-        yield counter("kvd_heap_trims_total", "Times these were given back", self._trims)
+        help = "Times that free memory of the C library's heaps was given back to the system"
+        yield counter("kvd_heap_trims_total", help, self._trims)

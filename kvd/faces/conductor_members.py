@@ -57,8 +57,11 @@ def required(members: Members, name: str) -> str:
 def text(members: Members, name: str) -> str | None:
     """Returns a text, or None when the member is absent or null."""
     value = members.get(name)
-    if value is None:
-        return None
+    return None if value is None else kept_text(name, value)
+
+
+def kept_text(name: str, value: object) -> str:
+    """Returns a value that has to be a text short enough to be kept."""
     if not isinstance(value, str):
         raise wrong_type(name, "a text")
     if len(value.encode()) > MAX_KEPT_BYTES:

@@ -15,7 +15,15 @@ import msgpack
 
 from kvd.errors import BadRequest
 from kvd.faces.bodies import MAX_KEPT_BYTES, U32_MAX
-from kvd.faces.conductor_members import Topic, checked, detailed, invalid, named, wrong_type
+from kvd.faces.conductor_members import (
+    Topic,
+    checked,
+    detailed,
+    invalid,
+    kept_text,
+    named,
+    wrong_type,
+)
 from kvd.http.types import Form, Request, Response, content_type
 from kvd.model import DEFAULT_TENANT
 from kvd.publishers import Described, Narrowing
@@ -94,10 +102,10 @@ def read_question(body: bytes, array: str, width: int) -> tuple[Topic | None, by
             "model": Member(_given, True),
             "block_size": Member(_block_size, True),
             array: Member(_array, True),
-            "tenant_id": Member(_text),
-            "lora_name": Member(_text),
+            "tenant_id": Member(kept_text),
+            "lora_name": Member(kept_text),
             "cache_salt": Member(_text_or_nil),
-            "instance_id": Member(_text),
+            "instance_id": Member(kept_text),
         },
         {array: width},
     )
@@ -127,7 +135,7 @@ def read_publisher(body: bytes) -> Described:
             "modelname": Member(_given_name, True),
             "instance_id": Member(_given_name, True),
             "block_size": Member(_block_size, True),
-            "replay_endpoint": Member(_text),
+            "replay_endpoint": Member(kept_text),
             "lora_name": Member(_name),
             "tenant_id": Member(_name),
             "cache_group": Member(_cache_group),
@@ -159,7 +167,7 @@ def read_narrowing(body: bytes) -> Narrowing:
         {
             "instance_id": Member(_given, True),
             "dp_rank": Member(_any_rank, True),
-            "tenant_id": Member(_text),
+            "tenant_id": Member(kept_text),
         },
     )
     tenant = members.get("tenant_id") or DEFAULT_TENANT
@@ -185,27 +193,19 @@ def _read(
     return members
 
 
-def _text(name: str, value: Value) -> str:
-    if not isinstance(value, str):
-        raise wrong_type(name, "a text")
-    if len(value.encode()) > MAX_KEPT_BYTES:
-        raise invalid(f"{name}: longer than {MAX_KEPT_BYTES} bytes", name)
-    return value
-
-
 def _text_or_nil(name: str, value: Value) -> str | None:
-    return None if value is None else _text(name, value)
+    return None if value is None else kept_text(name, value)
 
 
 def _given(name: str, value: Value) -> str:
-    given = _text(name, value)
+    given = kept_text(name, value)
     if not given:
         raise invalid(f"{name}: must not be empty", name)
     return given
 
 
 def _name(name: str, value: Value) -> str:
-    return named(_text(name, value), name)
+    return named(kept_text(name, value), name)
 
 
 def _given_name(name: str, value: Value) -> str:
