@@ -218,6 +218,7 @@ cdef class PrefixIndex:
     cpdef bytes query_hashes(self, BodyScanner scanner, int array)
     cpdef bytes query_tiers(self, BodyScanner scanner, int array)
     cdef bytes answer(self, size_t blocks)
+    cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1
     cdef void note_question(self, size_t blocks) noexcept
     cdef vector[const CWorker*] owners(self)
 

@@ -209,25 +209,25 @@ cdef class PrefixIndex:
 
     cpdef bytes query_hashes(self, BodyScanner scanner, int array):
         """Answers with the matches of a list of local hashes, as JSON bytes."""
-        cdef size_t n = 0
-        cdef const uint64_t* hashes = scanner.u64(array, &n)
-        self.match_scratch.reset(deref(self.c))
-        self.match_scratch.add(deref(self.c), hashes, n, kAll)
-        return self.answer(n)
+        return self.answer(self.match_hashes(scanner, array))
 
     cpdef bytes query_tiers(self, BodyScanner scanner, int array):
         """Answers as `query_hashes`, every rank and tier by itself (see `tiered_answer.hpp`)."""
-        cdef size_t n = 0
-        cdef const uint64_t* hashes = scanner.u64(array, &n)
-        self.match_scratch.reset(deref(self.c))
-        self.match_scratch.add(deref(self.c), hashes, n, kAll)
-        self.note_question(n)
+        self.note_question(self.match_hashes(scanner, array))
         cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch, self.text)
         try:
             renderer.render(self.order)
         finally:
             del renderer
         return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
+    cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1:
+        """Looks a list of local hashes up; returns how many they are."""
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = scanner.u64(array, &n)
+        self.match_scratch.reset(deref(self.c))
+        self.match_scratch.add(deref(self.c), hashes, n, kAll)
+        return n
 
     cdef void note_question(self, size_t blocks) noexcept:
         """Counts the question that the last match is about."""

@@ -17,7 +17,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <new>
+
+#include "pages.hpp"
 
 namespace kvd::ledger {
 
@@ -114,8 +115,7 @@ class Passages {
       if (size_ != 0) at_.one = many[0];
       std::free(many);
     } else {
-      Passage* many = static_cast<Passage*>(std::malloc(capacity * sizeof(Passage)));
-      if (many == nullptr) throw std::bad_alloc();
+      Passage* many = static_cast<Passage*>(take_heap(capacity * sizeof(Passage)));
       std::memcpy(many, data(), size_ * sizeof(Passage));
       if (capacity_ != 1) std::free(at_.many);
       at_.many = many;

@@ -22,7 +22,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <string_view>
 
 #include "arena.hpp"
@@ -101,8 +100,7 @@ class Requests {
 
   // A new request, the newest of all and of its rank; what is not said here is the caller's to set.
   RequestId take(std::string_view id, std::string_view key, RankChain& of_rank) {
-    char* text = static_cast<char*>(std::malloc(id.size() + key.size() + 1));
-    if (text == nullptr) throw std::bad_alloc();
+    char* text = static_cast<char*>(take_heap(id.size() + key.size() + 1));
     std::memcpy(text, id.data(), id.size());
     if (!key.empty()) std::memcpy(text + id.size(), key.data(), key.size());
     const RequestId number = all_.take();

@@ -34,7 +34,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "arena.hpp"
 #include "compare.hpp"
@@ -201,8 +200,7 @@ class Trie {
 
   void set_hashes(Node& node, const uint64_t* head, uint32_t head_len, const uint64_t* tail,
                   uint32_t tail_len) {
-    auto* hashes = static_cast<uint64_t*>(std::malloc((head_len + tail_len) * sizeof(uint64_t)));
-    if (hashes == nullptr) throw std::bad_alloc();
+    auto* hashes = static_cast<uint64_t*>(take_heap((head_len + tail_len) * sizeof(uint64_t)));
     std::memcpy(hashes, head, head_len * sizeof(uint64_t));
     if (tail_len != 0) std::memcpy(hashes + head_len, tail, tail_len * sizeof(uint64_t));
     std::free(node.hashes);

@@ -34,7 +34,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <vector>
 
 #include "arena.hpp"
@@ -116,8 +115,7 @@ class Chain {
  private:
   void grow(uint32_t cap) {
     cap = (cap + 1) & ~1u;  // keeps the ids 8-byte aligned
-    auto* data = static_cast<uint64_t*>(std::malloc(cap * (sizeof(uint64_t) + sizeof(BlockId))));
-    if (data == nullptr) throw std::bad_alloc();
+    auto* data = static_cast<uint64_t*>(take_heap(cap * (sizeof(uint64_t) + sizeof(BlockId))));
     if (len_ != 0) {
       std::memcpy(data, data_, len_ * sizeof(uint64_t));
       std::memcpy(data + cap, block(), len_ * sizeof(BlockId));

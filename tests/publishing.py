@@ -63,6 +63,7 @@ class Running:
         found: Json = {}
 
         def check() -> str | None:
+            found.clear()  # some members are shown only while they say something
             found.update(next(each for each in self.services() if each["Endpoint"] == endpoint))
             shown = {name: found.get(name) for name in members}
             return None if shown == members else f"{show(shown)} instead of {show(members)}"

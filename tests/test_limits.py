@@ -297,7 +297,7 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         made.wait_subscribed(1, 10.0)
         for number in range(100):
             send(made, number, stored(100 * number + 1, 100))
-        kvd.server.wait_until(lambda: listener(kvd)["last_seq"] == 99, "all of it")
+        kvd.server.wait_until(lambda: listener(kvd).get("last_seq") == 99, "all of it")
 
         def held() -> list[int]:
             prompts = [list(range(100 * n + 1, 100 * n + 101)) for n in range(100)]
@@ -324,7 +324,7 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         send(made, 100, ["BlockRemoved", list(range(201, 301)), None])
         send(made, 101, stored(50_001, 100))
         send(made, 102, stored(60_001, 100))
-        kvd.server.wait_until(lambda: listener(kvd)["last_seq"] == 102, "the rest")
+        kvd.server.wait_until(lambda: listener(kvd).get("last_seq") == 102, "the rest")
         assert held() == [100, 100, 0] + [100] * 7 + [0] * 90
         taken = {"model_name": "m", "token_ids": list(range(50_001, 50_101))}
         assert kvd.http.post("/query", json=taken).json()["scores"]["1"]["0"] == 100
