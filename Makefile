@@ -10,6 +10,7 @@ VENV    := .venv
 PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
 CORE    := $(VENV)/.core-$(FLAVOUR)
+SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 
 .PHONY: run test lint build clean
 
@@ -27,7 +28,8 @@ lint: $(CORE) $(VENV)/.test
 build: $(CORE)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvd_core/*.so kvd_core/*.cpp
+	rm -rf $(VENV) build dist *.egg-info
+	find kvd kvd_core -name '*.so' -o -name '*.cpp' | xargs rm -f
 
 # Stamps: each file is as new as the last time its step was done.
 $(VENV)/.tools: packaging/system-packages
@@ -36,7 +38,7 @@ $(VENV)/.tools: packaging/system-packages
 	@$(PIP) install 'setuptools>=77' 'cython>=3.1'
 	@touch $@
 
-$(CORE): $(VENV)/.tools setup.py $(wildcard kvd_core/*.pyx kvd_core/*.pxd kvd_core/*.hpp)
+$(CORE): $(VENV)/.tools setup.py $(SOURCES)
 	@echo 'building kvd_core ($(FLAVOUR)) ...'
 	@$(VENV)/bin/python setup.py -q build_ext --inplace
 	@rm -f $(VENV)/.core-*

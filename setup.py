@@ -1,4 +1,4 @@
-"""Builds the core: every kvd_core/*.pyx becomes one C++17 extension module.
+"""Builds the compiled parts: every .pyx of kvd_core/ and kvd/ becomes one C++17 extension module.
 
 KVD_DEBUG=1 builds with assertions and with `verify()` after every batch that a stream
 applies or clear of a stream (-DKVD_VERIFY).
@@ -16,7 +16,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("KVD_DEBUG") == "1"
-CORE = Path("kvd_core")  # setuptools wants paths relative to this file, and runs in its folder
+# Relative to this file, as setuptools wants it; it runs in its folder. C++ headers name each other
+# from here: `index/tree.hpp`.
+PACKAGES = [Path("kvd_core"), Path("kvd")]
 FLAVOUR = Path("build/flavour")
 
 MACROS: list[tuple[str, str | None]] = [("XXH_INLINE_ALL", "1")]
@@ -47,14 +49,20 @@ def flavour_stamp() -> str:
     return str(FLAVOUR)
 
 
-def extension(source: Path) -> Extension:
-    headers = sorted(str(path) for pattern in ("*.hpp", "*.pxd") for path in CORE.glob(pattern))
+def files(*patterns: str) -> list[str]:
+    """Returns files of the packages, as `**/*.hpp`."""
+    return sorted(
+        str(path) for package in PACKAGES for each in patterns for path in package.glob(each)
+    )
+
+
+def extension(source: str) -> Extension:
     return Extension(
-        f"{CORE.name}.{source.stem}",
-        [str(source)],
+        ".".join(Path(source).with_suffix("").parts),
+        [source],
         language="c++",
-        include_dirs=[str(CORE)],
-        depends=[*headers, flavour_stamp()],
+        include_dirs=[str(package) for package in PACKAGES],
+        depends=[*files("**/*.hpp", "**/*.pxd"), flavour_stamp()],
         define_macros=[*MACROS, ("KVD_VERIFY", "1"), ("_GLIBCXX_ASSERTIONS", "1")]
         if DEBUG
         else MACROS,
@@ -90,7 +98,7 @@ setup(
     cmdclass={"build_ext": BuildCore},
     options={"build_ext": {"parallel": os.cpu_count()}},
     ext_modules=cythonize(
-        [extension(source) for source in sorted(CORE.glob("*.pyx"))],
+        [extension(source) for source in files("**/*.pyx")],
         compiler_directives=DIRECTIVES,
         quiet=True,
     ),

@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvd.memory import keep_freed_memory
-from kvd_core.conductor import Conductor
-from kvd_core.index import Budget, IngestCounters, PrefixIndex
+from kvd.platform.memory import keep_freed_memory
+from kvd_core.conductor.conductor import Conductor
+from kvd_core.index.prefix_index import Budget, IngestCounters, PrefixIndex
 
 PROMPT = 512  # blocks, where nothing else is said
 TIMES = 10

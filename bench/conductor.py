@@ -23,17 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgpack
 
-from kvd.faces import conductor, indexer
+from kvd.faces.conductor import routes as conductor
+from kvd.faces.indexer import routes as indexer
+from kvd.index.partitions import State
+from kvd.index.peers import Peers
+from kvd.index.publishers import Publishers
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.peers import Peers
-from kvd.publishers import Publishers
-from kvd.registry import Registry
-from kvd.state import State
 from kvd.wire.envelope import Terms
-from kvd.wire.publication import Publication
-from kvd_core.conductor import Conductor
-from kvd_core.hashing import local_hashes, sequence_hashes
-from kvd_core.index import UNFINISHED, IngestCounters, PrefixIndex
+from kvd.wire.standard_events import Publication
+from kvd_core.base.hashing import local_hashes, sequence_hashes
+from kvd_core.conductor.conductor import Conductor
+from kvd_core.index.prefix_index import UNFINISHED, IngestCounters, PrefixIndex
 
 BLOCK_SIZE = 16
 KEY = PartitionKey("m", "default")

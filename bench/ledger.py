@@ -18,8 +18,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvd.memory import keep_freed_memory
-from kvd_core.ledger import ADDED, Ledger
+from kvd.platform.memory import keep_freed_memory
+from kvd_core.ledger.ledger import ADDED, Ledger
 
 RANKS = (8, 64, 512, 4096)
 REQUESTS = 4  # live ones of each rank

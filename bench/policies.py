@@ -7,7 +7,7 @@ Prints Markdown; time is simulated, so nothing here says how fast a router is. A
     round-robin, random, least-loaded, kv   kvd's selector in this process, in that mode
     kvd, dynamo                             the selection service as a process, over HTTP and ZMQ
 
-and may be followed by settings of kvd_core.selector_settings, of which the services take weight and
+and may be followed by settings of kvd_core.selector.settings, of which the services take weight and
 temperature: kv,overlap_weight=2,temperature=0.1
 """
 
@@ -30,7 +30,7 @@ from replay.summary import TITLES, Figures, measure, row
 from replay.trace import BLOCK_SIZE, Prompts, Request, read, reusable_share
 from servers import Contender, running
 
-from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.selector.settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 HERE = Path(__file__).resolve().parent
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvd.memory import keep_freed_memory
-from kvd_core.hashing import local_hashes, sequence_hashes
-from kvd_core.index import IngestCounters, PrefixIndex
-from kvd_core.ledger import Ledger
-from kvd_core.scan import BodyScanner
-from kvd_core.selector import Candidate, Pool
-from kvd_core.selector_settings import Settings
+from kvd.platform.memory import keep_freed_memory
+from kvd_core.base.hashing import local_hashes, sequence_hashes
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.selector import Candidate, Pool
+from kvd_core.selector.settings import Settings
 
 CANDIDATES = (8, 64, 512)
 BLOCK_SIZE, TOKENS = 16, 2048

@@ -13,10 +13,10 @@ import socket
 import time
 from contextlib import closing
 
-from kvd.faces import slot_tracker
-from kvd.slots import SlotTrackers
-from kvd_core.lane import Lane
-from kvd_core.permits import PermitRules
+from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.http.fast_path import Lane
+from kvd.http.permits import PermitRules
+from kvd.slots.trackers import SlotTrackers
 
 ROUNDS, REQUESTS = 25, 4_000
 TOKEN = b"bench-0123456789abcdef"

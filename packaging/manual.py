@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd._version import VERSION
-from kvd.cli import DESCRIPTION, build_parser
-from kvd.configfile import rendered
-from kvd.parsers import Setting
-from kvd.settings import SETTINGS
+from kvd.cli.main import DESCRIPTION, build_parser
+from kvd.config.file import rendered
+from kvd.config.parsers import Setting
+from kvd.config.settings import SETTINGS
 
 FILE = "/etc/kvd/kvd.toml"
 

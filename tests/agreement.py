@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
 from kvd.model import RankKey
-from kvd.registry import Registry
-from kvd.state import State
-from kvd.wire.listener import ListenerStatus
+from kvd.wire.event_stream import ListenerStatus
 
 
 def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) -> None:

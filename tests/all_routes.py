@@ -6,25 +6,28 @@ import time
 from random import Random
 from typing import Any
 
-from kvd.faces import conductor, indexer, replica_sync, slot_tracker
-from kvd.faces.monitoring import metrics_route
+from kvd.faces.common import replica_sync
+from kvd.faces.common.monitoring import metrics_route
+from kvd.faces.conductor import routes as conductor
+from kvd.faces.indexer import routes as indexer
 from kvd.faces.selection.routes import selection_routes
+from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.types import Route
-from kvd.peers import Peers
-from kvd.publishers import Publishers
-from kvd.registry import Registry
-from kvd.replicas import Replicas
-from kvd.scheduling.options import RouterOptions
+from kvd.index.partitions import State
+from kvd.index.peers import Peers
+from kvd.index.publishers import Publishers
+from kvd.index.registry import Registry
+from kvd.replica_sync.replicas import Replicas
+from kvd.selection.options import RouterOptions
 from kvd.selection.service import Selections
-from kvd.slots import SlotTrackers
-from kvd.state import State
+from kvd.slots.trackers import SlotTrackers
 from kvd.wire.replica import ReplicaCounts
 
 
 def all_routes() -> dict[str, tuple[Route, ...]]:
     """Returns every route that a daemon can have, by the name of its face."""
     nobody: Any = None  # nothing is registered here
-    state, dumps = State(), indexer.dumps_bound()
+    state, dumps = State(), indexer.dumps_bound(8)
     registry, replicas = Registry(state, nobody), Replicas(None, ReplicaCounts())
     clocks = time.monotonic, time.time_ns
     selections = Selections(state, registry, RouterOptions(), 1.0, Random(0), *clocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvd_core.index import UNFINISHED
+from kvd_core.index.prefix_index import UNFINISHED
 
 
 class Applying(Protocol):

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvd_core.index import Dump, IngestCounters, PrefixIndex
-from kvd_core.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
+from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
+from kvd_core.index.prefix_index import Dump, IngestCounters, PrefixIndex
 
 BLOCK_SIZE = 16
 KEY = "m:t"

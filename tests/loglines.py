@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvd import logs
+from kvd.telemetry import logs
 
 
 @contextmanager

@@ -9,20 +9,20 @@ from typing import Any
 
 import trio
 
-from kvd.catalog import WorkerRecord
-from kvd.descriptors import MAX_WAITING
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
+from kvd.platform.descriptors import MAX_WAITING
 from kvd.selection.admission import OWNER
-from kvd.selection.asks import Ask, Held, Look
-from kvd.selection.fleet import Fleet
+from kvd.selection.candidates import Fleet
+from kvd.selection.options import RouterOptions
+from kvd.selection.requests import Ask, Held, Look
 from kvd.selection.service import Selections
-from kvd.state import State
+from kvd.selection.worker_record import WorkerRecord
+from kvd.wire.event_stream import Listener
 from kvd.wire.lifecycle import Lifecycle as Event
-from kvd.wire.listener import Listener
-from kvd_core.hashing import sequence_hashes
-from kvd_core.selector_settings import Settings
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.selector.settings import Settings
 
 M = PartitionKey("m", "t")
 N = PartitionKey("n", "t")

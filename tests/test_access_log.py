@@ -19,7 +19,7 @@ import pytest
 from processes import REPOSITORY, Server, clean_environment, find_free_port
 from running import running
 
-from kvd.outlet import MAX_WAITING_BYTES
+from kvd.telemetry.stderr import MAX_WAITING_BYTES
 
 QUERY = {"model_name": "m", "token_ids": [1, 2, 3, 4]}
 WORKER = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 1}

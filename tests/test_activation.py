@@ -20,9 +20,9 @@ import httpx
 import pytest
 from processes import POLL_S, START_DEADLINE_S, clean_environment, find_free_port
 
-from kvd import status
-from kvd.cli import main
-from kvd.net import activation
+from kvd.cli import status
+from kvd.cli.main import main
+from kvd.platform import activation
 
 # Moves descriptors to where systemd passes them and becomes kvd: the process must name itself.
 EXEC = """

@@ -17,13 +17,13 @@ from running import running_kvd
 from selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
 
 from kvd.model import PartitionKey
-from kvd.scheduling.options import RouterOptions
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES, Affinity
-from kvd.selection.asks import Constraints, Held
+from kvd.selection.options import RouterOptions
+from kvd.selection.requests import Constraints, Held
 from kvd.wire.affinity import Bound, Version
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
-from kvd_core.selector_settings import Settings
+from kvd_core.selector.settings import Settings
 
 TTL_S = 10
 BATCH = 100  # tokens

@@ -10,8 +10,8 @@ import pytest
 from processes import find_free_port
 from running import running, running_kvd
 
-from kvd.config import StartError, load, without_effect
-from kvd.settings import WITHOUT_EFFECT
+from kvd.config.load import StartError, load, without_effect
+from kvd.config.settings import WITHOUT_EFFECT
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, worker
 
-from kvd.catalog import MAX_DP_SIZE, WorkerRecord
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.model import RankKey
-from kvd.scheduling.options import RouterOptions
+from kvd.selection.options import RouterOptions
+from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
 from kvd.selection.workers import RECONSIDERED
 from kvd.wire.lifecycle import Step
-from kvd_core.selector_settings import Settings
+from kvd_core.selector.settings import Settings
 
 # ---- what can be scheduled
 

@@ -15,18 +15,18 @@ from selecting import BLOCK_SIZE, EXPIRY_S, M, Service
 from test_phases import disaggregated
 from test_selections import BATCH, OPTIONS, batched, calls, ready, settled
 
-from kvd.catalog import Role
 from kvd.errors import BadRequest, Conflict, KvdError, Unavailable
 from kvd.faces.selection.choice_metrics import choice_families
-from kvd.metrics import RequestMetrics, render
-from kvd.scheduling.options import RouterMode, RouterOptions
-from kvd.selection.asks import Constraints, Held, Retry
+from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
-from kvd.selection.tally import PHASES, Outcome
-from kvd_core.choice_counts import CHOICE_PHASES, MODES, OUTCOMES
-from kvd_core.choice_counts import PHASES as CORE_PHASES
-from kvd_core.hashing import sequence_hashes
-from kvd_core.selector_settings import ROUND_ROBIN, Settings
+from kvd.selection.requests import Constraints, Held, Retry
+from kvd.selection.stats import PHASES, Outcome
+from kvd.selection.worker_record import Role
+from kvd.telemetry.metrics import RequestMetrics, render
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.selector.choice_counts import CHOICE_PHASES, MODES, OUTCOMES
+from kvd_core.selector.choice_counts import PHASES as CORE_PHASES
+from kvd_core.selector.settings import ROUND_ROBIN, Settings
 
 PROMPT = [11, 12, 13, 14]
 

@@ -17,7 +17,7 @@ from processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment, fi
 from running import running, running_both
 
 from kvd._version import VERSION
-from kvd.cli import (
+from kvd.cli.main import (
     build_parser,
     conductor_settings,
     indexer_settings,
@@ -26,10 +26,10 @@ from kvd.cli import (
     serve_settings,
     slot_tracker_settings,
 )
-from kvd.config import DEFAULTS, load
-from kvd.descriptors import LEAST
-from kvd.parsers import OFF, parse_face_binds
-from kvd.settings import SELECT_SERVICE_SETTINGS, SETTINGS
+from kvd.config.load import DEFAULTS, load
+from kvd.config.parsers import OFF, parse_face_binds
+from kvd.config.settings import SELECT_SERVICE_SETTINGS, SETTINGS
+from kvd.platform.descriptors import LEAST
 
 ENDPOINT = "tcp://127.0.0.1:5557"
 OTHERS_OFF = (

@@ -10,7 +10,7 @@ import pytest
 from publishing import Json, Running, running_conductor
 
 from kvd.errors import Unavailable
-from kvd.faces import conductor as face
+from kvd.faces.conductor import routes as face
 from kvd.http.answer import answer_now
 from kvd.http.errors import Failures
 from kvd.http.types import Request, Response, Route, Scope

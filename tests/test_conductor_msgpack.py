@@ -13,7 +13,7 @@ import msgpack
 import pytest
 from publishing import Json, Running
 
-from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd_core.base.hashing import local_hashes, sequence_hashes
 from tests.conformance.failure import wait_until
 
 PROMPT = list(range(1, 17))

@@ -17,11 +17,11 @@ import pytest
 import xxhash
 from publishing import Json, Running, running_conductor
 
+from kvd.index.partitions import State
 from kvd.model import PartitionKey
-from kvd.state import State
 from kvd.wire.envelope import Terms
-from kvd.wire.publication import Publication
-from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd.wire.standard_events import Publication
+from kvd_core.base.hashing import local_hashes, sequence_hashes
 
 S = 1337  # the seed of hashes, which the page leaves open
 PROMPT = list(range(1, 17))  # four blocks of 4

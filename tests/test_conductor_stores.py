@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from publishing import Json, Running
 
-from kvd.room import WAITING as WAITING_BOUND
-from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd.app.index_full_log import WAITING as WAITING_BOUND
+from kvd_core.base.hashing import local_hashes, sequence_hashes
 from tests.conformance.engine import Engine
 
 PROMPT = list(range(1, 17))

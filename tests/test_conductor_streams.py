@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from publishing import Json, Running
 
-from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd_core.base.hashing import local_hashes, sequence_hashes
 from tests.conformance.engine import Engine
 
 PROMPT = list(range(1, 17))

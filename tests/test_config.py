@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config import CONFIG, FACE_BINDS, ReplicaSync, StartError, StaticWorker, load
-from kvd.http.limits import HttpLimits
-from kvd.http.options import TlsFiles, UnixRights
-from kvd.model import PartitionKey, RankKey
-from kvd.parsers import (
+from kvd.config.load import CONFIG, FACE_BINDS, ReplicaSync, StartError, StaticWorker, load
+from kvd.config.parsers import (
     OFF,
     Setting,
     TcpBind,
@@ -23,13 +20,16 @@ from kvd.parsers import (
     parse_list,
     parse_uint,
 )
-from kvd.peers import MAX_PEERS
-from kvd.settings import (
+from kvd.config.settings import (
     DEFAULT_INDEXER_BIND,
     DEFAULT_SLOT_TRACKER_BIND,
     HTTP_SETTINGS,
     SETTINGS,
 )
+from kvd.http.limits import HttpLimits
+from kvd.http.options import TlsFiles, UnixRights
+from kvd.index.peers import MAX_PEERS
+from kvd.model import PartitionKey, RankKey
 
 ENDPOINT = "tcp://127.0.0.1:5557"
 

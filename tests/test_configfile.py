@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY
 
-from kvd import configfile
-from kvd.cli import main
-from kvd.config import CONFIG, Said, StartError, load, resolve
-from kvd.configpage import TITLE
-from kvd.parsers import Setting, parse_face_binds
-from kvd.settings import SETTINGS
+from kvd.cli.main import load_config, main
+from kvd.cli.settings_page import TITLE
+from kvd.config import file as configfile
+from kvd.config.load import CONFIG, Said, StartError, load, resolve
+from kvd.config.parsers import Setting, parse_face_binds
+from kvd.config.settings import SETTINGS
 
 WORKER = "1=tcp://127.0.0.1:5557"
 TEXTS = ("some", "16", "127.0.0.1:8443", "tcp://127.0.0.1:5600", "http://10.0.0.9:8090")
@@ -134,7 +134,7 @@ def test_who_names_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) 
     if name != "tls_certfile":
         text = f'{name} = "{tmp_path}"\n'
     with pytest.raises(StartError, match=rf"^{name}: cannot read {tmp_path}: Is a directory$"):
-        load(write(path, text), {})
+        load_config(write(path, text))
 
 
 @pytest.mark.parametrize(

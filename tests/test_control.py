@@ -14,8 +14,8 @@ import pytest
 from processes import Server, find_free_port
 from running import running
 
-from kvd.cli import main
-from kvd.control import FOLDER_VARIABLE
+from kvd.app.control import FOLDER_VARIABLE
+from kvd.cli.main import main
 
 TOKENS = "operator read 0123456789abcdef\n"
 

@@ -11,17 +11,17 @@ import pytest
 import trio
 
 from kvd.errors import Conflict, NotFound
-from kvd.faces import conductor
+from kvd.faces.conductor import routes as conductor
 from kvd.http.types import Request, Response
+from kvd.index.partitions import State, number_of
+from kvd.index.publishers import Publishers
+from kvd.index.registry import INDEXER, Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.publishers import Publishers
-from kvd.registry import INDEXER, Registry
-from kvd.state import State, number_of
 from kvd.wire.envelope import Terms
-from kvd.wire.publication import Publication
-from kvd_core.conductor import Source
-from kvd_core.hashing import local_hashes
-from kvd_core.index import UNFINISHED
+from kvd.wire.standard_events import Publication
+from kvd_core.base.hashing import local_hashes
+from kvd_core.conductor.conductor import Source
+from kvd_core.index.prefix_index import UNFINISHED
 from tests.models.conductor_model import sequence_hashes
 
 BLOCK_SIZE = 4
@@ -314,7 +314,7 @@ def test_publishers_of_any_ranks_come_and_go(fleet: Fleet) -> None:
 
 
 def test_the_indexer_s_answer_shows_publishers(fleet: Fleet) -> None:
-    from kvd.faces.indexer import QUERY
+    from kvd.faces.indexer.routes import QUERY
 
     fleet.publisher("7", rank=2)[1].apply(batch(STORED))
     QUERY.scan(json.dumps({"token_ids": TOKENS}).encode())

@@ -15,7 +15,7 @@ from processes import Server, find_free_port
 from running import running
 from test_fleet import TOKENS, Engine
 
-from kvd.cli import main
+from kvd.cli.main import main
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
 OTHER_PUBLIC, OTHER_SECRET = (key.decode() for key in zmq.curve_keypair())

@@ -18,15 +18,15 @@ import zmq
 from processes import REPOSITORY, find_free_port
 from running import running, running_kvd
 
-from kvd import fleetfile
-from kvd.cli import main
-from kvd.config import FACE_BINDS, StartError
-from kvd.descriptors import ENOUGH
+from kvd.cli.main import main
+from kvd.config.load import FACE_BINDS, StartError
+from kvd.config.parsers import TcpBind
+from kvd.config.settings import SETTINGS
+from kvd.fleet_file import parse as fleetfile
 from kvd.http.limits import HttpLimits
-from kvd.parsers import TcpBind
-from kvd.settings import SETTINGS
+from kvd.platform.descriptors import ENOUGH
+from kvd.wire.egress import Outgoing
 from kvd.wire.endpoints import Addresses
-from kvd.wire.outgoing import Outgoing
 
 PACKAGING = REPOSITORY / "packaging"
 SERVICE = REPOSITORY / "systemd" / "kvd.service"

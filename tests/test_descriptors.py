@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.descriptors import (
+from kvd.platform.descriptors import (
     ENOUGH,
     LISTENER_DESCRIPTORS,
     MAX_LISTENERS,

@@ -30,7 +30,7 @@ from selection_bodies import (
     WORKER,
 )
 
-from kvd_core.ledger import MAX_REQUEST_ID_BYTES
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 
 ROUTES = pytest.mark.parametrize("path", POSTS)
 RULES = [rule for rule in CHECKS if rule not in (NO_JSON, UNFIT)]  # which differ here

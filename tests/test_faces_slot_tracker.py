@@ -20,17 +20,17 @@ from processes import Server
 from running import running_kvd
 from slot_bodies import BOOKED, LIVE, MODEL, POSTS, REGISTERED, SLOT_TRACKER, WORKER
 
-from kvd.faces import slot_tracker
-from kvd.faces.slot_metrics import LEDGER_COUNTERS, REFUSALS, slot_families
+from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.faces.slot_tracker.metrics import LEDGER_COUNTERS, REFUSALS, slot_families
 from kvd.http.types import Request
-from kvd.metrics import render
 from kvd.model import PartitionKey
-from kvd.replicas import COUNTERS, Replicas
-from kvd.slots import MAX_DP_SIZE, SlotTrackers
+from kvd.replica_sync.replicas import COUNTERS, Replicas
+from kvd.slots.trackers import MAX_DP_SIZE, SlotTrackers
+from kvd.telemetry.metrics import render
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import Outcome
 from kvd.wire.replica import ReplicaCounts
-from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
 
 ROUTES = pytest.mark.parametrize("path", POSTS)
 SHOWN_RANKS = 6  # the bound on loads in /metrics, here

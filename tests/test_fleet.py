@@ -24,16 +24,22 @@ from processes import Server, find_free_port
 from running import running, running_kvd
 from selecting import Service
 
-from kvd import fleetfile
-from kvd.config import StartError
-from kvd.desks import ConductorDesk, IndexerDesk, ReplicaDesk, SelectionDesk, SlotTrackerDesk
+from kvd.config.load import StartError
 from kvd.errors import Conflict
-from kvd.fleet import Fleet
+from kvd.fleet_file import parse as fleetfile
+from kvd.fleet_file.follower import Fleet
+from kvd.fleet_file.targets import (
+    ConductorDesk,
+    IndexerDesk,
+    ReplicaDesk,
+    SelectionDesk,
+    SlotTrackerDesk,
+)
+from kvd.index.publishers import Publishers
 from kvd.model import PartitionKey, RankKey
-from kvd.publishers import Publishers
-from kvd.replicas import Replicas
-from kvd.slots import SlotTrackers
-from kvd.wire.outgoing import DEFAULT, Outgoing, Places
+from kvd.replica_sync.replicas import Replicas
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.egress import DEFAULT, Outgoing, Places
 from kvd.wire.replica import Replica, ReplicaCounts
 
 M = PartitionKey("m", "default")

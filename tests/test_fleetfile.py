@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvd import fleetfile
-from kvd.cli import main
-from kvd.faces import indexer
-from kvd.wire.outgoing import Outgoing
+from kvd.cli.main import main
+from kvd.faces.indexer import routes as indexer
+from kvd.fleet_file import parse as fleetfile
+from kvd.wire.egress import Outgoing
 
 RANK = 'instance_id = 1\nmodel_name = "m"\nblock_size = 16\nendpoint = "tcp://10.0.0.1:5557"\n'
 FLEET = f"""

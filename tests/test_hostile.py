@@ -29,9 +29,9 @@ from processes import REPOSITORY, Server, clean_environment, find_free_port
 from running import running_both
 from slot_bodies import POSTS
 
-from kvd.descriptors import listeners_within
 from kvd.http.limits import HttpLimits
-from kvd_core.index import IngestCounters, PrefixIndex
+from kvd.platform.descriptors import listeners_within
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.applying import apply_whole
 from tests.net.zmtp_fakes import GREETING, large_frame, message, ready
 

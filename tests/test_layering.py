@@ -5,48 +5,32 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from processes import REPOSITORY
 
-# From the top down. A module belongs to the entry that names it or its nearest package.
+# From the top down. A package may use those of lower rows, and of its own row where that makes no
+# circle. `__main__` belongs to the command line; the last row is modules, which everybody may use.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("kvd.__main__",),
-    ("kvd.cli",),
-    ("kvd.daemon",),
-    ("kvd.services", "kvd.replicating"),
-    (
-        "kvd.serving",
-        "kvd.reloading",
-        "kvd.status",
-        "kvd.fleet",
-        "kvd.room",
-        "kvd.memory",
-        "kvd.unmatched",
-        "kvd.control",
-    ),
-    ("kvd.config", "kvd.demo", "kvd.desks"),
-    ("kvd.configfile", "kvd.configpage", "kvd.tokens", "kvd.fleetfile"),
-    ("kvd.settings",),
-    ("kvd.parsers",),
-    ("kvd.http", "kvd.net", "kvd.faces"),
-    ("kvd.selection", "kvd.publishers"),
-    ("kvd.registry", "kvd.restore", "kvd.peers", "kvd.replicas", "kvd.slots", "kvd.catalog"),
-    ("kvd.metrics",),
-    ("kvd.state", "kvd.scheduling", "kvd.ledgers"),
-    ("kvd.wire", "kvd.http.types", "kvd.logs", "kvd.descriptors", "kvd.signals"),
-    ("kvd.model", "kvd.errors", "kvd.outlet", "kvd.toml", "kvd._version"),
+    ("kvd.__main__", "kvd.cli"),
+    ("kvd.app", "kvd.demo"),
+    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync"),
+    ("kvd.config",),
+    ("kvd.http", "kvd.net"),
+    ("kvd.selection", "kvd.slots", "kvd.index"),
+    ("kvd.wire", "kvd.platform", "kvd.telemetry"),
+    ("kvd.model", "kvd.errors", "kvd._version"),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
 # Packages that must not touch the outside world, and what that means for each.
 IO = {"trio", "zmq", "socket", "quart", "quart_trio", "ssl", "httptools", "subprocess"}
 FORBIDDEN = {
-    "kvd.wire": IO | {"time", "datetime", "logging", "os", "kvd.logs"},
+    "kvd.wire": IO | {"time", "datetime", "logging", "os", "kvd.telemetry.logs"},
     "kvd.faces": (IO - {"trio"}) | {"time", "datetime", "os"},  # trio: long walks checkpoint
-    "kvd.scheduling": IO | {"time", "datetime", "logging", "os", "kvd.logs"},
-    "kvd.state": {"time", "datetime", "os", "quart", "ssl"},
+    "kvd.index.partitions": {"time", "datetime", "os", "quart", "ssl"},
     "kvd.model": IO | {"time", "datetime", "logging", "os"},
     "kvd.errors": IO | {"time", "datetime", "logging", "os"},
 }
@@ -76,25 +60,34 @@ def imports(path: Path) -> Iterator[str]:
                 yield full if full in MODULES else str(node.module)
 
 
-def entry(module: str) -> str | None:
-    """Returns the line of LAYERS that a module belongs to."""
-    while module and module not in HEIGHT:
-        module = module.rpartition(".")[0]
-    return module or None
+def package(module: str) -> str:
+    """Returns the entry of LAYERS that a module belongs to."""
+    return ".".join(module.split(".")[:2])
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "kvd"])
-def test_imports_point_downward(module: str) -> None:
-    own = entry(module)
-    assert own, f"{module} belongs to no layer: give it a place in LAYERS"
-    for target in imports(MODULES[module]):
-        if target.split(".")[0] != "kvd" or target == "kvd":
-            continue
-        other = entry(target)
-        assert other, f"{target} belongs to no layer"
-        same_package = own.split(".")[:2] == other.split(".")[:2]
-        # names of one layer stand side by side and do not meet
-        assert same_package or HEIGHT[other] < HEIGHT[own], f"{module} imports {target}"
+def package_imports() -> dict[str, set[str]]:
+    """Returns what every package uses of other packages."""
+    found: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        own = package(module)
+        used = {package(each) for each in imports(path) if each in MODULES and each != "kvd"}
+        found.setdefault(own, set()).update(used - {own})
+    return found
+
+
+def test_there_is_a_place_for_every_package() -> None:
+    assert {package(module) for module in MODULES} - {"kvd"} == set(HEIGHT)
+
+
+@pytest.mark.parametrize("own", HEIGHT)
+def test_packages_use_no_higher_ones(own: str) -> None:
+    higher = {each for each in package_imports().get(own, ()) if HEIGHT[each] > HEIGHT[own]}
+    assert not higher
+
+
+def test_no_package_uses_itself_by_way_of_others() -> None:
+    found = package_imports()
+    TopologicalSorter(found).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -115,18 +108,17 @@ def test_who_knows_the_wall_clock() -> None:
         r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
     )
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
-    assert using == {"kvd.logs", "kvd.demo.fleet", "kvd.daemon"}
-    daemon = MODULES["kvd.daemon"].read_text()
+    assert using == {"kvd.telemetry.logs", "kvd.demo.fleet", "kvd.app.daemon"}
+    daemon = MODULES["kvd.app.daemon"].read_text()
     assert len(wall.findall(daemon)) == 1 and "time.time_ns,\n" in daemon  # to Selections
 
 
 CORE_SOURCES = [
     path
-    for path in sorted((REPOSITORY / "kvd_core").iterdir())
+    for path in sorted((REPOSITORY / "kvd_core").rglob("*"))
     if path.suffix in {".py", ".pyx", ".pxd", ".pyi"}
 ]
-# Two modules of the core meet IO. The drain receives from sockets that pyzmq owns, so it imports
-# that; the lane serves clients' connections by system calls, so it imports nothing.
+# The drain receives from sockets that pyzmq owns, so it imports that.
 MEETS_IO = {"drain"}
 
 

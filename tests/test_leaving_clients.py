@@ -19,15 +19,15 @@ import pytest
 import trio
 from selecting import M, Service, worker
 
-from kvd.faces import slot_tracker
 from kvd.faces.selection.routes import selection_routes
+from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.types import Route
 from kvd.model import PartitionKey
-from kvd.scheduling.options import RouterOptions
-from kvd.scheduling.queue import Waiting
-from kvd.selection.asks import Held
-from kvd.slots import SlotTrackers
-from kvd_core.selector_settings import Settings
+from kvd.selection.options import RouterOptions
+from kvd.selection.queue import Waiting
+from kvd.selection.requests import Held
+from kvd.slots.trackers import SlotTrackers
+from kvd_core.selector.settings import Settings
 from tests.http.serving import Client, Running, open_descriptors, serving
 
 BATCH = 40  # tokens: three prompts make a rank busy

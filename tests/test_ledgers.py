@@ -6,13 +6,13 @@ from array import array
 
 import pytest
 
-from kvd.faces import slot_tracker
-from kvd.ledgers import Ledgers
+from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.model import PartitionKey
-from kvd.replicas import apply_once
-from kvd.slots import SlotTrackers
+from kvd.replica_sync.replicas import apply_once
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
-from kvd_core.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner
 
 KEY = PartitionKey("m", "default")
 BLOCK = 16  # tokens

@@ -18,18 +18,18 @@ from dumps import dump_json, event
 from processes import REPOSITORY
 from reloading import Daemon, daemon
 
-from kvd.cli import main
-from kvd.config import CONFIG, StartError, load
-from kvd.ledgers import Ledgers
+from kvd.cli.main import main
+from kvd.config.load import CONFIG, StartError, load
+from kvd.config.parsers import Setting
+from kvd.config.settings import ENGINE_SETTINGS, HTTP_SETTINGS, INDEX_SETTINGS, SETTINGS
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
 from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
-from kvd.parsers import Setting
-from kvd.registry import Registry
 from kvd.selection.service import Selections
-from kvd.settings import ENGINE_SETTINGS, HTTP_SETTINGS, INDEX_SETTINGS, SETTINGS
-from kvd.state import State
+from kvd.slots.shared_loads import Ledgers
 from tests.conformance.engine import Engine
 
 NUMBERS = [

@@ -17,8 +17,9 @@ import pytest
 from loglines import logged
 from processes import REPOSITORY, clean_environment
 
-from kvd import logs, outlet
-from kvd.outlet import Outlet
+from kvd.telemetry import logs
+from kvd.telemetry import stderr as outlet
+from kvd.telemetry.stderr import Outlet
 
 Written = Callable[[], str]
 

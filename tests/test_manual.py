@@ -14,10 +14,10 @@ from types import ModuleType
 import pytest
 from processes import REPOSITORY
 
-from kvd import configfile
-from kvd.cli import main
-from kvd.parsers import Setting
-from kvd.settings import SETTINGS
+from kvd.cli.main import main
+from kvd.config import file as configfile
+from kvd.config.parsers import Setting
+from kvd.config.settings import SETTINGS
 
 
 def load(name: str) -> ModuleType:

@@ -9,12 +9,13 @@ import msgpack
 import pytest
 
 from kvd.errors import Unavailable
-from kvd.faces import indexer
+from kvd.faces.indexer import routes as indexer
 from kvd.http.types import Request
-from kvd.metrics import Family, render, state_families
+from kvd.index.metrics import state_families
+from kvd.index.partitions import SWEPT_PARTITIONS, State
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.registry import Registry
-from kvd.state import SWEPT_PARTITIONS, State
+from kvd.telemetry.metrics import Family, render
 
 TENANTS = 1_000
 MAX_TENANT_BYTES = 40_000  # 31 KB each, as kvd/model.py says, and what the allocator adds

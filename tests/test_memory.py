@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-from kvd.memory import WORTH_TRIMMING_BYTES, Heaps
-from kvd_core.index import IngestCounters, PrefixIndex
+from kvd.platform.memory import WORTH_TRIMMING_BYTES, Heaps
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 
 PIECE = 1000  # bytes
 RUN = 1000  # blocks

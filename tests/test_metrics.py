@@ -14,30 +14,29 @@ from exposition import parse
 from processes import Server
 from running import running
 
-import kvd.registry
-import kvd.state
+import kvd.index.partitions
+import kvd.index.registry
 from kvd.errors import Unavailable
-from kvd.faces import indexer
-from kvd.metrics import (
+from kvd.faces.indexer import routes as indexer
+from kvd.index.metrics import listener_families, state_families
+from kvd.index.partitions import State
+from kvd.index.peers import MAX_PEERS
+from kvd.index.registry import Registry
+from kvd.model import PartitionKey, RankKey
+from kvd.telemetry.metrics import (
     BREATH,
     BUCKETS,
     Family,
     RequestMetrics,
     by_label,
     counter,
-    listener_families,
     render,
-    state_families,
     stats_families,
 )
-from kvd.model import PartitionKey, RankKey
-from kvd.peers import MAX_PEERS
-from kvd.registry import Registry
-from kvd.state import State
 from kvd.wire.counts import StreamCounts
-from kvd.wire.listener import Listener
+from kvd.wire.event_stream import Listener
 from kvd.wire.replay import ReplayEnd
-from kvd_core.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
+from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 
 class Idle:
@@ -152,7 +151,7 @@ def test_totals_outlive_their_partitions() -> None:
 
 
 def test_what_reached_a_bound_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvd.state, "MAX_DEPARTED", 1)
+    monkeypatch.setattr(kvd.index.partitions, "MAX_DEPARTED", 1)
     state = State(max_blocks=1, max_partitions=1)
     state.add_rank(RankKey(PartitionKey("m", "a"), 1, 0), 16)
     with pytest.raises(Unavailable):
@@ -193,14 +192,14 @@ def test_parked_blocks_that_lacked_their_salt_are_counted() -> None:
 
 
 async def test_forgotten_places_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvd.registry, "MAX_LEFT_PLACES", 2)
+    monkeypatch.setattr(kvd.index.registry, "MAX_LEFT_PLACES", 2)
     state = State()
     registry = Registry(state, Idle())
     for instance_id in range(5):
         key = RankKey(PartitionKey("m", "a"), instance_id, 0)
         registry.register(key, "tcp://127.0.0.1:1", 16, None)
         await registry.unregister(instance_id, "m", "a", None)
-    samples = parse(text_of(indexer.families(state, registry, indexer.dumps_bound())))
+    samples = parse(text_of(indexer.families(state, registry, indexer.dumps_bound(8))))
     assert samples["kvd_places_forgotten_total"] == 3
 
 

@@ -15,7 +15,7 @@ import zmq
 from processes import find_free_port
 from running import running
 
-from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd_core.base.hashing import local_hashes, sequence_hashes
 
 TOKENS = list(range(16))
 STORED = msgpack.packb(

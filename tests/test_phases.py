@@ -11,14 +11,14 @@ import trio
 from selecting import BLOCK_SIZE, M, Service, look, worker
 from test_selections import BATCH, batched, calls, ready, settled
 
-from kvd.catalog import Role
 from kvd.errors import Conflict, NotFound, Unavailable
-from kvd.scheduling.options import RouterOptions
-from kvd.selection.asks import Constraints, Held, Retry
+from kvd.selection.options import RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
+from kvd.selection.requests import Constraints, Held, Retry
+from kvd.selection.worker_record import Role
 from kvd.wire.lifecycle import Outcome, Step
-from kvd_core.hashing import sequence_hashes
-from kvd_core.selector_settings import Settings
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.selector.settings import Settings
 
 PROMPT = [11, 12, 13]
 TOKENS = len(PROMPT) * BLOCK_SIZE

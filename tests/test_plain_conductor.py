@@ -12,14 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvd.errors import KvdError
-from kvd.faces import conductor
+from kvd.faces.conductor import routes as conductor
+from kvd.faces.conductor.plain import PlainHoldings
 from kvd.http.types import Request, Response, Route
+from kvd.index.partitions import State
+from kvd.index.publishers import Publishers
 from kvd.model import PartitionKey
-from kvd.publishers import Publishers
-from kvd.state import State
-from kvd_core.conductor import namespace
-from kvd_core.plain_conductor import PlainHoldings
-from kvd_core.scan import BodyScanner
+from kvd_core.conductor.conductor import namespace
+from kvd_core.json.scan import BodyScanner
 from tests.models.conductor_model import sequence_hashes
 
 BLOCK_SIZE = 4

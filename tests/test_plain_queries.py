@@ -12,14 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvd.errors import KvdError
-from kvd.faces import indexer
+from kvd.faces.indexer import routes as indexer
+from kvd.faces.indexer.plain import PlainQuery
 from kvd.http.types import Request, Response, Route
+from kvd.index.partitions import State
+from kvd.index.peers import Peers
+from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
-from kvd.peers import Peers
-from kvd.registry import Registry
-from kvd.state import State
-from kvd_core.plain import PlainQuery
-from kvd_core.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner
 
 BLOCK_SIZE = 4
 TOKENS = list(range(4 * BLOCK_SIZE))
@@ -39,7 +39,7 @@ def filled_state() -> State:
 STATE = filled_state()
 ROUTES = {
     route.path: route
-    for route in indexer.routes(STATE, cast(Registry, None), Peers(), indexer.dumps_bound())
+    for route in indexer.routes(STATE, cast(Registry, None), Peers(), indexer.dumps_bound(8))
 }
 QUERIES = [ROUTES[path] for path in ("/query", "/query_by_hash", "/query_tiered_by_hash")]
 

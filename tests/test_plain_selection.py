@@ -20,30 +20,30 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from json_bodies import bodies, written
 
-from kvd.catalog import DEFAULT_MODEL, Role, WorkerRecord
 from kvd.errors import KvdError
+from kvd.faces.selection.plain import PlainLoads, PlainSelect
 from kvd.faces.selection.prompts import ASK
 from kvd.faces.selection.routes import selection_routes
 from kvd.http.types import Request, Response, Route
-from kvd.ledgers import Ledgers
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
-from kvd.registry import Registry
-from kvd.scheduling.options import THRESHOLDS, RouterOptions
-from kvd.selection.asks import Ask, Held
-from kvd.selection.fleet import schedulable
+from kvd.selection.candidates import schedulable
+from kvd.selection.options import THRESHOLDS, RouterOptions
+from kvd.selection.requests import Ask, Held
 from kvd.selection.service import Selections
-from kvd.slots import SlotTrackers
-from kvd.state import State
+from kvd.selection.worker_record import DEFAULT_MODEL, Role, WorkerRecord
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.event_stream import Listener
 from kvd.wire.lifecycle import Lifecycle
-from kvd.wire.listener import Listener
-from kvd_core.choice_counts import CHOICE_PHASES
-from kvd_core.draws import Draws
-from kvd_core.hashing import sequence_hashes
-from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
-from kvd_core.plain_selection import PlainLoads, PlainSelect
-from kvd_core.scan import BodyScanner
-from kvd_core.selector import Pool
-from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.base.draws import Draws
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
+from kvd_core.selector.choice_counts import CHOICE_PHASES
+from kvd_core.selector.selector import Pool
+from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 Answer = tuple[int, bytes]
 

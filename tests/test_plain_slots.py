@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from json_bodies import bodies, written
 
 from kvd.errors import KvdError
-from kvd.faces import slot_tracker
+from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.faces.slot_tracker.plain import PlainAdd, PlainFree, PlainLoads
 from kvd.http.types import Request, Response, Route
 from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.slots import SlotTrackers, Tracker
+from kvd.slots.trackers import SlotTrackers, Tracker
 from kvd.wire.lifecycle import Lifecycle
-from kvd_core.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
-from kvd_core.plain_slots import PlainAdd, PlainFree, PlainLoads
-from kvd_core.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 
 Answer = tuple[int, bytes]
 

@@ -14,7 +14,7 @@ from bench.replay.engine import Engine
 from bench.replay.simulation import Fleet, Outcome, replay
 from bench.replay.summary import measure, row
 from bench.replay.trace import BLOCK_SIZE, Prompts, Request, read, reusable_share
-from kvd_core.selector_settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.selector.settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 MODES = {"round-robin": ROUND_ROBIN, "random": RANDOM, "least-loaded": LEAST_LOADED, "kv": KV}
 PROMPTS = Prompts()

@@ -11,8 +11,8 @@ import pytest
 from running import running_kvd
 from selecting import BLOCK_SIZE, M, N, Service, worker
 
-from kvd.scheduling.options import RouterOptions
-from kvd_core.hashing import sequence_hashes
+from kvd.selection.options import RouterOptions
+from kvd_core.base.hashing import sequence_hashes
 from tests.conformance.engine import Engine
 from tests.conformance.failure import wait_until
 

@@ -19,11 +19,11 @@ from processes import STOP_DEADLINE_S, find_free_port, reads
 from reloading import Daemon, daemon, starting
 from running import running, running_kvd
 
-from kvd.config import CONFIG, TLS_FILES, StartError, load
-from kvd.parsers import Setting
-from kvd.reloading import Reader
-from kvd.scheduling.queue import QueuePolicy, SelectionQueue, Urgency
-from kvd.settings import SETTINGS
+from kvd.config.load import CONFIG, TLS_FILES, StartError, load
+from kvd.config.parsers import Setting
+from kvd.config.reload import Reader
+from kvd.config.settings import SETTINGS
+from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency
 
 OTHERS = {  # values that are no default and leave the rest valid
     "log_level": '"error"',
@@ -317,7 +317,7 @@ def test_a_bad_file_is_refused_and_the_old_one_kept(tmp_path: Path) -> None:
     with daemon(tmp_path) as kvd:
         kvd.reload("http_connections = 2\n")
         kvd.reload("http_connections = 3\nhttp_idle = 1\n", outcome="refused")
-        kvd.server.wait_said("level=error logger=kvd.daemon event=reload_refused")
+        kvd.server.wait_said("level=error logger=kvd.app.daemon event=reload_refused")
         kvd.server.wait_said("kvd.toml: http_idle: no such setting")
         with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as second:
             assert second.get("/health").status_code == 200

@@ -12,7 +12,7 @@ import pytest
 from processes import find_free_port
 from running import running, running_kvd
 
-from kvd_core.hashing import sequence_hashes
+from kvd_core.base.hashing import sequence_hashes
 from tests.conformance.failure import wait_until
 
 WITHIN_S = 20.0

@@ -14,12 +14,12 @@ from selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
 
 from kvd.errors import Conflict, NotFound
 from kvd.faces.selection.booking_metrics import booking_families
-from kvd.metrics import render
-from kvd.scheduling.options import RouterOptions
-from kvd.selection.asks import Held, Retry
+from kvd.selection.options import RouterOptions
+from kvd.selection.requests import Held, Retry
+from kvd.telemetry.metrics import render
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
-from kvd_core.selector_settings import Settings
+from kvd_core.selector.settings import Settings
 
 BATCH = 100  # tokens
 OPTIONS = RouterOptions(Settings(queue_threshold=1.0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from loglines import logged
 
-from kvd.room import QUIET_S, Room
-from kvd_core.index import Budget, IngestCounters, PrefixIndex
+from kvd.app.index_full_log import QUIET_S, Room
+from kvd_core.index.prefix_index import Budget, IngestCounters, PrefixIndex
 
 
 def test_a_full_index_is_said_once_until_there_was_room_for_a_while() -> None:

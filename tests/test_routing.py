@@ -12,12 +12,12 @@ import trio
 from selecting import BLOCK_SIZE, M, N, Service, worker
 from test_selections import BATCH, batched, calls, ready, settled
 
-from kvd.catalog import Role
 from kvd.errors import BadRequest, NotFound, Unavailable
-from kvd.scheduling.options import RouterMode, RouterOptions
-from kvd.selection.asks import Constraints, Held
+from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
-from kvd_core.selector_settings import Settings
+from kvd.selection.requests import Constraints, Held
+from kvd.selection.worker_record import Role
+from kvd_core.selector.settings import Settings
 
 OPTIONS = RouterOptions(Settings(queue_threshold=1.0))
 SINGLE = (Phase.PREFILL, Phase.DECODE)

@@ -31,7 +31,7 @@ from processes import REPOSITORY, Server, clean_environment, find_free_port
 from reloading import daemon
 from running import running, running_kvd
 
-from kvd.cli import main
+from kvd.cli.main import main
 from kvd.http.types import Route, Scope
 
 READ, LIFECYCLE, ADMIN = "reader-0123456789", "booker-0123456789", "keeper-0123456789"

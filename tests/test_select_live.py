@@ -20,7 +20,7 @@ from chances import assert_drawn
 from processes import Server, clean_environment, find_free_port
 from twins import Service, Setup, Twin
 
-from kvd_core.selector_settings import Settings
+from kvd_core.selector.settings import Settings
 
 CASES = int(os.environ.get("KVD_LIVE_CASES", "2100"))
 QUESTIONS = 60  # of a fleet

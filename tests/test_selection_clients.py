@@ -20,11 +20,11 @@ from models.ledger_model import ModelLedger
 from selecting import EXPIRY_S, M, Service, worker
 
 from kvd.faces.selection.routes import selection_routes
-from kvd.scheduling.options import RouterOptions
-from kvd.scheduling.queue import Waiting
-from kvd.selection.asks import Held
-from kvd_core.hashing import local_hashes, sequence_hashes
-from kvd_core.selector_settings import Settings
+from kvd.selection.options import RouterOptions
+from kvd.selection.queue import Waiting
+from kvd.selection.requests import Held
+from kvd_core.base.hashing import local_hashes, sequence_hashes
+from kvd_core.selector.settings import Settings
 from tests.http.serving import Client, Reply, Running, eventually, open_descriptors, serving
 
 BLOCK_SIZE = 4

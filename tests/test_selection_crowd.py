@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from processes import START_DEADLINE_S, Server
 
-from kvd.descriptors import raise_limit, waiting_within
+from kvd.platform.descriptors import raise_limit, waiting_within
 
 # Ten thousand, or as many as kvd lets wait with the descriptors that there are.
 CROWD = min(10_000, waiting_within(raise_limit()))

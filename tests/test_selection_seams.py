@@ -20,16 +20,16 @@ import trio
 from selecting import BLOCK_SIZE, EXPIRY_S, M, Service, look, worker
 from test_selections import Caller, settled
 
-from kvd.catalog import Role, WorkerRecord
 from kvd.errors import KvdError
-from kvd.ledgers import Ledgers
-from kvd.scheduling.options import THRESHOLDS, RouterOptions
-from kvd.selection.asks import Constraints, Held, Retry
+from kvd.selection.options import THRESHOLDS, RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
+from kvd.selection.requests import Constraints, Held, Retry
 from kvd.selection.service import Selections
-from kvd.slots import SlotTrackers
-from kvd_core.selector import BUSY, OVERLOADED
-from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd.selection.worker_record import Role, WorkerRecord
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd_core.selector.selector import BUSY, OVERLOADED
+from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 STEPS = 200
 BATCH = 40  # tokens

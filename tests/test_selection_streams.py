@@ -12,15 +12,15 @@ import trio.testing
 from processes import Server
 from selecting import M, Service, worker
 
-from kvd.catalog import Lifecycle
 from kvd.faces.selection.choice_metrics import choice_families
-from kvd.metrics import RequestMetrics, render
 from kvd.model import RankKey
-from kvd.scheduling.options import RouterOptions
-from kvd.selection.asks import Constraints
-from kvd.selection.tally import Unserved
-from kvd.wire.listener import Listener
-from kvd_core.selector_settings import Settings
+from kvd.selection.options import RouterOptions
+from kvd.selection.requests import Constraints
+from kvd.selection.stats import Unserved
+from kvd.selection.worker_record import Lifecycle
+from kvd.telemetry.metrics import RequestMetrics, render
+from kvd.wire.event_stream import Listener
+from kvd_core.selector.settings import Settings
 from tests.conformance.engine import Engine
 
 GRACE_S = 3.0

@@ -20,19 +20,19 @@ from models.ledger_model import ModelLedger
 from models.selector_model import ModelPool, ModelPrompt, ModelRank, ModelSettings
 from selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, look, worker
 
-from kvd.catalog import WorkerRecord
 from kvd.errors import BadRequest, Conflict, KvdError, NotFound, Unavailable
 from kvd.model import PartitionKey
-from kvd.scheduling.options import RouterOptions
-from kvd.scheduling.queue import QueuePolicy
-from kvd.selection.asks import Constraints, Held
-from kvd.selection.choices import Choices
-from kvd.selection.fleet import Fleet
+from kvd.selection.candidates import Fleet
+from kvd.selection.options import RouterOptions
+from kvd.selection.queue import QueuePolicy
+from kvd.selection.requests import Constraints, Held
+from kvd.selection.scheduler import Choices
+from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
-from kvd_core.hashing import sequence_hashes
-from kvd_core.ledger import Ledger
-from kvd_core.selector_settings import Settings
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.settings import Settings
 
 BATCH = 100  # tokens
 SMALL_BATCH = 6  # so that workers often are busy

@@ -15,9 +15,9 @@ import pytest
 from processes import Server, find_free_port
 from running import running
 
-from kvd.cli import main
-from kvd.state import UNMATCHED_QUESTIONS
-from kvd.status import read_samples
+from kvd.cli.main import main
+from kvd.cli.status import read_samples
+from kvd.index.partitions import UNMATCHED_QUESTIONS
 from tests.conformance.engine import Engine
 from tests.conformance.failure import show, wait_until
 

@@ -13,13 +13,13 @@ import pytest
 from exposition import parse
 
 from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavailable
-from kvd.faces.slot_metrics import slot_families
-from kvd.metrics import render
+from kvd.faces.slot_tracker.metrics import slot_families
 from kvd.model import MAX_PARTITIONS, PartitionKey
-from kvd.slots import EXPIRY_SLICE, MAX_DP_SIZE, SlotTrackers, Tracker, WorkerRow
+from kvd.slots.trackers import EXPIRY_SLICE, MAX_DP_SIZE, SlotTrackers, Tracker, WorkerRow
+from kvd.telemetry.metrics import render
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
-from kvd_core.ledger import MAX_RANKS, MAX_TOKENS, Ledger
-from kvd_core.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import MAX_RANKS, MAX_TOKENS, Ledger
 
 KEY = PartitionKey("m", "default")
 BLOCK = 16

@@ -14,10 +14,10 @@ import pytest
 
 from kvd.errors import KvdError
 from kvd.model import PartitionKey
-from kvd.slots import SlotTrackers
+from kvd.slots.trackers import SlotTrackers
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Step, decode, encode
-from kvd_core.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner
 from tests.models.slots_model import ModelSlots, Told
 
 HASHES = BodyScanner({"sequence_hashes": "i64"}, ())

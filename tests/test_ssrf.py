@@ -12,7 +12,7 @@ import pytest
 from processes import find_free_port
 from running import running
 
-from kvd.cli import main
+from kvd.cli.main import main
 from kvd.wire.hosts import everywhere
 
 FACES = ("indexer", "slot_tracker", "selection", "conductor")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvd.index.partitions import Partition, State
 from kvd.model import PartitionKey, RankKey
-from kvd.state import Partition, State
 
 KEY = PartitionKey("m", "default")
 BLOCKS = 1000  # of a prompt; a few prompts are more than a slice of a sweep frees

@@ -18,10 +18,10 @@ from asking import make_client_certificates
 from processes import find_free_port
 from running import running
 
-from kvd import config
-from kvd.cli import main
-from kvd.parsers import Binds, TcpBind, UnixBind
-from kvd.status import LISTS, faces_of, read_samples
+from kvd.cli.main import main
+from kvd.cli.status import LISTS, faces_of, read_samples
+from kvd.config import load as config
+from kvd.config.parsers import Binds, TcpBind, UnixBind
 
 PAIR = {"cert": "pem", "key": "key"}
 TOKENS = list(range(16))

@@ -16,12 +16,12 @@ import trio.abc
 from processes import STOP_DEADLINE_S, Server, clean_environment, find_free_port, reads
 from running import running
 
-from kvd.config import FACE_BINDS, load
-from kvd.daemon import _Daemon
-from kvd.net.activation import Passed
-from kvd.parsers import OFF, Binds, TcpBind
-from kvd.reloading import Reader
-from kvd.signals import Signals
+from kvd.app.daemon import _Daemon
+from kvd.config.load import FACE_BINDS, load
+from kvd.config.parsers import OFF, Binds, TcpBind
+from kvd.config.reload import Reader
+from kvd.platform.activation import Passed
+from kvd.platform.signals import Signals
 
 
 class Mute(trio.abc.HostnameResolver):

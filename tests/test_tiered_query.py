@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from running import running_kvd
 
 from kvd.errors import KvdError
-from kvd.faces import indexer
+from kvd.faces.indexer import routes as indexer
 from kvd.http.limits import HttpLimits
 from kvd.http.types import Request, Response, Route
+from kvd.index.partitions import State
+from kvd.index.peers import Peers
+from kvd.index.registry import LEFT_PAIR_S, MAX_LEFT_PAIRS, Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.peers import Peers
-from kvd.registry import LEFT_PAIR_S, MAX_LEFT_PAIRS, Registry
-from kvd.state import State
-from kvd_core.index import TIERS
+from kvd_core.index.prefix_index import TIERS
 
 BLOCK = 4
 ROUTE = "/query_tiered_by_hash"
@@ -104,7 +104,7 @@ class Nobody:
 def made() -> tuple[State, Registry, dict[str, Route]]:
     state = State()
     registry = Registry(state, Nobody())
-    routes = indexer.routes(state, registry, Peers(), indexer.dumps_bound())
+    routes = indexer.routes(state, registry, Peers(), indexer.dumps_bound(8))
     return state, registry, {route.path: route for route in routes}
 
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from test_metrics import Idle
 
-from kvd.faces import indexer
-from kvd.faces.workers import SLICE_RANKS, listed
+from kvd.faces.indexer import routes as indexer
+from kvd.faces.indexer.workers import SLICE_RANKS, listed
 from kvd.http.types import Request
+from kvd.index.partitions import State
+from kvd.index.registry import Registry, by_instance
 from kvd.model import PartitionKey, RankKey
-from kvd.registry import Registry, by_instance
-from kvd.state import State
 
 RANKS = 2_000
 SOMEWHERE = "tcp://127.0.0.1:1"

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvd_core.hashing import local_hashes, sequence_hashes
-from kvd_core.index import IngestCounters, PrefixIndex
-from kvd_core.ledger import ADDED, Ledger
-from kvd_core.selector import BUSY, Candidate, Explained, Pool
-from kvd_core.selector_settings import Settings
+from kvd_core.base.hashing import local_hashes, sequence_hashes
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.ledger.ledger import ADDED, Ledger
+from kvd_core.selector.selector import BUSY, Candidate, Explained, Pool
+from kvd_core.selector.settings import Settings
 from tests.conformance.engine import SUBSCRIPTION_WITHIN_S, Engine, pack
 from tests.conformance.failure import wait_until
 

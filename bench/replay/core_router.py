@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Sequence
 from random import Random
 
-from kvd_core.index import IngestCounters, PrefixIndex
-from kvd_core.ledger import ADDED, Ledger
-from kvd_core.selector import Candidate, Pool
-from kvd_core.selector_settings import Settings
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.ledger.ledger import ADDED, Ledger
+from kvd_core.selector.selector import Candidate, Pool
+from kvd_core.selector.settings import Settings
 
 from .trace import BLOCK_SIZE, Prompts, Request
 

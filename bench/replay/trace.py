@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from kvd_core.hashing import local_hashes, sequence_hashes
+from kvd_core.base.hashing import local_hashes, sequence_hashes
 
 BLOCK_SIZE = 512  # tokens
 

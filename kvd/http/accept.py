@@ -9,7 +9,7 @@ from collections.abc import Callable
 import trio
 
 from kvd.http.limits import HttpStats
-from kvd.logs import RateLimit, get_logger
+from kvd.telemetry.logs import RateLimit, get_logger
 
 log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from kvd.http.types import Headers
-from kvd.logs import get_logger
+from kvd.telemetry.logs import get_logger
 
 NO_ROUTE = "-"
 REQUEST_ID = b"x-request-id"

@@ -16,8 +16,8 @@ from werkzeug.exceptions import HTTPException
 from kvd.http.answer import answer
 from kvd.http.asgi import KNOWN, AsgiApp
 from kvd.http.errors import INTERNAL_ERROR, Failures
-from kvd.http.guard import admitted, logged, observed
 from kvd.http.limits import HttpLimits
+from kvd.http.middleware import admitted, logged, observed
 from kvd.http.reception import Reception
 from kvd.http.table import Found, RouteTable
 from kvd.http.types import Headers, Request, Response, Route

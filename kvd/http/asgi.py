@@ -25,7 +25,7 @@ from kvd.http.head import Head
 from kvd.http.transport import Transport
 from kvd.http.types import Headers
 from kvd.http.writer import ResponseWriter
-from kvd.logs import get_logger
+from kvd.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -22,6 +22,7 @@ from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.errors import Refusal
+from kvd.http.fast_path import Lane, Leftover, has_left
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, whole_response
@@ -29,8 +30,7 @@ from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
 from kvd.http.types import Headers, Request, Response, Route, Scope
 from kvd.http.writer import connection_lines, persists_after
-from kvd.logs import get_logger
-from kvd_core.lane import Lane, Leftover, has_left
+from kvd.telemetry.logs import get_logger
 
 Undo = Callable[[], None] | None
 

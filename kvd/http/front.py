@@ -18,17 +18,17 @@ from email.utils import formatdate
 import trio
 
 from kvd.http.asgi import AsgiApp
+from kvd.http.auth import is_local
 from kvd.http.connection import Connection, Service
-from kvd.http.interlude import interlude
+from kvd.http.fast_path import SOME
+from kvd.http.idle_poll import interlude
 from kvd.http.limits import HttpLimits
-from kvd.http.permits import is_local
 from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared
 from kvd.http.types import JSON, Response, Route
-from kvd_core.lane import SOME
 
 TURN_NS = 500_000  # a row of requests served before other tasks run, some twenty
 

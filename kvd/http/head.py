@@ -12,9 +12,9 @@ from urllib.parse import unquote
 import httptools
 
 from kvd.http.errors import Refusal
+from kvd.http.fast_path import names_host
 from kvd.http.limits import HttpLimits
 from kvd.http.types import Headers
-from kvd_core.lane import names_host
 
 HEAD_END = b"\r\n\r\n"
 CHUNKED = -1  # `Head.length` of a body whose length is not announced

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import trio
 
-from kvd.descriptors import bound_tcp
 from kvd.http.options import UnixRights
+from kvd.platform.descriptors import bound_tcp
 
 BACKLOG = 1024  # a fleet reconnecting at once; the kernel caps it at net.core.somaxconn
 

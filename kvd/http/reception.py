@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvd.http.access import AccessLog
+from kvd.http.auth import Permits, Policy
 from kvd.http.errors import PLAIN, Failures, Refusal
-from kvd.http.permits import Permits, Policy
 from kvd.http.types import Headers, Observer, Route
 
 

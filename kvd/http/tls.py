@@ -16,11 +16,11 @@ import ssl
 import trio
 
 from kvd.http.asgi import AsgiApp
+from kvd.http.auth import is_local
 from kvd.http.certificates import Terms
 from kvd.http.connection import Connection, Service
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.permits import is_local
 from kvd.http.reception import Reception
 from kvd.http.transport import RECEIVE_BYTES, Phase, Shared
 from kvd.http.types import Route

@@ -12,7 +12,7 @@ from enum import IntFlag
 from inspect import iscoroutinefunction
 from typing import NamedTuple
 
-from kvd_core.lane import Answerer
+from kvd.http.fast_path import Answerer
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -1,6 +1,6 @@
 """What an engine has sent and its listener has not taken yet, with the connections it came over.
 
-    SUB socket ── take_in ──> Inbox (kvd_core.drain)  ── hand_over ──> Listener.take
+    SUB socket ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> Listener.take
     its monitor ── hear ────> places among its messages ─────────────> Listener.pass_over
 
 libzmq's own queue has no bound: with one, and heartbeats, it ends the process (`kvd.net.zsocket`).
@@ -21,13 +21,13 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES
-from kvd.wire.listener import Change
-from kvd_core.drain import Inbox, fill
+from kvd.wire.event_stream import Change
+from kvd_core.zmq.drain import Inbox, fill
 
 if TYPE_CHECKING:
     from kvd.net.link import Link, LinkOptions
-    from kvd.wire.listener import Listener
-    from kvd_core.drain import InboxSpace
+    from kvd.wire.event_stream import Listener
+    from kvd_core.zmq.drain import InboxSpace
 
 # Of all streams of the process, unless a setting says otherwise.
 MAX_QUEUED_MESSAGES = 10_000_000  # half a minute of applying

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NoReturn
 import zmq
 from zmq.utils import z85
 
-from kvd.logs import get_logger
 from kvd.net.streamlog import StreamLog
 from kvd.net.zsocket import ZSocket
+from kvd.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from kvd.net.curve import KeyPair, Options
+from kvd.wire.egress import Outgoing, refusal
 from kvd.wire.endpoints import host_and_port, tcp_endpoint
 from kvd.wire.hosts import literal
-from kvd.wire.outgoing import Outgoing, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

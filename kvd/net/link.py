@@ -27,7 +27,7 @@ import zmq
 from kvd.net.turns import MAX_TAKEN_IN, ROUND_NS
 from kvd.net.zsocket import ZSocket
 from kvd.wire.endpoints import is_ipv6
-from kvd_core.drain import Inbox, InboxSpace, fill_frames
+from kvd_core.zmq.drain import Inbox, InboxSpace, fill_frames
 
 if TYPE_CHECKING:
     from kvd.net.streamlog import StreamLog

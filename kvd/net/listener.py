@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
-from kvd.logs import get_logger
 from kvd.net.backlog import Backlog
 from kvd.net.dialing import Dialer
 from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
+from kvd.telemetry.logs import get_logger
 from kvd.wire.cursor import Verdict
 from kvd.wire.replay import ReplayEnd
-from kvd_core.drain import InboxSpace
+from kvd_core.zmq.drain import InboxSpace
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvd.net.replay import Replayer
     from kvd.net.turns import Turns
     from kvd.net.zsocket import Context
-    from kvd.wire.listener import Listener
+    from kvd.wire.event_stream import Listener
 
 log = get_logger(__name__)
 

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.logs import get_logger
 from kvd.net.dialing import Dialer
 from kvd.net.listener import run_listener
 from kvd.net.probing import Prober
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
 from kvd.net.turns import Turns
-from kvd.wire.listener import StreamHealth
-from kvd_core.drain import InboxSpace
+from kvd.telemetry.logs import get_logger
+from kvd.wire.event_stream import StreamHealth
+from kvd_core.zmq.drain import InboxSpace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from kvd.net.link import LinkOptions
     from kvd.net.zsocket import Context
-    from kvd.wire.listener import Listener
+    from kvd.wire.event_stream import Listener
 
 HEALTH_EVERY_S = 1.0  # how long a change of health may last unsaid; shorter ones are not said
 HEALTH_SLICE = 256  # listeners looked at between two checkpoints, 0.4 ms

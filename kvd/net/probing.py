@@ -15,11 +15,11 @@ import trio
 
 from kvd.net.dialing import Unreachable
 from kvd.wire.endpoints import host_and_port
-from kvd.wire.listener import ListenerStatus
+from kvd.wire.event_stream import ListenerStatus
 
 if TYPE_CHECKING:
     from kvd.net.dialing import Dialer
-    from kvd.wire.listener import Listener
+    from kvd.wire.event_stream import Listener
 
 AFTER_S = 1.0  # without a connection; engines that are started again are back sooner, or take long
 AGAIN_S = 10.0  # between two probes of one engine

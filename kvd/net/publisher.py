@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 import zmq
 
-from kvd.descriptors import bound_tcp
 from kvd.net.link import NO_CURVE, LinkOptions, socket_options
 from kvd.net.zsocket import ZSocket
+from kvd.platform.descriptors import bound_tcp
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context

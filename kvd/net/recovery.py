@@ -18,16 +18,16 @@ from enum import StrEnum
 import trio
 
 from kvd.errors import KvdError
-from kvd.logs import get_logger
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
+from kvd.index.restore import Planned, plan, restore
 from kvd.model import InstanceId, PartitionKey
 from kvd.net.dialing import Dialer
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
-from kvd.registry import Registry
-from kvd.restore import Planned, plan, restore
-from kvd.state import State
+from kvd.telemetry.logs import get_logger
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, JSON_DUMP, RECOVERING_HEADER
-from kvd.wire.listener import Listener, StreamHealth
-from kvd_core.recovery import DumpReader, StagedEntry
+from kvd.wire.event_stream import Listener, StreamHealth
+from kvd_core.dump.recovery import DumpReader, StagedEntry
 
 ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
 

@@ -23,7 +23,7 @@ from kvd.wire.replay import ReplayEnd, read_answer, request
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
-    from kvd.wire.listener import Listener
+    from kvd.wire.event_stream import Listener
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.logs import get_logger
 from kvd.net.dialing import Dialer
 from kvd.net.link import LinkOptions
 from kvd.net.sessions import Sessions
 from kvd.net.streamlog import StreamLog
 from kvd.net.supervisor import Supervisor
 from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES, Turns
+from kvd.telemetry.logs import get_logger
 from kvd.wire import affinity
 from kvd.wire.affinity import Bound
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, decode, encode
 from kvd.wire.replica import Replica, ReplicaCounts
-from kvd_core.drain import Inbox, InboxSpace, fill_frames
+from kvd_core.zmq.drain import Inbox, InboxSpace, fill_frames
 
 if TYPE_CHECKING:
     from kvd.net.link import Link

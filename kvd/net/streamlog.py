@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import trio
 
-from kvd.logs import Log, RateLimit
+from kvd.telemetry.logs import Log, RateLimit
 
 LOG_EVERY_S = 30.0  # per stream and kind of line; what is held back shows in the counters
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvd.catalog import Lifecycle, WorkerRecord
 from kvd.errors import Invalid, KvdError, Unavailable
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
-from kvd.selection.fleet import Fleet
+from kvd.selection.candidates import Fleet
+from kvd.selection.options import RouterOptions
+from kvd.selection.worker_record import Lifecycle, WorkerRecord
 from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses, is_endpoint
-from kvd_core import ledger
+from kvd_core.ledger import ledger
 
 OWNER = "selection"  # of its registrations
 

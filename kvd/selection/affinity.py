@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvd.model import PartitionKey
-from kvd.scheduling.sessions import MAX_SESSIONS, Binding, Sessions
-from kvd.selection.asks import Ask
-from kvd.selection.fleet import Fleet
+from kvd.selection.candidates import Fleet
+from kvd.selection.requests import Ask
+from kvd.selection.sessions import MAX_SESSIONS, Binding, Sessions
 from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Outcome
 

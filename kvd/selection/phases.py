@@ -15,8 +15,8 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import lru_cache
 
-from kvd.catalog import Role
-from kvd_core.selector_settings import Settings
+from kvd.selection.worker_record import Role
+from kvd_core.selector.settings import Settings
 
 
 class Phase(StrEnum):

@@ -9,8 +9,8 @@ request would. Between a retry and another request under the same key their cont
 from __future__ import annotations
 
 from kvd.errors import Conflict
-from kvd.scheduling.options import MAX_RETRIES
-from kvd.selection.asks import Answered, Retry
+from kvd.selection.options import MAX_RETRIES
+from kvd.selection.requests import Answered, Retry
 
 Name = tuple[str | None, str]  # the reservation id as given, the key
 

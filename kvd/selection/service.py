@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-from kvd.descriptors import MAX_WAITING
-from kvd.ledgers import Ledgers
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey
-from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
+from kvd.platform.descriptors import MAX_WAITING
 from kvd.selection.affinity import Affinity
-from kvd.selection.bookings import Bookings
-from kvd.selection.choices import Choices
-from kvd.selection.fleet import Fleet
+from kvd.selection.candidates import Fleet
+from kvd.selection.options import RouterOptions
 from kvd.selection.readiness import Readiness
+from kvd.selection.reservations import Bookings
+from kvd.selection.scheduler import Choices
+from kvd.selection.stats import Tally
 from kvd.selection.streams import Streams
-from kvd.selection.tally import Tally
 from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
-from kvd.state import State
-from kvd_core.draws import Draws
-from kvd_core.selector_settings import Settings
+from kvd.slots.shared_loads import Ledgers
+from kvd_core.base.draws import Draws
+from kvd_core.selector.settings import Settings
 
 
 class Selections:

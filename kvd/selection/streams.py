@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
-from kvd.selection.fleet import Absence, Fleet
-from kvd.wire.listener import Listener, ListenerStatus
+from kvd.selection.candidates import Absence, Fleet
+from kvd.selection.options import RouterOptions
+from kvd.wire.event_stream import Listener, ListenerStatus
 
 LOOK_SLICE = 64  # absent ranks looked at between two rests
 

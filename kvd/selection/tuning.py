@@ -12,8 +12,8 @@ from typing import Any
 
 from kvd.errors import NotFound
 from kvd.model import PartitionKey
-from kvd.selection.fleet import Fleet
-from kvd_core.selector_settings import Settings
+from kvd.selection.candidates import Fleet
+from kvd_core.selector.settings import Settings
 
 Place = tuple[str, str | None]  # model, tenant; None is all of its tenants
 

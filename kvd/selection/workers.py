@@ -19,19 +19,19 @@ from collections.abc import Callable
 
 import trio
 
-from kvd.catalog import Lifecycle, WorkerRecord
 from kvd.errors import Conflict, KvdError, NotFound
+from kvd.index.partitions import Partition, State
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.registry import Registry
-from kvd.scheduling.options import RouterOptions
 from kvd.selection.admission import OWNER, Admission, Entry
-from kvd.selection.bookings import Bookings
-from kvd.selection.fleet import Fleet
+from kvd.selection.candidates import Fleet
+from kvd.selection.options import RouterOptions
+from kvd.selection.reservations import Bookings
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
-from kvd.state import Partition, State
+from kvd.selection.worker_record import Lifecycle, WorkerRecord
 from kvd.wire.endpoints import Addresses
-from kvd.wire.listener import Listener
+from kvd.wire.event_stream import Listener
 
 RECONSIDERED = 64  # workers judged again between two rests, each against all ranks of its fleet
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvd_core.recent import SIZE, Recent
+from kvd_core.base.recent import SIZE, Recent
 
 RUN_AFTER_JOIN = 1
 RUN_FROM_START = 2

@@ -1,6 +1,6 @@
 """What indexers say to each other about a dump beside its content.
 
-The binary form is described in `kvd_core/dump_binary.hpp`; the media type names its version, so a
+The binary form is described in `kvd_core/dump/binary.hpp`; the media type names its version, so a
 later one has another and both can be offered.
 """
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvd.wire import kv_events
 from kvd.wire.kv_events import U32_MAX, U64_MAX, Event
-from kvd_core.conductor import namespace
+from kvd_core.conductor.conductor import namespace
 
 GPU, CPU, DISK = "GPU", "CPU", "DISK"
 # Names that are another medium's; any other name is a medium of its own.

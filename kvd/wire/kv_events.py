@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import msgpack
 
 from kvd.model import is_name
-from kvd_core.repack import Repack
-from kvd_core.split import split
+from kvd_core.conductor.repack import Repack
+from kvd_core.events.split import split
 
 U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1

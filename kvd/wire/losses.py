@@ -15,7 +15,7 @@ have one rank. So a stream whose known ranks all were cleared still lacks what w
 
 from __future__ import annotations
 
-from kvd_core.index import ALL_TIERS
+from kvd_core.index.prefix_index import ALL_TIERS
 
 # Batches behind a loss after which a rank that nobody has heard counts as none. Engines publish for
 # each rank that works, some ten times a second: half a minute of work.

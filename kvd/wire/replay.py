@@ -6,7 +6,7 @@
     the end                             the same with an empty payload and the number 2^64-1
 
 Behind a batch's number, in the same frame, may stand the 16 bytes of its publisher; newer engines
-name it in the payload (kvd_core/publisher.hpp). A payload may be empty: a beat or a barrier.
+name it in the payload (kvd_core/events/publisher.hpp). A payload may be empty: a beat or a barrier.
 
 The engine answers with what its buffer still holds, ascending, and may leave out the end (SGLang
 has been seen to). It also leaves out what its socket had no room for (vLLM, beyond 1,000 messages):
@@ -22,7 +22,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvd_core.decoder import publisher as publisher_of
+from kvd_core.events.decoder import publisher as publisher_of
 
 SEQ_BYTES = 8
 PUBLISHER_BYTES = 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvd_core.hashing import local_hash_mm
+from kvd_core.base.hashing import local_hash_mm
 
 FOLDER = Path(__file__).parent / "recordings"
 SUFFIX = ".json.xz"

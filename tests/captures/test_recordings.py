@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import pytest
 from recording import NAMES, Answer, Message, Question, Rank, Recording, Tally, judge, load
 
-from kvd_core.hashing import eagle_hashes
-from kvd_core.index import IngestCounters, PrefixIndex, Stream, Worker
-from kvd_core.scan import BodyScanner
+from kvd_core.base.hashing import eagle_hashes
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Stream, Worker
+from kvd_core.json.scan import BodyScanner
 
 QUERY = BodyScanner({"token_ids": "u32"})
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"})

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from recording import NAMES, Question, Recording, Tally, load
 
+from kvd.index.partitions import State
 from kvd.model import PartitionKey, RankKey
-from kvd.state import State
 from kvd.wire.envelope import Terms
-from kvd.wire.publication import Publication
-from kvd_core.hashing import local_hashes
+from kvd.wire.standard_events import Publication
+from kvd_core.base.hashing import local_hashes
 from tests.models.conductor_model import sequence_hashes
 
 KEY = PartitionKey("m", "default")

@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_core.conductor import Conductor
-from kvd_core.index import NEW_RANK, NO_ROOM, Budget, IngestCounters, PrefixIndex, Worker
+from kvd_core.conductor.conductor import Conductor
+from kvd_core.index.prefix_index import (
+    NEW_RANK,
+    NO_ROOM,
+    Budget,
+    IngestCounters,
+    PrefixIndex,
+    Worker,
+)
 
 LIMIT = 200
 RUN = 20  # blocks of a prompt

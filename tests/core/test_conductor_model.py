@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvd_core.conductor import Conductor, Source, namespace
-from kvd_core.hashing import local_hashes
-from kvd_core.index import IngestCounters, PrefixIndex
+from kvd_core.base.hashing import local_hashes
+from kvd_core.conductor.conductor import Conductor, Source, namespace
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
 
 LIVES = int(os.environ.get("KVD_LIVES", "60"))

@@ -8,8 +8,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvd_core.hashing import local_hashes
-from kvd_core.index import FLAWED, IngestCounters, PrefixIndex
+from kvd_core.base.hashing import local_hashes
+from kvd_core.index.prefix_index import FLAWED, IngestCounters, PrefixIndex
 
 BLOCK = 4
 CHAIN = [1, 2, 3]  # names, and the token that each block repeats

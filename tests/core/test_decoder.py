@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd_core.decoder import REASONS, Batch, decode
+from kvd_core.events.decoder import REASONS, Batch, decode
 from tests.models import event_model
 
 DATA = Path(__file__).parent.parent / "data" / "engine_batches.jsonl"

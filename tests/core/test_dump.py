@@ -20,8 +20,8 @@ from dumps import (
     text_of,
 )
 
-from kvd_core.index import FLAWED, NO_ROOM, IngestCounters, PrefixIndex, Stream, Worker
-from kvd_core.scan import BodyScanner
+from kvd_core.index.prefix_index import FLAWED, NO_ROOM, IngestCounters, PrefixIndex, Stream, Worker
+from kvd_core.json.scan import BodyScanner
 from tests.core.test_index_model import Pair
 
 BOTH = pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])

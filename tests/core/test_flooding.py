@@ -15,9 +15,9 @@ from itertools import pairwise
 import msgpack
 import pytest
 
-from kvd_core.conductor import Conductor
-from kvd_core.index import UNFINISHED, IngestCounters, PrefixIndex
-from kvd_core.ledger import ADDED, Ledger
+from kvd_core.conductor.conductor import Conductor
+from kvd_core.index.prefix_index import UNFINISHED, IngestCounters, PrefixIndex
+from kvd_core.ledger.ledger import ADDED, Ledger
 
 KEYS = 5000
 U64 = 2**64

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_core.hashing import eagle_hashes, local_hash_mm, local_hashes, sequence_hashes
+from kvd_core.base.hashing import eagle_hashes, local_hash_mm, local_hashes, sequence_hashes
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvd_core.drain import Inbox, InboxSpace
+from kvd_core.zmq.drain import Inbox, InboxSpace
 
 FOREVER_NS = 10**12
 BLOCK = 64 * 1024

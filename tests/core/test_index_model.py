@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvd_core.index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
 from tests.models.prefix_model import ModelRank, frequencies
 
 TIERS = (0, 1, 2, 3)

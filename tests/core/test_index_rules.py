@@ -8,8 +8,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvd_core.index import MAX_BLOCKS, IngestCounters, PrefixIndex, Worker
-from kvd_core.scan import BodyScanner
+from kvd_core.index.prefix_index import MAX_BLOCKS, IngestCounters, PrefixIndex, Worker
+from kvd_core.json.scan import BodyScanner
 
 BLOCK = 4
 QUERY = BodyScanner({"token_ids": "u32"}, ())

@@ -7,7 +7,8 @@ from array import array
 
 import pytest
 
-from kvd_core.ledger import (
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import (
     ADDED,
     EXISTS,
     FULL,
@@ -18,7 +19,6 @@ from kvd_core.ledger import (
     Ledger,
     Loads,
 )
-from kvd_core.scan import BodyScanner
 
 LONG = list(range(1, 10_001))  # more blocks than a node of the trie has
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd_core.ledger import Ledger, Loads
+from kvd_core.ledger.ledger import Ledger, Loads
 from tests.models.ledger_model import ModelLedger, ModelLoads
 
 VOCABULARY = 2  # hashes: few, so that prompts share prefixes and branch often

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd_core.hashing import sequence_hashes
-from kvd_core.index import IngestCounters, PrefixIndex, Worker
-from kvd_core.ledger import Ledger
-from kvd_core.selector import Candidate, Pool
-from kvd_core.selector_settings import Settings
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.selector import Candidate, Pool
+from kvd_core.selector.settings import Settings
 
 TTL_S = 10.0
 DEFAULTS = Settings()

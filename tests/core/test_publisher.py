@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvd_core.decoder import decode, publisher
-from kvd_core.drain import Inbox, InboxSpace
+from kvd_core.events.decoder import decode, publisher
+from kvd_core.zmq.drain import Inbox, InboxSpace
 
 ID = bytes(range(16))
 OTHER = bytes(range(1, 17))

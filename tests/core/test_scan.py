@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvd_core.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner
 
 U32_MAX = 2**32 - 1
 I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1

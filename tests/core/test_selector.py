@@ -15,12 +15,12 @@ from chances import assert_drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd_core.hashing import eagle_hashes, local_hashes, sequence_hashes
-from kvd_core.index import IngestCounters, PrefixIndex, Worker
-from kvd_core.ledger import ADDED, EXISTS, Ledger
-from kvd_core.scan import BodyScanner
-from kvd_core.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
-from kvd_core.selector_settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.base.hashing import eagle_hashes, local_hashes, sequence_hashes
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import ADDED, EXISTS, Ledger
+from kvd_core.selector.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
+from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 from tests.models.selector_model import (
     ModelPool,
     ModelPrompt,

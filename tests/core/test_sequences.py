@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvd_core.conductor import DEFAULT_SEED, Conductor, namespace
-from kvd_core.hashing import local_hashes
-from kvd_core.index import IngestCounters, PrefixIndex
+from kvd_core.base.hashing import local_hashes
+from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, namespace
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.models.conductor_model import sequence_hashes
 
 TOP = 2**32 - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvd_core.index import Slice
+from kvd_core.index.prefix_index import Slice
 
 STEP_NS = 100
 SLACK = 5

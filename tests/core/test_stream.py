@@ -9,9 +9,16 @@ import msgpack
 import pytest
 from dumps import dump_json, event, read
 
-from kvd_core.index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK, IngestCounters, PrefixIndex
-from kvd_core.recent import SIZE, Recent
-from kvd_core.scan import BodyScanner
+from kvd_core.base.recent import SIZE, Recent
+from kvd_core.index.prefix_index import (
+    ALL_TIERS,
+    CLEARED,
+    FLAWED,
+    NEW_RANK,
+    IngestCounters,
+    PrefixIndex,
+)
+from kvd_core.json.scan import BodyScanner
 
 BLOCK = 4
 ALL_CLEARED = {"type": "AllBlocksCleared"}

@@ -14,13 +14,13 @@
 #include <string>
 #include <vector>
 
-#include "answer.hpp"
-#include "conductor.hpp"
-#include "engine_events.hpp"
-#include "hash.hpp"
-#include "holdings.hpp"
-#include "match.hpp"
-#include "verify.hpp"
+#include "index/answer.hpp"
+#include "conductor/conductor.hpp"
+#include "conductor/engine_events.hpp"
+#include "base/hash.hpp"
+#include "conductor/holdings.hpp"
+#include "index/match.hpp"
+#include "index/verify.hpp"
 
 namespace {
 

@@ -14,8 +14,8 @@
 #include <memory>
 #include <vector>
 
-#include "events.hpp"
-#include "split.hpp"
+#include "events/events.hpp"
+#include "events/split.hpp"
 
 namespace {
 

@@ -15,13 +15,13 @@
 #include <string>
 #include <vector>
 
-#include "answer.hpp"
-#include "dump.hpp"
-#include "index.hpp"
-#include "match.hpp"
-#include "stream.hpp"
-#include "verify.hpp"
-#include "worker.hpp"
+#include "index/answer.hpp"
+#include "dump/dump.hpp"
+#include "index/index.hpp"
+#include "index/match.hpp"
+#include "index/stream.hpp"
+#include "index/verify.hpp"
+#include "index/worker.hpp"
 
 namespace {
 

@@ -17,9 +17,9 @@
 #include <string>
 #include <vector>
 
-#include "ledger.hpp"
-#include "ledger_rows.hpp"
-#include "ledger_verify.hpp"
+#include "ledger/ledger.hpp"
+#include "ledger/rows.hpp"
+#include "ledger/verify.hpp"
 
 namespace {
 

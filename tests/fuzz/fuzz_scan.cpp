@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "scan.hpp"
+#include "json/scan.hpp"
 
 using kvd::scanning::BodyScan;
 using kvd::scanning::Element;

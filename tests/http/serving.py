@@ -19,12 +19,12 @@ from narrow import narrow_stream
 from kvd.errors import NotFound
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
+from kvd.http.auth import Permits, Policy
 from kvd.http.certificates import load_terms
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
 from kvd.http.options import TlsFiles
-from kvd.http.permits import Permits, Policy
 from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
 from kvd.http.types import Request, Response, Route, Scope

@@ -15,7 +15,7 @@ from hypercorn.typing import ASGIFramework
 from serving import ECHO_LIMIT, PATIENT, PUBLIC, ROUTES, Client, serving
 
 from kvd.http.app import build_app
-from kvd.http.permits import Permits
+from kvd.http.auth import Permits
 from kvd.http.reception import Reception
 
 

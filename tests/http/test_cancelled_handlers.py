@@ -16,20 +16,20 @@ import zmq
 from cancelling import every_checkpoint
 from serving import PATIENT, Client, eventually, open_descriptors, serving
 
-import kvd.faces.dumps
-from kvd.faces import indexer
-from kvd.faces.indexer import MAX_DUMPS
-from kvd.faces.monitoring import metrics_route
+import kvd.faces.indexer.dumps
+from kvd.config.settings import MAX_DUMPS
+from kvd.faces.common.monitoring import metrics_route
+from kvd.faces.indexer import routes as indexer
 from kvd.http.app import build_app
 from kvd.http.reception import Reception
 from kvd.http.types import Admission
+from kvd.index.partitions import State
+from kvd.index.peers import Peers
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.zsocket import make_context
-from kvd.peers import Peers
-from kvd.registry import Registry
-from kvd.state import State
 from kvd.wire.dump import BINARY_DUMP
 from tests.agreement import check_agreement
 
@@ -50,7 +50,7 @@ class Daemon:
     body: bytes = b""
 
     def __post_init__(self) -> None:
-        dumps = indexer.dumps_bound()
+        dumps = indexer.dumps_bound(MAX_DUMPS)
         families = partial(indexer.families, self.state, self.registry, dumps)
         self.routes = (
             *indexer.routes(self.state, self.registry, Peers(), dumps, test_endpoints=True),
@@ -155,7 +155,7 @@ REQUESTS: dict[str, tuple[tuple[Any, ...], set[int]]] = {
 
 @pytest.mark.parametrize("what", REQUESTS)
 async def test_a_request(what: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvd.faces.dumps, "SLICE_BYTES", 1024)
+    monkeypatch.setattr(kvd.faces.indexer.dumps, "SLICE_BYTES", 1024)
     request, statuses = REQUESTS[what]
     for cancelling in every_checkpoint(at_least=3):
         for key in KEYS:

@@ -10,7 +10,7 @@ import pytest
 import trio
 from serving import BIG, SOON, Client, Running, eventually, open_descriptors, serving
 
-from kvd.http.permits import Policy, Token
+from kvd.http.auth import Policy, Token
 from kvd.http.types import Scope
 
 pytestmark = pytest.mark.usefixtures("layers")

@@ -12,7 +12,7 @@ import trio
 from loglines import logged
 from serving import ROUTES, Client, Running, echo, eventually, open_descriptors, serving
 
-from kvd.http.permits import Policy, Token
+from kvd.http.auth import Policy, Token
 from kvd.http.transport import Phase
 from kvd.http.types import Request, Response, Route, Scope
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.http.errors import Refusal
+from kvd.http.fast_path import names_host, plain_head
 from kvd.http.head import Head, HeadParser
 from kvd.http.limits import HttpLimits
-from kvd_core.lane import names_host, plain_head
 
 HEAD = (
     b"POST /query?a=%20 HTTP/1.1\r\nHost: kvd\r\nempty:\r\nX-Trace: a b\r\n"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import trio
 
-from kvd.http.interlude import interlude
+from kvd.http.fast_path import Lane
+from kvd.http.idle_poll import interlude
+from kvd.http.permits import PermitRules
 from kvd.http.types import Request, Response, Route
-from kvd_core.lane import Lane
-from kvd_core.permits import PermitRules
 from tests.http.serving import PATIENT, ROUTES, Running, serving
 
 REQUEST = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 from serving import TEST_SECONDS, Client, serving
 
-LANE_BUFFER = 256 * 1024  # bytes the lane receives at once (kvd_core/lane.pyx)
+LANE_BUFFER = 256 * 1024  # bytes the lane receives at once (kvd/http/fast_path.pyx)
 
 
 def request(path: str, body: bytes) -> bytes:

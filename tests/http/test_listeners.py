@@ -12,7 +12,7 @@ import pytest
 import trio
 from serving import ROUTES, Client
 
-from kvd.config import StartError, load
+from kvd.config.load import StartError, load
 from kvd.http.app import build_app
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits

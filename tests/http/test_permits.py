@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import SOON, Running, serving
 
-from kvd import tokens
-from kvd.config import StartError, load
-from kvd.http.permits import Permits, Policy, Token, is_loopback
+from kvd.app.api_server import FaceServer
+from kvd.config import tokens
+from kvd.config.load import StartError, load
+from kvd.config.parsers import Binds, parse_face_binds, parse_outgoing
+from kvd.http.auth import Permits, Policy, Token, is_loopback
+from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 from kvd.http.types import Request, Response, Route, Scope
-from kvd.net.activation import Passed
-from kvd.parsers import Binds, parse_face_binds, parse_outgoing
-from kvd.serving import FaceServer
-from kvd_core.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
+from kvd.platform.activation import Passed
 
 SECRET = b"0123456789abcdef"
 GATEWAY = Token("gateway", Scope.READ | Scope.LIFECYCLE, SECRET)

@@ -1,4 +1,4 @@
-"""A slow, plain reading of engine batches: what `kvd_core.decoder.decode` must say of a payload.
+"""A slow, plain reading of engine batches: what `decoder.decode` must say of a payload.
 
 Works on what the msgpack package makes of the bytes, member by member and in the words of the wire
 contract; shares nothing with the decoder. Maps are `Pairs`, so that order and duplicates survive.

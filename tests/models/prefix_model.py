@@ -1,4 +1,4 @@
-"""A plain-Python prefix index: the same rules as `kvd_core/index.hpp`, nothing fast about it.
+"""A plain-Python prefix index: the same rules as `kvd_core/index/index.hpp`, nothing fast about it.
 
 A block is the tuple of local hashes from the root to it. A rank is a dictionary from what it
 calls a block to the block and, for each tier, the number of copies it announced.

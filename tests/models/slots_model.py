@@ -1,4 +1,4 @@
-"""Plain-Python slot trackers: the rules of `kvd/slots.py`, over plain ledgers.
+"""Plain-Python slot trackers: the rules of `kvd/slots/trackers.py`, over plain ledgers.
 
 Every step says what has to be told to replicas, and every event of theirs what becomes of it.
 """

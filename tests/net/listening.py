@@ -12,7 +12,7 @@ from kvd.net.link import LinkOptions
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.turns import Turns
-from kvd.wire.listener import Listener
+from kvd.wire.event_stream import Listener
 
 # Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
 HASTY = LinkOptions(

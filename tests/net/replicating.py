@@ -15,7 +15,7 @@ from kvd.model import PartitionKey
 from kvd.net.link import LinkOptions
 from kvd.net.publisher import open_publisher
 from kvd.net.replication import ABSENT_EVERY_S, Apply, Replication
-from kvd.replicas import Replicas
+from kvd.replica_sync.replicas import Replicas
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
 from kvd.wire.replica import ReplicaCounts
 

@@ -22,7 +22,7 @@ from kvd.net.replay import Replayer
 from kvd.net.replication import REPLICA_LINK
 from kvd.net.turns import Turns
 from kvd.net.zsocket import ZSocket
-from kvd_core.drain import InboxSpace
+from kvd_core.zmq.drain import InboxSpace
 
 NARROW = dataclasses.replace(HASTY, queue_messages=5)
 

@@ -21,7 +21,7 @@ from kvd.net.publisher import open_publisher
 from kvd.net.replay import Replayer
 from kvd.net.replication import Replication
 from kvd.net.turns import Turns
-from kvd.replicas import Replicas
+from kvd.replica_sync.replicas import Replicas
 from kvd.wire.curve import check_server_key, parse_keys, parse_secret
 from kvd.wire.replica import ReplicaCounts
 

@@ -19,7 +19,7 @@ from kvd.net.fetch import FetchError, FetchLimits, fetch
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer
 from kvd.net.turns import Turns
-from kvd.wire.outgoing import parse_places
+from kvd.wire.egress import parse_places
 
 LIMITS = FetchLimits(connect_s=1, stall_s=1, total_s=2)
 METADATA = "169.254.169.254"

@@ -7,7 +7,7 @@ import zmq
 from zmtp_fakes import Publisher, until
 
 from kvd.net.zsocket import ZSocket
-from kvd_core.drain import (
+from kvd_core.zmq.drain import (
     BAD_FRAME_COUNT,
     BAD_SEQUENCE,
     Inbox,

@@ -15,12 +15,12 @@ from replay_servers import ReplayServer, three_frames
 from zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 from kvd.errors import NotFound
+from kvd.index.partitions import State
+from kvd.index.publishers import Described, Narrowing, Publishers
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.listeners import ListenerTasks
-from kvd.publishers import Described, Narrowing, Publishers
-from kvd.registry import Registry
-from kvd.state import State
-from kvd.wire.listener import Listener
+from kvd.wire.event_stream import Listener
 
 KEY = PartitionKey("m", "default")
 BLOCK = 4

@@ -14,7 +14,7 @@ from zmtp_fakes import Publisher, until
 
 from kvd.net.replay import Replayer
 from kvd.wire.cursor import Verdict
-from kvd.wire.listener import UNKNOWN, Listener
+from kvd.wire.event_stream import UNKNOWN, Listener
 from kvd.wire.replay import ReplayEnd, read_answer
 
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))

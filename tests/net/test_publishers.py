@@ -13,10 +13,10 @@ from listening import HASTY
 from loglines import logged
 from zmtp_fakes import Publisher, until
 
+from kvd.index.partitions import State
+from kvd.index.publishers import Described, Narrowing, Publishers
 from kvd.net.listeners import ListenerTasks
-from kvd.publishers import Described, Narrowing, Publishers
-from kvd.state import State
-from kvd.wire.listener import Listener
+from kvd.wire.event_stream import Listener
 
 ALL = Narrowing("default", "a")
 

@@ -16,7 +16,11 @@ from dumps import binary_of, dump_json, event, read, rows_of
 from zmtp_fakes import NOT_MY_FAULT_S
 
 from kvd.errors import Conflict, NotFound, Unavailable
-from kvd.faces import indexer
+from kvd.faces.indexer import routes as indexer
+from kvd.index.partitions import State
+from kvd.index.peers import MAX_PEERS, Peers
+from kvd.index.registry import Registry
+from kvd.index.restore import SLICE_WORKERS, Planned, plan, restore
 from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import (
     MAX_RANKS,
@@ -27,13 +31,9 @@ from kvd.net.recovery import (
     recover,
     settle,
 )
-from kvd.peers import MAX_PEERS, Peers
-from kvd.registry import Registry
-from kvd.restore import SLICE_WORKERS, Planned, plan, restore
-from kvd.state import State
 from kvd.wire.dump import BINARY_DUMP, wants_binary
-from kvd.wire.listener import Listener
-from kvd_core.index import IngestCounters, PrefixIndex
+from kvd.wire.event_stream import Listener
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.http.serving import serving
 
 HASTY = RecoveryLimits(connect_s=1, stall_s=0.05, total_s=0.2, body_bytes=1_000_000)
@@ -94,7 +94,7 @@ class Replica:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
-        routes = indexer.routes(self.state, self.registry, Peers(), indexer.dumps_bound())
+        routes = indexer.routes(self.state, self.registry, Peers(), indexer.dumps_bound(8))
         async with serving(routes=routes) as running:
             host, port = running.address
             yield f"http://{host}:{port}"

@@ -15,14 +15,14 @@ from replay_servers import ReplayServer, one_and_silence, silent, three_frames
 from zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 from kvd.errors import Conflict, NotFound
-from kvd.faces.indexer import pause_listener
+from kvd.faces.indexer.routes import pause_listener
 from kvd.http.types import Request
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.dialing import Dialer
 from kvd.net.listeners import ListenerTasks
 from kvd.net.replay import ReplayOptions
-from kvd.registry import Registry
-from kvd.state import State
 
 PARTITION = PartitionKey("m", "default")
 BLOCK = 4

@@ -17,11 +17,11 @@ from replicating import PARTITION, Process, add, event, frames, start
 from zmtp_fakes import Publisher, until
 
 from kvd.errors import BadJson, BadRequest, Conflict, Invalid, KvdError, NotFound
-from kvd.faces.bodies import MAX_KEPT_BYTES
-from kvd.faces.replica_sync import routes
+from kvd.faces.common.bodies import MAX_KEPT_BYTES
+from kvd.faces.common.replica_sync import routes
 from kvd.http.types import Request, Response
-from kvd.metrics import render
-from kvd.replicas import Replicas
+from kvd.replica_sync.replicas import Replicas
+from kvd.telemetry.metrics import render
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Step
 from kvd.wire.replica import ReplicaCounts

@@ -36,7 +36,7 @@ from kvd.errors import BadRequest, Conflict, NotFound, Unavailable
 from kvd.net.publisher import open_publisher
 from kvd.net.replication import MAX_FRAMES
 from kvd.net.turns import MAX_TURN_MESSAGES
-from kvd.replicas import MAX_REPLICAS, Replicas
+from kvd.replica_sync.replicas import MAX_REPLICAS, Replicas
 from kvd.wire.fields import Refused
 from kvd.wire.hosts import everywhere
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
@@ -412,7 +412,7 @@ async def test_who_is_not_connected_is_named_in_the_log(
 ) -> None:
     def absent() -> set[str]:
         return {
-            getattr(record, "fields")["replica"]  # noqa: B009 - what kvd.logs adds
+            getattr(record, "fields")["replica"]  # noqa: B009 - what kvd.telemetry.logs adds
             for record in caplog.records
             if record.message == "replica absent"
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvd.net.sdnotify import READY, STOPPING, WATCHDOG, notify, tell_ready
+from kvd.platform.sdnotify import READY, STOPPING, WATCHDOG, notify, tell_ready
 
 
 @pytest.mark.parametrize("address", ["{tmp_path}/notify", "@kvd-test-{pid}"])

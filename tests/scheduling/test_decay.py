@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.scheduling.decay import output_weight
+from kvd.selection.decay import output_weight
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.scheduling.predictions import Predictions
+from kvd.selection.predictions import Predictions
 
 TTL = 10.0
 MAX_BLOCKS = 12

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.scheduling.queue import ANYONE, QueuePolicy, SelectionQueue, Urgency, Waiting
+from kvd.selection.queue import ANYONE, QueuePolicy, SelectionQueue, Urgency, Waiting
 
 FCFS, WSPT = QueuePolicy.FCFS, QueuePolicy.WSPT
 RANKS = ("a", "b", "c")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.scheduling.sessions import Binding, Sessions
+from kvd.selection.sessions import Binding, Sessions
 from kvd.wire.affinity import Version
 
 TTL_S = 10.0

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 
-from kvd import logs
+from kvd.telemetry import logs
 from tests.simulation.world import Failed, World, run_seed
 
 

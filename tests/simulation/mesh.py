@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvd.errors import NotFound
-from kvd.ledgers import Ledgers
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey
-from kvd.registry import Registry
-from kvd.replicas import apply_once
-from kvd.scheduling.options import RouterOptions
+from kvd.replica_sync.replicas import apply_once
+from kvd.selection.options import RouterOptions
 from kvd.selection.service import Selections
-from kvd.slots import SlotTrackers
-from kvd.state import State
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
 from kvd.wire.early import EARLY_STEPS_S
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Face, Lifecycle, Outcome, decode, encode
-from kvd_core.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner
 from tests.selecting import BLOCK_SIZE, Listeners, look, worker
 
 KEY = PartitionKey("m", "t")

@@ -21,7 +21,7 @@ import trio
 import zmq
 
 from kvd.net.link import MONITOR_EVENT
-from kvd_core.drain import Inbox
+from kvd_core.zmq.drain import Inbox
 from tests.simulation.agenda import Agenda
 from tests.simulation.engine import Engine
 from tests.simulation.replays import answer
@@ -351,7 +351,7 @@ def fill(
     max_messages: int,
     budget_ns: int,
 ) -> bool:
-    """In the place of `kvd_core.drain.fill`; turns are short, so that much happens between."""
+    """In the place of `kvd_core.zmq.drain.fill`; turns are short, so that much happens between."""
     for _ in range(min(max_messages, 8)):
         if not socket.queue:
             return False
@@ -363,7 +363,7 @@ def fill(
 def fill_frames(
     inbox: Inbox, socket: PairSocket, most: int, max_messages: int, budget_ns: int
 ) -> bool:
-    """In the place of `kvd_core.drain.fill_frames`, for what monitors say."""
+    """In the place of `kvd_core.zmq.drain.fill_frames`, for what monitors say."""
     while socket.queue:
         frames = socket.queue.popleft()
         inbox.push(0, b"".join(len(frame).to_bytes(4, sys.byteorder) + frame for frame in frames))

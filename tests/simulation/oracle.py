@@ -8,11 +8,11 @@ from typing import Any
 
 import trio
 
-from kvd.faces import indexer
+from kvd.faces.indexer import routes as indexer
 from kvd.http.types import Request
-from kvd.wire.listener import StreamHealth
-from kvd_core.hashing import local_hashes
-from kvd_core.recent import SIZE
+from kvd.wire.event_stream import StreamHealth
+from kvd_core.base.hashing import local_hashes
+from kvd_core.base.recent import SIZE
 from tests.simulation.engine import BLOCK, VALUES, Cache, Depths, Engine, Path, tokens_of
 from tests.simulation.replica import Replica, Told
 

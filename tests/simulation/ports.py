@@ -18,11 +18,11 @@ from contextlib import contextmanager
 import kvd.wire.losses
 from kvd.model import PartitionKey, RankKey
 from kvd.wire.cursor import Verdict
-from kvd.wire.listener import Listener
+from kvd.wire.event_stream import Listener
 from kvd.wire.replay import SEQ_BYTES, ReplayEnd, read_answer
-from kvd_core.decoder import publisher
-from kvd_core.hashing import local_hashes
-from kvd_core.index import IngestCounters, PrefixIndex
+from kvd_core.base.hashing import local_hashes
+from kvd_core.events.decoder import publisher
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.simulation.engine import BLOCK, VALUES, Engine, Path, tokens_of
 from tests.simulation.oracle import Wrong
 from tests.simulation.replays import BAD, GOOD, OUTLIVED, answer

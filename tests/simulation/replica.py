@@ -14,25 +14,25 @@ from typing import Any
 
 import trio
 
-import kvd.faces.dumps
+import kvd.faces.indexer.dumps
+import kvd.index.restore
 import kvd.net.link
 import kvd.net.listener
 import kvd.net.recovery
 import kvd.net.replay
 import kvd.net.turns
-import kvd.restore
 import kvd.wire.losses
-from kvd.faces import indexer
+from kvd.faces.indexer import routes as indexer
 from kvd.http.types import Request
+from kvd.index.partitions import State
+from kvd.index.registry import Registration, Registry
 from kvd.model import RankKey
 from kvd.net.fetch import FetchError
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, recover, settle
-from kvd.registry import Registration, Registry
-from kvd.state import State
-from kvd.wire.listener import Listener, StreamHealth
-from kvd_core.index import ALL_TIERS, CLEARED, Stream
+from kvd.wire.event_stream import Listener, StreamHealth
+from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
 from tests.simulation.network import Network, SimulatedZSocket, Wire, fill, fill_frames
 
@@ -315,10 +315,10 @@ def simulated(peers: PeerAccess) -> Iterator[None]:
         (kvd.net.backlog, "fill", fill),
         (kvd.net.link, "fill_frames", fill_frames),
         (kvd.net.recovery, "fetch", peers.fetch),
-        (kvd.faces.dumps, "SLICE_BYTES", 256),
+        (kvd.faces.indexer.dumps, "SLICE_BYTES", 256),
         (kvd.wire.losses, "HEARD_AFTER", 64),  # ranks of a port speak more often here
-        (kvd.restore, "SLICE_BLOCKS", 8),
-        (kvd.restore, "SLICE_WORKERS", 1),
+        (kvd.index.restore, "SLICE_BLOCKS", 8),
+        (kvd.index.restore, "SLICE_WORKERS", 1),
     ]
     before = [getattr(module, name) for module, name, _ in places]
     for module, name, value in places:

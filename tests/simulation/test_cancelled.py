@@ -23,8 +23,8 @@ from kvd.net.listener import run_listener
 from kvd.net.recovery import RecoveryStats, recover, settle
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.turns import Turns
-from kvd.wire.listener import ListenerStatus, StreamHealth
-from kvd_core.hashing import local_hashes
+from kvd.wire.event_stream import ListenerStatus, StreamHealth
+from kvd_core.base.hashing import local_hashes
 from tests.simulation.engine import BLOCK, tokens_of
 from tests.simulation.fleet import Fleet, check_replica
 from tests.simulation.network import Wire

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from kvd.model import PartitionKey, RankKey
-from kvd.wire.listener import ListenerStatus, StreamHealth
+from kvd.wire.event_stream import ListenerStatus, StreamHealth
 from tests.simulation import oracle
 from tests.simulation.agenda import Agenda
 from tests.simulation.engine import Engine

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
-from kvd.wire.listener import (
+from kvd.wire.event_stream import (
     CLEARED_UNKNOWN,
     MAX_HOLES_SHOWN,
     STALE_AFTER_S,
@@ -13,7 +13,7 @@ from kvd.wire.listener import (
     ListenerStatus,
 )
 from kvd.wire.replay import ReplayEnd, read_answer, request
-from kvd_core.index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK
+from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK
 
 SHOWS = {b"emptied": CLEARED, b"flawed": FLAWED, b"both": CLEARED | FLAWED}
 END_SEQ = (2**64 - 1).to_bytes(8)

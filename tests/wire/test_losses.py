@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgpack
 import pytest
 
+from kvd.index.partitions import State
 from kvd.model import PartitionKey
-from kvd.state import State
 from kvd.wire.cursor import Verdict
 from kvd.wire.envelope import Terms
-from kvd.wire.listener import Listener, Stream
+from kvd.wire.event_stream import Listener, Stream
 from kvd.wire.losses import HEARD_AFTER, Losses
-from kvd.wire.publication import Publication
-from kvd_core.index import ALL_TIERS, IngestCounters, PrefixIndex
+from kvd.wire.standard_events import Publication
+from kvd_core.index.prefix_index import ALL_TIERS, IngestCounters, PrefixIndex
 
 GPU, CPU, STORAGE, EXTERNAL = 1, 2, 4, 8
 BLOCK = 4

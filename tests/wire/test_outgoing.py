@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadRequest
+from kvd.wire.egress import Outgoing, parse_places
 from kvd.wire.hosts import literal, normal
-from kvd.wire.outgoing import Outgoing, parse_places
 
 PRIVATE = [
     "127.0.0.1",

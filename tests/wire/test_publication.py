@@ -10,14 +10,14 @@ from typing import Any
 import msgpack
 import pytest
 
+from kvd.index.partitions import State
 from kvd.model import PartitionKey
-from kvd.state import State
 from kvd.wire.envelope import MAX_BACKENDS, Terms
 from kvd.wire.event_order import MAX_BEHIND, MAX_STREAMS
 from kvd.wire.kv_events import MAX_BYTES, MAX_EVENTS, MAX_TEXT_BYTES
-from kvd.wire.publication import Publication
-from kvd_core.conductor import Source
-from kvd_core.index import FLAWED
+from kvd.wire.standard_events import Publication
+from kvd_core.conductor.conductor import Source
+from kvd_core.index.prefix_index import FLAWED
 from tests.applying import apply_whole
 from tests.models.conductor_model import sequence_hashes
 

@@ -12,11 +12,11 @@ import msgpack
 import pytest
 
 from kvd.wire.envelope import Terms
+from kvd.wire.event_stream import Listener
 from kvd.wire.kv_events import MAX_CONTAINERS, MAX_EVENT_BYTES, MAX_JSON_BYTES
-from kvd.wire.listener import Listener
-from kvd.wire.publication import Publication
-from kvd_core.conductor import Conductor
-from kvd_core.index import FLAWED, UNFINISHED, IngestCounters, PrefixIndex, Stream
+from kvd.wire.standard_events import Publication
+from kvd_core.conductor.conductor import Conductor
+from kvd_core.index.prefix_index import FLAWED, UNFINISHED, IngestCounters, PrefixIndex, Stream
 from tests.applying import apply_whole
 from tests.models.conductor_model import sequence_hashes
 

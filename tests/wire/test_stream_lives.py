@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from kvd.wire.cursor import Verdict
-from kvd.wire.listener import Listener
+from kvd.wire.event_stream import Listener
 from kvd.wire.replay import ReplayEnd
 
 STEPS = 400

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvd.metrics import BREATH, Family, counter, gauge
 from kvd.selection.service import Selections
+from kvd.telemetry.metrics import BREATH, Family, counter, gauge
 
 
 def booking_families(selections: Selections) -> Iterator[Family | None]:

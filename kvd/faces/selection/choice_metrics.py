@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from kvd.faces.rank_metrics import rank_families
-from kvd.metrics import (
+from kvd.faces.common.rank_metrics import rank_families
+from kvd.selection.options import RouterMode
+from kvd.selection.service import Selections
+from kvd.selection.stats import PHASES, Outcome
+from kvd.telemetry.metrics import (
     BUCKETS,
     Family,
     Labels,
@@ -20,10 +23,7 @@ from kvd.metrics import (
     gauge,
     histogram_samples,
 )
-from kvd.scheduling.options import RouterMode
-from kvd.selection.service import Selections
-from kvd.selection.tally import PHASES, Outcome
-from kvd_core.choice_counts import (
+from kvd_core.selector.choice_counts import (
     CHOICE_PHASES,
     LENGTH_BOUNDS,
     RATE_BOUNDS,
@@ -32,7 +32,7 @@ from kvd_core.choice_counts import (
 )
 
 if TYPE_CHECKING:
-    from kvd_core.choice_counts import ChoiceSums
+    from kvd_core.selector.choice_counts import ChoiceSums
 
 MODE_NAMES = {mode.core: str(mode) for mode in RouterMode}
 PHASE_NAMES = tuple("whole" if phase is None else str(phase) for phase in PHASES)

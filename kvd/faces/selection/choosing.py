@@ -9,8 +9,8 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from kvd.errors import BadRequest, Invalid
-from kvd.faces import bodies
-from kvd.faces.bodies import flag, optional_flag
+from kvd.faces.common import bodies
+from kvd.faces.common.bodies import flag, optional_flag
 from kvd.faces.selection.members import (
     booked,
     bounded_id,
@@ -25,16 +25,16 @@ from kvd.faces.selection.members import (
     u32,
     u64,
 )
+from kvd.faces.selection.plain import PlainSelect
 from kvd.faces.selection.prompts import PROMPT, look_for, look_later
 from kvd.http.types import Request, Response
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
-from kvd.selection.asks import Ask, Constraints, Held
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
+from kvd.selection.requests import Ask, Constraints, Held
 from kvd.selection.service import Selections
-from kvd_core.ledger import MAX_REQUEST_ID_BYTES
-from kvd_core.plain_selection import PlainSelect
-from kvd_core.scan import BodyScanner
-from kvd_core.selector_settings import Settings
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
+from kvd_core.selector.settings import Settings
 
 FLOAT = Struct("f")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvd.faces import bodies
+from kvd.faces.common import bodies
 from kvd.faces.selection.choosing import settings_of
 from kvd.faces.selection.members import OK, place
 from kvd.faces.selection.prompts import ASK, look_for
 from kvd.http.types import Request, Response
-from kvd.selection.fleet import schedulable
+from kvd.selection.candidates import schedulable
 from kvd.selection.service import Selections
-from kvd_core.selector import Pool
+from kvd_core.selector.selector import Pool
 
 
 def health(request: Request) -> Response:

@@ -7,16 +7,16 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from kvd.catalog import DEFAULT_MODEL
 from kvd.errors import Invalid
-from kvd.faces import bodies
+from kvd.faces.common import bodies
 from kvd.http.types import Request, Response
 from kvd.model import PartitionKey
-from kvd.scheduling.options import RouterMode
-from kvd.selection.asks import Receipt, Retry
+from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
+from kvd.selection.requests import Receipt, Retry
 from kvd.selection.service import Selections
-from kvd_core.ledger import MAX_REQUEST_ID_BYTES
+from kvd.selection.worker_record import DEFAULT_MODEL
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 
 OK = b'{"status":"ok"}'
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.errors import BadRequest
-from kvd.faces import bodies
-from kvd.faces.bodies import flag, optional_flag
+from kvd.faces.common import bodies
+from kvd.faces.common.bodies import flag, optional_flag
 from kvd.faces.selection.members import optional_object
-from kvd.selection.asks import Look
+from kvd.faces.selection.plain import PlainPrompt
+from kvd.selection.requests import Look
 from kvd.selection.service import Selections
-from kvd_core.plain_selection import PlainPrompt
-from kvd_core.scan import BodyScanner
-from kvd_core.selector import MAX_ISL_TOKENS, Pool
+from kvd_core.json.scan import BodyScanner
+from kvd_core.selector.selector import MAX_ISL_TOKENS, Pool
 
 # Positions of the arrays of a prompt.
 BLOCK_HASHES, SEQUENCE_HASHES, TOKEN_IDS = range(3)

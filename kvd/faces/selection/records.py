@@ -8,13 +8,13 @@ from typing import Any
 
 import trio
 
-from kvd.catalog import Lifecycle, Role, WorkerRecord
 from kvd.errors import Invalid
-from kvd.faces import bodies
-from kvd.faces.bodies import flag
+from kvd.faces.common import bodies
+from kvd.faces.common.bodies import flag
+from kvd.faces.indexer.workers import matching, stream_members
 from kvd.faces.selection.members import number, texts, u32, u64
-from kvd.faces.workers import matching, stream_members
 from kvd.selection.admission import Entry
+from kvd.selection.worker_record import Lifecycle, Role, WorkerRecord
 from kvd.selection.workers import Workers
 
 ENFORCEMENTS = ("required", "preferred")  # of a kv_transfer_domain

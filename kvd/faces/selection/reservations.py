@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.errors import BadRequest
-from kvd.faces import bodies
+from kvd.faces.common import bodies
 from kvd.faces.selection.members import (
     OK,
     booked,
@@ -14,14 +14,14 @@ from kvd.faces.selection.members import (
     retry_of,
     u64,
 )
+from kvd.faces.selection.plain import PlainPrompt
 from kvd.faces.selection.prompts import PROMPT, look_reserved
 from kvd.http.types import Request, Response
-from kvd.selection.asks import Answered
 from kvd.selection.phases import Phase
+from kvd.selection.requests import Answered
 from kvd.selection.service import Selections
-from kvd_core.plain_selection import PlainPrompt
-from kvd_core.scan import BodyScanner
-from kvd_core.selector import MAX_ISL_TOKENS
+from kvd_core.json.scan import BodyScanner
+from kvd_core.selector.selector import MAX_ISL_TOKENS
 
 RESERVE = BodyScanner(
     PROMPT,

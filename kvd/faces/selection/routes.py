@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvd.catalog import DEFAULT_MODEL
 from kvd.faces.selection import choosing, inspection, reservations, tuning, workers
-from kvd.faces.selection.prompts import ASK
-from kvd.http.types import DEFAULT_BODY_LIMIT, LONG_BODY_LIMIT, Handler, Route, Scope
-from kvd.model import DEFAULT_TENANT
-from kvd.selection.service import Selections
-from kvd_core.lane import Answerer
-from kvd_core.plain_selection import (
+from kvd.faces.selection.plain import (
     PlainAllLoads,
     PlainFree,
     PlainLoads,
     PlainPrefillComplete,
     PlainSelect,
 )
+from kvd.faces.selection.prompts import ASK
+from kvd.http.fast_path import Answerer
+from kvd.http.types import DEFAULT_BODY_LIMIT, LONG_BODY_LIMIT, Handler, Route, Scope
+from kvd.model import DEFAULT_TENANT
+from kvd.selection.service import Selections
+from kvd.selection.worker_record import DEFAULT_MODEL
 
 
 def selection_routes(selections: Selections) -> tuple[Route, ...]:

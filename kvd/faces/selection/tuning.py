@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.errors import BadRequest, Invalid
-from kvd.faces import bodies
+from kvd.faces.common import bodies
 from kvd.faces.selection.members import mode_of, number
 from kvd.http.types import Request, Response
-from kvd.scheduling.options import THRESHOLDS, RouterMode
+from kvd.selection.options import THRESHOLDS, RouterMode
 from kvd.selection.service import Selections
 from kvd.selection.tuning import Place
-from kvd_core.scan import BodyScanner
-from kvd_core.selector import MAX_ISL_TOKENS
+from kvd_core.json.scan import BodyScanner
+from kvd_core.selector.selector import MAX_ISL_TOKENS
 
 OFF = "off"  # of a threshold
 MODEL = ("model", "model_name")  # the documented name, and that of the other routes

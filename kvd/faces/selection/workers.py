@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from kvd.catalog import Lifecycle, WorkerRecord
 from kvd.errors import BadRequest, Invalid
-from kvd.faces import bodies
+from kvd.faces.common import bodies
 from kvd.faces.selection.members import place
 from kvd.faces.selection.records import FIELDS, changes, record, shown
 from kvd.http.types import Request, Response
 from kvd.selection.service import Selections
-from kvd_core.scan import BodyScanner
+from kvd.selection.worker_record import Lifecycle, WorkerRecord
+from kvd_core.json.scan import BodyScanner
 
 DESCRIBED = (*FIELDS, "routing_group")
 WORKER = BodyScanner({}, DESCRIBED)

@@ -1,0 +1,205 @@
+"""Serves one face: its addresses, with and without TLS, and /metrics over all that is known."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import trio
+
+from kvd.config.load import AddressError, Config, StartError
+from kvd.config.parsers import TLS_PREFIX, Bind, Binds, TcpBind
+from kvd.faces.common.monitoring import metrics_route
+from kvd.http.access import AccessLog
+from kvd.http.app import NotFound, build_app, nowhere
+from kvd.http.auth import Permits, is_local
+from kvd.http.certificates import Terms, load_terms
+from kvd.http.errors import PLAIN, Failures
+from kvd.http.front import Front
+from kvd.http.limits import GAUGES, HttpLimits, HttpStats
+from kvd.http.listeners import file_remover, open_listeners
+from kvd.http.options import TlsFiles, UnixRights
+from kvd.http.reception import Reception
+from kvd.http.tls import TlsServer
+from kvd.http.types import LONG_BODY_LIMIT, Route
+from kvd.platform.activation import Passed, address
+from kvd.telemetry.metrics import (
+    Family,
+    RequestMetrics,
+    Source,
+    by_label,
+    memory_families,
+    stats_families,
+)
+
+
+class FaceServer:
+    """One API on its addresses. `sources` say what /metrics shows; more may be added."""
+
+    def __init__(
+        self,
+        name: str,
+        metrics_prefix: str,
+        config: Config,
+        failures: Failures = PLAIN,
+    ) -> None:
+        """Takes what words this face's failures."""
+        self.name = name
+        self.stats = HttpStats()  # of the addresses without TLS, once they are served
+        self.requests = RequestMetrics(metrics_prefix)
+        self.sources: list[Source] = [
+            self.requests.families,
+            memory_families,
+            self._refusal_families,
+        ]
+        self.not_found: NotFound = nowhere
+        self._limits = config.http
+        self._reception = Reception(
+            Permits(config.policy), self.requests.observe, failures, AccessLog(name)
+        )
+        self._terms: Terms | None = None  # of TLS, if there is any
+        self._servers: list[Front] = []
+        self._sockets: list[socket.socket] = []
+        self._tls_sockets: list[socket.socket] = []
+
+    async def open(
+        self, opened: ExitStack, config: Config, binds: Binds | None, passed: Passed
+    ) -> None:
+        """Listens, so that an address in use is one line at the start; raises StartError.
+
+        Sockets of the service manager go before `binds`: those named after the face in place of
+        all without TLS, those with `-tls` behind that in place of all with it, and those on the
+        same address.
+        """
+        if binds is None:
+            return
+        plain: list[Bind] = [bind for bind in binds.each if not bind.tls]
+        secured: list[Bind] = [bind for bind in binds.each if bind.tls]
+        rights = config.unix_rights
+        self._sockets = await _open(opened, plain, rights, passed, self.name)
+        self._tls_sockets = await _open(opened, secured, rights, passed, f"{self.name}-tls")
+        if self._tls_sockets:
+            assert config.tls is not None  # there is a bind that wants it
+            self._terms = read_files(config.tls)
+        self._reception.permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
+        self.check_open(config)
+
+    def check_open(self, config: Config) -> None:
+        """Raises StartError if strangers can reach what `config` lets them ask."""
+        if config.allow_unauthenticated or config.policy.tokens:
+            return
+        exposed = list(self._sockets)
+        if config.tls is None or config.tls.client_ca is None:
+            exposed += self._tls_sockets
+        for sock in exposed:
+            if not is_local(sock):
+                raise StartError(
+                    f"whoever reaches {address(sock)} could use the {self.name}: that takes "
+                    "--tokens-file, tls: with --tls-client-ca, or --allow-unauthenticated"
+                )
+
+    def addresses(self) -> list[str]:
+        """Returns where the face listens, in the form of bind addresses."""
+        secured = [f"{TLS_PREFIX}{address(sock)}" for sock in self._tls_sockets]
+        return [*map(address, self._sockets), *secured]
+
+    def admit(self, config: Config) -> None:
+        """Has other tokens and names hold from the next request on."""
+        self._reception.permits.follow(config.policy)
+
+    def limit(self, limits: HttpLimits) -> None:
+        """Has other limits hold from now on, for waits that begin and connections that come."""
+        self._limits = limits
+        for server in self._servers:
+            server.limit(limits)
+
+    def secure(self, terms: Terms) -> None:
+        """Has other certificates hold for handshakes from now on."""
+        if self._terms is not None:
+            self._terms = terms
+        for server in self._servers:
+            if isinstance(server, TlsServer):
+                server.renew(terms)
+
+    def log_requests(self, on: bool) -> None:
+        """Has each request be a line of the log, or none, half a second from now at the latest."""
+        self._reception.access.on = on
+
+    async def serve(
+        self,
+        routes: tuple[Route, ...],
+        stop: trio.Event,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
+        routes = tuple(self._bounded(each) for each in (*routes, metrics_route(self.sources)))
+        app = build_app(routes, self._limits, self._reception, self.not_found)
+        async with trio.open_nursery() as nursery:
+            if self._sockets:
+                front = Front(routes, app, self._limits, self._reception)
+                self.stats = front.stats
+                await self._start(nursery, front, self._sockets, stop, "kvd_http", "no TLS")
+            if self._terms is not None:
+                server = TlsServer(routes, app, self._terms, self._limits, self._reception)
+                await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
+            task_status.started()
+
+    def _bounded(self, route: Route) -> Route:
+        """Returns a route with the limit that is set for long bodies, if it takes such."""
+        if route.body_limit != LONG_BODY_LIMIT:
+            return route
+        return replace(route, body_limit=self._limits.body_bytes)
+
+    async def _start(
+        self,
+        nursery: trio.Nursery,
+        server: Front,
+        sockets: list[socket.socket],
+        stop: trio.Event,
+        prefix: str,
+        what: str,
+    ) -> None:
+        self._servers.append(server)
+        help = f"HTTP server, addresses with {what}"
+        self.sources.append(lambda: _families(prefix, help, server.stats))
+        await nursery.start(server.serve, sockets, stop)
+
+    def _refusal_families(self) -> Iterator[Family]:
+        name, help = "kvd_http_refusals_total", "Requests of those who may not ask, by reason"
+        yield by_label(name, "counter", help, "reason", self._reception.permits.refused)
+
+
+async def _open(
+    opened: ExitStack, binds: list[Bind], rights: UnixRights, passed: Passed, name: str
+) -> list[socket.socket]:
+    """Returns the sockets of these binds, or in their place those that are passed by `name`."""
+    sockets = passed.named(name) if binds else []
+    for sock in sockets:
+        opened.enter_context(sock)
+    for bind in [] if sockets else binds:
+        try:
+            taken = passed.at(bind.address)
+            found = taken or await open_listeners(bind.address, rights)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise AddressError(str(why)) from None
+        for sock in found:
+            sockets.append(opened.enter_context(sock))
+            if sock.family == socket.AF_UNIX and not taken:  # a manager's file is the manager's
+                opened.callback(file_remover(sock))
+    return sockets
+
+
+def read_files(tls: TlsFiles) -> Terms:
+    """Returns what the files say; raises StartError if nobody could be served with them."""
+    try:
+        return load_terms(tls)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def _families(prefix: str, help: str, stats: HttpStats) -> Iterator[Family]:
+    yield from stats_families(prefix, stats, help, GAUGES)

@@ -1,0 +1,184 @@
+"""What each face serves: its routes, what its /metrics says, and who in the fleet file is its.
+
+Known ──> routes of the indexer, the slot tracker, the selection service, the conductor
+      └─> desks, one for each table of the fleet file that a served face has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from kvd.app.api_server import FaceServer
+from kvd.config.load import Config
+from kvd.config.parsers import Binds
+from kvd.faces.common import replica_sync
+from kvd.faces.conductor import listings as conductor_listings
+from kvd.faces.conductor import routes as conductor
+from kvd.faces.conductor.msgpack import FORMS
+from kvd.faces.indexer import routes as indexer
+from kvd.faces.selection.booking_metrics import booking_families
+from kvd.faces.selection.choice_metrics import choice_families
+from kvd.faces.selection.routes import selection_routes
+from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.faces.slot_tracker.metrics import slot_families
+from kvd.fleet_file.follower import Desk
+from kvd.fleet_file.targets import (
+    ConductorDesk,
+    IndexerDesk,
+    ReplicaDesk,
+    SelectionDesk,
+    SlotTrackerDesk,
+)
+from kvd.http.errors import Failures
+from kvd.http.table import RouteTable
+from kvd.http.types import Admission, Route
+from kvd.index.partitions import State
+from kvd.index.peers import Peers
+from kvd.index.publishers import Publishers
+from kvd.index.registry import Registry
+from kvd.net.recovery import RecoveryStats
+from kvd.replica_sync.replicas import Replicas
+from kvd.selection.service import Selections
+from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.metrics import Family, by_label, counter, gauge
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the faces answer from."""
+
+    state: State
+    registry: Registry
+    peers: Peers
+    recovery: RecoveryStats
+    publishers: Publishers
+    slots: SlotTrackers
+    selections: Selections
+    replicas: Replicas
+
+
+class Directory:
+    """Which face has which path, for those who ask the wrong one."""
+
+    def __init__(self, routes: Mapping[FaceServer, tuple[Route, ...]]) -> None:
+        self._tables = {face: RouteTable(each) for face, each in routes.items()}
+
+    def not_found(self, here: FaceServer, path: bytes) -> str:
+        """Returns what is said of a path that `here` does not have."""
+        found = [(face, table.label(path)) for face, table in self._tables.items()]
+        others = [(face, label) for face, label in found if label is not None]
+        if not others:
+            return "not found"
+        faces = " and the ".join(_described(face) for face, _ in others)
+        return f"not found: this is the {here.name} face; {others[0][1]} is on the {faces}"
+
+
+def _described(face: FaceServer) -> str:
+    addresses = face.addresses()
+    where = f"at {', '.join(addresses)}" if addresses else "which this process does not serve"
+    return f"{face.name} face, {where}"
+
+
+class Services:
+    """The four faces; those with an address are served."""
+
+    def __init__(self, config: Config) -> None:
+        self.indexer = FaceServer("indexer", "dynamo_kvindexer", config)
+        self.slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config)
+        self.selection = FaceServer("selection", "kvd_selection", config)
+        self.conductor = FaceServer(
+            "conductor", "kvd_conductor", config, Failures(conductor.REASONS, FORMS)
+        )
+        self.binds: dict[FaceServer, Binds | None] = {
+            self.indexer: config.indexer_bind,
+            self.slot_tracker: config.slot_tracker_bind,
+            self.selection: config.selection_bind,
+            self.conductor: config.conductor_bind,
+        }
+
+    @property
+    def served(self) -> list[FaceServer]:
+        return [face for face, binds in self.binds.items() if binds is not None]
+
+    def routes(
+        self, known: Known, config: Callable[[], Config]
+    ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
+        """Yields the faces that are served with their routes, and has their metrics complete.
+
+        `config` returns the settings of the moment, for what is live among them.
+        """
+        dumps = indexer.dumps_bound(config().max_dumps)
+        routes = self._all_routes(known, dumps, test_endpoints=config().test_endpoints)
+        self._add_sources(known, config, dumps)
+        directory = Directory(routes)
+        for face in self.served:
+            face.not_found = partial(directory.not_found, face)
+            yield face, routes[face]
+
+    def _all_routes(
+        self, known: Known, dumps: Admission, *, test_endpoints: bool
+    ) -> dict[FaceServer, tuple[Route, ...]]:
+        state, registry = known.state, known.registry
+        of_replicas = replica_sync.routes(known.replicas)
+        return {
+            self.indexer: indexer.routes(
+                state, registry, known.peers, dumps, test_endpoints=test_endpoints
+            ),
+            self.slot_tracker: (
+                *slot_tracker.routes(known.slots, trio.current_time),
+                *of_replicas,
+            ),
+            self.selection: (
+                *selection_routes(known.selections),
+                indexer.dump_route(known.selections.state, dumps),
+                *of_replicas,
+            ),
+            self.conductor: conductor.routes(state, known.publishers),
+        }
+
+    def _add_sources(self, known: Known, config: Callable[[], Config], dumps: Admission) -> None:
+        blocks = partial(indexer.families, known.state, known.registry, dumps)
+        slots, selections = known.slots, known.selections
+        answered = self.selection.requests
+        self.indexer.sources += [blocks, partial(_recovery_families, known)]
+        self.slot_tracker.sources += [
+            lambda: slot_families(slots, config().metrics_ranks),
+            known.replicas.families,
+        ]
+        self.selection.sources += [
+            blocks,
+            known.replicas.families,
+            partial(booking_families, selections),
+            lambda: choice_families(selections, answered, config().metrics_ranks),
+        ]
+        self.conductor.sources.append(
+            partial(conductor_listings.families, known.state, known.publishers)
+        )
+
+    def desks(self, known: Known) -> dict[str, Desk]:
+        """Returns where entries of the fleet file are registered, by table."""
+        desks: dict[FaceServer, tuple[str, Desk]] = {
+            self.indexer: ("indexer", IndexerDesk(known.registry)),
+            self.slot_tracker: ("slot_tracker", SlotTrackerDesk(known.slots)),
+            self.selection: ("selection", SelectionDesk(known.selections.workers)),
+            self.conductor: ("conductor", ConductorDesk(known.publishers)),
+        }
+        found = dict(desks[face] for face in self.served)
+        if known.replicas.are_on:
+            found["replica"] = ReplicaDesk(known.replicas)
+        return found
+
+
+def _recovery_families(known: Known) -> Iterator[Family]:
+    stats = known.recovery
+    help = "Attempts to take a peer's state, by outcome"
+    name = "kvd_recovery_attempts_total"
+    yield by_label(name, "counter", help, "outcome", stats.attempts)
+    yield gauge("kvd_recovery_blocks", "Blocks taken from a peer", stats.blocks)
+    yield gauge("kvd_recovery_seconds", "Time that took", stats.seconds)
+    help = "Peers refused at the bound"
+    yield counter("kvd_peers_refused_total", help, known.peers.refused)

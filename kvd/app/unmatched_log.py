@@ -1,0 +1,35 @@
+"""Says in the log when questions about a model and tenant never match, although blocks are held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.index.partitions import State
+from kvd.telemetry.logs import get_logger
+
+LOOK_SLICE = 256  # partitions looked at between two rests, 0.1 ms
+
+log = get_logger(__name__)
+
+
+class UnmatchedLog:
+    """Writes one line for each partition whose questions do not match."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def look(self) -> Iterator[None]:
+        """Has lines written for those that are new; rests at every yield."""
+        for number, partition in enumerate(list(self._state.partitions.values()), 1):
+            if partition.is_unmatched and not partition.unmatched_said:
+                partition.unmatched_said = True
+                model_name, tenant_id = partition.key
+                log.warning(
+                    "questions never match",
+                    model=model_name,
+                    tenant=tenant_id,
+                    questions=partition.index.questions,
+                    block_size=partition.block_size,
+                )
+            if number % LOOK_SLICE == 0:
+                yield

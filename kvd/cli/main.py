@@ -1,0 +1,522 @@
+"""The command line: flags in, one daemon out, an exit code back.
+
+Exit codes: 0 done, 1 not done, 2 the command line is wrong (unknown flag, bad number). A daemon
+that could not start ends with 78 (EX_CONFIG) if it will not with the same configuration, with 1
+otherwise; one line on stderr says why. `kvd status` has its own: 0 all streams exact, 1 some are
+not, 2 something does not answer, or nothing could be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from kvd._version import VERSION
+from kvd.cli.settings_page import render_page
+from kvd.config import load as config
+from kvd.config import parsers, settings
+from kvd.config.file import render
+from kvd.telemetry import logs
+from kvd.wire.egress import Outgoing
+from kvd.wire.urls import masked
+
+log = logs.get_logger(__name__)
+
+DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
+EXIT_NOT_DONE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
+
+Told = tuple[str, int]  # what a command writes to standard output, and its exit code
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, and where it is told what would be right.
+
+    The usage of most commands has dozens of lines, above which that one is not found.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        text = logs.plain(masked(message))
+        self.exit(EXIT_USAGE, f"{self.prog}: {text}; see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what it does not know: the command's own parser does, and names the command."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if not hasattr(found, "parser"):  # the command's, which parses before those above it
+            found.parser = self
+        return found, unknown
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; argparse itself exits 2 on a usage error."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        given = {config.CONFIG: args.config, **args.given(args.parser, args)}
+        if args.command is not None:
+            return _told(*args.command(given))
+        loaded = load_config(given, demo=args.demo)
+        logs.setup(loaded.log_level, loaded.log_format)
+        for option, why in (*args.without_effect, *config.without_effect(os.environ)):
+            log.warning("option_without_effect", option=option, reason=why)
+        from kvd.app.daemon import run  # here, so that --help and --version need not load trio
+        from kvd.config.reload import Reader
+
+        try:
+            return run(loaded, Reader(given, os.environ, args.demo))
+        finally:
+            logs.finish()
+    except config.StartError as error:
+        logs.complain(error)
+        return error.exit_code if args.command is None else EXIT_NOT_DONE
+    except KeyboardInterrupt:  # before the daemon took the signal over
+        return EXIT_INTERRUPTED
+
+
+def _told(text: str, code: int) -> int:
+    """Writes what a command has to say to standard output, and returns its exit code.
+
+    Whoever reads that may leave, as `head` does: then there is nothing more to say.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        # What is left of the text would be tried again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            logs.complain(config.StartError(f"cannot write: {error.strerror}"))
+        return EXIT_NOT_DONE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser("kvd", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"kvd {VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_serve(commands)
+    add_indexer(commands)
+    add_slot_tracker(commands)
+    add_select_service(commands)
+    add_conductor(commands)
+    add_config(commands)
+    add_status(commands)
+    add_reload(commands)
+    return parser
+
+
+def add_serve(commands: Any) -> None:  # argparse does not export the type of subparsers
+    borrowed = ", ".join(
+        f"{setting.flag} as {setting.variable}" for setting in settings.SETTINGS if setting.borrowed
+    )
+    serve = commands.add_parser(
+        "serve",
+        help="run every face",
+        description="Runs every face kvd has, the KV indexer, the slot tracker, the selection "
+        "service and the conductor, in one process.",
+        epilog="Each flag but --demo can be given in the environment instead: --indexer-bind as "
+        f"KVD_INDEXER_BIND, and so on, but {borrowed}; or in a file, as indexer_bind. The flag "
+        "wins over the environment, that over the file.",
+        allow_abbrev=False,
+    )
+    add_file(serve)
+    for setting in settings.SETTINGS:
+        add_setting(serve, setting)
+    serve.add_argument(
+        "--demo", action="store_true", help="add two simulated engines and a live display"
+    )
+    add_without_effect(serve)
+    serve.set_defaults(given=serve_settings)
+
+
+def add_indexer(commands: Any) -> None:
+    indexer = add_face(
+        commands,
+        "indexer",
+        "the KV indexer alone, with the flags of `python -m dynamo.indexer`",
+    )
+    add_address(indexer, settings.DEFAULT_INDEXER_BIND)
+    add_threads(indexer)
+    for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
+        add_setting(indexer, setting)
+    indexer.add_argument("--routing-group", metavar="NAME", help="another name of --tenant-id")
+    indexer.set_defaults(given=indexer_settings, demo=False)
+
+
+def add_slot_tracker(commands: Any) -> None:
+    slot_tracker = add_face(
+        commands,
+        "slot-tracker",
+        "the slot tracker alone, with the flags of `python -m dynamo.slot_tracker`",
+    )
+    add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
+    for setting in settings.REPLICA_SETTINGS:
+        add_setting(slot_tracker, setting)
+    slot_tracker.set_defaults(given=slot_tracker_settings, demo=False)
+
+
+def add_select_service(commands: Any) -> None:
+    service = add_face(
+        commands,
+        "select-service",
+        "the selection service alone, with the flags of `python -m dynamo.select_service`",
+    )
+    add_address(service, settings.DEFAULT_SELECTION_BIND)
+    add_threads(service)
+    service.add_argument(
+        "--indexer-peers",
+        type=_usage(parsers.parse_peers),
+        metavar="URL,...",
+        help="services to take the state from at the start",
+    )
+    for setting in settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS:
+        add_setting(service, setting)
+    add_without_effect(service)
+    service.set_defaults(given=select_service_settings, demo=False)
+
+
+def add_conductor(commands: Any) -> None:
+    conductor = add_face(
+        commands, "conductor", "the conductor alone, Mooncake's indexer API over KV events"
+    )
+    add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
+    for setting in settings.CONDUCTOR_SETTINGS:
+        add_setting(conductor, setting)
+    conductor.set_defaults(given=conductor_settings, demo=False)
+
+
+def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    """Adds a command that runs one face alone, which `what` describes."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=f"run {what}",
+        description=f"Runs {what}.",
+        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
+        allow_abbrev=False,
+    )
+    add_file(parser)
+    for setting in settings.FACE_SETTINGS:
+        add_setting(parser, setting)
+    return parser
+
+
+def add_config(commands: Any) -> None:
+    parser = commands.add_parser(
+        "config", help="look at what a configuration file, the environment and flags amount to"
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for action, run, help in (
+        ("check", check_config, "say whether `kvd serve` would take them, and what is wrong"),
+        ("show", show_config, "write all settings as a file, and who says so"),
+    ):
+        one = actions.add_parser(
+            action,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}. Takes the flags of `kvd serve`.",
+            allow_abbrev=False,
+        )
+        add_file(one)
+        for setting in settings.SETTINGS:
+            add_setting(one, setting)
+        one.set_defaults(given=serve_settings, demo=False, command=run)
+    add_config_docs(actions)
+
+
+def add_config_docs(actions: Any) -> None:
+    docs = actions.add_parser(
+        "docs",
+        help="write all settings as Markdown, as docs/configuration.md has them",
+        description="Writes all settings as Markdown, as docs/configuration.md has them.",
+        allow_abbrev=False,
+    )
+    docs.set_defaults(given=no_settings, config=None, demo=False, command=write_docs)
+
+
+def load_config(given: Mapping[str, object], *, demo: bool = False) -> config.Config:
+    """Returns what the daemon would start with; raises StartError if it would refuse a file."""
+    loaded = config.load(given, os.environ, demo=demo)
+    if loaded.fleet_file is not None:
+        from kvd.fleet_file import parse  # here, as only those with such a file need to load it
+
+        with config.reading(loaded.fleet_file, "fleet_file"):
+            parse.load(loaded.fleet_file, Outgoing(loaded.outgoing))
+    return loaded
+
+
+def write_docs(given: Mapping[str, object]) -> Told:
+    return "\n".join(render_page()) + "\n", 0
+
+
+def check_config(given: Mapping[str, object]) -> Told:
+    loaded = load_config(given)
+    if loaded.tls is not None:
+        from kvd.app.api_server import read_files  # here, as only those with TLS need to load it
+
+        read_files(loaded.tls)
+    for path in config.exposed_secrets(loaded):
+        logs.complain(f"warning: {path} is secret, and everybody may read it")
+    return "ok\n", 0
+
+
+def show_config(given: Mapping[str, object]) -> Told:
+    load_config(given)
+    held = config.resolve(given, os.environ)
+    return render({name: (said.value, said.source) for name, said in held.items()}), 0
+
+
+def add_status(commands: Any) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="say how a running kvd is",
+        description="Asks the faces of a running kvd, where file, environment and flags say that "
+        "they listen, and says what is registered, indexed and running, how fast that changes, and "
+        "whether the streams of the workers can be believed. Where no file is named it is that of "
+        f"the service, {config.SERVICE_FILE}, if there is one to be read.",
+        epilog="Exit codes: 0 all streams are exact, 1 some are not, 2 a face does not answer.",
+        allow_abbrev=False,
+    )
+    add_file(parser)
+    for setting in settings.SETTINGS:
+        if setting.name in config.FACE_BINDS:
+            add_setting(parser, setting)
+    parser.add_argument(
+        "--interval",
+        type=_usage(parsers.parse_pause),
+        default=1.0,
+        metavar="SECONDS",
+        help="time over which rates are taken (default 1.0)",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=_usage(parsers.parse_path),
+        metavar="FILE",
+        help="a bearer token with the scope read, alone in the file",
+    )
+    parser.add_argument(
+        "--client-certfile",
+        type=_usage(parsers.parse_path),
+        metavar="FILE",
+        help="PEM certificate to show at addresses with tls:, where clients need one",
+    )
+    parser.add_argument(
+        "--client-keyfile",
+        type=_usage(parsers.parse_path),
+        metavar="FILE",
+        help="PEM private key of that, unless it is in the same file",
+    )
+    parser.add_argument("--json", action="store_true", help="write everything, as JSON")
+    parser.set_defaults(given=status_settings, demo=False, command=show_status)
+
+
+def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    binds = {name: getattr(args, name) for name in config.FACE_BINDS}
+    if args.client_keyfile is not None and args.client_certfile is None:
+        parser.error("--client-keyfile needs --client-certfile")
+    own = ("interval", "json", "token_file", "client_certfile", "client_keyfile")
+    return binds | {name: getattr(args, name) for name in own}
+
+
+def show_status(given: Mapping[str, object]) -> Told:
+    from kvd.cli import status
+
+    told = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
+    if not told and os.access(config.SERVICE_FILE, os.R_OK):
+        given = {**given, config.CONFIG: config.SERVICE_FILE}
+    try:
+        held = config.resolve(given, os.environ)
+        token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
+        own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
+        client = status.Client(token, held["tls_certfile"].value, *own)
+    except (config.StartError, OSError) as error:
+        logs.complain(error)
+        return "", status.UNREACHABLE
+    binds = status.faces_of({name: said.value for name, said in held.items()})
+    # A rate over no time is that of a moment.
+    interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
+    shown = status.figures(status.look(binds, interval_s, client), interval_s)
+    # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
+    text = "\n".join(map(logs.plain, status.text(shown)))
+    text = json.dumps(shown, indent=1) if given["json"] else text
+    return f"{text}\n", status.exit_code(shown)
+
+
+def add_reload(commands: Any) -> None:
+    parser = commands.add_parser(
+        "reload",
+        help="have the service read its files again, and say what came of it",
+        description="Has the kvd that systemd runs read its files again, and says what came of "
+        "it: this is what `systemctl reload kvd` runs.",
+        epilog="Exit codes: 0 what the files say holds, but for what waits for a restart; "
+        "1 nothing has changed, and one line says why.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(given=no_settings, config=None, demo=False, command=reload)
+
+
+def reload(given: Mapping[str, object]) -> Told:
+    from kvd.app import control
+
+    verdict = control.reload(os.environ)
+    if verdict.refused is not None:
+        raise config.StartError(f"nothing has changed: {verdict.refused}")
+    text = f"reloaded: {' '.join(verdict.changed) or 'nothing has changed'}\n"
+    if verdict.waiting:
+        text += f"restart needed: {' '.join(verdict.waiting)}\n"
+    return text, 0
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=_usage(parsers.parse_path),
+        metavar="FILE",
+        help=f"TOML file of settings, by their names; {config.CONFIG_VARIABLE} in the environment",
+    )
+    parser.set_defaults(command=None, without_effect=())
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads",
+        type=_usage(parsers.parse_u32),
+        metavar="N",
+        help="accepted and without effect: kvd indexes on one thread",
+    )
+
+
+def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> None:
+    parser.add_argument(
+        "--host",
+        type=_usage(parsers.parse_host),
+        metavar="HOST",
+        help=f"listening address (default {default.host})",
+    )
+    parser.add_argument(
+        "--port",
+        type=_usage(parsers.parse_port),
+        metavar="PORT",
+        help=f"listening port (default {default.port})",
+    )
+
+
+def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> None:
+    """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
+    default = "" if setting.default is None else f" (default {setting.default})"
+    names = [setting.flag] if setting.also is None else [setting.flag, setting.also]
+    parser.add_argument(
+        *names,
+        dest=setting.name,
+        type=_usage(setting.parse),
+        metavar=setting.metavar,
+        help=setting.help + default,
+        nargs="?" if setting.is_switch else None,
+        const=True if setting.is_switch else None,
+    )
+    if setting.is_switch:
+        parser.add_argument(
+            *(name.replace("--", "--no-", 1) for name in names),
+            dest=setting.name,
+            action="store_const",
+            const=False,
+            help=argparse.SUPPRESS,
+        )
+
+
+class _Noted(argparse.Action):
+    """Notes a flag that has no effect, whatever its value."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        name = option.removeprefix("--").removeprefix("no-")
+        noted = (option, settings.WITHOUT_EFFECT[name])
+        namespace.without_effect = (*namespace.without_effect, noted)
+
+
+def add_without_effect(parser: argparse.ArgumentParser) -> None:
+    """Has flags of Dynamo's router taken that nothing here corresponds to."""
+    for name in settings.WITHOUT_EFFECT:
+        names = f"--{name}", f"--no-{name}"
+        parser.add_argument(*names, action=_Noted, nargs="?", help=argparse.SUPPRESS)
+
+
+def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {setting.name: getattr(args, setting.name) for setting in settings.SETTINGS}
+
+
+def no_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {}
+
+
+def indexer_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    shared = settings.WORKER_SETTINGS + settings.PEER_SETTINGS
+    given = {setting.name: getattr(args, setting.name) for setting in shared}
+    if args.routing_group is not None:
+        if given["tenant_id"] not in (None, args.routing_group):
+            parser.error("--tenant-id and --routing-group are one setting and differ")
+        given["tenant_id"] = args.routing_group
+    given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
+    return only(given, args, "indexer_bind")
+
+
+def slot_tracker_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
+    given["slot_tracker_bind"] = address(args, settings.DEFAULT_SLOT_TRACKER_BIND)
+    return only(given, args, "slot_tracker_bind")
+
+
+def select_service_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    chosen = settings.SELECT_SERVICE_SETTINGS
+    shared = settings.WORKER_SETTINGS + chosen
+    given = {setting.name: getattr(args, setting.name) for setting in shared}
+    given["peers"] = args.indexer_peers
+    given[config.DEFAULTS] = {setting.name: setting.default for setting in chosen}
+    given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
+    return only(given, args, "selection_bind")
+
+
+def conductor_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    given = {setting.name: getattr(args, setting.name) for setting in settings.CONDUCTOR_SETTINGS}
+    given["conductor_bind"] = address(args, settings.DEFAULT_CONDUCTOR_BIND)
+    return only(given, args, "conductor_bind")
+
+
+def only(given: dict[str, object], args: argparse.Namespace, bind: str) -> dict[str, object]:
+    """Adds what all faces have, and switches off every face but the one of `bind`."""
+    given |= {each.name: getattr(args, each.name) for each in settings.FACE_SETTINGS}
+    return given | {name: parsers.OFF for name in config.FACE_BINDS if name != bind}
+
+
+def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.Binds | None:
+    """Returns where a command's only face is to listen; None if the flags do not say."""
+    if args.host is None and args.port is None:
+        return None
+    port = default.port if args.port is None else args.port
+    return parsers.Binds((parsers.TcpBind(args.host or default.host, port),))
+
+
+def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """Wraps a parser of texts so that argparse shows its reason, not only that it failed."""
+
+    def convert(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            shown = masked(text), masked(str(error))
+            raise argparse.ArgumentTypeError("{!r}: {}".format(*shown)) from None
+
+    return convert

@@ -1,0 +1,38 @@
+"""Renders all settings as Markdown: the second half of docs/configuration.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.config.parsers import Setting
+from kvd.config.settings import GROUPS
+
+TITLE = "## All settings"
+HEADER = "| setting | flag | variable | default | |\n|---|---|---|---|---|"
+
+
+def render_page() -> Iterator[str]:
+    """Yields the lines of the page from TITLE on."""
+    yield TITLE
+    for title, settings in GROUPS.items():
+        yield f"\n### {title}\n"
+        yield HEADER
+        yield from map(_row, settings)
+
+
+def _row(setting: Setting) -> str:
+    flags = [setting.flag] if setting.also is None else [setting.flag, setting.also]
+    if setting.is_switch:
+        flags = [flag.replace("--", "--[no-]", 1) for flag in flags]
+    cells = (
+        f"`{setting.name}`",
+        ", ".join(f"`{flag}`" for flag in flags),
+        f"`{setting.variable}`",
+        "" if setting.default is None else f"`{_default(setting.default)}`",
+        f"`{setting.metavar}`: {setting.help}",
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _default(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,407 @@
+"""Says how a running daemon is: `kvd status`.
+
+    /metrics of every face ── interval ── /metrics again ──> sizes, rates
+    /workers (indexer), /loads (slot tracker), /services (conductor) ──> who, how much, how well
+
+Nothing is asked that others could not ask; the daemon does not know that it is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any
+
+from kvd.config.parsers import Bind, Binds, UnixBind
+from kvd.selection.worker_record import Lifecycle
+from kvd.wire.event_stream import StreamHealth
+
+EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
+
+TIMEOUT_S = 5.0  # for a connection and between two pieces of an answer
+SHORTEST_S = 0.01  # between two looks
+MOST_LINES = 20  # of streams that are not exact, in the text
+
+# Where a daemon that listens everywhere is to be found from here.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+# Lists of each face, and what becomes of them.
+LISTS = {
+    "indexer": {"workers": "/workers"},
+    "slot-tracker": {"loads": "/loads"},
+    "selection": {"workers": "/workers"},
+    "conductor": {"publishers": "/services"},
+}
+
+# What /metrics of each face has, and no other's.
+KNOWN_BY = {
+    "indexer": "kvd_peers_refused_total",
+    "slot-tracker": "kvd_slots_ranks",
+    "selection": "kvd_selection_ranks",
+    "conductor": "kvd_conductor_publishers",
+}
+
+# What helps against a refusal.
+TOKEN_HINT = "; --token-file names a file with a token of the scope read alone in it"
+HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
+
+_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+
+Samples = dict[tuple[str, str], float]  # by name and labels, as they are written
+
+
+class _UnixConnection(HTTPConnection):
+    """A connection to the unix socket whose path is the host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host)
+
+
+class Client:
+    """Asks the faces of one daemon."""
+
+    def __init__(
+        self,
+        token: bytes = b"",
+        certfile: Path | None = None,
+        own_certfile: Path | None = None,
+        own_keyfile: Path | None = None,
+    ) -> None:
+        """Takes what faces may want: a bearer token, a certificate of ours, its key if elsewhere.
+
+        `certfile` is the one that the daemon's TLS is by. Raises OSError for files of no use.
+        """
+        self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
+        self._tls = ssl.create_default_context()
+        if certfile is not None:
+            # The daemon's own file says who it is: under which name it is asked does not matter.
+            with _using(certfile):
+                self._tls.load_verify_locations(certfile)
+            self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it
+            self._tls.check_hostname = False
+        if own_certfile is not None:
+            with _using(own_certfile if own_keyfile is None else own_keyfile):
+                self._tls.load_cert_chain(own_certfile, own_keyfile)
+
+    def ask(self, bind: Bind, path: str) -> str:
+        """Returns what GET of a path answers; unless that is 200, OSError or HTTPException."""
+        connection, headers = self._connection(bind), self._headers
+        if isinstance(bind, UnixBind):
+            headers = {"Host": "localhost", **headers}
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
+        return text
+
+    def _connection(self, bind: Bind) -> HTTPConnection:
+        if isinstance(bind, UnixBind):
+            return _UnixConnection(bind.path, timeout=TIMEOUT_S)
+        host = EVERYWHERE.get(bind.host, bind.host)
+        if bind.tls:
+            return HTTPSConnection(host, bind.port, timeout=TIMEOUT_S, context=self._tls)
+        return HTTPConnection(host, bind.port, timeout=TIMEOUT_S)
+
+
+@contextmanager
+def _using(path: Path) -> Iterator[None]:
+    """Names the file in what is wrong with it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot use {path}: {error.strerror or error}") from None
+
+
+def read_samples(text: str) -> Samples:
+    """Returns the samples of a page in Prometheus' text format."""
+    found = map(_SAMPLE.fullmatch, text.split("\n"))
+    return {(m["name"], m["labels"] or ""): float(m["value"]) for m in found if m}
+
+
+@dataclass
+class Face:
+    """What one face has answered."""
+
+    name: str
+    bind: Bind
+    error: str | None = None
+    before: Samples = field(default_factory=dict)
+    after: Samples = field(default_factory=dict)
+    lists: dict[str, Any] = field(default_factory=dict)
+
+    def value(self, name: str) -> float | None:
+        """Returns the sum of a metric over its labels, None if the face has no such."""
+        values = [value for (each, _), value in self.after.items() if each == name]
+        return sum(values) if values else None
+
+    def by_label(self, name: str) -> dict[str, float]:
+        """Returns a metric that has one label, by that."""
+        return {
+            labels.partition('"')[2].rstrip('"'): value
+            for (each, labels), value in self.after.items()
+            if each == name
+        }
+
+    def gained(self, name: str) -> float:
+        """Returns by how much a counter grew from the first to the second look."""
+        return sum(
+            value - self.before.get(key, 0.0)
+            for key, value in self.after.items()
+            if re.fullmatch(name, key[0])
+        )
+
+
+def look(binds: Mapping[str, Bind], interval_s: float, client: Client) -> list[Face]:
+    """Asks every face twice, `interval_s` apart."""
+    faces = [Face(name, bind) for name, bind in binds.items()]
+    begun = time.monotonic()
+    for face in faces:
+        _try(_look_first, face, client)
+    time.sleep(max(0.0, begun + interval_s - time.monotonic()))
+    for face in faces:
+        _try(_look_again, face, client)
+    return faces
+
+
+Look = Callable[[Face, Client], None]
+
+
+def _try(look: Look, face: Face, client: Client) -> None:
+    """Looks at a face that has answered so far."""
+    if face.error is None:
+        try:
+            look(face, client)
+        except (OSError, HTTPException, ValueError) as error:
+            face.error = str(error) or type(error).__name__
+
+
+def _look_first(face: Face, client: Client) -> None:
+    face.before = read_samples(client.ask(face.bind, "/metrics"))
+    if not any(name == KNOWN_BY[face.name] for name, _ in face.before):
+        raise ValueError(f"what answers there is no kvd {face.name}")
+
+
+def _look_again(face: Face, client: Client) -> None:
+    face.after = read_samples(client.ask(face.bind, "/metrics"))
+    for name, path in LISTS[face.name].items():
+        face.lists[name] = json.loads(client.ask(face.bind, path))
+
+
+def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
+    """Returns what `--json` writes."""
+    listening = [face for face in faces if face.by_label("kvd_streams")]
+    shown: dict[str, Any] = {
+        "faces": {face.name: _face(face, interval_s) for face in faces},
+        "streams": _streams(listening),
+        "unmatched_models": _first(faces, {"": "kvd_unmatched_models"})[""] or 0,
+        "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
+        "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
+        "queued": _first(faces, {"messages": "kvd_queued_messages", "bytes": "kvd_queued_bytes"}),
+        "log_lines_dropped": _first(faces, {"": "kvd_log_lines_dropped_total"})[""],
+    }
+    if listening:  # all of them show the same index
+        one = listening[0]
+        tiers = {tier: int(count) for tier, count in one.by_label("kvd_blocks").items()}
+        shown["index"] = _first([one], INDEX) | {"tiers": tiers}
+        shown["events_per_s"] = round(one.gained("kvd_events_total") / interval_s, 1)
+    for face in faces:
+        if face.error is None:
+            shown[face.name.replace("-", "_")] = _first([face], SIZES[face.name]) | face.lists
+    return shown
+
+
+def _streams(listening: list[Face]) -> dict[str, int]:
+    """Sums up listeners; indexer and selections have the same, the conductor its own."""
+    streams = dict.fromkeys(map(str, StreamHealth), 0)
+    by_registry = {face.name == "conductor": face for face in reversed(listening)}
+    for face in by_registry.values():
+        for state, count in face.by_label("kvd_streams").items():
+            streams[state] += int(count)
+    return streams
+
+
+INDEX = {"models": "dynamo_kvindexer_models", "blocks": "kvd_index_blocks"} | {
+    "bytes": "kvd_index_bytes",
+    "parked_blocks": "kvd_parked_blocks",
+    "max_blocks": "kvd_index_max_blocks",
+    "pairs": "kvd_index_pairs",
+    "refused_blocks": "kvd_index_refused_blocks_total",
+}
+SIZES = {
+    "indexer": {"instances": "dynamo_kvindexer_workers"},
+    "slot-tracker": {
+        "workers": "kvd_slots_workers",
+        "ranks": "kvd_slots_ranks",
+        "requests": "kvd_slots_requests",
+    },
+    "selection": {
+        "ranks": "kvd_selection_ranks",
+        "waiting": "kvd_selection_waiting",
+        "reservations": "kvd_selection_reservations",
+        "sessions": "kvd_selection_sessions",
+    },
+    "conductor": {"registered": "kvd_conductor_publishers"},
+}
+
+
+def _first(faces: list[Face], names: Mapping[str, str]) -> dict[str, int | None]:
+    """Returns each metric as the first face has it that does."""
+    found = {}
+    for shown, name in names.items():
+        values = [value for face in faces if (value := face.value(name)) is not None]
+        found[shown] = int(values[0]) if values else None
+    return found
+
+
+def _requests(face: Face) -> float:
+    return face.gained(r"(dynamo_kvindexer|kvd_(slot_tracker|selection|conductor))_requests_total")
+
+
+def _face(face: Face, interval_s: float) -> dict[str, Any]:
+    if face.error is not None:
+        return {"bind": str(face.bind), "error": face.error}
+    rate = round(_requests(face) / interval_s, 1)
+    return {"bind": str(face.bind), "requests_per_s": rate}
+
+
+def exit_code(shown: Mapping[str, Any]) -> int:
+    """Returns what scripts look at: does all answer, can all be believed, chosen, and matched."""
+    if any("error" in face for face in shown["faces"].values()):
+        return UNREACHABLE
+    inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
+    workers = shown.get("selection", {}).get("workers", [])
+    unscheduled = any(each["lifecycle"] != Lifecycle.SCHEDULABLE for each in workers)
+    return INEXACT if inexact or unscheduled or shown["unmatched_models"] else EXACT
+
+
+def text(shown: Mapping[str, Any]) -> Iterator[str]:
+    """Yields lines for people."""
+    for name, face in shown["faces"].items():
+        said = face.get("error") or f"{face['requests_per_s']:,} requests/s"
+        yield f"{name:13} {face['bind']}  {said}"
+    streams = ", ".join(f"{count:,} {state}" for state, count in shown["streams"].items() if count)
+    yield f"{'streams':13} {streams or 'none'}"
+    if "index" in shown:
+        index = shown["index"]
+        tiers = ", ".join(f"{tier} {count:,}" for tier, count in index["tiers"].items())
+        yield (
+            f"{'index':13} {index['blocks']:,} blocks, {index['models']:,} models, "
+            f"{_mib(index['bytes'])}; by rank and tier: {tiers or 'none'}"
+        )
+        if index["max_blocks"] or index["refused_blocks"]:
+            limit = f"{index['max_blocks']:,} blocks" if index["max_blocks"] else "none"
+            yield (
+                f"{'index limit':13} {limit}; {index['pairs']:,} "
+                f"(rank, block) pairs; {index['refused_blocks']:,} blocks refused"
+            )
+        yield f"{'events':13} {shown['events_per_s']:,}/s"
+    for name in ("slot_tracker", "selection"):
+        if name in shown:
+            sizes = {key: value for key, value in shown[name].items() if isinstance(value, int)}
+            said = ", ".join(f"{value:,} {key}" for key, value in sizes.items())
+            yield f"{name.replace('_', ' '):13} {said}"
+    yield from _loads(shown.get("slot_tracker", {}).get("loads", []))
+    if "conductor" in shown:
+        yield f"{'conductor':13} {shown['conductor']['registered']:,} publishers"
+    if shown["resident_bytes"] is not None:
+        yield f"{'memory':13} {_mib(shown['resident_bytes'])}"
+    if shown["queued"]["messages"]:
+        messages, size = shown["queued"]["messages"], shown["queued"]["bytes"]
+        yield f"{'queued':13} {messages:,} messages, {_mib(size)}"
+    if shown["log_lines_dropped"]:
+        yield f"{'log':13} {shown['log_lines_dropped']:,} lines dropped"
+    yield from _inexact(shown)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _loads(rows: list[dict[str, Any]]) -> Iterator[str]:
+    if rows:
+        tokens = sum(row["active_prefill_tokens"] for row in rows)
+        blocks = sum(row["active_decode_blocks"] for row in rows)
+        most = max(rows, key=lambda row: row["active_decode_blocks"])
+        yield (
+            f"{'loads':13} {tokens:,} tokens to prefill, {blocks:,} blocks in use; most: worker "
+            f"{most['worker_id']} rank {most['dp_rank']}, {most['active_decode_blocks']:,}"
+        )
+
+
+def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong: streams that cannot be believed wholly, models that never match."""
+    workers = shown.get("indexer", {}).get("workers", [])
+    chosen = shown.get("selection", {}).get("workers", [])
+    rows = [
+        f"{_named(each, 'instance_id')}: {each['stream']}, {each['status']}"
+        f"{_why(each['listeners'])}"
+        for each in workers
+        if each["stream"] != StreamHealth.EXACT
+    ]
+    for each in chosen:
+        name = _named(each, "worker_id")
+        if each["lifecycle"] != Lifecycle.SCHEDULABLE:
+            rows.append(
+                f"{name}: {each['lifecycle']}: {'; '.join(each['not_schedulable_reasons'])}"
+            )
+        elif worst := _worst(each.get("listeners", {})):
+            rows.append(f"{name}: {worst['stream']}, {worst['status']}{_why(each['listeners'])}")
+    warned = [each for each in workers + chosen if "warning" in each]
+    rows += [f"{each['model_name']}/{each['tenant_id']}: {each['warning']}" for each in warned]
+    rows = list(dict.fromkeys(rows))  # two faces may have the same worker, or many one model
+    rows += [
+        f"publisher {each['InstanceID']} rank {each['DPRank']} of {each['ModelName']}: "
+        f"{each['stream']}, {each['status']}"
+        for each in shown.get("conductor", {}).get("publishers", {}).get("services", [])
+        if each["stream"] != StreamHealth.EXACT
+    ]
+    yield from (f"  {row}" for row in rows[:MOST_LINES])
+    if len(rows) > MOST_LINES:
+        yield f"  and {len(rows) - MOST_LINES:,} more"
+
+
+def _named(worker: Mapping[str, Any], id_member: str) -> str:
+    return f"worker {worker[id_member]} of {worker['model_name']}/{worker['tenant_id']}"
+
+
+def _worst(listeners: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the listener whose stream can be believed least, None if all are exact."""
+    order = list(StreamHealth)
+    worst = min(listeners.values(), key=lambda each: order.index(each["stream"]), default=None)
+    return None if worst is None or worst["stream"] == StreamHealth.EXACT else worst
+
+
+def _why(listeners: Mapping[str, Any]) -> str:
+    """Returns what is said of the first rank that is not exact and has anything said of it."""
+    for rank, listener in listeners.items():
+        said = [listener[name] for name in ("quiet", "last_error", "loss") if name in listener]
+        if listener["stream"] != StreamHealth.EXACT and said:
+            return f"; rank {rank}: {', '.join(said)}"
+    return ""
+
+
+def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns where to ask the faces, by settings named after them, without those that are off.
+
+    Of several addresses of a face one without TLS: who asks there needs no certificate.
+    """
+    found = {name: values[f"{name.replace('-', '_')}_bind"] for name in LISTS}
+    return {
+        name: min(binds.each, key=lambda bind: bind.tls)
+        for name, binds in found.items()
+        if isinstance(binds, Binds)
+    }

@@ -1,0 +1,436 @@
+"""What a setting is, and how its text becomes a value; ValueError says what would be good."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import nan
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from kvd.errors import BadRequest
+from kvd.index.peers import MAX_PEERS
+from kvd.model import is_name
+from kvd.selection.options import RouterMode
+from kvd.selection.queue import QueuePolicy
+from kvd.telemetry.logs import FORMS, LEVELS
+from kvd.wire.egress import Places, parse_places
+from kvd.wire.endpoints import check_replica_endpoint
+from kvd.wire.hosts import literal
+from kvd.wire.urls import parse_url
+from kvd_core.selector.selector import MAX_ISL_TOKENS
+from kvd_core.selector.settings import MAX_WEIGHT
+
+ENV_PREFIX = "KVD_"
+
+Parse = Callable[[str], Any]
+
+U16_MAX = 2**16 - 1
+U32_MAX = 2**32 - 1
+U64_MAX = 2**64 - 1
+U64_DIGITS = 20  # more digits are refused unread: int() of a long text is slow
+
+
+@dataclass(frozen=True, slots=True)
+class TcpBind:
+    """A listening TCP address; port 0 lets the system choose one."""
+
+    host: str
+    port: int
+    tls: bool = False
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{TLS_PREFIX}{self.address}" if self.tls else self.address
+
+
+@dataclass(frozen=True, slots=True)
+class UnixBind:
+    """A listening unix-domain socket."""
+
+    path: str
+    tls: Literal[False] = False
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.path}"
+
+    def __str__(self) -> str:
+        return self.address
+
+
+Bind = TcpBind | UnixBind
+
+
+@dataclass(frozen=True, slots=True)
+class Binds:
+    """Where one face listens: one address at least."""
+
+    each: tuple[Bind, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.each))
+
+
+TLS_PREFIX = "tls:"
+MAX_UNIX_PATH_BYTES = 107  # Linux: 108 with the zero at its end
+MAX_GROUP = 2**32 - 2  # chown(2) takes the number above for none at all
+OFF = "off"  # the bind of a face that is not to be served
+
+
+def parse_bind(text: str) -> Bind:
+    """Reads `HOST:PORT`, `[IPV6]:PORT`, these behind `tls:`, or `unix:PATH`; raises ValueError."""
+    if text.startswith(TLS_PREFIX):
+        return replace(parse_tcp_bind(text.removeprefix(TLS_PREFIX)), tls=True)
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path or "\0" in path:
+            raise ValueError("the path of the unix socket is missing")
+        if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"the path of the unix socket has over {MAX_UNIX_PATH_BYTES} bytes")
+        return UnixBind(path)
+    return parse_tcp_bind(text)
+
+
+def parse_face_binds(text: str) -> Binds | str:
+    """Reads binds between commas, or OFF."""
+    if text == OFF:
+        return OFF
+    binds = tuple(map(parse_bind, parse_list(text)))
+    if not binds:
+        raise ValueError("expected HOST:PORT, tls:HOST:PORT, unix:PATH or off")
+    if len(set(binds)) < len(binds):
+        raise ValueError("an address twice")
+    return Binds(binds)
+
+
+def parse_file_mode(text: str) -> str:
+    """Reads the mode of a file as `chmod` does, with its leading zero."""
+    if not re.fullmatch("0[0-7]{3}", text):
+        raise ValueError('expected a mode of four octal digits: "0660"')
+    return text
+
+
+def parse_path(text: str) -> Path:
+    """Reads the name of a file, which may be anything but nothing."""
+    if not text or "\0" in text:
+        raise ValueError("expected the name of a file")
+    return Path(text)
+
+
+def parse_name(text: str) -> str:
+    """Reads what a model or a tenant is called."""
+    if not is_name(text):
+        raise ValueError("control characters in a name")
+    return text
+
+
+def parse_group(text: str) -> str:
+    """Reads the name of a group, or its number."""
+    if text.isascii() and text.isdigit():
+        return str(parse_uint(text, MAX_GROUP))
+    if not text or not text.isprintable():
+        raise ValueError("expected the name of a group, or its number")
+    return text
+
+
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Splits names of hosts, without ports."""
+    for name in (names := parse_list(text)):
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
+            raise ValueError(f"{name!r} is no name of a host")
+    return names
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Splits origins as browsers write them: scheme and host, and a port that is not usual."""
+    for origin in (origins := parse_list(text)):
+        if not re.fullmatch(r"null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]{1,253}", origin):
+            raise ValueError(f"{origin!r} is no origin, as https://a.example:8443 is")
+        _check_port(origin)
+    return origins
+
+
+def _check_port(origin: str) -> None:
+    try:
+        _ = urlsplit(origin).port
+    except ValueError:
+        raise ValueError(f"{origin!r} has no port from 0 to 65535") from None
+
+
+def parse_tcp_bind(text: str) -> TcpBind:
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        if ":" not in host:
+            raise ValueError(f"{host} is no IPv6 address, which alone has brackets")
+    elif ":" in host and "/" not in host:
+        raise ValueError("an IPv6 address needs brackets: [::1]:8090")
+    if not colon or not host or "/" in host:
+        raise ValueError("expected HOST:PORT, tls:HOST:PORT or unix:PATH")
+    return TcpBind(parse_host(host), parse_port(port))
+
+
+def parse_host(text: str) -> str:
+    """Reads where to listen: an address, an IPv6 one with its zone, or a name."""
+    if text == "*":
+        raise ValueError("every address is 0.0.0.0, of IPv6 [::]")
+    literal(text.partition("%")[0] if ":" in text else text)
+    return text
+
+
+def parse_uint(text: str, maximum: int) -> int:
+    """Reads plain decimal digits, 0 to `maximum`; no sign, blank or underscore."""
+    if not (text.isascii() and text.isdigit() and len(text) <= U64_DIGITS) or int(text) > maximum:
+        raise ValueError(f"expected a whole number from 0 to {maximum}")
+    return int(text)
+
+
+def parse_port(text: str) -> int:
+    return parse_uint(text, U16_MAX)
+
+
+def parse_u32(text: str) -> int:
+    return parse_uint(text, U32_MAX)
+
+
+def parse_u64(text: str) -> int:
+    return parse_uint(text, U64_MAX)
+
+
+def parse_positive(text: str) -> int:
+    if (number := parse_u32(text)) == 0:
+        raise ValueError("expected a number greater than 0")
+    return number
+
+
+def at_least(minimum: int) -> Parse:
+    """Returns what reads a whole number from `minimum` on."""
+
+    def parse(text: str) -> int:
+        value = parse_u64(text)
+        if value < minimum:
+            raise ValueError(f"expected a number from {minimum}")
+        return value
+
+    return parse
+
+
+def within(minimum: int, maximum: int) -> Parse:
+    """Returns what reads a whole number from `minimum` to `maximum`."""
+
+    def parse(text: str) -> int:
+        with suppress(ValueError):
+            if (value := parse_uint(text, maximum)) >= minimum:
+                return value
+        raise ValueError(f"expected a whole number from {minimum} to {maximum}")
+
+    return parse
+
+
+def _number(text: str) -> float:
+    """Reads a number as TOML writes it; what is none is nan, which is within no bounds."""
+    with suppress(ValueError):
+        if text.isascii() and "_" not in text:
+            return float(text)
+    return nan
+
+
+def parse_seconds(text: str) -> float:
+    """Reads a duration in seconds, from a millisecond to a day."""
+    seconds = _number(text)
+    if not 0.001 <= seconds <= 86400:
+        raise ValueError("expected seconds, from 0.001 to 86400")
+    return seconds
+
+
+def parse_pause(text: str) -> float:
+    """Reads a duration in seconds, from none to an hour."""
+    seconds = _number(text)
+    if not 0 <= seconds <= 3600:
+        raise ValueError("expected seconds, from 0 to 3600")
+    return seconds
+
+
+def parse_affinity_ttl(text: str) -> int:
+    """Reads a whole number of seconds, from one to a year."""
+    seconds = parse_u32(text)
+    if not 1 <= seconds <= 31_536_000:
+        raise ValueError("expected seconds, from 1 to 31536000")
+    return seconds
+
+
+def parse_weight(text: str) -> float:
+    """Reads a weight or threshold, 0 or more."""
+    weight = _number(text)
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ValueError(f"expected a number from 0 to {MAX_WEIGHT:g}")
+    return weight
+
+
+def parse_share(text: str) -> float:
+    share = _number(text)
+    if not 0 <= share <= 1:
+        raise ValueError("expected a number from 0 to 1")
+    return share
+
+
+def parse_threshold(text: str) -> float | str:
+    """Reads a threshold, or OFF, which the originals write as None."""
+    return OFF if text.lower() in (OFF, "none") else parse_weight(text)
+
+
+def parse_grace(text: str) -> float | str:
+    """Reads a duration in seconds, from none to an hour, or OFF."""
+    return OFF if text == OFF else parse_pause(text)
+
+
+def parse_switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected true or false")
+
+
+def parse_policy(text: str) -> QueuePolicy:
+    try:
+        return QueuePolicy(text.lower())
+    except ValueError:
+        raise ValueError(f"expected one of {', '.join(QueuePolicy)}") from None
+
+
+def parse_mode(text: str) -> RouterMode:
+    try:
+        return RouterMode(text.lower())
+    except ValueError:
+        raise ValueError(f"expected one of {', '.join(RouterMode)}") from None
+
+
+def parse_share_threshold(text: str) -> float | str:
+    """Reads a threshold from 0 to 1, or OFF."""
+    return OFF if text.lower() in (OFF, "none") else parse_share(text)
+
+
+def parse_tokens_threshold(text: str) -> int | str:
+    """Reads a number of tokens, or OFF."""
+    return OFF if text.lower() in (OFF, "none") else parse_uint(text, MAX_ISL_TOKENS)
+
+
+def parse_level(text: str) -> str:
+    if text.lower() not in LEVELS:
+        raise ValueError(f"expected one of {', '.join(LEVELS)}")
+    return text.lower()
+
+
+def parse_log_form(text: str) -> str:
+    if text.lower() not in FORMS:
+        raise ValueError(f"expected one of {', '.join(FORMS)}")
+    return text.lower()
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Splits at commas; blanks around and between do not count."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def parse_peers(text: str) -> tuple[str, ...]:
+    """Splits, counts each but once, and checks that all are URLs to fetch from."""
+    urls = _each_once(text)
+    for number, url in enumerate(urls, 1):
+        try:
+            parse_url(url)
+        except ValueError as error:
+            raise ValueError(f"entry {number}: {error}") from None
+    return urls
+
+
+def parse_replica_port(text: str) -> int:
+    if (port := parse_port(text)) == 0:
+        raise ValueError("expected a port from 1 to 65535: replicas have to know it")
+    return port
+
+
+def parse_replica_peers(text: str) -> tuple[str, ...]:
+    """Splits like parse_peers and checks every endpoint."""
+    endpoints = _each_once(text)
+    for endpoint in endpoints:
+        try:
+            check_replica_endpoint(endpoint)
+        except BadRequest as error:
+            raise ValueError(str(error)) from None
+    return endpoints
+
+
+def _each_once(text: str) -> tuple[str, ...]:
+    peers = tuple(dict.fromkeys(parse_list(text)))
+    if len(peers) > MAX_PEERS:
+        raise ValueError(f"more than {MAX_PEERS} peers")
+    return peers
+
+
+def parse_outgoing(text: str) -> Places:
+    """Splits, and reads networks and the words for some; none at all is no outgoing connection."""
+    return parse_places(parse_list(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of kvd.config.settings: how a text becomes a value, and what holds when nobody says.
+
+    `borrowed` is the variable of a setting that other programs of the fleet read as well;
+    `empty_is_wrong` if those refuse an empty one, which otherwise counts as unset. `also` is
+    another name of its flag, `also_borrowed` are others of its variable. `live` if a reload changes
+    it in a running daemon.
+    """
+
+    name: str
+    parse: Parse
+    default: object
+    metavar: str
+    help: str
+    borrowed: str | None = None
+    empty_is_wrong: bool = False
+    also: str | None = None
+    live: bool = False
+    also_borrowed: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its flag can stand alone, or as --no-..., as well."""
+        return self.parse is parse_switch
+
+    @property
+    def is_text(self) -> bool:
+        """Whether no number is meant by it."""
+        return self.parse in (str, parse_name, parse_path, parse_host)
+
+    @property
+    def many(self) -> bool:
+        """Whether it takes several values, which a flag separates by commas."""
+        return self.metavar.endswith(",...")
+
+    @property
+    def listed(self) -> bool:
+        """Whether a file may give it as an array."""
+        return ",..." in self.metavar
+
+    @property
+    def variable(self) -> str:
+        return self.borrowed or ENV_PREFIX + self.name.upper()
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All that are read, its own first."""
+        return (self.variable, *self.also_borrowed)

@@ -1,0 +1,74 @@
+"""Reads the settings again, for a daemon that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvd.config.load import CONFIG, CONFIG_VARIABLE, TLS_FILES, Config, build, read
+from kvd.config.settings import SETTINGS
+
+
+def _digest(name: str, config: Config) -> object:
+    return None if config.tls is None else config.tls.digests.get(name)
+
+
+# Files of secrets, and what a configuration has of them.
+READ_AGAIN: dict[str, Callable[[Config], object]] = {
+    "tokens_file": lambda config: config.policy.tokens,
+    "replica_sync_client_keys": lambda config: config.curve.replicas,
+    **{name: partial(_digest, name) for name in TLS_FILES},
+}
+READ_ONCE: dict[str, Callable[[Config], object]] = {
+    "curve_secret_key_file": lambda config: config.curve.secret,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """A configuration to go on with."""
+
+    config: Config
+    changed: tuple[str, ...]  # settings that are not as before
+    waiting: tuple[str, ...]  # those that take a restart: `config` has them as they were
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What a daemon was started with, apart from its configuration file."""
+
+    given: Mapping[str, object]
+    environ: Mapping[str, str]
+    demo: bool = False
+
+    @property
+    def has_file(self) -> bool:
+        """Whether there is a file of settings."""
+        return bool(self.given.get(CONFIG) or self.environ.get(CONFIG_VARIABLE))
+
+    def again(self, running: Config) -> Reloaded:
+        """Returns what the file says now, as far as a running daemon can follow.
+
+        Raises StartError for a configuration that no daemon could start with.
+        """
+        said = read(self.given, self.environ)
+        wanted = build(said, self.environ, demo=self.demo)
+        differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
+        # Addresses wait for a restart, and those with TLS need its files until then.
+        held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
+        taken = [each.name for each in differ if each.live and each.name not in held]
+        changes = {name: said[name] for name in taken}
+        config = build({**running.values, **changes}, self.environ, demo=self.demo)
+        # The same file may say something else.
+        changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
+        waiting = [each.name for each in differ if each.name not in changes]
+        waiting = list(dict.fromkeys([*waiting, *_other(READ_ONCE, config, running)]))
+        curve = replace(config.curve, secret=running.curve.secret)
+        return Reloaded(replace(config, curve=curve), tuple(changed), tuple(waiting))
+
+
+def _other(
+    files: Mapping[str, Callable[[Config], object]], config: Config, running: Config
+) -> list[str]:
+    return [name for name, of in files.items() if of(config) != of(running)]

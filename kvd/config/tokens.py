@@ -1,0 +1,103 @@
+"""The file of bearer tokens: who may ask, and for what.
+
+    # name        scopes           token
+    gateway       read,lifecycle   3q2-7wMnvXl0uTQkJ8sYhA
+    gateway-new   read,lifecycle   b6JmZp0yVQf4tT1xWc9EKg   # both hold meanwhile
+    operator      read,admin       Zk1p_8sHRW2uC5nXyB3vDQ
+
+A complaint names the line and, if it is that far, the name, but never a token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvd.http.auth import Token
+from kvd.http.permits import MAX_TOKEN_BYTES
+from kvd.http.types import Scope
+
+MAX_BYTES = 64 * 1024  # of a file
+MAX_TOKENS = 64  # each is compared with every request: 5 ns
+MIN_TOKEN_BYTES = 16  # random ones of these characters cannot be guessed: 95 bits
+
+# Where systemd puts what /etc/kvd/credentials/tokens holds: see systemd/kvd.service.
+CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
+CREDENTIAL = "kvd_tokens"
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]+=*(?<=.{{{MIN_TOKEN_BYTES}}})", re.ASCII)
+_SCOPES = {"read": Scope.READ, "lifecycle": Scope.LIFECYCLE, "admin": Scope.ADMIN}
+
+
+def credential(environ: Mapping[str, str]) -> Path | None:
+    """Returns the file of tokens that the service manager has passed, if it has."""
+    if folder := environ.get(CREDENTIALS_VARIABLE):
+        path = Path(folder, CREDENTIAL)
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            pass  # reading it will say what is wrong
+        return path
+    return None
+
+
+def read(path: Path) -> tuple[Token, ...]:
+    """Returns the tokens of a file; raises OSError, and ValueError with one line of complaint."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES} bytes")
+    try:
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError:
+        raise ValueError("no text") from None  # and not a word of what it is
+    tokens = [token for number, line in enumerate(lines, 1) if (token := _token(number, line))]
+    if not 1 <= len(tokens) <= MAX_TOKENS:
+        raise ValueError(f"{len(tokens)} tokens, expected 1 to {MAX_TOKENS}")
+    for what, values in (
+        ("name", [token.name for token in tokens]),
+        ("token", [token.secret.decode() for token in tokens]),
+    ):
+        if len(set(values)) < len(values):
+            raise ValueError(f"a {what} twice")
+    return tuple(tokens)
+
+
+def read_one(path: Path) -> bytes:
+    """Returns the token that is all of a file; raises OSError and ValueError."""
+    with path.open("rb") as file:
+        data = file.read(2 * MAX_TOKEN_BYTES)  # beyond that it is none anyway
+    secret = data.decode("latin-1").strip()
+    _check(secret)
+    return secret.encode()
+
+
+def _check(secret: str) -> None:
+    if not _TOKEN.fullmatch(secret) or len(secret) > MAX_TOKEN_BYTES:
+        raise ValueError(
+            f"a token is {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} of the "
+            "characters A-Z a-z 0-9 - . _ ~ + /"
+        )
+
+
+def _token(number: int, line: str) -> Token | None:
+    words = re.sub(r"(^|\s)#.*", "", line).split()
+    if not words:
+        return None
+    if len(words) != 3 or not _NAME.fullmatch(words[0]):
+        raise ValueError(f"line {number}: expected NAME SCOPE[,SCOPE...] TOKEN")
+    name, said, secret = words
+    scopes = Scope.OPEN
+    for scope in said.split(","):
+        if scope not in _SCOPES:
+            raise ValueError(f"line {number}, {name}: a scope is one of {', '.join(_SCOPES)}")
+        scopes |= _SCOPES[scope]
+    try:
+        _check(secret)
+    except ValueError as error:
+        raise ValueError(f"line {number}, {name}: {error}") from None
+    return Token(name, scopes, secret.encode())

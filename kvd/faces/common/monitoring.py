@@ -1,0 +1,33 @@
+"""What every face has: /health and /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from kvd.faces.indexer.dumps import sliced
+from kvd.http.types import Request, Response, Route, Scope
+from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
+
+
+def health(request: Request) -> Response:
+    """Answers as long as the daemon lives, whatever it knows."""
+    return Response(200, b"", content_type=b"")
+
+
+def metrics(sources: Sequence[Source], request: Request) -> Response:
+    """Streams what is counted, in Prometheus' text format."""
+    return Response(200, sliced(render(_families(sources))), CONTENT_TYPE)
+
+
+def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
+    for source in sources:
+        yield from source()
+
+
+HEALTH = Route("GET", "/health", health, hot=True, scope=Scope.OPEN)
+
+
+def metrics_route(sources: Sequence[Source]) -> Route:
+    """Returns the route that shows what `sources` say at the moment they are asked."""
+    return Route("GET", METRICS_PATH, partial(metrics, sources))

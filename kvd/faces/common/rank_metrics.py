@@ -1,0 +1,44 @@
+"""What /metrics says of each rank's load, where there are few enough of them.
+
+Only there a label holds names that clients chose, hence the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvd.model import PartitionKey
+from kvd.telemetry.metrics import BREATH, Family, Labels
+from kvd_core.ledger.ledger import Ledger, Load
+
+Rank = tuple[PartitionKey, Ledger, int, int]  # worker id, dp rank
+
+
+def rank_families(
+    ranks: Iterable[Rank], tokens_name: str, blocks_name: str, requests_name: str
+) -> Iterator[Family | None]:
+    loads: list[tuple[Labels, Load]] = []
+    for number, (key, ledger, worker_id, dp_rank) in enumerate(ranks, 1):
+        rank = ledger.rank_of(worker_id, dp_rank)
+        if rank is not None:  # it may have gone during a rest
+            loads.append((_labels(key, worker_id, dp_rank), ledger.load(rank)))
+        if number % BREATH == 0:
+            yield None
+    help = "Prompt tokens that a rank has yet to process"
+    tokens = [("", labels, load.prefill_tokens) for labels, load in loads]
+    yield Family(tokens_name, "gauge", help, tokens)
+    help = "Distinct blocks of the requests that a rank works on"
+    blocks = [("", labels, load.decode_blocks) for labels, load in loads]
+    yield Family(blocks_name, "gauge", help, blocks)
+    help = "Live requests of a rank"
+    requests = [("", labels, load.requests) for labels, load in loads]
+    yield Family(requests_name, "gauge", help, requests)
+
+
+def _labels(key: PartitionKey, worker_id: int, dp_rank: int) -> Labels:
+    return (
+        ("model_name", key.model_name),
+        ("tenant_id", key.tenant_id),
+        ("worker_id", str(worker_id)),
+        ("dp_rank", str(dp_rank)),
+    )

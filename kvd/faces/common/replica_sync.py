@@ -1,0 +1,63 @@
+"""The routes that say which replicas to listen to; the same on every face that has replicas."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from kvd.faces.common import bodies
+from kvd.http.types import Request, Response, Route, Scope
+from kvd.replica_sync.replicas import Replicas
+from kvd_core.json.scan import BodyScanner
+
+OK = b'{"status":"ok"}'
+
+REGISTERED = ("endpoint", "curve_server_key")
+PEER = BodyScanner({}, REGISTERED)
+
+
+class Peer(NamedTuple):
+    """A replica as it is registered."""
+
+    endpoint: str
+    server_key: str | None  # of CURVE
+
+
+def routes(replicas: Replicas) -> tuple[Route, ...]:
+    return (
+        Route(
+            "POST",
+            "/replica_sync/register_peer",
+            partial(register_peer, replicas),
+            scope=Scope.ADMIN,
+        ),
+        Route(
+            "POST",
+            "/replica_sync/deregister_peer",
+            partial(deregister_peer, replicas),
+            scope=Scope.ADMIN,
+        ),
+        Route("GET", "/replica_sync/peers", partial(list_peers, replicas)),
+    )
+
+
+def register_peer(replicas: Replicas, request: Request) -> Response:
+    """Answers 201 for a new replica, 200 for a known one."""
+    new = replicas.register(*read_peer(request.body))
+    return Response(201 if new else 200, OK)
+
+
+def read_peer(body: bytes) -> Peer:
+    """Returns the replica that a registration describes."""
+    members = bodies.scan(PEER, body)
+    endpoint = bodies.bounded(bodies.text(members, "endpoint"), "endpoint")
+    return Peer(endpoint, bodies.optional_text(members, "curve_server_key"))
+
+
+async def deregister_peer(replicas: Replicas, request: Request) -> Response:
+    await replicas.deregister(bodies.text(bodies.scan(PEER, request.body), "endpoint"))
+    return Response(200, OK)
+
+
+def list_peers(replicas: Replicas, request: Request) -> Response:
+    return bodies.json_response(replicas.endpoints())

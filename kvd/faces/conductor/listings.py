@@ -1,0 +1,228 @@
+"""What the conductor shows of its publishers: `/services`, `/global_view`, metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgpack
+import trio
+
+from kvd.faces.conductor import msgpack as packed
+from kvd.faces.indexer.dumps import sliced
+from kvd.http.types import Request, Response
+from kvd.index.metrics import listener_families, state_families
+from kvd.index.partitions import Partition, State
+from kvd.index.publishers import Publisher, Publishers
+from kvd.telemetry.metrics import (
+    BREATH,
+    Family,
+    by_label,
+    counter,
+    gauge,
+)
+
+OUTCOMES = ("mismatch", "bad", "ignored", "stale", "orphan", "unlocated")  # of events
+HELD = ("blocks", "waiting")
+
+SLICE_ROWS = 64  # registrations written between two rests
+
+
+class _Context(NamedTuple):
+    """What blocks are kept apart by, as newer conductors name it."""
+
+    model_name: str
+    lora_name: str
+    block_size: int
+    additional_salt: str
+    tenant_id: str
+    instance_id: str
+
+
+def services(publishers: Publishers, request: Request) -> Response:
+    """Streams who is registered, what their events really say, and how their streams are."""
+    listed, now = list(publishers), trio.current_time()
+    if packed.wants_packed(request):
+        verbose = b"verbose=1" in request.query.split(b"&")
+        rows = (_packed_service(publisher, now, verbose) for publisher in listed)
+        return _packed_list("count", "services", len(listed), rows)
+    return Response(200, sliced(_services(listed, now)))
+
+
+def _packed_service(publisher: Publisher, now: float, verbose: bool) -> dict[str, Any]:
+    """Returns a row as that dialect has it; kvd's own members only if they are asked for."""
+    row, echoed = _service(publisher, now), dict(publisher.described.echoed)
+    shown = {name: value for name, value in row.items() if verbose or name[0].isupper()}
+    del shown["AdditionalSalt"]
+    shown |= {"CacheGroup": echoed.get("cache_group"), "HashProfile": echoed.get("hash_profile")}
+    return shown
+
+
+def _packed_list(count: str, name: str, length: int, rows: Iterable[Mapping[str, Any]]) -> Response:
+    """Streams an object of a number and a list of so many rows."""
+    packer = msgpack.Packer()
+
+    def pieces() -> Iterator[bytes]:
+        yield packer.pack_map_header(2) + packer.pack(count) + packer.pack(length)
+        yield packer.pack(name) + packer.pack_array_header(length)
+        for number, row in enumerate(rows, 1):
+            yield packer.pack(row)
+            if number % SLICE_ROWS == 0:
+                yield b""
+
+    return Response(200, sliced(pieces()), packed.FORM.content_type)
+
+
+def _services(listed: list[Publisher], now: float) -> Iterator[bytes]:
+    yield b'{"count":%d,"services":[' % len(listed)
+    yield from _rows(_service(publisher, now) for publisher in listed)
+
+
+def _service(publisher: Publisher, now: float) -> dict[str, Any]:
+    described, listener, said = publisher.described, publisher.listener, publisher.publication
+    bad = said.bad
+    row: dict[str, Any] = {
+        "Endpoint": described.endpoint,
+        "ReplayEndpoint": described.replay_endpoint or "",
+        "Type": described.type,
+        "ModelName": described.model_name,
+        "LoraName": described.lora_name,
+        "TenantID": described.tenant_id,
+        "InstanceID": described.instance_id,
+        "BlockSize": described.block_size,
+        "DPRank": described.dp_rank,
+        "AdditionalSalt": described.salt,
+        **dict(described.echoed),
+        "serves_all": described.serves_all,
+        "status": listener.status,
+        "stream": listener.health(now),
+        "last_seq": listener.cursor.last,
+        "gaps": listener.gaps,
+        "events": said.events,
+        "event_id_gaps": said.order.gaps,
+        "stale": said.order.stale,
+        "restarts": listener.restarts + said.order.beginnings,
+        "mismatch": dict(said.mismatches),
+        "orphans": said.orphans,
+        "unlocated": said.unlocated,
+        "conflicts": said.conflicts,
+        "bad_events": bad.total(),
+        "bad": dict(bad),
+        "ignored": dict(said.ignored),
+        "last_error": listener.last_error,
+        **publisher.source.stats(),
+    }
+    row["blocks"] += row["waiting"]  # questions by hash may find those, too
+    if listener.loss:
+        row["loss"] = listener.loss
+    if unused := said.unused():
+        row["warning"] = unused
+    elif _is_unmatched(row):
+        row["warning"] = f"{row['blocks']} blocks held, no query ever matched a first block"
+    return row
+
+
+def _is_unmatched(stats: Mapping[str, Any]) -> bool:
+    """Says whether a publisher holds blocks that questions about its instance never find."""
+    return bool(stats["blocks"] + stats["waiting"] and stats["asked"] and not stats["matched"])
+
+
+def global_view(state: State, publishers: Publishers, request: Request) -> Response:
+    """Streams what blocks are kept apart by; the blocks themselves stay here."""
+    if packed.wants_packed(request):
+        contexts = _packed_contexts(state, publishers)
+        return _packed_list("context_count", "contexts", len(contexts), contexts)
+    return Response(200, sliced(_contexts(list(publishers), list(state.partitions.values()))))
+
+
+def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[bytes]:
+    """Yields those of publishers, and of workers, whose adapters only their events tell."""
+    contexts: set[_Context] = set()
+    for number, publisher in enumerate(listed, 1):
+        described = publisher.described
+        context = _Context(
+            described.model_name,
+            described.lora_name,
+            described.block_size,
+            described.salt,
+            described.tenant_id,
+            described.instance_id,
+        )
+        contexts.add(context)
+        if number % SLICE_ROWS == 0:
+            yield b""
+    for partition in partitions:
+        model, tenant = partition.key
+        for number, instance_id in enumerate(list(partition.ranks), 1):
+            context = _Context(model, "", partition.block_size, "", tenant, str(instance_id))
+            contexts.add(context)
+            if number % SLICE_ROWS == 0:
+                yield b""
+        yield b""
+    yield b'{"context_count":%d,"model_contexts":[' % len(contexts)
+    yield from _rows(context._asdict() for context in contexts)
+
+
+def _packed_contexts(state: State, publishers: Publishers) -> list[dict[str, Any]]:
+    """Returns the contexts of publishers, with the ranks of their instances.
+
+    Blocks are counted for a model, tenant and block size, whatever their adapter.
+    """
+    contexts: dict[tuple[str, str, int, str], dict[str, Any]] = {}
+    for publisher in publishers:
+        described = publisher.described
+        key = described.key.partition
+        where = (*key, described.block_size, described.lora_name)
+        if where not in contexts:
+            contexts[where] = {
+                "model_name": described.model_name,
+                "lora_name": described.lora_name,
+                "block_size": described.block_size,
+                "tenant_id": described.tenant_id,
+                "prefix_count": state.sized[where[:3]].index.stats()["blocks"],
+                "hash_profile": dict(described.echoed).get("hash_profile"),
+                "instances": {},
+            }
+        ranks = contexts[where]["instances"].setdefault(described.instance_id, [])
+        if described.dp_rank not in ranks:
+            ranks.append(described.dp_rank)
+    return list(contexts.values())
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Yields what is left of an object whose last member is a list of these."""
+    for number, row in enumerate(rows):
+        yield (("," if number else "") + json.dumps(row)).encode()
+        if number % SLICE_ROWS == SLICE_ROWS - 1:
+            yield b""
+    yield b"]}"
+
+
+def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
+    """Yields what /metrics says of this face's listeners, and of all partitions."""
+    listed = list(publishers)
+    listeners = [publisher.listener for publisher in listed]
+    yield from listener_families(listeners, publishers.left_counts, trio.current_time())
+    yield gauge("kvd_conductor_publishers", "Registered publishers", len(listed))
+    help = "Publishers refused because there are no descriptors for their listeners"
+    yield counter("kvd_conductor_publishers_refused_total", help, publishers.refused)
+    outcomes, held = dict.fromkeys(OUTCOMES, 0), dict.fromkeys(HELD, 0)
+    unmatched = 0
+    for number, publisher in enumerate(listed, 1):
+        stats = publisher.source.stats()
+        unmatched += _is_unmatched(stats)
+        for name in HELD:
+            held[name] += stats[name]
+        said = publisher.publication.outcomes()
+        for name in OUTCOMES:
+            outcomes[name] += said[name]
+        if number % BREATH == 0:
+            yield None
+    help = "Events of registered publishers that were not simply applied"
+    yield by_label("kvd_conductor_events", "gauge", help, "outcome", outcomes)
+    help = "Blocks of registered publishers, once a rank and medium, and those without a place yet"
+    yield by_label("kvd_conductor_blocks", "gauge", help, "state", held)
+    help = "Publishers with blocks, of which no question about their instance found a first one"
+    yield gauge("kvd_conductor_unmatched_publishers", help, unmatched)
+    yield from state_families(state, len({each.described.key.triple for each in listed}))

@@ -1,0 +1,167 @@
+"""Members of the conductor's request bodies, and the failures that say what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from kvd.errors import BadRequest, KvdError
+from kvd.faces.common.bodies import MAX_KEPT_BYTES, U32_MAX
+from kvd.index.publishers import EVERY_INSTANCE, Described
+from kvd.model import is_name
+from kvd_core.json.scan import BodyScanner
+
+MODEL = ("model", "modelname", "model_name")
+
+Members = dict[str, Any]
+_Name = TypeVar("_Name", str, str | None)
+
+
+class Topic(NamedTuple):
+    """Which blocks a question is about, and whose."""
+
+    model: str
+    tenant: str
+    block_size: int
+    lora_name: str
+    cache_salt: str
+    instance: str  # "": all
+
+
+def scan(scanner: BodyScanner, body: bytes) -> Members:
+    try:
+        return scanner.scan(body)
+    except ValueError as error:
+        raise detailed(BadRequest(f"the body is not valid JSON: {error}"), "invalid_json") from None
+    except TypeError as error:
+        raise detailed(BadRequest(str(error)), "invalid_type") from None
+
+
+def require(members: Members, name: str) -> Any:
+    value = members.get(name)
+    if value is None:
+        raise missing(name)
+    return value
+
+
+def required(members: Members, name: str) -> str:
+    """Returns a text that must not be empty."""
+    require(members, name)
+    value = text(members, name)
+    if not value:
+        raise invalid(f"{name}: must not be empty", name)
+    return value
+
+
+def text(members: Members, name: str) -> str | None:
+    """Returns a text, or None when the member is absent or null."""
+    value = members.get(name)
+    return None if value is None else kept_text(name, value)
+
+
+def kept_text(name: str, value: object) -> str:
+    """Returns a value that has to be a text short enough to be kept."""
+    if not isinstance(value, str):
+        raise wrong_type(name, "a text")
+    if len(value.encode()) > MAX_KEPT_BYTES:
+        raise invalid(f"{name}: longer than {MAX_KEPT_BYTES} bytes", name)
+    return value
+
+
+def optional_name(members: Members, name: str) -> str | None:
+    """Returns a text that names what is kept."""
+    return named(text(members, name), name)
+
+
+def required_name(members: Members, name: str) -> str:
+    return named(required(members, name), name)
+
+
+def named(value: _Name, name: str) -> _Name:
+    if value is not None and not is_name(value):
+        raise invalid(f"{name}: has control characters", name)
+    return value
+
+
+def checked(described: Described) -> Described:
+    """Refuses an engine that would serve every instance; returns any other publisher."""
+    if described.instance_id == EVERY_INSTANCE and not described.is_store:
+        raise invalid("instance_id: `*` is for stores, which serve every instance", "instance_id")
+    return described
+
+
+def usable(value: str | None, name: str, check: Callable[[str], None]) -> None:
+    """Has `check` look at an address or key, if there is one; names it where that finds a fault."""
+    if value is None:
+        return
+    try:
+        check(value)
+    except BadRequest as error:
+        raise detailed(error, "invalid_value", name) from None
+
+
+def echoed(value: object, name: str) -> object:
+    """Returns a value of any type that will be kept."""
+    if len(json.dumps(value)) > MAX_KEPT_BYTES:
+        raise invalid(f"{name}: longer than {MAX_KEPT_BYTES} bytes", name)
+    return value
+
+
+def alias(members: Members, names: tuple[str, ...]) -> str | None:
+    """Returns the one member of several names for the same text."""
+    given = {name: value for name in names if (value := text(members, name)) is not None}
+    if len(set(given.values())) > 1:
+        raise invalid(f"`{'` and `'.join(given)}` are the same member and differ", min(given))
+    return next(iter(given.values()), None)
+
+
+def model_name(members: Members, called: str) -> str:
+    """Returns the model; `called` is the name that the documentation has for it there."""
+    name = alias(members, MODEL)
+    if name is None:
+        raise missing(called)
+    if not name:
+        raise invalid("the model must not be empty", called)
+    return name
+
+
+def kept_model_name(members: Members, called: str) -> str:
+    """The same of a registration, which keeps it."""
+    return named(model_name(members, called), called)
+
+
+def uint(members: Members, name: str, minimum: int) -> int:
+    require(members, name)
+    value = optional_uint(members, name, minimum)
+    assert value is not None
+    return value
+
+
+def optional_uint(members: Members, name: str, minimum: int) -> int | None:
+    value = members.get(name)
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise wrong_type(name, "a whole number")
+    if not minimum <= value <= U32_MAX:
+        raise invalid(f"{name}: expected a number from {minimum} to {U32_MAX}", name)
+    return value
+
+
+def missing(name: str) -> KvdError:
+    return detailed(BadRequest(f"missing member `{name}`"), "missing", name)
+
+
+def wrong_type(name: str, wanted: str) -> KvdError:
+    return detailed(BadRequest(f"{name}: expected {wanted}"), "invalid_type", name)
+
+
+def invalid(text: str, name: str) -> KvdError:
+    return detailed(BadRequest(text), "invalid_value", name)
+
+
+def detailed(error: KvdError, reason: str, name: str | None = None) -> KvdError:
+    """Returns the failure with what this face says of every one."""
+    error.details = {"reason": reason} if name is None else {"reason": reason, "field": name}
+    return error

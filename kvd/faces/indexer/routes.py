@@ -1,0 +1,307 @@
+"""The KV indexer's API, as Dynamo's standalone indexer serves it (docs/faces/indexer.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from kvd.errors import Invalid, NotFound
+from kvd.faces.common import bodies
+from kvd.faces.common.monitoring import HEALTH
+from kvd.faces.indexer.dumps import binary_dump, sliced, text_dump
+from kvd.faces.indexer.plain import PlainQuery
+from kvd.faces.indexer.workers import listed
+from kvd.http.fast_path import Answerer
+from kvd.http.types import LONG_BODY_LIMIT, Admission, Handler, Request, Response, Route, Scope
+from kvd.index.metrics import listener_families, state_families
+from kvd.index.partitions import Partition, State
+from kvd.index.peers import Peers
+from kvd.index.registry import INDEXER, Registry, by_instance
+from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd.telemetry.metrics import Family, counter, gauge
+from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.json.scan import BodyScanner
+
+OK = b'{"status":"ok"}'
+
+QUERY_FIELDS = ("model_name", *bodies.TENANT, "cache_salt", "streams", "lora_name")
+SALT = ("additional_salt", "additionalsalt")
+
+QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
+QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
+QUERY_TIERED = BodyScanner({"block_hashes": "hash64"}, bodies.PLACE)
+KEPT = ("endpoint", "replay_endpoint")
+REGISTERED = (
+    "instance_id",
+    "endpoint",
+    "model_name",
+    "block_size",
+    *bodies.TENANT,
+    "dp_rank",
+    "replay_endpoint",
+    "curve_server_key",
+    *SALT,
+)
+REGISTER = BodyScanner({}, REGISTERED)
+UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *bodies.TENANT, "dp_rank"))
+RANK = BodyScanner({}, ("instance_id", "dp_rank", *bodies.PLACE))
+PEER = BodyScanner({}, ("url",))
+
+
+def dumps_bound(limit: int) -> Admission:
+    """Returns what bounds the dumps of one process, to be shared by all that knows of them."""
+    return Admission(limit, f"there are {limit} dumps under way already")
+
+
+def routes(
+    state: State,
+    registry: Registry,
+    peers: Peers,
+    dumps: Admission,
+    *,
+    test_endpoints: bool = False,
+) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's state, with `test_endpoints` all of them."""
+    control = (
+        Route("POST", "/test/pause_listener", partial(pause_listener, registry), scope=Scope.ADMIN),
+        Route(
+            "POST", "/test/resume_listener", partial(resume_listener, registry), scope=Scope.ADMIN
+        ),
+    )
+    known = state.partitions, DEFAULT_TENANT
+    return (
+        HEALTH,
+        _hot("/query", partial(query, state, registry), PlainQuery(QUERY, *known)),
+        _hot(
+            "/query_by_hash",
+            partial(query_by_hash, state, registry),
+            PlainQuery(QUERY_BY_HASH, *known),
+        ),
+        _hot(
+            "/query_tiered_by_hash",
+            partial(query_tiered_by_hash, state, registry),
+            PlainQuery(QUERY_TIERED, *known),
+        ),
+        Route("POST", "/register", partial(register, registry), scope=Scope.ADMIN),
+        Route("POST", "/unregister", partial(unregister, registry), scope=Scope.ADMIN),
+        Route("GET", "/workers", partial(workers, state, registry)),
+        dump_route(state, dumps),
+        Route("POST", "/register_peer", partial(register_peer, peers), scope=Scope.ADMIN),
+        Route("POST", "/deregister_peer", partial(deregister_peer, peers), scope=Scope.ADMIN),
+        Route("GET", "/peers", partial(list_peers, peers)),
+        *(control if test_endpoints else ()),
+    )
+
+
+def dump_route(state: State, dumps: Admission) -> Route:
+    """Returns the route that any face with an index has."""
+    return Route("GET", "/dump", partial(dump, state), admission=dumps, scope=Scope.ADMIN)
+
+
+def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
+    return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
+
+
+def query(state: State, registry: Registry, request: Request) -> Response:
+    """Says how much of a prompt, given as token ids, every rank holds."""
+    members = bodies.scan(QUERY, request.body)
+    bodies.require(members, "token_ids")
+    partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
+    lora_name = bodies.optional_text(members, "lora_name")
+    cache_salt = bodies.optional_text(members, "cache_salt")
+    wants_streams = bodies.optional_flag(members, "streams")
+    answer = partition.index.query_tokens(QUERY, 0, lora_name, cache_salt)
+    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
+
+
+def query_by_hash(state: State, registry: Registry, request: Request) -> Response:
+    """Says how much of a prompt, given as local hashes, every rank holds.
+
+    Local hashes carry adapter and salt already, so a salt given beside them changes nothing.
+    """
+    members = bodies.scan(QUERY_BY_HASH, request.body)
+    bodies.require(members, "block_hashes")
+    bodies.optional_text(members, "cache_salt")
+    partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
+    wants_streams = bodies.optional_flag(members, "streams")
+    answer = partition.index.query_hashes(QUERY_BY_HASH, 0)
+    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
+
+
+def _with_streams(answer: bytes, partition: Partition, registry: Registry) -> bytes:
+    """Adds how far each registered rank's stream can be believed, in the form of the scores."""
+    now = trio.current_time()
+    streams: dict[int | str, dict[int, str]] = {}
+    for instance_id, dp_rank in sorted(partition.rank_keys()):
+        listener = registry.find_listener(RankKey(partition.key, instance_id, dp_rank))
+        assert listener is not None
+        streams.setdefault(instance_id, {})[dp_rank] = listener.health(now)
+    return answer[:-1] + b',"streams":' + bodies.render(streams) + b"}"
+
+
+def query_tiered_by_hash(state: State, registry: Registry, request: Request) -> Response:
+    """Says the same rank by rank and tier by tier, to selectors that keep no index of their own.
+
+    Such a selector fails or forgets all overlap where it gets no answer: a model and tenant whose
+    workers have only just gone has no matches, rather than no answer.
+    """
+    members = bodies.scan(QUERY_TIERED, request.body)
+    bodies.require(members, "block_hashes")
+    place = PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members))
+    partition = state.partitions.get(place)
+    if partition is not None:
+        return Response(200, partition.index.query_tiers(QUERY_TIERED, 0))
+    block_size = registry.block_size_left(place)
+    if block_size is None:
+        raise NotFound(f"no indexer for model={place.model_name} routing_group={place.tenant_id}")
+    return Response(200, PrefixIndex(block_size, IngestCounters()).query_tiers(QUERY_TIERED, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank as it is registered."""
+
+    key: RankKey
+    endpoint: str
+    block_size: int  # tokens
+    replay_endpoint: str | None
+    server_key: str | None  # of CURVE
+
+    def register(self, registry: Registry) -> None:
+        registry.register(
+            self.key,
+            self.endpoint,
+            self.block_size,
+            self.replay_endpoint,
+            server_key=self.server_key,
+        )
+
+
+def register(registry: Registry, request: Request) -> Response:
+    read_rank(request.body).register(registry)
+    return Response(201, OK)
+
+
+def read_rank(body: bytes) -> Rank:
+    """Returns the rank that a registration describes."""
+    members = bodies.scan(REGISTER, body)
+    # Read for its type only: engines salt by themselves today.
+    if all(name in members for name in SALT):
+        raise Invalid("`additional_salt` and `additionalsalt` are the same member")
+    for name in SALT:
+        bodies.optional_text(members, name)
+    for name in KEPT:
+        if (value := bodies.optional_text(members, name)) is not None:
+            bodies.bounded(value, name)
+    block_size = bodies.uint(members, "block_size", bodies.U32_MAX)
+    if block_size == 0:  # nothing would ever match
+        raise Invalid("block_size: expected a number greater than 0")
+    key = RankKey(
+        bodies.kept_place(members),
+        bodies.uint(members, "instance_id", bodies.U64_MAX),
+        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
+    )
+    return Rank(
+        key,
+        bodies.text(members, "endpoint"),
+        block_size,
+        bodies.optional_text(members, "replay_endpoint"),
+        bodies.optional_text(members, "curve_server_key"),
+    )
+
+
+async def unregister(registry: Registry, request: Request) -> Response:
+    members = bodies.scan(UNREGISTER, request.body)
+    await registry.unregister(
+        bodies.uint(members, "instance_id", bodies.U64_MAX),
+        bodies.text(members, "model_name"),
+        _optional_tenant(members),
+        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX),
+    )
+    return Response(200, OK)
+
+
+async def pause_listener(registry: Registry, request: Request) -> Response:
+    """Makes a rank's stream lose what is published until it is resumed."""
+    await registry.pause(*_rank(request))
+    return Response(200, OK)
+
+
+def resume_listener(registry: Registry, request: Request) -> Response:
+    registry.resume(*_rank(request))
+    return Response(200, OK)
+
+
+def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
+    """Returns the instance and rank, with the model and tenant that it is narrowed to."""
+    members = bodies.scan(RANK, request.body)
+    return (
+        bodies.uint(members, "instance_id", bodies.U64_MAX),
+        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
+        bodies.optional_text(members, "model_name"),
+        bodies.alias(members, *bodies.TENANT),
+    )
+
+
+def workers(state: State, registry: Registry, request: Request) -> Response:
+    """Streams a list of instances; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
+    wanted = bodies.parameters(request)
+    model_name = wanted.get("model_name")
+    tenant_id = bodies.alias(wanted, *bodies.TENANT)
+    instances = [
+        (state.partitions[partition], ranks)
+        for (partition, _), ranks in by_instance(registry.of(INDEXER)).items()
+        if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
+    ]
+    return Response(200, sliced(listed(instances, trio.current_time())))
+
+
+def dump(state: State, request: Request) -> Response:
+    """Streams all blocks of all partitions; memory stays bounded by one slice.
+
+    The compact form goes to clients that ask for it by name.
+    """
+    headers = [(INSTANCE_HEADER, state.instance_id.encode())]
+    if state.recovering:
+        headers.append((RECOVERING_HEADER, b"1"))
+    accept = b",".join(value for name, value in request.headers if name == b"accept")
+    if wants_binary(accept):
+        return Response(200, sliced(binary_dump(state)), BINARY_DUMP, headers)
+    return Response(200, sliced(text_dump(state)), headers=headers)
+
+
+def register_peer(peers: Peers, request: Request) -> Response:
+    peers.add(bodies.bounded(bodies.text(bodies.scan(PEER, request.body), "url"), "url"))
+    return Response(201, OK)
+
+
+def deregister_peer(peers: Peers, request: Request) -> Response:
+    peers.remove(bodies.text(bodies.scan(PEER, request.body), "url"))
+    return Response(200, OK)
+
+
+def list_peers(peers: Peers, request: Request) -> Response:
+    return bodies.json_response(list(peers))
+
+
+def families(state: State, registry: Registry, dumps: Admission) -> Iterator[Family | None]:
+    """Yields what /metrics says of listeners, partitions and recovery."""
+    listeners = [registration.listener for registration in registry.registrations()]
+    yield from listener_families(listeners, registry.left_counts, trio.current_time())
+    help = "Places in streams of unregistered ranks that were forgotten, at the bound"
+    yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
+    help = "Ranks refused because there are no descriptors for their listeners"
+    yield counter("kvd_ranks_refused_total", help, registry.refused_ranks)
+    yield gauge("kvd_dumps_open", "Dumps under way", dumps.inside)
+    yield counter("kvd_dumps_refused_total", "Dumps refused at the bound", dumps.refused)
+    yield from state_families(state, registry.instances())
+
+
+def _optional_tenant(members: bodies.Members) -> str | None:
+    """Returns the tenant to unregister from; absent or null is every tenant of the model."""
+    given = {name: members[name] for name in bodies.TENANT if members.get(name) is not None}
+    return bodies.alias(given, *bodies.TENANT)

@@ -1,0 +1,107 @@
+"""The list of registered instances, written rank by rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+
+from kvd.index.partitions import Partition
+from kvd.index.registry import Registration
+from kvd.wire.event_stream import Listener, ListenerStatus, StreamHealth
+
+# Ranks looked at or written between two rests: at most about 1 ms.
+SLICE_RANKS = 64
+
+# An instance shows the most alarming status of its listeners.
+STATUS_ORDER = (
+    ListenerStatus.FAILED,
+    ListenerStatus.PENDING,
+    ListenerStatus.ACTIVE,
+    ListenerStatus.PAUSED,
+)
+
+Instance = tuple[Partition, list[Registration]]
+
+
+def listed(instances: Iterable[Instance], now: float) -> Iterator[bytes]:
+    """Yields a JSON array of instances, and nothing (b"") where others may run.
+
+    Each is shown as it is when its turn comes; one that goes meanwhile is still listed.
+    """
+    separator = b"["
+    written = 0
+    for partition, ranks in instances:
+        yield separator
+        yield from _instance(partition, ranks, now)
+        separator = b", "
+        written += len(ranks)
+        if written >= SLICE_RANKS:
+            written = 0
+            yield b""
+    yield b"[]" if separator == b"[" else b"]"
+
+
+def _instance(partition: Partition, ranks: list[Registration], now: float) -> Iterator[bytes]:
+    statuses: set[ListenerStatus] = set()
+    streams: set[StreamHealth] = set()
+    for number, rank in enumerate(ranks, 1):
+        statuses.add(rank.listener.status)
+        streams.add(rank.listener.health(now))
+        if number % SLICE_RANKS == 0:
+            yield b""
+    head = {
+        "instance_id": ranks[0].key.instance_id,
+        "source": "zmq",
+        "status": next(status for status in STATUS_ORDER if status in statuses),
+        "stream": next(health for health in StreamHealth if health in streams),
+        "model_name": partition.key.model_name,
+        "tenant_id": partition.key.tenant_id,
+        "block_size": partition.block_size,
+        **matching(partition),
+    }
+    yield json.dumps(head)[:-1].encode()
+    yield from _by_rank("endpoints", ranks, lambda listener: listener.endpoint)
+    yield from _by_rank("listeners", ranks, lambda listener: dict(stream_members(listener, now)))
+    yield b"}"
+
+
+def _by_rank(
+    name: str, ranks: list[Registration], show: Callable[[Listener], object]
+) -> Iterator[bytes]:
+    """Yields a member whose value is an object with a member for each rank."""
+    separator = f', "{name}": {{'
+    for number, rank in enumerate(ranks, 1):
+        yield f'{separator}"{rank.key.dp_rank}": {json.dumps(show(rank.listener))}'.encode()
+        separator = ", "
+        if number % SLICE_RANKS == 0:
+            yield b""
+    yield b"}"
+
+
+def matching(partition: Partition) -> dict[str, int | str]:
+    """Returns members that say whether questions about the model and tenant match anything."""
+    index = partition.index
+    shown: dict[str, int | str] = {"questions": index.questions, "matched": index.matched}
+    if partition.is_unmatched:
+        shown["warning"] = f"none of {index.questions} questions has matched a block"
+    return shown
+
+
+def stream_members(listener: Listener, now: float) -> Iterator[tuple[str, object]]:
+    """Yields members that say how a rank's stream is."""
+    yield "endpoint", listener.endpoint
+    yield "status", listener.status
+    if listener.last_error is not None:
+        yield "last_error", listener.last_error
+    yield "stream", listener.health(now)
+    if listener.loss:
+        yield "loss", listener.loss
+    if listener.quiet is not None:
+        yield "quiet", listener.quiet
+        yield "quiet_s", round(now - listener.quiet_since)
+    if ignored := dict(listener.ignored):
+        yield "ignored_events", ignored
+    if (last := listener.cursor.last) is not None:
+        yield "last_seq", last
+    if listener.publisher:
+        yield "publisher_id", listener.publisher.hex()

@@ -1,0 +1,63 @@
+"""What /metrics says of running requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvd.faces.common.rank_metrics import Rank, rank_families
+from kvd.slots.trackers import SlotTrackers, totals
+from kvd.telemetry.metrics import BREATH, Family, by_label, counter, gauge
+
+# Counters of the ledgers, by what each says.
+LEDGER_COUNTERS = {
+    "added": "Requests booked, those of replicas included",
+    "repeated": "Retries of a booking that changed nothing",
+    "freed": "Requests freed",
+    "expired": "Requests dropped for their age",
+    "removed": "Requests that went with their worker",
+}
+REFUSALS = ("exists", "full", "overflow", "output_blocks")
+
+
+def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | None]:
+    """Sums up all trackers; shows loads rank by rank up to `most_ranks` registered ranks."""
+    sums = Counter(slots.ended)
+    live = workers = ranks = 0
+    for number, key in enumerate(list(slots.trackers), 1):
+        tracker = slots.trackers.get(key)
+        if tracker is not None:
+            sums.update(totals(tracker.ledger))
+            stats = tracker.ledger.stats()
+            live += stats["requests"]
+            ranks += stats["ranks"]
+            workers += len(tracker.workers)
+        if number % BREATH == 0:
+            yield None
+    yield gauge("kvd_slots_trackers", "Models and tenants with slot trackers", len(slots.trackers))
+    yield gauge("kvd_slots_workers", "Registered workers", workers)
+    yield gauge("kvd_slots_ranks", "Their ranks", ranks)
+    yield gauge("kvd_slots_requests", "Live requests", live)
+    for name, help in LEDGER_COUNTERS.items():
+        yield counter(f"kvd_slots_requests_{name}_total", help, sums[name])
+    help = "Bookings and output blocks refused"
+    refused = {reason: sums[f"refused_{reason}"] for reason in REFUSALS}
+    yield by_label("kvd_slots_refused_total", "counter", help, "reason", refused)
+    help = "Bookings whose client left before its answer"
+    yield counter("kvd_slots_given_back_total", help, slots.given_back)
+    help = "Ends heard before their requests from replicas, which no request has met yet"
+    yield gauge("kvd_slots_early_ends", help, len(slots.early))
+    help = "Of these, forgotten at the bound"
+    yield counter("kvd_slots_early_ends_forgotten_total", help, slots.early.forgotten)
+    help = "Trackers refused at the bound"
+    yield counter("kvd_slots_trackers_refused_total", help, slots.refused_trackers)
+    if ranks <= most_ranks:
+        names = ("prefill_tokens", "decode_blocks", "rank_requests")
+        yield from rank_families(list(_ranks(slots)), *(f"kvd_slots_{name}" for name in names))
+
+
+def _ranks(slots: SlotTrackers) -> Iterator[Rank]:
+    for tracker in slots.select(None, None):
+        for worker_id in sorted(tracker.workers):
+            for dp_rank in tracker.workers[worker_id]:
+                yield tracker.key, tracker.ledger, worker_id, dp_rank

@@ -1,0 +1,265 @@
+"""Keeps the fleet as its file says, while the daemon runs.
+
+    every LOOK_EVERY_S:  stat ── as it was: nothing
+                                 └ changed, and at rest ── read ── refused: the old fleet stays
+    a reload: prepare, take ─────────────────────────────────┤
+                                                             │
+    held: what was registered for    reconcile <── entries ──┘
+    the file, and is still there       1. who is not in it any more, or quite another, is removed
+                                       2. who has changed is changed in place
+                                       3. who is new is added
+
+What clients have registered is theirs: an entry that one of them has registered fails, and one that
+a client has removed or replaced since is not held any more. Entries that stay as they are keep
+their blocks, streams and bookings. An entry that fails is tried again at the next change, and at a
+reload. A reload that is refused leaves out the file as it was then, until it changes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Hashable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import trio
+
+from kvd.config.load import Prepared, StartError
+from kvd.errors import KvdError, NotFound
+from kvd.fleet_file import parse as fleetfile
+from kvd.fleet_file.parse import Entry
+from kvd.telemetry.logs import get_logger
+from kvd.telemetry.metrics import Family, by_label
+from kvd.wire.egress import Outgoing, Places
+
+# A changed file counts when it is the same at two looks: an editor may still be writing it.
+LOOK_EVERY_S = 1.0
+
+SETTING = "fleet_file"
+
+SLICE_ENTRIES = 8  # read or registered between two rests: 1 to 2 ms
+
+log = get_logger(__name__)
+
+Signature = tuple[int, ...] | str  # of a file, or why it cannot be read
+
+
+class Desk(Protocol):
+    """Where the entries of one table are registered. What it returns stands for a registration."""
+
+    def in_place(self, before: Any, after: Any) -> bool:
+        """Says whether an entry can be changed without being removed first."""
+
+    async def add(self, wanted: Any, *, over: bool = False) -> object:
+        """Registers an entry, or changes it in place, and returns what stands for it.
+
+        Raises KvdError; then nothing has changed.
+        """
+
+    def holds(self, wanted: Any, known: object) -> bool:
+        """Says whether that registration is still there."""
+
+    async def remove(self, wanted: Any) -> None:
+        """Unregisters it; raises NotFound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What was registered for an entry, and what stands for it."""
+
+    wanted: Any
+    known: object
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the file says, without a fault."""
+
+    entries: list[Entry]
+    signature: Signature
+
+    @property
+    def wanted(self) -> dict[tuple[str, Hashable], Any]:
+        return {(each.table, each.key): each.wanted for each in self.entries}
+
+
+class Fleet:
+    """The entries of one file on the desks that are open."""
+
+    def __init__(
+        self,
+        path: Path,
+        outgoing: Outgoing,
+        desks: dict[str, Desk],
+        look_every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        self._path = path
+        self._outgoing = outgoing
+        self._desks = desks
+        self._look_every_s = look_every_s
+        self._held: dict[tuple[str, Hashable], Held] = {}
+        self._failed: dict[tuple[str, Hashable], str] = {}  # and why
+        self._elsewhere = 0  # entries of faces that are off
+        self._asked = trio.Event()
+        self._taken: Written | None = None  # of a reload, to be applied
+        self._said: dict[tuple[str, Hashable], Any] = {}  # by the file that was applied last
+        self._reloading = False
+        self._applied: Signature = ""  # of the file that was read last, good or not
+        self.reads = {"applied": 0, "refused": 0}
+
+    async def run(self) -> NoReturn:
+        """Follows the file until cancelled."""
+        seen = self._applied
+        while True:
+            with trio.move_on_after(self._look_every_s):
+                await self._asked.wait()
+            self._asked = trio.Event()
+            if self._taken is not None:
+                taken, self._taken = self._taken, None
+                await self._reconcile(taken)
+                continue
+            before, seen = seen, await _signature(self._path)
+            if before == seen != self._applied and not self._reloading:
+                await self.read()
+
+    async def read(self) -> None:
+        """Reads the file and has the fleet be as it says, or says why not."""
+        self._applied = await _signature(self._path)
+        try:
+            written = await self._written(self._outgoing.allowed)
+        except StartError as error:
+            self.reads["refused"] += 1
+            log.error("fleet_refused", reason=error)
+        else:
+            await self._reconcile(written)
+
+    # ---- as a part of a reload
+
+    @contextlib.asynccontextmanager
+    async def reloading(self) -> AsyncIterator[None]:
+        """Follows nothing meanwhile; where it ends by a StartError, the file counts as read."""
+        self._reloading = True
+        try:
+            yield
+        except StartError:
+            self._applied = await _signature(self._path)
+            raise
+        finally:
+            self._reloading = False
+
+    async def prepare(self, allowed: Places) -> Prepared:
+        """Reads the file for connections to these places; raises StartError."""
+        try:
+            written = await self._written(allowed)
+        except StartError:
+            self.reads["refused"] += 1
+            raise
+        changed = () if written.wanted == self._said else (SETTING,)
+        return Prepared(changed, partial(self._take, written))
+
+    def _take(self, written: Written) -> None:
+        """Has the fleet be soon as a file says."""
+        self._taken, self._applied = written, written.signature
+        self._asked.set()
+
+    async def _written(self, allowed: Places) -> Written:
+        """Reads the file; raises StartError that names it and what is wrong."""
+        signature = await _signature(self._path)
+        entries: list[Entry] = []
+        try:
+            rows = await trio.to_thread.run_sync(self._rows, abandon_on_cancel=True)
+            # The file is checked with a rule of its own, which counts nothing.
+            for entry in fleetfile.entries(rows, Outgoing(allowed)):
+                entries.append(entry)
+                if len(entries) % SLICE_ENTRIES == 0:
+                    await trio.lowlevel.checkpoint()
+        except OSError as error:
+            why = error.strerror or error
+            raise StartError(f"{SETTING}: cannot read {self._path}: {why}") from None
+        except ValueError as error:
+            raise StartError(f"{self._path}: {error}") from None
+        return Written(entries, signature)
+
+    def _rows(self) -> list[fleetfile.Row]:
+        return fleetfile.rows(fleetfile.read(self._path))
+
+    async def _reconcile(self, written: Written) -> None:
+        entries, self._said = written.entries, written.wanted
+        wanted = {(each.table, each.key): each for each in entries if each.table in self._desks}
+        self._elsewhere = len(entries) - len(wanted)
+        self._failed.clear()
+        before = set(self._held)
+        self._forget_what_clients_took()
+        changed = [name for name in self._held if self._is_other(name, wanted.get(name))]
+        for name in changed:
+            entry = wanted.get(name)
+            if entry is None or not self._in_place(name, entry):
+                await self._remove(name)
+        # What is held and other now is so for good, before anybody new may need its place.
+        new = [name for name, entry in wanted.items() if self._is_other(name, entry)]
+        for number, name in enumerate(sorted(new, key=lambda name: name not in self._held), 1):
+            await self._add(name, wanted[name])
+            if number % SLICE_ENTRIES == 0:
+                await trio.lowlevel.checkpoint()
+        self.reads["applied"] += 1
+        after = set(self._held)
+        log.info(
+            "fleet",
+            file=self._path,
+            added=len(after - before),
+            changed=len(before & after & set(changed)),
+            removed=len(before - after),
+            failed=len(self._failed),
+            registered=len(after),
+        )
+
+    def _is_other(self, name: tuple[str, Hashable], entry: Entry | None) -> bool:
+        held = self._held.get(name)
+        return held is None or entry is None or held.wanted != entry.wanted
+
+    def _in_place(self, name: tuple[str, Hashable], entry: Entry) -> bool:
+        return self._desks[name[0]].in_place(self._held[name].wanted, entry.wanted)
+
+    def _forget_what_clients_took(self) -> None:
+        for name, held in list(self._held.items()):
+            if not self._desks[name[0]].holds(held.wanted, held.known):
+                del self._held[name]
+
+    async def _remove(self, name: tuple[str, Hashable]) -> None:
+        held, desk = self._held.pop(name), self._desks[name[0]]
+        if desk.holds(held.wanted, held.known):  # still: others may have been removed before it
+            with contextlib.suppress(NotFound):  # a client is faster
+                await desk.remove(held.wanted)
+
+    async def _add(self, name: tuple[str, Hashable], entry: Entry) -> None:
+        try:
+            known = await self._desks[name[0]].add(entry.wanted, over=name in self._held)
+        except KvdError as error:
+            self._failed[name] = str(error)
+            log.warning("fleet_entry_failed", entry=entry, reason=error)
+        else:
+            self._held[name] = Held(entry.wanted, known)
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say."""
+        states = {
+            "registered": len(self._held),
+            "failed": len(self._failed),
+            "off": self._elsewhere,
+        }
+        help = "Entries of the fleet file, by what became of them; off: their face is not served"
+        yield by_label("kvd_fleet_entries", "gauge", help, "state", states)
+        help = "Times that the fleet file was read"
+        yield by_label("kvd_fleet_reads_total", "counter", help, "outcome", self.reads)
+
+
+async def _signature(path: Path) -> Signature:
+    """Returns what changes when a file, or a symbolic link on the way to it, does."""
+    try:
+        found = await trio.to_thread.run_sync(os.stat, path, abandon_on_cancel=True)
+    except OSError as error:
+        return str(error)
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

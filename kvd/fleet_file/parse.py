@@ -1,0 +1,185 @@
+"""The fleet file: who is in the fleet, without calls. TOML, an array of tables for each face.
+
+    [[indexer]]                     # the members of POST /register there
+    instance_id = 1
+    model_name = "llama"
+    block_size = 16
+    endpoint = "tcp://10.0.0.5:5557"
+
+    [[slot_tracker]]                # of POST /register there
+    [[selection]]                   # of POST /workers
+    [[conductor]]                   # of POST /register there
+    [[replica]]                     # of POST /replica_sync/register_peer
+
+Entries are read by what reads the bodies of these calls. Here is no clock and nothing that waits;
+`rows` touches nothing that is shared, so that it may run in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kvd.config import toml
+from kvd.errors import KvdError
+from kvd.faces.common import replica_sync
+from kvd.faces.conductor import routes as conductor
+from kvd.faces.indexer import routes as indexer
+from kvd.faces.selection import workers
+from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.index.publishers import Described
+from kvd.selection.worker_record import WorkerRecord
+from kvd.wire.curve import check_server_key
+from kvd.wire.egress import Outgoing
+
+MAX_BYTES = 8 * 1024 * 1024  # 40,000 ranks have room, twice of what can be listened to
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of the file, as its face has read it."""
+
+    table: str
+    number: int  # in its table, from 1
+    key: Hashable  # what tells it from all others of its table
+    wanted: Any  # what the face registers: a Rank, a Worker, a WorkerRecord, ...
+
+    def __str__(self) -> str:
+        return _place(self.table, self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry of the file as it is written."""
+
+    table: str
+    number: int
+    members: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What the entries of one table may say, and mean."""
+
+    members: tuple[str, ...]
+    read: Callable[[bytes], Any]
+    key: Callable[[Any], Hashable]
+    check: Callable[[Any, Outgoing], None]
+
+
+def _check_listened(wanted: indexer.Rank | Described, outgoing: Outgoing) -> None:
+    outgoing.check_replica_endpoint(wanted.endpoint)
+    if wanted.replay_endpoint is not None:
+        outgoing.check_replay_endpoint(wanted.replay_endpoint)
+    check_server_key(wanted.server_key)
+
+
+def _check_worker(wanted: WorkerRecord, outgoing: Outgoing) -> None:
+    for endpoint in (wanted.kv_events_endpoint, *wanted.kv_events_endpoints.values()):
+        if endpoint:
+            outgoing.check_replica_endpoint(endpoint)
+    if wanted.replay_endpoint:
+        outgoing.check_replay_endpoint(wanted.replay_endpoint)
+    check_server_key(wanted.curve_server_key)
+
+
+def _check_replica(wanted: replica_sync.Peer, outgoing: Outgoing) -> None:
+    outgoing.check_replica_endpoint(wanted.endpoint)
+    check_server_key(wanted.server_key)
+
+
+TABLES = {
+    "indexer": Table(
+        indexer.REGISTERED, indexer.read_rank, lambda wanted: wanted.key, _check_listened
+    ),
+    "slot_tracker": Table(
+        slot_tracker.REGISTERED,
+        slot_tracker.read_worker,
+        lambda wanted: (wanted.key, wanted.worker_id),
+        lambda wanted, outgoing: None,
+    ),
+    "selection": Table(
+        workers.DESCRIBED, workers.read_worker, lambda wanted: wanted.worker_id, _check_worker
+    ),
+    "conductor": Table(
+        conductor.DESCRIBED, conductor.read_publisher, lambda wanted: wanted.key, _check_listened
+    ),
+    "replica": Table(
+        replica_sync.REGISTERED,
+        replica_sync.read_peer,
+        lambda wanted: wanted.endpoint,
+        _check_replica,
+    ),
+}
+
+
+def load(path: Path, outgoing: Outgoing) -> list[Entry]:
+    """Returns the entries of a file; raises OSError, and ValueError that names what is wrong."""
+    return list(entries(rows(read(path)), outgoing))
+
+
+def read(path: Path) -> bytes:
+    """Returns what a file says, whole; raises OSError, and ValueError beyond MAX_BYTES."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES} bytes")
+    return data
+
+
+def rows(data: bytes) -> list[Row]:
+    """Returns the entries as they are written; ValueError names a table that cannot be."""
+    return list(_rows(toml.parse(data)))
+
+
+def _rows(document: dict[str, Any]) -> Iterator[Row]:
+    for table, said in document.items():
+        if table not in TABLES:
+            raise ValueError(_no_such("table", table, TABLES))
+        if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+            raise ValueError(f"{table}: expected [[{table}]]")
+        for number, members in enumerate(said, 1):
+            yield Row(table, number, members)
+
+
+def entries(written: list[Row], outgoing: Outgoing) -> Iterator[Entry]:
+    """Yields what the entries mean; ValueError names table, entry and member."""
+    seen: dict[tuple[str, Hashable], Entry] = {}
+    for row in written:
+        try:
+            entry = _entry(row, outgoing)
+        except (KvdError, ValueError, TypeError) as error:
+            raise ValueError(f"{_place(row.table, row.number)}: {error}") from None
+        other = seen.setdefault((entry.table, entry.key), entry)
+        if other is not entry:
+            raise ValueError(f"{entry}: the same as entry {other.number}")
+        yield entry
+
+
+def _entry(row: Row, outgoing: Outgoing) -> Entry:
+    table = TABLES[row.table]
+    for name in row.members:
+        if name not in table.members:
+            raise ValueError(_no_such("member", name, table.members))
+    try:
+        body = json.dumps(row.members, allow_nan=False).encode()
+    except TypeError:
+        raise ValueError("a date or a time, which no member is") from None
+    except RecursionError:
+        raise ValueError("tables nested too deeply") from None
+    wanted = table.read(body)
+    table.check(wanted, outgoing)
+    return Entry(row.table, row.number, table.key(wanted), wanted)
+
+
+def _place(table: str, number: int) -> str:
+    return f"{table}, entry {number}"
+
+
+def _no_such(what: str, name: str, known: object) -> str:
+    like = get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
+    return f"{name}: no such {what}" + (f"; {like[0]}?" if like else "")

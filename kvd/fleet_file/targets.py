@@ -1,0 +1,133 @@
+"""Where entries of the fleet file are registered: one desk for each of its tables.
+
+What `add` returns stands for the registration. It is the very object that the face keeps, so that
+one which a client has made since, however equal, is another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.errors import Conflict
+from kvd.faces.common import replica_sync
+from kvd.faces.indexer import routes as indexer
+from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.index.publishers import Described, Narrowing, Publisher, Publishers
+from kvd.index.registry import INDEXER, Registration, Registry
+from kvd.replica_sync.replicas import Replicas
+from kvd.selection.worker_record import WorkerRecord
+from kvd.selection.workers import Workers
+from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.logs import get_logger
+from kvd.wire.replica import Replica
+
+log = get_logger(__name__)
+
+
+class _Desk:
+    """Changes nothing in place."""
+
+    def in_place(self, before: Any, after: Any) -> bool:
+        return False
+
+
+class IndexerDesk(_Desk):
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def add(self, wanted: indexer.Rank, *, over: bool = False) -> Registration | None:
+        wanted.register(self._registry)
+        return self._registry.find(wanted.key)
+
+    def holds(self, wanted: indexer.Rank, known: object) -> bool:
+        found = self._registry.find(wanted.key)
+        return found is known and found is not None and INDEXER in found.owners
+
+    async def remove(self, wanted: indexer.Rank) -> None:
+        (model_name, tenant_id), instance_id, dp_rank = wanted.key
+        await self._registry.unregister(instance_id, model_name, tenant_id, dp_rank)
+
+
+class SlotTrackerDesk(_Desk):
+    def __init__(self, slots: SlotTrackers) -> None:
+        self._slots = slots
+
+    async def add(self, wanted: slot_tracker.Worker, *, over: bool = False) -> range | None:
+        self._slots.register(*wanted)
+        return self._found(wanted)
+
+    def holds(self, wanted: slot_tracker.Worker, known: object) -> bool:
+        return self._found(wanted) is known
+
+    async def remove(self, wanted: slot_tracker.Worker) -> None:
+        self._slots.unregister(wanted.key, wanted.worker_id)
+
+    def _found(self, wanted: slot_tracker.Worker) -> range | None:
+        tracker = self._slots.trackers.get(wanted.key)
+        return None if tracker is None else tracker.workers.get(wanted.worker_id)
+
+
+class SelectionDesk:
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def in_place(self, before: WorkerRecord, after: WorkerRecord) -> bool:
+        return (before.key, before.block_size) == (after.key, after.block_size)
+
+    async def add(self, wanted: WorkerRecord, *, over: bool = False) -> WorkerRecord:
+        entry = await self._workers.put(wanted, new=not over)
+        if entry.reasons:
+            log.warning("fleet_worker_incomplete", worker=wanted.worker_id, why=entry.reasons[0])
+        return entry.record
+
+    def holds(self, wanted: WorkerRecord, known: object) -> bool:
+        entry = self._workers.entries.get(wanted.worker_id)
+        return entry is not None and entry.record is known
+
+    async def remove(self, wanted: WorkerRecord) -> None:
+        await self._workers.delete(wanted.worker_id)
+
+
+class ConductorDesk(_Desk):
+    def __init__(self, publishers: Publishers) -> None:
+        self._publishers = publishers
+
+    async def add(self, wanted: Described, *, over: bool = False) -> Publisher | None:
+        if self._publishers.find(wanted.key) is not None:
+            raise Conflict(f"{wanted.key.triple} already registered")
+        self._publishers.register(wanted)
+        return self._publishers.find(wanted.key)
+
+    def holds(self, wanted: Described, known: object) -> bool:
+        return self._publishers.find(wanted.key) is known
+
+    async def remove(self, wanted: Described) -> None:
+        await self._publishers.unregister(
+            Narrowing(
+                wanted.tenant_id,
+                wanted.instance_id,
+                wanted.dp_rank,
+                wanted.type,
+                wanted.model_name,
+                wanted.lora_name,
+                wanted.block_size,
+                wanted.salt,
+                wanted.endpoint,
+            )
+        )
+
+
+class ReplicaDesk(_Desk):
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    async def add(self, wanted: replica_sync.Peer, *, over: bool = False) -> Replica | None:
+        if not self._replicas.register(*wanted):
+            raise Conflict(f"{wanted.endpoint} already registered")
+        return self._replicas.find(wanted.endpoint)
+
+    def holds(self, wanted: replica_sync.Peer, known: object) -> bool:
+        return self._replicas.find(wanted.endpoint) is known
+
+    async def remove(self, wanted: replica_sync.Peer) -> None:
+        await self._replicas.deregister(wanted.endpoint)

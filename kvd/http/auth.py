@@ -1,0 +1,101 @@
+"""Who may ask what: bearer tokens, and names and pages that browsers speak of.
+
+The lane and everybody else ask the same rules (kvd/http/permits.hpp) before a body is read. Here
+are the words in which a request is refused, and the counts.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
+
+from kvd.http.errors import Refusal
+from kvd.http.permits import VERDICTS, PermitRules
+from kvd.http.types import Headers, Route, Scope
+
+GRANTED = VERDICTS.index("granted")
+_CHALLENGE: Headers = [(b"www-authenticate", b"Bearer")]
+_REFUSALS = {
+    "missing": (401, "a bearer token is needed"),
+    "malformed": (401, "expected one header `Authorization: Bearer TOKEN`"),
+    "unknown": (401, "unknown token"),
+    "scope": (403, "the token has not the scope"),
+    "host": (421, "the host of the request is not one of this server's"),
+    "origin": (403, "requests of this origin are not served"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a client shows, and which routes it opens; one scope does not imply another."""
+
+    name: str
+    scopes: Scope
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What operators say of those who ask; without tokens nobody needs one."""
+
+    tokens: tuple[Token, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+
+
+class Permits:
+    """The rules of one face, and how often they have refused a request, by reason."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.rules = PermitRules()
+        self.refused = dict.fromkeys(_REFUSALS, 0)
+        self._names: tuple[str, ...] = ()
+        self.follow(policy)
+
+    def know(self, names: Iterable[str]) -> None:
+        """Takes names that the face listens under for its own."""
+        self._names = tuple(names)
+        self.follow(self._policy)
+
+    def follow(self, policy: Policy) -> None:
+        """Goes on with another policy, from the next request on."""
+        self._policy = policy
+        self.rules.replace(
+            [(token.secret, token.scopes) for token in policy.tokens],
+            [name.lower().encode() for name in (*policy.allowed_hosts, *self._names)],
+            [origin.lower().encode() for origin in policy.allowed_origins],
+        )
+
+    def knows(self, headers: Headers, checks_host: bool) -> bool:
+        """Returns whether a request of an open route could be one of Scope.READ."""
+        return self.rules.judge(headers, Scope.READ, checks_host) == GRANTED
+
+    def refusal(self, headers: Headers, route: Route | None, checks_host: bool) -> Refusal | None:
+        """Returns why a request is not served, counted; a path without a route takes any token."""
+        scope = Scope.ANY if route is None else route.scope
+        verdict = self.rules.judge(headers, scope, checks_host)
+        if verdict == GRANTED:
+            return None
+        reason = VERDICTS[verdict]
+        self.refused[reason] += 1
+        status, text = _REFUSALS[reason]
+        if reason == "scope":
+            text = f"{text} {scope.name.lower()}" if scope.name else text
+        return Refusal(status, text, _CHALLENGE if status == 401 else [])
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Returns whether only this machine can reach what is bound or connected to this end."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        return is_loopback(sock.getsockname()[0])
+    return sock.family == socket.AF_UNIX
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address is the loopback interface's; any and all addresses are not."""
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback

@@ -1,0 +1,62 @@
+# distutils: language = c++
+"""Data sheet of the fast lane: what answers requests there, and what receives and sends them."""
+from libc.stdint cimport int64_t
+from libcpp cimport bool as cbool
+
+from kvd.http.permits cimport Claims, PermitRules, Text
+
+cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
+    cppclass PlainHeader:
+        Text name
+        Text value
+
+    cppclass PlainHead:
+        size_t size         # bytes, with the empty line
+        Text route          # method and path with the space between them
+        Text query          # behind the question mark
+        size_t n_headers
+        PlainHeader* headers
+        size_t length       # of the body
+        cbool json          # which is announced as exactly application/json
+        cbool keyed         # there is an Idempotency-Key
+        Claims claims       # of who asks
+
+    cbool read_plain_head(const char* data, size_t n, PlainHead& head)
+    bint host_is_named "kvd::names_host" (const Text& text)
+
+
+cdef class Answerer:
+    cdef bint created   # its answers have the status 201, not 200
+    cdef bint bodiless  # it is for requests without a body and a query
+    cdef bint books     # what it does is undone where the client has left before its answer
+
+    # The JSON of the answer to the request body, None to leave the request to its handler: then
+    # nothing has changed. `body` is followed by readable memory only up to `size`. `captured`
+    # is what stands in the path for the route's placeholder, without any percent-encoding.
+    cdef bytes answer(self, const char* body, size_t size, Text captured)
+
+    # A function that takes back what the last answer has done, for one that `books`.
+    cdef undoing(self)
+
+
+cdef class Lane:
+    cdef int _epoll
+    cdef char* _buffer
+    cdef dict _routes, _parked
+    cdef list _patterns  # (beginning, end, route) of routes with a placeholder
+    cdef PlainHead _head  # of the request being served
+    cdef object _serve, _note, _log, _wake
+    cdef PermitRules _permits
+    cdef bint _dry  # the last receive found nothing
+    # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
+    cdef public bytes lines, created_lines
+    cdef public bint logged  # whether answers are told to `log` as well
+
+    cdef int _turn(self, int64_t budget_ns) except -1
+    cdef _step(self, connection, int fd)
+    cdef _answer(self, connection, int fd, route, Text captured)
+    cdef bint _granted(self, connection, route)
+    cdef _find(self, Text* captured)
+    cdef bint _suits(self, Answerer answerer)
+    cdef _send_answer(self, int fd, bytes head, bytes body, Answerer answerer)
+    cdef _send(self, int fd, const char* data, size_t size, bint persists, undoing)

@@ -1,0 +1,56 @@
+from collections.abc import Callable, Sized
+from typing import Any, NamedTuple
+
+from kvd.http.permits import PermitRules
+
+class Leftover(NamedTuple):
+    received: bytes
+    unsent: bytes
+    persists: bool
+    undo: Callable[[], None] | None = None
+
+class Answerer:
+    def __call__(self, body: bytes, captured: bytes = ...) -> bytes | None: ...
+
+def plain_head(
+    data: bytes,
+) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool, bool] | None: ...
+def has_left(fd: int) -> bool: ...
+def names_host(value: bytes) -> bool: ...
+
+NOTHING: int
+ALL: int
+SOME: int
+
+class Lane:
+    lines: bytes | None
+    created_lines: bytes | None
+    logged: bool
+    def __init__(
+        self,
+        routes: dict[bytes, Any],
+        patterns: list[tuple[bytes, bytes, Any]],
+        serve: Callable[
+            [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes],
+            tuple[bytes, bool, Callable[[], None] | None],
+        ],
+        note: Callable[[Any, Any, int, float], None],
+        log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],
+        wake: Callable[[Any, Leftover | Exception], None],
+        permits: PermitRules,
+    ) -> None: ...
+    def fileno(self) -> int: ...
+    def add(self, fd: int) -> None: ...
+    def park(self, connection: object, fd: int) -> Leftover | Exception | None: ...
+    def unpark(self, fd: int) -> None: ...
+    def turn(self, budget_ns: int) -> int: ...
+    def close(self) -> None: ...
+
+def serve_between(
+    lanes: list[Lane],
+    others: int,
+    runnable: Sized,
+    seconds: float,
+    linger_s: float,
+    budget_ns: int,
+) -> tuple[bool, bool]: ...

@@ -1,0 +1,40 @@
+# distutils: language = c++
+"""The rules who may ask, as a lane and everybody else asks them; see http/permits.hpp."""
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+
+MAX_TOKEN_BYTES = 128
+
+# What `judge` returns is a place in here.
+VERDICTS = ("granted", "missing", "malformed", "unknown", "scope", "host", "origin")
+
+
+cdef Text as_text(bytes data):
+    cdef Text text
+    text.begin = PyBytes_AS_STRING(data)
+    text.size = PyBytes_GET_SIZE(data)
+    return text
+
+
+cdef class PermitRules:
+    """Tokens and names; none at first."""
+
+    def replace(self, list tokens not None, list hosts not None, list origins not None):
+        """Goes on with these: (token, bits of its scopes), and names in lower case."""
+        cdef bytes text
+        if any(not 0 < len(text) <= MAX_TOKEN_BYTES for text, _ in tokens):
+            raise ValueError(f"a token is 1 to {MAX_TOKEN_BYTES} bytes long")
+        self.core.clear()
+        for text, scopes in tokens:
+            self.core.add_token(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text), scopes)
+        for text in hosts:
+            self.core.add_host(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
+        for text in origins:
+            self.core.add_origin(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
+
+    def judge(self, list headers not None, unsigned scope, bint checks_host):
+        """Returns the place of the verdict over a request with these headers."""
+        cdef Claims claims
+        cdef bytes name, value
+        for name, value in headers:
+            claims.take(as_text(name), as_text(value))
+        return <int>self.core.judge(claims, scope, checks_host)

@@ -1,0 +1,461 @@
+"""The daemon's state: one prefix index per partition. Everything that changes it is here.
+
+    State
+      ├ sized: (model, tenant, block size) ──> Partition
+      │                                          ├ index      kvd_core: who holds which blocks
+      │                                          ├ workers    instance id ──> kvd_core worker
+      │                                          └ conductor  kvd_core: publishers of KV events
+      └ partitions: (model, tenant) ──> the one of these that faces with workers know
+
+A partition lives as long as it has a worker or a publisher. The conductor answers over all of them,
+whoever has told of the blocks. Faces with workers know one partition of a model and tenant: its
+block size is fixed by the first registered worker. Publishers of other block sizes have partitions
+of their own beside it. A publisher's instance whose id is a number is linked to the worker of that
+id in the partition that these faces know: what it holds counts there.
+Workers come by registration, or with a peer's dump: those hold blocks and count in answers, are
+listed nowhere, and stay until they are unregistered.
+All of it is touched by one thread only, and no method awaits: each call is one atomic change.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
+from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
+from kvd_core.index.prefix_index import Budget, Dump, IngestCounters, PrefixIndex, Stream, Worker
+
+# Looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later ones.
+SWEPT_PARTITIONS = 256
+
+# Instances and ranks unregistered while a peer's dump is being taken, ~150 bytes each. Recovery
+# takes seconds; what is beyond the bound comes back with the dump and can be unregistered again.
+MAX_DEPARTED = 65_536
+
+# Tallies of PrefixIndex.stats() that only grow; what a partition had outlives it.
+TOTALS: tuple[
+    Literal[
+        "questions", "matched", "parked_dropped", "parked_unsalted", "removed_unknown", "rebound"
+    ],
+    ...,
+] = (
+    "questions",
+    "matched",
+    "parked_dropped",
+    "parked_unsalted",
+    "removed_unknown",
+    "rebound",
+)
+
+# Prompts rarely differ from their first block on as often as this: they are hashed by another rule,
+# or cut into blocks of another size, than those that engines tell of.
+UNMATCHED_QUESTIONS = 100
+
+U64_MAX = 2**64 - 1
+
+# Model, tenant, block size.
+SizedKey = tuple[str, str, int]
+
+# Model, tenant (None: all), instance, data-parallel rank (None: all).
+_Departure = tuple[str, str | None, InstanceId, int | None]
+
+
+@dataclass(slots=True)
+class Partition:
+    """The index of one model, tenant and block size, and who holds something in it."""
+
+    key: PartitionKey
+    index: PrefixIndex
+    conductor: Conductor
+    workers: dict[InstanceId, Worker] = field(default_factory=dict)
+    ranks: dict[InstanceId, set[int]] = field(default_factory=dict)  # the registered ones
+    sources: int = 0  # registered publishers
+    linked: set[InstanceId] = field(default_factory=set)  # workers that publishers count for, too
+    unmatched_said: bool = False  # the log has a line about it
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.index.block_size
+
+    @property
+    def sized_key(self) -> SizedKey:
+        return (*self.key, self.block_size)
+
+    @property
+    def is_unmatched(self) -> bool:
+        """Whether it has been asked often, with blocks in it, and nothing has ever matched."""
+        return self.index.matched == 0 and self.index.questions >= UNMATCHED_QUESTIONS
+
+    def is_registered(self, instance_id: InstanceId) -> bool:
+        """Says whether any rank of the instance is registered."""
+        return instance_id in self.ranks
+
+    def rank_keys(self) -> Iterator[tuple[InstanceId, int]]:
+        """Yields the instance and the data-parallel rank of every registered rank."""
+        for instance_id, dp_ranks in self.ranks.items():
+            for dp_rank in dp_ranks:
+                yield instance_id, dp_rank
+
+    def ranks_of(self, instance_id: InstanceId, dp_rank: int | None) -> set[int]:
+        """Returns the registered ranks of an instance, or the one of them that is named."""
+        registered = self.ranks.get(instance_id, set())
+        return set(registered) if dp_rank is None else registered & {dp_rank}
+
+    def has_rank(self, instance_id: InstanceId, dp_rank: int) -> bool:
+        """Says whether this rank of the instance is registered."""
+        return dp_rank in self.ranks.get(instance_id, ())
+
+
+class State:
+    """All partitions, and the totals over them."""
+
+    def __init__(
+        self,
+        hash_seed: int = DEFAULT_SEED,
+        max_blocks: int = 0,
+        max_partitions: int = MAX_PARTITIONS,
+    ) -> None:
+        """All partitions together have `max_blocks` at most; 0 is no bound but memory."""
+        self.budget = Budget(max_blocks)
+        self.max_partitions = max_partitions
+        self.partitions: dict[PartitionKey, Partition] = {}
+        self.sized: dict[SizedKey, Partition] = {}
+        self._sizes: dict[PartitionKey, list[Partition]] = {}  # the same, oldest first
+        self._hash_seed = hash_seed  # of sequence hashes
+        self.ingest = IngestCounters()
+        self.refused_partitions = 0
+        self.instance_id = secrets.token_hex(16)  # tells this process from its peers
+        self.replaced_partitions = 0  # recovered ones that gave way to another block size
+        self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
+        self.unsettled: set[tuple[PartitionKey, InstanceId]] = set()  # see settle()
+        self._departed: set[_Departure] | None = None
+        self._to_sweep: dict[SizedKey, Partition] = {}  # those of the round that is under way
+        self.unnoted_departures = 0  # beyond MAX_DEPARTED
+
+    def partition(self, model_name: str, tenant_id: str) -> Partition:
+        """Returns the partition or raises NotFound."""
+        # A plain tuple finds the key that equals it, for a third of what making a key costs.
+        found: Partition | None = self.partitions.get((model_name, tenant_id))  # type: ignore[call-overload]
+        if found is None:
+            raise NotFound(f"no indexer for model={model_name} tenant_id={tenant_id}")
+        return found
+
+    def add_rank(self, key: RankKey, block_size: int) -> Stream:
+        """Registers a rank and returns what its event batches are to be given to.
+
+        Makes the partition when it is the first. Raises Conflict on another block size.
+        """
+        partition = self.open_partition(key.partition, block_size)
+        worker = _worker(partition, key.instance_id)
+        worker.register(key.dp_rank)
+        partition.ranks.setdefault(key.instance_id, set()).add(key.dp_rank)
+        if key.instance_id in partition.linked:
+            self._link(partition, key.instance_id)
+        return worker.stream(key.dp_rank)
+
+    def remove_rank(self, key: RankKey) -> None:
+        """Removes one registered rank with its blocks; the last one takes the instance along."""
+        partition = self.partitions[key.partition]
+        staying = partition.ranks[key.instance_id]
+        staying.discard(key.dp_rank)
+        if staying:
+            partition.workers[key.instance_id].unregister(key.dp_rank)
+            if key.instance_id in partition.linked:
+                self._link(partition, key.instance_id)
+        else:
+            del partition.ranks[key.instance_id]
+            # Ranks that only batches named have no registration of their own to outlive this.
+            self.note_departure(*key.partition, key.instance_id, None)
+            self._remove_worker(partition, key.instance_id)
+
+    # ---- publishers
+
+    def add_source(
+        self,
+        key: PartitionKey,
+        block_size: int,
+        instance_id: str,
+        lora_name: str,
+        cache_salt: str,
+        dp_rank: int,
+        *,
+        store: bool,
+    ) -> Source:
+        """Registers a publisher and returns what its events are to be given to.
+
+        Raises Unavailable when there are too many partitions.
+        """
+        partition = self.sized.get((*key, block_size)) or self._make(key, block_size)
+        source = partition.conductor.add_source(instance_id, lora_name, cache_salt, dp_rank, store)
+        partition.sources += 1
+        number = number_of(instance_id)
+        if number is not None:
+            shown = self.partitions.get(key)
+            if shown is None:
+                self._show(partition)
+            elif shown is partition:
+                self._link(partition, number)
+        return source
+
+    def remove_source(self, key: PartitionKey, block_size: int, source: Source) -> None:
+        """Removes a publisher with all that it holds."""
+        partition = self.sized[(*key, block_size)]
+        hidden = self.partitions.get(key) is not partition
+        source.remove_all()
+        partition.sources -= 1
+        number = number_of(source.instance_id)
+        if number in partition.linked and not partition.conductor.has(source.instance_id):
+            partition.linked.discard(number)
+            if not partition.is_registered(number) and not self._is_restored(partition, number):
+                self._remove_worker(partition, number)
+        if hidden and not partition.sources:
+            self._drop(partition)
+        else:
+            self.drop_if_empty(partition)
+
+    def _link(self, partition: Partition, number: InstanceId) -> None:
+        """Lets what publishers of a worker's instance hold count as the worker's."""
+        partition.conductor.link(str(number), _worker(partition, number))
+        partition.linked.add(number)
+
+    def _unlink(self, partition: Partition, number: InstanceId) -> None:
+        partition.conductor.link(str(number), None)
+        partition.linked.discard(number)
+
+    def _hide(self, partition: Partition) -> None:
+        """Takes a partition from the faces with workers; publishers go on with it."""
+        del self.partitions[partition.key]
+        for number in list(partition.linked):
+            self._unlink(partition, number)
+        for worker in partition.workers.values():
+            worker.remove()
+        partition.workers.clear()
+
+    def _show(self, partition: Partition) -> None:
+        """Makes a partition of publishers the one that faces with workers know."""
+        self.partitions[partition.key] = partition
+        for name in partition.conductor.instances():
+            number = number_of(name)
+            if number is not None:
+                self._link(partition, number)
+
+    def _show_next(self, key: PartitionKey) -> None:
+        """Shows the oldest partition of publishers that has an instance for the other faces."""
+        for partition in self._sizes.get(key, ()):
+            if any(number_of(name) is not None for name in partition.conductor.instances()):
+                self._show(partition)
+                return
+
+    # ---- what came with a dump
+
+    @property
+    def recovering(self) -> bool:
+        """True while a peer's dump is being taken: what is here may be a part of it."""
+        return self._departed is not None
+
+    def begin_recovery(self) -> None:
+        self._departed = set()
+
+    def end_recovery(self) -> None:
+        self._departed = None
+
+    def note_departure(
+        self, model: str, tenant: str | None, instance_id: InstanceId, dp_rank: int | None
+    ) -> None:
+        """Keeps an instance, or one rank of it, out of the recovery under way.
+
+        A tenant of None is all of them.
+        """
+        if self._departed is None:
+            return
+        if len(self._departed) < MAX_DEPARTED:
+            self._departed.add((model, tenant, instance_id, dp_rank))
+        else:
+            self.unnoted_departures += 1
+
+    def drop_departed_ranks(self, partition: Partition) -> None:
+        """Removes what a dump has brought of single ranks that have departed since."""
+        model, tenant = partition.key
+        for left, of_tenant, instance_id, dp_rank in self._departed or ():
+            worker = partition.workers.get(instance_id)
+            if (
+                dp_rank is None
+                or worker is None
+                or left != model
+                or of_tenant not in (None, tenant)
+            ):
+                continue
+            if dp_rank in worker.ranks() and not partition.has_rank(instance_id, dp_rank):
+                self.remove_stray(partition, instance_id, dp_rank)
+
+    def restored_worker(self, partition: Partition, instance_id: InstanceId) -> Worker | None:
+        """Returns the worker that a dump's blocks belong to, None when it has departed since."""
+        model, tenant = partition.key
+        for of_tenant in (tenant, None):
+            if (model, of_tenant, instance_id, None) in (self._departed or ()):
+                return None
+        self.unsettled.add((partition.key, instance_id))
+        return _worker(partition, instance_id)
+
+    def settle(self, key: PartitionKey, instance_id: InstanceId) -> None:
+        """Says that the instance's stream has gone past what its restored blocks came from.
+
+        Until then an event that tells of a restored block again is not taken for a second copy.
+        """
+        self.unsettled.discard((key, instance_id))
+        partition = self.partitions.get(key)
+        if partition is not None and instance_id in partition.workers:
+            partition.workers[instance_id].settled()
+
+    def strays(
+        self, instance_id: InstanceId, model_name: str, tenant_id: str | None
+    ) -> list[Partition]:
+        """Returns the partitions that know the instance from a dump only."""
+        return [
+            partition
+            for partition in self.partitions_of(model_name, tenant_id)
+            if instance_id in partition.workers
+            and (instance_id not in partition.linked or self._is_restored(partition, instance_id))
+            and not partition.is_registered(instance_id)
+        ]
+
+    def _is_restored(self, partition: Partition, instance_id: InstanceId) -> bool:
+        """Says whether a dump has told of the instance, and nobody since."""
+        return (partition.key, instance_id) in self.unsettled
+
+    def remove_stray(
+        self, partition: Partition, instance_id: InstanceId, dp_rank: int | None
+    ) -> bool:
+        """Removes such an instance, or one rank of it; False when it has no such rank."""
+        worker = partition.workers[instance_id]
+        if dp_rank is not None and dp_rank not in worker.ranks():
+            return False
+        if dp_rank is None or worker.ranks() == [dp_rank]:
+            self._remove_worker(partition, instance_id)
+        else:
+            worker.unregister(dp_rank)
+            if instance_id in partition.linked:
+                self._link(partition, instance_id)
+        return True
+
+    def drop_if_empty(self, partition: Partition) -> None:
+        """Ends a partition without workers; to publishers it goes on."""
+        if not partition.workers and self.partitions.get(partition.key) is partition:
+            self._end(partition)
+            self._show_next(partition.key)
+
+    def _end(self, partition: Partition) -> None:
+        if partition.sources:
+            self._hide(partition)
+            return
+        del self.partitions[partition.key]
+        self._drop(partition)
+
+    def _make(self, key: PartitionKey, block_size: int) -> Partition:
+        """Adds an empty partition, which no face with workers knows yet."""
+        if len(self.sized) >= self.max_partitions:
+            self.refused_partitions += 1
+            raise Unavailable(f"there are {self.max_partitions} models and tenants already")
+        index = PrefixIndex(block_size, self.ingest, budget=self.budget)
+        partition = Partition(key, index, Conductor(index, self._hash_seed))
+        if self._hash_seed != DEFAULT_SEED:
+            # These cannot be made of the local hashes later; with the default seed they can.
+            partition.conductor.sequence(0)
+        self.sized[partition.sized_key] = partition
+        self._sizes.setdefault(key, []).append(partition)
+        return partition
+
+    def _drop(self, partition: Partition) -> None:
+        """Forgets a partition that nobody knows any more."""
+        del self.sized[partition.sized_key]
+        self._to_sweep.pop(partition.sized_key, None)
+        sizes = self._sizes[partition.key]
+        sizes.remove(partition)
+        if not sizes:
+            del self._sizes[partition.key]
+        for name in TOTALS:
+            self.ended_totals[name] += partition.index.stats()[name]
+
+    def _remove_worker(self, partition: Partition, instance_id: InstanceId) -> None:
+        linked = instance_id in partition.linked
+        if linked:
+            self._unlink(partition, instance_id)
+        partition.workers.pop(instance_id).remove()
+        self.unsettled.discard((partition.key, instance_id))
+        if linked:
+            self._link(partition, instance_id)
+        self.drop_if_empty(partition)
+
+    # ---- walks
+
+    def partitions_of(self, model_name: str, tenant_id: str | None) -> list[Partition]:
+        """Returns the partitions of a model, or of one tenant of it; O(partitions) without one."""
+        if tenant_id is not None:
+            found = self.partitions.get(PartitionKey(model_name, tenant_id))
+            return [] if found is None else [found]
+        return [one for key, one in self.partitions.items() if key.model_name == model_name]
+
+    def sweep(self, max_steps: int) -> bool:
+        """Frees what removed and cleared ranks held, in small steps; True while there is more.
+
+        Sequence hashes that are missing are made likewise.
+
+        False also after SWEPT_PARTITIONS without anything to free; the next call goes on there.
+        """
+        for _ in range(min(SWEPT_PARTITIONS, len(self.sized))):
+            if not self._to_sweep:
+                self._to_sweep = dict(self.sized)
+            key, partition = self._to_sweep.popitem()
+            if partition.index.sweep(max_steps):
+                self._to_sweep[key] = partition
+                return True
+        return False
+
+    def dump(self, binary: bool = False) -> Iterator[tuple[Partition, Dump]]:
+        """Yields every partition with its dump; partitions that vanish meanwhile are left out."""
+        for key in list(self.partitions):
+            partition = self.partitions.get(key)
+            if partition is not None:
+                yield partition, partition.index.dump(binary)
+
+    def open_partition(self, key: PartitionKey, block_size: int) -> Partition:
+        """Returns the partition, made when it is new; raises Conflict on another block size.
+
+        One that only a dump has filled gives way: nobody registered could read it.
+        """
+        partition = self.partitions.get(key)
+        if partition is not None and partition.block_size != block_size:
+            if partition.ranks:
+                raise Conflict(
+                    f"block_size mismatch for model={key.model_name} tenant_id={key.tenant_id}: "
+                    f"existing={partition.block_size}, requested={block_size}"
+                )
+            self.replaced_partitions += not partition.sources
+            self.unsettled.difference_update((key, id_) for id_ in partition.workers)
+            self._end(partition)
+            partition = None
+        if partition is None:
+            partition = self.sized.get((*key, block_size)) or self._make(key, block_size)
+            self._show(partition)
+        return partition
+
+
+def number_of(instance_id: str) -> int | None:
+    """Returns the number that a text is the plain decimal text of, up to 64 bits; else None."""
+    if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
+        return None
+    number = int(instance_id)
+    return number if number <= U64_MAX and str(number) == instance_id else None
+
+
+def _worker(partition: Partition, instance_id: InstanceId) -> Worker:
+    """Returns the instance's worker, made when it is new."""
+    worker = partition.workers.get(instance_id)
+    if worker is None:
+        worker = partition.workers[instance_id] = partition.index.add_worker(instance_id)
+    return worker

@@ -1,0 +1,290 @@
+"""Who is registered on the conductor face, and the listener of every registered publisher.
+
+    register ──> State.add_source ──> Publication ──> Listener ──> Listeners.start
+    unregister ──> Listeners.stop, awaited ──> State.remove_source
+
+A publisher is an engine's rank or a store, as a router names it: `instance|tenant|rank` may have
+several, of other types, models, adapters, block sizes and salts, and several stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import trio
+
+from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.index.partitions import State
+from kvd.index.registry import Listeners
+from kvd.model import PartitionKey
+from kvd.platform.descriptors import MAX_LISTENERS
+from kvd.telemetry.logs import get_logger
+from kvd.wire.counts import StreamCounts
+from kvd.wire.curve import check_server_key
+from kvd.wire.egress import Outgoing
+from kvd.wire.endpoints import Addresses
+from kvd.wire.envelope import Terms
+from kvd.wire.event_stream import STALE_AFTER_S, Listener
+from kvd.wire.standard_events import Publication
+from kvd_core.conductor.conductor import Source
+
+log = get_logger(__name__)
+
+STORES = ("mooncake",)  # types, in lower case; any other is an engine
+FIRST_OF_STORES = 1  # the number of the first message of mooncake_master
+EVERY_INSTANCE = "*"  # instance id of stores that serve all of them (kvd_core/conductor/types.hpp)
+
+
+class PublisherKey(NamedTuple):
+    """What tells a publisher from all others; a conflict is the same one at another address."""
+
+    tenant_id: str
+    instance_id: str
+    dp_rank: int
+    type: str  # lower case
+    model_name: str
+    lora_name: str
+    block_size: int
+    salt: str
+    endpoint: str  # of a store, "" for an engine
+    serves_all: bool
+
+    @property
+    def partition(self) -> PartitionKey:
+        return PartitionKey(self.model_name, self.tenant_id)
+
+    @property
+    def triple(self) -> str:
+        """What routers call it."""
+        return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
+
+    def __str__(self) -> str:
+        return f"{self.partition}/{self.triple}:{self.type}"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A publisher as a client describes it."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    type: str
+    model_name: str
+    lora_name: str
+    tenant_id: str
+    instance_id: str
+    block_size: int
+    dp_rank: int
+    salt: str
+    server_key: str | None = None  # of CURVE
+    serves_all: bool = False  # a store whose blocks every instance can use
+    echoed: tuple[tuple[str, object], ...] = ()  # members that are shown again and mean nothing
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(self.endpoint, self.replay_endpoint, self.server_key)
+
+    @property
+    def is_store(self) -> bool:
+        return self.type.lower() in STORES
+
+    @property
+    def key(self) -> PublisherKey:
+        return PublisherKey(
+            self.tenant_id,
+            self.instance_id,
+            self.dp_rank,
+            self.type.lower(),
+            self.model_name,
+            self.lora_name,
+            self.block_size,
+            self.salt,
+            self.endpoint if self.is_store else "",
+            self.serves_all,
+        )
+
+    def shared(self) -> Described:
+        """Returns the same store, for every instance."""
+        return replace(self, serves_all=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """Which publishers of an instance are meant; None is any."""
+
+    tenant_id: str
+    instance_id: str
+    dp_rank: int | None = None
+    type: str | None = None
+    model_name: str | None = None
+    lora_name: str | None = None
+    block_size: int | None = None
+    salt: str | None = None
+    endpoint: str | None = None
+
+    def means(self, described: Described) -> bool:
+        if (described.tenant_id, described.instance_id) != (self.tenant_id, self.instance_id):
+            return False
+        wanted = (
+            (self.dp_rank, described.dp_rank),
+            (None if self.type is None else self.type.lower(), described.type.lower()),
+            (self.model_name, described.model_name),
+            (self.lora_name, described.lora_name),
+            (self.block_size, described.block_size),
+            (self.salt, described.salt),
+            (self.endpoint, described.endpoint),
+        )
+        return all(said is None or said == known for said, known in wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """One registration, its listener, and what its events have said."""
+
+    described: Described
+    listener: Listener
+    publication: Publication
+    source: Source
+
+
+class Publishers:
+    """The registrations of the conductor face."""
+
+    def __init__(
+        self,
+        state: State,
+        listeners: Listeners,
+        max_listeners: int = MAX_LISTENERS,
+        outgoing: Outgoing | None = None,
+        stale_after_s: float = STALE_AFTER_S,
+    ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self._stale_after_s = stale_after_s
+        self.outgoing = outgoing or Outgoing()
+        self._state = state
+        self._listeners = listeners
+        self._max_listeners = max_listeners
+        self._publishers: dict[PublisherKey, Publisher] = {}
+        self._leaving: set[PublisherKey] = set()
+        self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
+        self.left_counts = StreamCounts()  # of listeners that are no more
+        self.refused = 0  # beyond the bound
+        self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
+
+    def __len__(self) -> int:
+        return len(self._publishers)
+
+    def __iter__(self) -> Iterator[Publisher]:
+        return iter(self._publishers.values())
+
+    def find(self, key: PublisherKey) -> Publisher | None:
+        return None if key in self._leaving else self._publishers.get(key)
+
+    def register(self, described: Described) -> None:
+        """Registers a publisher and starts to listen to it, whether it is up or not.
+
+        The same again changes nothing. Raises BadRequest on a faulty endpoint, Conflict on a
+        known publisher at another address, Unavailable at a bound.
+        """
+        self.outgoing.check_endpoint(described.endpoint)
+        if described.replay_endpoint is not None:
+            self.outgoing.check_replay_endpoint(described.replay_endpoint)
+        check_server_key(described.server_key)
+        key = described.key
+        known = self._publishers.get(key)
+        if known is not None:
+            addresses = known.described.addresses
+            if addresses != described.addresses:
+                other = addresses.unlike(described.addresses)
+                raise Conflict(f"{key.triple} is registered already, with {other}")
+            if key in self._leaving:
+                raise Conflict(f"{key.triple} is being unregistered")
+            return
+        if len(self._publishers) + self.beside() >= self._max_listeners:
+            self.refused += 1
+            raise Unavailable(
+                f"there are {self._max_listeners} listeners already, no more can be made"
+            )
+        source = self._state.add_source(
+            key.partition,
+            key.block_size,
+            EVERY_INSTANCE if key.serves_all else key.instance_id,
+            key.lora_name,
+            key.salt,
+            key.dp_rank,
+            store=described.is_store,
+        )
+        terms = Terms(
+            key.model_name,
+            key.tenant_id,
+            key.block_size,
+            key.lora_name,
+            key.salt,
+            key.dp_rank,
+            described.is_store,
+        )
+        publication = Publication(source, terms)
+        endpoint, replay_endpoint, server_key = described.addresses
+        listener = Listener(
+            str(key),
+            endpoint,
+            publication,
+            replay_endpoint,
+            server_key=server_key,
+            stale_after_s=self._stale_after_s,
+            first=FIRST_OF_STORES if described.is_store else 0,
+        )
+        self._publishers[key] = Publisher(described, listener, publication, source)
+        self._doubtful[key] = self._publishers[key]
+        self._listeners.start(key, listener)
+
+    def look(self) -> Iterator[None]:
+        """Logs once of each publisher of which nothing is held because no event is its own.
+
+        Yields between two of them.
+        """
+        for key, publisher in list(self._doubtful.items()):
+            if not publisher.listener.messages or self._doubtful.get(key) is not publisher:
+                continue  # nothing has been heard, or it has left meanwhile
+            held = publisher.source.stats()
+            why = publisher.publication.unused()
+            if why:
+                log.warning("publisher of no use", publisher=key, why=why)
+            if why or held["blocks"] + held["waiting"]:
+                del self._doubtful[key]
+            yield
+
+    async def unregister(self, wanted: Narrowing) -> list[str]:
+        """Removes publishers with all that they hold; returns what routers call them, sorted.
+
+        Raises NotFound when there are none. Returns when their listeners have ended.
+        """
+        leaving = [
+            (key, each) for key, each in self._publishers.items() if wanted.means(each.described)
+        ]
+        if not leaving:
+            raise NotFound(f"{wanted.instance_id}|{wanted.tenant_id} has no such publisher")
+        # Shielded: a client that goes away must not leave one registered without its listener.
+        with trio.CancelScope(shield=True):
+            self._leaving.update(key for key, _ in leaving)
+            # All at once: each waits some milliseconds for the end of its connection.
+            async with trio.open_nursery() as nursery:
+                for key, publisher in leaving:
+                    nursery.start_soon(self._leave, key, publisher)
+        return sorted({key.triple for key, _ in leaving})
+
+    async def _leave(self, key: PublisherKey, publisher: Publisher) -> None:
+        # Another request may be faster, and a client have registered it anew meanwhile.
+        if self._publishers.get(key) is publisher:
+            await self._listeners.stop(key)
+        if self._publishers.get(key) is publisher:
+            self._remove(key, publisher)
+
+    def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
+        del self._publishers[key]
+        self._doubtful.pop(key, None)
+        self._leaving.discard(key)
+        self._state.remove_source(key.partition, key.block_size, publisher.source)
+        self.left_counts.add(publisher.listener)

@@ -1,0 +1,384 @@
+"""Who is registered on the indexer face, and the listener of every registered rank.
+
+    register ──> State.add_rank ──> Listener ──> Listeners.start     (net: a supervised task)
+    unregister ──> Listeners.stop, awaited ──> State.remove_rank
+
+A rank's place in its engine's event stream outlives the registration: a worker that is registered
+again at the same endpoint goes on where it was, and what it missed shows as a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.index.partitions import Partition, State
+from kvd.model import InstanceId, PartitionKey, RankKey
+from kvd.platform.descriptors import MAX_LISTENERS
+from kvd.wire.counts import StreamCounts
+from kvd.wire.curve import check_server_key
+from kvd.wire.egress import Outgoing
+from kvd.wire.endpoints import Addresses
+from kvd.wire.event_stream import STALE_AFTER_S, Listener, ListenerStatus
+
+# Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
+# ago goes first. A fleet replaces its pods many times over before that many have gone.
+MAX_LEFT_PLACES = 65_536
+
+# A worker that is replaced may leave its model and tenant without any until the next one is there;
+# what is without for longer has been taken down.
+LEFT_PAIR_S = 60.0
+MAX_LEFT_PAIRS = 16_384  # ~200 bytes each; the one that was left longest ago goes first
+
+INDEXER = "indexer"  # the face that registers unless another one says so
+
+
+class Listeners(Protocol):
+    """What runs listeners; `kvd.net` provides it."""
+
+    def start(self, key: Hashable, listener: Listener) -> None:
+        """Starts the listener's task; KeyError while `key` has one."""
+
+    async def stop(self, key: Hashable) -> bool:
+        """Returns True when the listener's task has ended; False, and at once, without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One rank as it was registered, and its listener."""
+
+    key: RankKey
+    listener: Listener
+    owners: set[str]  # faces that have registered it; without any it is being removed
+
+
+class Registry:
+    """The registrations of all faces; a rank that two have registered is listened to once."""
+
+    def __init__(
+        self,
+        state: State,
+        listeners: Listeners,
+        max_ranks: int = MAX_LISTENERS,
+        outgoing: Outgoing | None = None,
+        stale_after_s: float = STALE_AFTER_S,
+    ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self._stale_after_s = stale_after_s
+        self.outgoing = outgoing or Outgoing()
+        self._state = state
+        self._max_ranks = max_ranks
+        self.refused_ranks = 0  # beyond max_ranks
+        self._listeners = listeners
+        self._ranks: dict[RankKey, Registration] = {}
+        self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
+        # Models and tenants without any worker: when the last one left (monotonic), and its block
+        # size, in tokens.
+        self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
+        self.left_counts = StreamCounts()  # of listeners that are no more
+        self.forgotten_places = 0
+        self.on_departure: Callable[[], None] | None = None  # called when something has left
+        # Called when the connection to a rank's engine has been made or lost.
+        self.on_link: Callable[[RankKey], None] = lambda key: None
+        self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
+        self._grown = trio.Event()  # set and replaced by every registration
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def find(self, key: RankKey) -> Registration | None:
+        return self._ranks.get(key)
+
+    def find_listener(self, key: RankKey) -> Listener | None:
+        found = self._ranks.get(key)
+        return None if found is None else found.listener
+
+    def registrations(self) -> Iterable[Registration]:
+        return self._ranks.values()
+
+    def of(self, owner: str) -> Iterable[Registration]:
+        """Returns what one face has registered."""
+        return [each for each in self._ranks.values() if owner in each.owners]
+
+    def heard(
+        self, key: PartitionKey, instance_id: InstanceId, ranks: Iterable[int], owner: str
+    ) -> dict[int, Addresses]:
+        """Returns where an owner has ranks listened to, by dp rank."""
+        found = {dp_rank: self._ranks.get(RankKey(key, instance_id, dp_rank)) for dp_rank in ranks}
+        return {
+            dp_rank: each.listener.addresses
+            for dp_rank, each in found.items()
+            if each is not None and owner in each.owners
+        }
+
+    def instances(self) -> int:
+        """Counts distinct instances."""
+        return len({(key.partition, key.instance_id) for key in self._ranks})
+
+    async def wait_for_instances(self, count: int) -> None:
+        """Returns once so many instances are registered."""
+        while self.instances() < count:
+            await self._grown.wait()
+
+    def register(
+        self,
+        key: RankKey,
+        endpoint: str,
+        block_size: int,
+        replay_endpoint: str | None,
+        owner: str = INDEXER,
+        server_key: str | None = None,
+    ) -> None:
+        """Registers a rank and starts to listen to it, whether its worker is up or not.
+
+        A rank that another face listens to at the same address is shared with that. Raises
+        BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts what is
+        registered, Unavailable at a bound; nothing has changed then.
+        """
+        self.outgoing.check_endpoint(endpoint)
+        if replay_endpoint is not None:
+            self.outgoing.check_replay_endpoint(replay_endpoint)
+        check_server_key(server_key)
+        addresses = Addresses(endpoint, replay_endpoint, server_key)
+        known = self._ranks.get(key)
+        if known is not None:
+            if (
+                not known.owners
+                or owner in known.owners
+                or not self._is_same(known, addresses, block_size)
+            ):
+                raise Conflict(
+                    f"instance {key.instance_id} dp_rank {key.dp_rank} already registered"
+                )
+            known.owners.add(owner)
+            return
+        if len(self._ranks) + self.beside() >= self._max_ranks:
+            self.refused_ranks += 1
+            raise Unavailable(
+                f"there are {self._max_ranks} ranks already, no more can be listened to"
+            )
+        stream = self._state.add_rank(key, block_size)
+        expected = self._left.pop((key, endpoint), 0)
+        listener = Listener(
+            str(key), endpoint, stream, replay_endpoint, expected, server_key, self._stale_after_s
+        )
+        listener.on_link = lambda: self.on_link(key)
+        self._ranks[key] = Registration(key, listener, {owner})
+        self._listeners.start(key, listener)
+        self._grown.set()
+        self._grown = trio.Event()
+
+    def check(
+        self,
+        key: PartitionKey,
+        addresses: Mapping[RankKey, Addresses],
+        block_size: int,
+        owner: str,
+        leaving: Container[InstanceId],
+    ) -> None:
+        """Raises what `register` would for some ranks, once some instances have left the owner.
+
+        `addresses` are of these ranks. O(these), with another block size O(ranks of the partition):
+        that is a conflict unless all of them leave.
+        """
+        partition = self._state.partitions.get(key)
+        here = contradicted = [rank for rank in addresses if rank in self._ranks]
+        if partition is not None and partition.block_size != block_size:
+            contradicted = [RankKey(key, *rank) for rank in partition.rank_keys()]
+        for rank in contradicted:
+            known = self._ranks[rank]
+            if known.owners and not (rank.instance_id in leaving and known.owners == {owner}):
+                self._check_beside(known, addresses.get(rank), block_size)
+        others = len(self._ranks) + self.beside()
+        if others + len(addresses) - len(here) > self._max_ranks:
+            self.refused_ranks += 1
+            raise Unavailable(
+                f"there are {self._max_ranks} ranks already, no more can be listened to"
+            )
+
+    def _check_beside(
+        self, known: Registration, addresses: Addresses | None, block_size: int
+    ) -> None:
+        (model_name, tenant_id), instance_id, dp_rank = known.key
+        known_size = self._state.partitions[known.key.partition].block_size
+        if known_size != block_size:
+            raise Conflict(
+                f"block_size mismatch for model={model_name} tenant_id={tenant_id}: "
+                f"existing={known_size}, requested={block_size}"
+            )
+        if addresses is not None and not self._is_same(known, addresses, block_size):
+            raise Conflict(f"instance {instance_id} dp_rank {dp_rank} already registered")
+
+    def _is_same(self, known: Registration, addresses: Addresses, block_size: int) -> bool:
+        known_size = self._state.partitions[known.key.partition].block_size
+        return known.listener.addresses == addresses and known_size == block_size
+
+    async def unregister(
+        self,
+        instance_id: InstanceId,
+        model_name: str,
+        tenant_id: str | None,
+        dp_rank: int | None,
+        owner: str = INDEXER,
+    ) -> None:
+        """Removes an instance, or one rank of it, from one tenant or from all of the model.
+
+        Takes those along that are known from a peer's dump only. Raises NotFound when this face
+        has nothing of that. Returns when its listeners have ended and its blocks no longer count;
+        what another face has registered as well goes on.
+        """
+        self._state.note_departure(model_name, tenant_id, instance_id, dp_rank)
+        partitions = self._state.partitions_of(model_name, tenant_id)
+        strays = [
+            self._state.remove_stray(partition, instance_id, dp_rank)
+            for partition in self._state.strays(instance_id, model_name, tenant_id)
+        ]
+        leaving = [
+            self._ranks[RankKey(partition.key, instance_id, rank)]
+            for partition in partitions
+            for rank in partition.ranks_of(instance_id, dp_rank)
+        ]
+        leaving = [each for each in leaving if owner in each.owners or not each.owners]
+        if not leaving and not any(strays):
+            raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
+        # Shielded: a client that goes away must not leave a rank registered without its listener.
+        # Listeners end at their next checkpoint, so this takes no time to speak of.
+        with trio.CancelScope(shield=True):
+            for registration in leaving:
+                registration.owners.discard(owner)
+            for registration in leaving:
+                if not registration.owners:
+                    await self._stop(registration)
+                    if self._is_current(registration):
+                        self._remove(registration)
+            self._note_left(partitions)
+            if self.on_departure is not None:
+                self.on_departure()
+
+    async def pause(
+        self,
+        instance_id: InstanceId,
+        dp_rank: int,
+        model_name: str | None = None,
+        tenant_id: str | None = None,
+    ) -> None:
+        """Stops listening to a rank, which keeps its blocks; returns when that has ended.
+
+        None is any model, or any tenant. Raises NotFound when it is not registered, Conflict when
+        it is paused already.
+        """
+        where = instance_id, dp_rank, model_name, tenant_id
+        for registration in self._in_state(*where, paused=False):
+            with trio.CancelScope(shield=True):
+                await self._stop(registration)
+            registration.listener.paused(trio.current_time())
+
+    def resume(
+        self,
+        instance_id: InstanceId,
+        dp_rank: int,
+        model_name: str | None = None,
+        tenant_id: str | None = None,
+    ) -> None:
+        """Listens to a paused rank again: what was missed shows as a gap.
+
+        None as in `pause`. Raises NotFound when it is not registered, Conflict when it is not
+        paused.
+        """
+        where = instance_id, dp_rank, model_name, tenant_id
+        for registration in self._in_state(*where, paused=True):
+            registration.listener.connecting()
+            self._listeners.start(registration.key, registration.listener)
+
+    def _in_state(
+        self,
+        instance_id: InstanceId,
+        dp_rank: int,
+        model_name: str | None,
+        tenant_id: str | None,
+        *,
+        paused: bool,
+    ) -> list[Registration]:
+        """Returns the rank's registrations, one per partition, that are paused, or are not."""
+        named = [
+            registration
+            for key, registration in self._ranks.items()
+            if key.instance_id == instance_id
+            and key.dp_rank == dp_rank
+            and model_name in (None, key.partition.model_name)
+            and tenant_id in (None, key.partition.tenant_id)
+        ]
+        if not named:
+            raise NotFound(f"instance {instance_id} dp_rank {dp_rank} not found")
+        found = [
+            registration
+            for registration in named
+            if (registration.listener.status is ListenerStatus.PAUSED) is paused
+        ]
+        if not found:
+            state = "not paused" if paused else "paused already"
+            raise Conflict(f"instance {instance_id} dp_rank {dp_rank} is {state}")
+        return found
+
+    def _is_current(self, registration: Registration) -> bool:
+        """Whether no other call has removed it, and maybe registered it anew, meanwhile."""
+        return self._ranks.get(registration.key) is registration
+
+    async def _stop(self, registration: Registration) -> None:
+        """Ends the listener of a registration, never that of a later one of the same rank.
+
+        Another call that has waited for the same end may have been faster, and resumed it.
+        """
+        while self._is_current(registration) and await self._listeners.stop(registration.key):
+            pass
+
+    def block_size_left(self, key: PartitionKey) -> int | None:
+        """Returns the block size of a model and tenant whose last worker left a moment ago."""
+        left_at, block_size = self._left_pairs.get(key, (-math.inf, 0))
+        return block_size if trio.current_time() - left_at < LEFT_PAIR_S else None
+
+    def _note_left(self, partitions: Iterable[Partition]) -> None:
+        """Remembers those of the partitions that have ended with what has just left."""
+        for partition in partitions:
+            if partition.key in self._state.partitions:
+                continue
+            self._left_pairs.pop(partition.key, None)  # the youngest is last
+            self._left_pairs[partition.key] = trio.current_time(), partition.block_size
+            if len(self._left_pairs) > MAX_LEFT_PAIRS:
+                del self._left_pairs[next(iter(self._left_pairs))]
+
+    def _remove(self, registration: Registration) -> None:
+        key, listener = registration.key, registration.listener
+        del self._ranks[key]
+        self._state.remove_rank(key)
+        self.left_counts.add(listener)
+        self._left[key, listener.endpoint] = listener.cursor.expected
+        if len(self._left) > MAX_LEFT_PLACES:
+            del self._left[next(iter(self._left))]
+            self.forgotten_places += 1
+
+
+def _not_found(
+    instance_id: InstanceId, model_name: str, tenant_id: str | None, dp_rank: int | None
+) -> str:
+    rank = "" if dp_rank is None else f" dp_rank {dp_rank}"
+    tenant = "" if tenant_id is None else f" tenant_id={tenant_id}"
+    return f"instance {instance_id}{rank} not found for model={model_name}{tenant}"
+
+
+def by_instance(
+    registrations: Iterable[Registration],
+) -> dict[tuple[PartitionKey, InstanceId], list[Registration]]:
+    """Groups registrations by instance, its ranks ascending."""
+    groups: dict[tuple[PartitionKey, InstanceId], list[Registration]] = {}
+    for registration in registrations:
+        key = registration.key
+        groups.setdefault((key.partition, key.instance_id), []).append(registration)
+    for group in groups.values():
+        group.sort(key=lambda registration: registration.key.dp_rank)
+    return groups

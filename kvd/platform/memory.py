@@ -1,0 +1,106 @@
+"""Tells the C library's allocator what this process is like, and has it give back what is free.
+
+A heap of the C library keeps what has been freed in it. After a burst of small messages that is
+mostly the heap of libzmq's I/O thread, into which they were received: 80 MB after a million.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+
+import trio
+
+from kvd.telemetry.metrics import Family, counter, gauge
+
+# mallopt(3), from <malloc.h>; negative numbers are parameters of glibc.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+LARGEST_REUSED_BYTES = 16 * 1024 * 1024  # twice the longest body
+KEPT_FREE_BYTES = 8 * 1024 * 1024  # at the end of each heap; no trim gives back that of a thread
+
+LOOK_EVERY_S = 3.0
+LOOK_SHARE = 0.001  # of the time, at most
+WORTH_TRIMMING_BYTES = 4 * 1024 * 1024
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What mallinfo2(3) returns: over all heaps of the process."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def keep_freed_memory() -> None:
+    """Lets buffers of request bodies be used again, instead of mapped and unmapped every time.
+
+    By default glibc gives back what is free at the end of the heap beyond 128 KiB, and the kernel
+    clears every page anew: that was 40 % of the CPU time of a query of 800 KB. Does nothing where
+    the C library is another one.
+    """
+    libc = _glibc()
+    if libc is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_REUSED_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library if it is glibc 2.33 or later."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _Mallinfo2
+    return libc
+
+
+class Heaps:
+    """What the C library's heaps of this process hold free; where it is glibc, it is given back."""
+
+    def __init__(self) -> None:
+        self._libc = _glibc()
+        self._free = 0  # bytes, when last looked
+        self._floor = 0  # bytes that were free after the last trim and have been ever since
+        self._trims = 0
+
+    async def tend(self) -> None:
+        """Gives back to the kernel what has been free for a while."""
+        if self._libc is None:
+            return
+        pause = LOOK_EVERY_S
+        while True:
+            await trio.sleep(pause)
+            used_s = await trio.to_thread.run_sync(self.look)
+            pause = max(LOOK_EVERY_S, used_s / LOOK_SHARE)
+
+    def look(self) -> float:
+        """Trims if enough is free that was not before the last trim, and was at the last look.
+
+        Returns the seconds of CPU time that this took.
+
+        What has been given back still counts as free: hence the floor. Both calls walk through all
+        that is free, some milliseconds where that is ten thousand pieces, with the heap locked.
+        """
+        libc = self._libc
+        assert libc is not None
+        begun = time.thread_time()
+        before, self._free = self._free, libc.mallinfo2().fordblks
+        self._floor = min(self._floor, self._free)
+        if min(before, self._free) >= self._floor + WORTH_TRIMMING_BYTES:
+            libc.malloc_trim(0)
+            self._trims += 1
+            self._floor = self._free = libc.mallinfo2().fordblks
+        return time.thread_time() - begun
+
+    def metrics(self) -> Iterator[Family]:
+        """What the heaps hold free, as of the last look, and how often that was given back."""
+        help = "Bytes that the C library's heaps hold free, resident or not"
+        yield gauge("kvd_heap_free_bytes", help, self._free)
+        help = "Times that free memory of the C library's heaps was given back to the system"
+        yield counter("kvd_heap_trims_total", help, self._trims)

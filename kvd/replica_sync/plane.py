@@ -1,0 +1,135 @@
+"""Takes part in replica sync: tells other replicas of requests, and applies what they tell.
+
+    open     the port and who may subscribe: one in use ends the start with one line
+    start    slots and selections publish; each replica that is registered is listened to
+
+Both faces that account for requests share one port, so a replica's event is applied once, on the
+face that it came through there (`kvd.replica_sync.replicas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvd.config.load import AddressError, Config, StartError
+from kvd.http.auth import is_loopback
+from kvd.http.listeners import split_host_port
+from kvd.net.curve import Doorkeeper, KeyPair
+from kvd.net.dialing import Dialer
+from kvd.net.link import NO_CURVE
+from kvd.net.publisher import Publisher, open_publisher
+from kvd.net.replication import Replication
+from kvd.replica_sync.replicas import Replicas, apply_once
+from kvd.selection.service import Selections
+from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.metrics import Family, counter
+from kvd.wire.egress import Outgoing
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome
+from kvd.wire.replica import ReplicaCounts
+
+if TYPE_CHECKING:
+    from kvd.net.zsocket import Context
+    from kvd_core.zmq.drain import InboxSpace
+
+
+class Participant:
+    """This process's part in it; none without a port, or without a face that accounts."""
+
+    def __init__(
+        self,
+        config: Config,
+        outgoing: Outgoing,
+        dialer: Dialer,
+        keys: KeyPair | None,
+        space: InboxSpace,
+    ) -> None:
+        self._config = config
+        self._outgoing = outgoing
+        self._dialer = dialer
+        self._keys = keys
+        self._space = space
+        self._counts = ReplicaCounts()
+        self._publisher: Publisher | None = None
+        self._doorkeeper: Doorkeeper | None = None
+
+    async def open(self, context: Context) -> None:
+        """Opens the port; raises StartError."""
+        config = self._config
+        sync = config.replica_sync
+        if sync is None or (config.slot_tracker_bind is None and config.selection_bind is None):
+            return
+        curve = NO_CURVE
+        if self._keys is not None and config.curve.replicas is not None:
+            curve = self._keys.server()
+            self._doorkeeper = Doorkeeper(context, config.curve.replicas)
+        try:
+            self._publisher = await open_publisher(
+                context, sync.host, sync.port, config.replica_link, curve
+            )
+        except OSError as error:
+            raise AddressError(str(error.strerror)) from None
+        self._check_open(self._publisher)
+
+    def _check_open(self, publisher: Publisher) -> None:
+        """Raises StartError if strangers could hear of requests, and nobody has said they may."""
+        if self._config.allow_unauthenticated or self._doorkeeper is not None:
+            return
+        for endpoint in publisher.endpoints:
+            host, _ = split_host_port(endpoint.removeprefix("tcp://"))
+            if not is_loopback(host):
+                raise StartError(
+                    f"whoever reaches {endpoint} would hear of all requests: replica sync beyond "
+                    "this machine takes --replica-sync-client-keys or --allow-unauthenticated"
+                )
+
+    def start(
+        self,
+        nursery: trio.Nursery,
+        context: Context,
+        slots: SlotTrackers,
+        selections: Selections,
+    ) -> Replicas:
+        """Returns the replicas, those of the settings registered; without a port there are none."""
+        sync = self._config.replica_sync
+        if sync is None or self._publisher is None:
+            return Replicas(None, self._counts, self._outgoing)
+        if self._doorkeeper is not None:
+            nursery.start_soon(self._doorkeeper.run)
+        faces = {Face.SLOT_TRACKER: slots.apply, Face.SELECTION: selections.bookings.apply}
+
+        def apply(event: Lifecycle) -> Outcome:
+            return apply_once(event, trio.current_time(), faces)
+
+        affinity = selections.affinity
+        links = Replication(
+            nursery,
+            context,
+            self._publisher,
+            apply,
+            self._counts,
+            self._config.replica_link,
+            bind=None if affinity is None else affinity.apply,
+            dialer=self._dialer,
+            space=self._space,
+        )
+        slots.publish = selections.bookings.publish = links.publish
+        if affinity is not None:
+            affinity.writer_id = links.router_id
+            affinity.publish = links.publish_binding
+        replicas = Replicas(links, self._counts, self._outgoing)
+        for endpoint in sync.peers:
+            replicas.register(endpoint)
+        return replicas
+
+    def follow(self, config: Config) -> None:
+        """Has other keys hold for those who subscribe from now on."""
+        if self._doorkeeper is not None and config.curve.replicas is not None:
+            self._doorkeeper.keys = config.curve.replicas
+
+    def families(self) -> Iterator[Family]:
+        if self._doorkeeper is not None:
+            help = "Clients that may not subscribe to what replicas are told"
+            yield counter("kvd_replica_keys_refused_total", help, self._doorkeeper.refused)

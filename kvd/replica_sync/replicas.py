@@ -1,0 +1,152 @@
+"""The replicas whose events are applied here, and what metrics say of them.
+
+    register ──> Replica ──> Links.start        (net: a supervised task)
+    deregister ──> forgotten ──> Links.stop, awaited
+
+Without a port of its own a process takes part in nothing: then there are no links, and no replica
+can be registered.
+
+What replicas tell is taken for one face only, since all weigh on the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.wire.curve import check_server_key
+from kvd.wire.egress import Outgoing
+from kvd.wire.endpoints import check_endpoint
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome
+from kvd.wire.replica import Replica, ReplicaCounts
+
+# A fleet has two or three. Each is a task with three ZMQ sockets.
+MAX_REPLICAS = 1024
+
+Apply = Callable[[Lifecycle, float], Outcome]  # at seconds
+
+# What a face says of a step about a rank that is not registered there.
+ELSEWHERE = frozenset(
+    {Outcome.UNKNOWN_MODEL, Outcome.BLOCK_SIZE, Outcome.UNKNOWN_WORKER, Outcome.UNKNOWN_RANK}
+)
+
+
+def apply_once(event: Lifecycle, now: float, faces: Mapping[Face, Apply]) -> Outcome:
+    """Takes a replica's step on the first face that has the rank, and says what became of it.
+
+    First is the face that it came through there, if that is known; the others follow in their
+    order. Where none has the rank, the answer is that of the last one that has the model.
+    """
+    said = Outcome.UNKNOWN_MODEL
+    for face in sorted(faces, key=lambda face: face is not event.face):
+        outcome = faces[face](event, now)
+        if outcome not in ELSEWHERE:
+            return outcome
+        if outcome is not Outcome.UNKNOWN_MODEL:
+            said = outcome
+    return said
+
+
+class Links(Protocol):
+    """What listens to replicas; `kvd.net` provides it."""
+
+    def start(self, replica: Replica) -> None:
+        """Starts to listen to a replica, whether it is there or not."""
+
+    async def stop(self, replica: Replica) -> None:
+        """Returns when nobody listens to the replica any more."""
+
+
+class Replicas:
+    """The registered replicas; `links` is None where replica sync is off."""
+
+    def __init__(
+        self, links: Links | None, counts: ReplicaCounts, outgoing: Outgoing | None = None
+    ) -> None:
+        """Without a rule about addresses the default one holds."""
+        self._outgoing = outgoing or Outgoing()
+        self._links = links
+        self._counts = counts
+        self._replicas: dict[str, Replica] = {}
+        self.refused = 0  # registrations beyond MAX_REPLICAS
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there is a port for them, and a face that accounts."""
+        return self._links is not None
+
+    def all(self) -> Iterable[Replica]:
+        return self._replicas.values()
+
+    def find(self, endpoint: str) -> Replica | None:
+        return self._replicas.get(endpoint)
+
+    def endpoints(self) -> list[str]:
+        return sorted(self._replicas)
+
+    def register(self, endpoint: str, server_key: str | None = None) -> bool:
+        """Listens to a replica; returns whether it is a new one.
+
+        Raises Conflict where replica sync is off or the replica is known under another key,
+        BadRequest on a faulty address or key, Unavailable at the bound.
+        """
+        links = self._enabled()
+        self._outgoing.check_replica_endpoint(endpoint)
+        check_server_key(server_key)
+        known = self._replicas.get(endpoint)
+        if known is not None:
+            if known.server_key != server_key:
+                raise Conflict(f"{endpoint} is registered already, with another key")
+            return False
+        if len(self._replicas) >= MAX_REPLICAS:
+            self.refused += 1
+            raise Unavailable(f"there are {MAX_REPLICAS} replicas already")
+        replica = self._replicas[endpoint] = Replica(endpoint, self._counts, server_key)
+        links.start(replica)
+        return True
+
+    async def deregister(self, endpoint: str) -> None:
+        """Returns when nothing more of a replica is applied; raises NotFound, or as `register`."""
+        links = self._enabled()
+        check_endpoint(endpoint)
+        replica = self._replicas.pop(endpoint, None)
+        if replica is None:
+            raise NotFound("peer not found")
+        await links.stop(replica)
+
+    def _enabled(self) -> Links:
+        if self._links is None:
+            raise Conflict("replica sync is disabled")
+        return self._links
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say; addresses are no labels."""
+        connected = sum(replica.connected for replica in self._replicas.values())
+        yield gauge("kvd_replica_peers", "Registered replicas", len(self._replicas))
+        yield gauge("kvd_replica_peers_connected", "Of these, replicas that answer", connected)
+        help = "Replicas refused at the bound"
+        yield counter("kvd_replica_peers_refused_total", help, self.refused)
+        for name, help in COUNTERS.items():
+            yield counter(f"kvd_replica_{name}_total", help, getattr(self._counts, name))
+        help = "Messages of replicas that are no events, by reason"
+        yield by_label("kvd_replica_refused_total", "counter", help, "reason", self._counts.refused)
+        help = "Events of replicas that did not fit what is known here, by reason"
+        yield by_label("kvd_replica_dropped_total", "counter", help, "reason", self._counts.dropped)
+
+
+# Counters of ReplicaCounts, and what each says.
+COUNTERS = {
+    "published": "Events published to replicas",
+    "oversized": "Events not published because they are longer than any replica reads",
+    "overflows": "Times that a replica's queue was full: it misses events until half is sent",
+    "received": "Messages of replicas, whatever became of them",
+    "missed": "Messages of replicas dropped because too many waited",
+    "own": "Of these, messages that this process had published",
+    "applied": "Of these, events that were applied",
+    "joins": "Connections on which a replica answered",
+    "losses": "Of these, connections that broke",
+    "failures": "Sockets that could not be connected or had to be given up",
+    "crashes": "Bugs, each of which cost an event and the connection",
+}

@@ -1,0 +1,266 @@
+"""The schedulable workers of one model and tenant, with what they run and who waits for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from kvd.index.partitions import State
+from kvd.model import PartitionKey
+from kvd.selection.options import RouterOptions
+from kvd.selection.phases import Phase, serves
+from kvd.selection.predictions import Predictions
+from kvd.selection.queue import SelectionQueue
+from kvd.selection.requests import Constraints, Held
+from kvd.selection.stats import Outcome, Unserved
+from kvd.selection.worker_record import WorkerRecord
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.selector import Candidate, Pool
+from kvd_core.selector.settings import Settings
+
+FORGET_SLICE = 64  # predicted blocks forgotten between two rests
+PREDICTED_SLICE = 4096  # the same of those beside events, some 0.1 us each
+
+
+class Absence(NamedTuple):
+    """What is wrong with the event connection of a rank."""
+
+    since: float  # seconds, of the service's clock
+    heard: bool  # what it caches counts: the connection was never made, so none of it was missed
+    reachable: bool  # it can be chosen still
+
+
+class Fleet:
+    """The schedulable workers of one model and tenant."""
+
+    def __init__(
+        self, key: PartitionKey, options: RouterOptions, state: State, settings: Settings
+    ) -> None:
+        self.key = key
+        self._options = options
+        self.settings = settings  # of requests that override nothing
+        self._state = state
+        self.ledger = Ledger()
+        self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
+        self.workers: dict[int, WorkerRecord] = {}
+        self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
+        self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
+        self._pool: Pool | None = None
+        self._former: Pool | None = None  # whose turns the next one goes on with
+        self._masks: dict[Phase | None, bytes | None] = {}
+        self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
+        self._silent: int | None = None
+        # By candidate, once needed: the members of an answer that say who was chosen, as JSON.
+        self.pieces: list[bytes | None] = []
+        self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
+        self.predictions: Predictions[tuple[int, int]] | None = None  # without KV events
+        if not options.uses_kv_events:
+            self.predictions = Predictions(
+                options.ttl_s, options.max_tree_size, options.prune_target_ratio
+            )
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block of its workers; None without any."""
+        return next((record.block_size for record in self.workers.values()), None)
+
+    def changed(self, silent: int | None = None) -> None:
+        """Says that the workers, or what they cache in, have changed.
+
+        The worker `silent` counts as caching nothing until the next change.
+        """
+        if self._pool is not None:
+            self._former, self._pool = self._pool, None
+        self._silent = silent
+
+    def note_absence(self, place: tuple[int, int], absence: Absence | None) -> None:
+        """Takes note of what is wrong with the event connection of a rank, None for nothing."""
+        if absence is None:
+            self.absent.pop(place, None)
+        else:
+            self.absent[place] = absence
+        if self._pool is not None:
+            _mark(self._pool, place, absence)
+
+    def lacks(self, eligible: bytes | None) -> bool:
+        """Says whether a rank of the pool's mask cannot be chosen because nobody is there."""
+        places = [place for place, absence in self.absent.items() if not absence.reachable]
+        found = [self.pool.find(*place) for place in places]
+        return any(at is not None and (eligible is None or eligible[at] != 0) for at in found)
+
+    @property
+    def pool(self) -> Pool:
+        """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
+        if self._pool is None:
+            self._pool = self._make_pool()
+            for place, absence in self.absent.items():
+                _mark(self._pool, place, absence)
+            if self._former is not None:
+                self._pool.take_turns(self._former)
+                self._former = None
+            self.pieces = [None] * len(self._pool)
+            self._masks = {None: self._mask(self._pool, None)}
+            self.whole = self._masks[None]
+        return self._pool
+
+    def _make_pool(self) -> Pool:
+        block_size = self.block_size
+        if block_size is None:
+            return Pool(None, self.ledger, 1)
+        partition = self._state.partitions.get(self.key)
+        known = {} if partition is None else partition.workers
+        candidates = [
+            Candidate(
+                record.worker_id,
+                dp_rank,
+                None if record.worker_id == self._silent else known.get(record.worker_id),
+                self.ledger.add_rank(record.worker_id, dp_rank),
+                record.max_num_batched_tokens or 0,
+                record.total_kv_blocks or 0,
+            )
+            for record in self.workers.values()
+            for dp_rank in record.ranks
+        ]
+        index = None if partition is None else partition.index
+        if index is not None and self._options.predicted_ttl_s is not None:
+            bounds = self._options.max_tree_size, self._options.prune_target_ratio
+            index.predict(self._options.predicted_ttl_s, *bounds)
+        return Pool(index, self.ledger, block_size, candidates)
+
+    def piece(self, chosen: int) -> bytes:
+        """Returns the members that name a candidate in an answer, a comma behind them."""
+        piece = self.pieces[chosen]
+        if piece is None:
+            candidate = self.pool.candidates[chosen]
+            record = self.workers[candidate.worker_id]
+            members = {
+                "model_name": self.key.model_name,
+                "tenant_id": self.key.tenant_id,
+                "worker_id": record.worker_id,
+                "dp_rank": candidate.dp_rank,
+                "endpoint": record.endpoint,
+                "block_size": record.block_size,
+            }
+            piece = self.pieces[chosen] = members_json(members)
+        return piece
+
+    def render_loads(self) -> bytes:
+        """Returns a JSON object of what its ranks work on, and what waits."""
+        waiting = [held.prompt.isl_tokens for held in self.queue]
+        return b'%b,"loads":%b,"pending_count":%d,"pending_isl_tokens":%d}' % (
+            self.place,
+            self.ledger.project(b"", 0),
+            len(waiting),
+            sum(waiting),
+        )
+
+    def eligible(self, constraints: Constraints | None, phase: Phase | None = None) -> bytes | None:
+        """Returns the pool's mask of the ranks that may serve a phase; None: all of them."""
+        pool = self.pool
+        if constraints is None:
+            if phase not in self._masks:
+                self._masks[phase] = self._mask(pool, phase)
+            return self._masks[phase]
+        named: Iterable[int] = self.workers
+        dp_rank = None
+        if constraints.pinned is not None:
+            named, dp_rank = (constraints.pinned[0],), constraints.pinned[1]
+        elif constraints.allowed is not None:
+            named = constraints.allowed
+        admitted = (
+            worker_id
+            for worker_id in named
+            if (record := self.workers.get(worker_id)) is not None
+            and serves(record.role, phase)
+            and constraints.admits(record, dp_rank or 0)
+        )
+        return pool.mask(admitted, dp_rank)
+
+    def _mask(self, pool: Pool, phase: Phase | None) -> bytes | None:
+        mask = bytes(serves(self.workers[each.worker_id].role, phase) for each in pool.candidates)
+        return None if all(mask) else mask
+
+    def factors(self, preferred: Mapping[str, float] | None) -> bytes | None:
+        """Returns what the costs of the pool's ranks are multiplied with; None: 1.
+
+        The weights of a worker's taints add up to a factor between 1/e and e, below 1 for those
+        that are liked.
+        """
+        if not preferred:
+            return None
+        by_worker = {
+            record.worker_id: math.exp(
+                -math.tanh(sum(preferred.get(taint, 0.0) for taint in set(record.taints)))
+            )
+            for record in self.workers.values()
+        }
+        return array("d", (by_worker[each.worker_id] for each in self.pool.candidates)).tobytes()
+
+    def targets(self, affinity: tuple[int, int | None], eligible: bytes | None) -> bytes | None:
+        """Narrows a mask to what a request would like best; None if none of that may serve it."""
+        worker_id, dp_rank = affinity
+        mask = bytes(
+            each.worker_id == worker_id
+            and dp_rank in (None, each.dp_rank)
+            and (eligible is None or eligible[at] != 0)
+            for at, each in enumerate(self.pool.candidates)
+        )
+        return mask if any(mask) else None
+
+    def predict(self, chosen: int, now: float) -> None:
+        """Notes the prompt that the pool has looked at as cached by a candidate.
+
+        Where nobody tells what is cached it is stored, else predicted, if that is wanted.
+        """
+        candidate = self.pool.candidates[chosen]
+        if self.predictions is None:
+            self.pool.predict(chosen, now)
+            return
+        if candidate.worker is None:
+            return
+        locals_ = array("Q", self.pool.hold().local_hashes)
+        names = sequence_hashes(locals_)
+        rank = candidate.worker_id, candidate.dp_rank
+        known = self.predictions.add(rank, names, now)
+        if known < len(names):
+            parent = names[known - 1] if known else None
+            candidate.worker.store(candidate.dp_rank, names[known:], locals_[known:], parent)
+
+    def forget_predictions(self, now: float) -> bool:
+        """Forgets some predictions that are too old or too many; True while there may be more."""
+        if self.predictions is None:
+            partition = self._state.partitions.get(self.key)
+            return partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
+        gone = self.predictions.outdated(now, FORGET_SLICE)
+        workers = self._state.partitions[self.key].workers if gone else {}
+        for (worker_id, dp_rank), name in gone:
+            workers[worker_id].drop(dp_rank, [name])
+        return len(gone) == FORGET_SLICE
+
+
+def _mark(pool: Pool, place: tuple[int, int], absence: Absence | None) -> None:
+    at = pool.find(*place)
+    if at is not None:
+        pool.set_heard(at, absence is None or absence.heard)
+        pool.set_reachable(at, absence is None or absence.reachable)
+
+
+def schedulable(fleets: Mapping[PartitionKey, Fleet], key: PartitionKey) -> Fleet:
+    """Returns a fleet with someone to select; raises Unserved."""
+    fleet = fleets.get(key)
+    if fleet is None or not fleet.workers:
+        raise Unserved(
+            Outcome.NO_WORKERS,
+            f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}",
+        )
+    return fleet
+
+
+def members_json(members: dict[str, Any]) -> bytes:
+    """Renders members of an object, each with a comma behind it."""
+    text = json.dumps(members, separators=(",", ":")).encode()
+    return text[1:-1] + b"," if members else b""

@@ -1,0 +1,139 @@
+"""What is asked of the selection service: who may serve, how to choose, where it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from kvd.errors import KvdError
+from kvd.model import PartitionKey
+from kvd.selection.phases import Phase
+from kvd.selection.queue import Waiting
+from kvd.selection.worker_record import WorkerRecord
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.selector import Pool, Prompt
+from kvd_core.selector.settings import Settings
+
+Look = Callable[[Pool], None]  # puts a prompt before a pool
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Who may serve a request."""
+
+    allowed: frozenset[int] | None = None
+    pinned: tuple[int, int] | None = None  # worker, dp rank
+    taints: frozenset[str] = frozenset()
+
+    def admits(self, record: WorkerRecord, dp_rank: int) -> bool:
+        return (
+            (self.allowed is None or record.worker_id in self.allowed)
+            and self.pinned in (None, (record.worker_id, dp_rank))
+            and self.taints.issubset(record.taints)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One selection, beside its prompt."""
+
+    key: PartitionKey
+    settings: Settings  # of the whole request
+    phase: Phase | None = None
+    selection_id: str | None = None
+    reservation_id: str | None = None  # set: the selection is booked under it
+    constraints: Constraints | None = None
+    preferred: Mapping[str, float] | None = None  # taints, by what each makes of the cost
+    affinity: tuple[int, int | None] | None = None  # worker, dp rank, if they can be chosen
+    strict_priority: int = 0
+    priority_jump: float = 0.0
+    expected_output_tokens: int | None = None
+    lora_name: str | None = None
+    explain: bool = False
+    advisory: bool = False  # nothing is sent there: it never waits
+    session_id: str | None = None
+    retry: Retry | None = None  # set: the answer to the same request is given once more
+
+    def constraints_in(self, phase: Phase | None) -> Constraints | None:
+        """Returns who may serve one phase: of both, the pinned worker is the one who decodes."""
+        if phase is Phase.PREFILL and self.phase is Phase.BOTH and self.constraints is not None:
+            return replace(self.constraints, pinned=None)
+        return self.constraints
+
+    @property
+    def lane(self) -> Hashable:
+        """Names who may serve it: those of one lane wait for the same workers."""
+        return self.constraints if self.phase is None else (self.constraints, self.phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A candidate, and how it was weighed."""
+
+    at: int  # in the fleet's pool
+    settings: Settings
+    phase: Phase | None
+    best: int  # blocks cached by whoever of those who could be chosen caches most
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A selection that waits; `done` is set with its answer, or its failure."""
+
+    ask: Ask
+    prompt: Prompt
+    block_size: int  # tokens, by which the prompt was hashed
+    done: trio.Event = field(default_factory=trio.Event)
+    answer: bytes | KvdError | None = None
+    waiting: Waiting[Held] | None = None
+    receipt: Receipt | None = None  # of what is booked with the answer
+    again: Look | None = None  # at its tokens, by any block size; None: it came hashed
+
+    def settle(self, answer: Answered | KvdError) -> None:
+        if isinstance(answer, Answered):
+            self.answer, self.receipt = answer.answer, answer.receipt
+        else:
+            self.answer = answer
+        self.done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """What tells the same request once more from any other."""
+
+    name: tuple[str | None, str]  # the reservation id as given, the Idempotency-Key
+    content: bytes  # a digest of all it says
+
+
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """One booking, which another one under the same id is not."""
+
+    ledger: Ledger
+    reservation_id: str
+    booked_at: float
+    beside: str | None = None  # the id of what was booked with it, and may outlive it
+    clients: int = 1  # those that were given its answer
+
+    def lives(self) -> bool:
+        return self._is_live(self.reservation_id)
+
+    def left(self) -> str | None:
+        """Returns an id whose end is that of all that is left of the booking; None: nothing is."""
+        if self.lives():
+            return self.reservation_id
+        return self.beside if self.beside is not None and self._is_live(self.beside) else None
+
+    def _is_live(self, reservation_id: str) -> bool:
+        live = self.ledger.request(reservation_id)
+        return live is not None and live.admitted_at == self.booked_at
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer, and what is booked with it."""
+
+    answer: bytes
+    receipt: Receipt | None = None

@@ -1,0 +1,408 @@
+"""Chooses who serves a prompt, now or when somebody can.
+
+Between choosing a rank and booking it nothing is awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import trio
+
+from kvd.errors import BadRequest, KvdError
+from kvd.index.registry import Registry
+from kvd.model import PartitionKey, RankKey
+from kvd.selection.affinity import Affinity
+from kvd.selection.candidates import Fleet, members_json, schedulable
+from kvd.selection.options import RouterOptions
+from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
+from kvd.selection.queue import ANYONE, Urgency
+from kvd.selection.requests import Answered, Ask, Chosen, Held, Look
+from kvd.selection.reservations import Bookings
+from kvd.selection.stats import Outcome, Tally, Unserved
+from kvd_core.base.draws import Draws
+from kvd_core.selector import selector
+from kvd_core.selector.selector import Explained
+from kvd_core.selector.settings import DIRECT, Settings
+
+# By phase: why nobody has been chosen.
+_NOBODY: dict[Phase | None, str] = {
+    None: "no endpoints available to route work",
+    Phase.PREFILL: "no prefill worker is available",
+    Phase.DECODE: "no decode worker is available",
+}
+_GONE: dict[Phase | None, str] = {
+    None: "all workers that may serve it have lost their event connections",
+    Phase.PREFILL: "all prefill workers that may serve it have lost their event connections",
+    Phase.DECODE: "all decode workers that may serve it have lost their event connections",
+}
+_OVERLOADED: dict[Phase | None, str] = {
+    None: "all workers are overloaded",
+    Phase.PREFILL: "all prefill workers are overloaded",
+    Phase.DECODE: "all decode workers are overloaded",
+}
+
+_OTHER_SIZE = "the block size of the workers has changed meanwhile"
+_STOPPING = "the service is stopping"
+
+
+class Choices:
+    """The selections of all fleets."""
+
+    def __init__(
+        self,
+        fleets: Mapping[PartitionKey, Fleet],
+        options: RouterOptions,
+        bookings: Bookings,
+        draws: Draws,
+        clock: Callable[[], float],
+        tally: Tally,
+        max_waiting: int,
+        registry: Registry,
+        affinity: Affinity | None = None,
+    ) -> None:
+        """There are descriptors for the clients of `max_waiting` selections that wait."""
+        self.held = 0
+        self._max_waiting = max_waiting
+        self._registry = registry
+        self._tally = tally
+        self._fleets = fleets
+        self._options = options
+        self._bookings = bookings
+        self._draws = draws
+        self._clock = clock
+        self._affinity = affinity
+        self._stopping = False
+
+    def select(self, ask: Ask, look: Look) -> Answered | Held:
+        """Selects, and books if asked to; returns the answer, or the selection held.
+
+        Raises Unserved without anyone eligible or with all of them overloaded, BadRequest for
+        constraints that contradict each other or do not say what the mode needs, Conflict on a
+        reservation id that lives.
+        """
+        try:
+            return self._select(ask, look)
+        except KvdError as error:
+            self._tally.failed(ask, error)
+            raise
+
+    def _select(self, ask: Ask, look: Look) -> Answered | Held:
+        if (rest := self._bookings.retries.rest(ask.retry)) is not None:
+            self._bookings.free(rest)  # its other worker has left, and it is booked anew
+        if (again := self._again(ask)) is not None:
+            return again
+        fleet = schedulable(self._fleets, ask.key)
+        _check_constraints(ask)
+        self._check_new(ask)  # before it waits for that
+        look(fleet.pool)
+        # Who names the worker, or only asks, waits for nobody.
+        direct = ask.settings.members["mode"] == DIRECT
+        if direct or ask.advisory or not fleet.queue.waits(ask.lane):
+            answered = self._serve_one(fleet, ask)
+            if answered is not None:
+                return answered
+        return self._hold(fleet, ask)
+
+    async def wait(self, held: Held) -> bytes:
+        """Returns the answer of a selection that is held, once there is one; raises as `select`.
+
+        Whatever ends the wait, the selection is in no queue afterwards. What was booked with an
+        answer that nobody will see is given back.
+        """
+        since = self._clock()
+        try:
+            with trio.move_on_after(self._options.max_wait_s):
+                await held.done.wait()
+        except trio.Cancelled:
+            if held.answer is None:
+                self._tally.ended(held.ask, Outcome.LEFT)
+            self.take_back(held)  # it may have been served since
+            raise
+        finally:
+            self._tally.waits.observe(self._clock() - since)
+            assert held.waiting is not None
+            fleet = self._fleets[held.ask.key]
+            fleet.queue.remove(held.waiting)
+            if not len(fleet.queue):
+                fleet.ledger.loads.eased = None
+            self.held -= 1
+        if held.answer is None:
+            self._tally.ended(held.ask, Outcome.TIMED_OUT)
+            raise Unserved(Outcome.TIMED_OUT, "all workers are busy", retry_after_s=1)
+        if isinstance(held.answer, KvdError):
+            raise held.answer
+        return held.answer
+
+    def take_back(self, held: Held) -> None:
+        """Ends what is booked with an answer that its client cannot be given."""
+        if held.receipt is not None:
+            self._bookings.take_back(held.receipt)
+
+    def _hold(self, fleet: Fleet, ask: Ask) -> Held:
+        if self._stopping:
+            raise Unserved(Outcome.STOPPING, _STOPPING)
+        if self.held >= min(self._options.max_held, self._max_waiting):
+            text = f"{self.held} selections wait already"
+            raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
+        held = Held(ask, fleet.pool.hold(), fleet.pool.block_size)
+        least = fleet.pool.least_prefill_tokens(ask.settings, None)
+        urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
+        held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
+        fleet.ledger.loads.eased = partial(self.turn, fleet)  # for what other faces end
+        self.held += 1
+        self._tally.held(ask)
+        return held
+
+    def _again(self, ask: Ask) -> Answered | None:
+        again = self._bookings.retries.find(ask.retry)
+        if again is not None:
+            self._tally.ended(ask, Outcome.REPEATED)
+        return again
+
+    def _serve_one(self, fleet: Fleet, ask: Ask) -> Answered | None:
+        """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
+        if ask.phase is Phase.BOTH:
+            answered = self._serve_both(fleet, ask)
+        else:
+            answered = self._serve_phase(fleet, ask, ask.phase)
+        if answered is None:
+            return None
+        self._tally.served(ask, fleet.pool)
+        if answered.receipt is not None:
+            self._bookings.retries.note(ask.retry, answered)
+        return answered
+
+    def _serve_phase(
+        self, fleet: Fleet, ask: Ask, phase: Phase | None, more: bytes = b""
+    ) -> Answered | None:
+        chosen = self._choose(fleet, ask, phase)
+        if chosen is None:
+            return None
+        receipt = None
+        if ask.reservation_id is not None:
+            receipt = self._bookings.book(fleet, ask, ask.reservation_id, chosen)
+        self._tally.chosen(fleet.pool, chosen)
+        return Answered(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
+
+    def _serve_both(self, fleet: Fleet, ask: Ask) -> Answered | None:
+        """Does the same for both phases: a decode worker's answer with a prefill worker's in it.
+
+        Without a prefill worker the one who decodes serves all of it, and the answer says why.
+        """
+        try:
+            prefill = self._choose(fleet, ask, Phase.PREFILL)
+        except Unserved as error:
+            fallback = {"prefill": None, "fallback": f"decode only: {error}"}
+            answered = self._serve_phase(fleet, ask, None, members_json(fallback))
+            self._tally.fallbacks += answered is not None
+            return answered
+        if prefill is None:
+            return None
+        decode = self._choose(fleet, ask, Phase.DECODE)
+        if decode is None:
+            return None
+        prefill_id = receipt = None
+        if ask.reservation_id is not None:
+            prefill_id = ask.reservation_id + PREFILL_SUFFIX
+            receipt = self._bookings.book_both(fleet, ask, ask.reservation_id, decode, prefill)
+        for chosen in (prefill, decode):
+            self._tally.chosen(fleet.pool, chosen)
+        inner = b'"prefill":%b,' % self._answer(fleet, ask, prefill, prefill_id)
+        return Answered(self._answer(fleet, ask, decode, ask.reservation_id, inner), receipt)
+
+    def _choose(self, fleet: Fleet, ask: Ask, phase: Phase | None) -> Chosen | None:
+        """Chooses for the prompt that the pool has looked at; None if all are busy."""
+        settings = in_phase(ask.settings, phase)
+        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        factors = fleet.factors(ask.preferred)
+        chosen = selector.NONE
+        if phase is not Phase.PREFILL:  # a session is where its requests decode
+            chosen = self._follow(fleet, ask, settings, eligible)
+        affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
+        if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
+            chosen = fleet.pool.choose(settings, wanted, self._draws.next())
+        if chosen < 0:  # who is liked best is not waited for
+            chosen = fleet.pool.choose(settings, eligible, self._draws.next(), factors)
+        if chosen == selector.BUSY:
+            return None
+        if chosen == selector.NONE:
+            if fleet.lacks(eligible):
+                raise Unserved(Outcome.NOT_ELIGIBLE, _GONE[phase], retry_after_s=1)
+            raise Unserved(Outcome.NOT_ELIGIBLE, _NOBODY[phase])
+        if chosen == selector.OVERLOADED:
+            raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
+        return Chosen(chosen, settings, phase, fleet.pool.best(settings, eligible))
+
+    def _follow(self, fleet: Fleet, ask: Ask, settings: Settings, eligible: bytes | None) -> int:
+        """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
+
+        Once one is not busy the session's is taken, busy or not, as on the original.
+        """
+        bound = None if self._affinity is None else self._affinity.target(ask)
+        wanted = None if bound is None else fleet.targets(bound, eligible)
+        if wanted is None or fleet.pool.refusal(settings, eligible) != 0:
+            return selector.NONE
+        return fleet.pool.choose(settings.replace(queue_threshold=None), wanted, self._draws.next())
+
+    def _check_new(self, ask: Ask) -> None:
+        self._bookings.check_new(ask.reservation_id)
+        if ask.phase is Phase.BOTH and ask.reservation_id is not None:
+            self._bookings.check_new(ask.reservation_id + PREFILL_SUFFIX)
+
+    def _answer(
+        self,
+        fleet: Fleet,
+        ask: Ask,
+        chosen: Chosen,
+        reservation_id: str | None,
+        more: bytes = b"",
+    ) -> bytes:
+        named: dict[str, Any] = {}
+        if ask.selection_id is not None:
+            named["selection_id"] = ask.selection_id
+        if reservation_id is not None:
+            named["reservation_id"] = reservation_id
+        if chosen.phase is not None:
+            named["phase"] = chosen.phase
+        members = fleet.piece(chosen.at) + more
+        if ask.explain:
+            rows = fleet.pool.explain(
+                chosen.settings,
+                fleet.eligible(ask.constraints_in(chosen.phase), chosen.phase),
+                fleet.factors(ask.preferred),
+            )
+            members += members_json({"candidates": [self._explained(fleet, row) for row in rows]})
+        if ask.advisory:
+            load = _load(fleet, chosen, self._options.prefill_busy)
+            members += members_json({"worker_load": load})
+        opening = b"{" + members_json(named)
+        return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
+
+    def _explained(self, fleet: Fleet, row: Explained) -> dict[str, Any]:
+        """Returns the terms of a rank's cost, and how far its stream can be believed."""
+        listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
+        stream = None if listener is None else listener.health(self._clock())
+        return row._asdict() | {"stream": stream}
+
+    def stop(self) -> None:
+        """Answers those that wait, now and from now on, that nobody will serve them."""
+        self._stopping = True
+        self.ask_all()
+
+    # ---- what moves those that wait
+
+    def ask_all(self) -> None:
+        """Serves all that can be served now, whatever it is that has changed."""
+        for fleet in self._fleets.values():
+            fleet.queue.wake()
+        self.turn_all()
+
+    def turn_all(self) -> None:
+        """Serves all that changes of workers and loads have made servable."""
+        if self.held:
+            for fleet in self._fleets.values():
+                self.turn(fleet)
+
+    def turn(self, fleet: Fleet) -> None:
+        """Does so in one fleet, in the order of those that wait."""
+        if not len(fleet.queue):
+            return
+        changed = fleet.pool.changed()
+        if changed is None:  # others are there now
+            self._end_hashed(fleet)
+        fleet.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
+        for _ in fleet.queue.release(partial(self._serve, fleet)):
+            pass
+        fleet.pool.remember()
+
+    def _end_hashed(self, fleet: Fleet) -> None:
+        """Ends selections that came hashed by a block size that is not the workers' any more."""
+        if not fleet.workers:
+            return
+        for held in list(fleet.queue):
+            if held.again is None and held.block_size != fleet.pool.block_size:
+                assert held.waiting is not None
+                fleet.queue.remove(held.waiting)
+                error = Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
+                self._tally.failed(held.ask, error)
+                held.settle(error)
+
+    def _serve(self, fleet: Fleet, held: Held) -> int:
+        """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
+        ask = held.ask
+        try:
+            if self._stopping:
+                raise Unserved(Outcome.STOPPING, _STOPPING)
+            if not fleet.workers:
+                raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
+            if (answered := self._again(ask)) is None:  # both have waited
+                self._check_new(ask)
+                if self._all_busy(fleet, ask):
+                    return _awaited(fleet, ask)
+                self._look_again(fleet, held)
+                answered = self._serve_one(fleet, ask)
+        except KvdError as error:
+            self._tally.failed(ask, error)
+            held.settle(error)
+            return 0
+        if answered is None:
+            return _awaited(fleet, ask)
+        held.settle(answered)
+        return 0
+
+    def _look_again(self, fleet: Fleet, held: Held) -> None:
+        if held.block_size == fleet.pool.block_size:
+            fleet.pool.look_again(held.prompt)
+            return
+        assert held.again is not None  # or it has ended
+        held.again(fleet.pool)
+        held.prompt, held.block_size = fleet.pool.hold(), fleet.pool.block_size
+        self._tally.rehashed += 1
+
+    def _all_busy(self, fleet: Fleet, ask: Ask) -> bool:
+        """Says so where no look at the prompt is needed, which costs a walk of the index."""
+        phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
+        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
+
+
+def _load(fleet: Fleet, chosen: Chosen, busy: float | None) -> dict[str, int | None]:
+    """Returns what a chosen rank works on, and what its worker has room for; None is unknown.
+
+    Says whether it prefills more than so many batches, if that is given.
+    """
+    row = fleet.pool.explained(chosen.at, chosen.settings)
+    record = fleet.workers[row.worker_id]
+    tokens, capacity = row.active_prefill_tokens, record.max_num_batched_tokens
+    load = {
+        "active_prefill_tokens": tokens,
+        "prefill_token_capacity": capacity,
+        "total_kv_blocks": record.total_kv_blocks,
+    }
+    if busy is not None:
+        load["prefill_busy"] = bool(capacity) and tokens > busy * (capacity or 0)
+    return load
+
+
+def _awaited(fleet: Fleet, ask: Ask) -> int:
+    """Returns the bits of the pool's ranks whose loads decide whether a selection can be served."""
+    awaited = 0
+    for phase in (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,):
+        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        if eligible is None:
+            return ANYONE
+        awaited |= int.from_bytes(eligible, "little")
+    return awaited
+
+
+def _check_constraints(ask: Ask) -> None:
+    constraints = ask.constraints
+    pinned = None if constraints is None else constraints.pinned
+    if ask.settings.members["mode"] == DIRECT and (pinned is None or ask.phase is Phase.BOTH):
+        raise BadRequest("the router mode is direct: pinned_worker must name who serves one phase")
+    allowed = None if constraints is None else constraints.allowed
+    if pinned is not None and allowed is not None and pinned[0] not in allowed:
+        raise BadRequest(f"pinned worker {pinned[0]} is not in allowed worker set")

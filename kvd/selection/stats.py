@@ -1,0 +1,84 @@
+"""What has become of every selection, for /metrics: outcomes, waits, and what was chosen.
+
+A selection that could be read has one outcome in the end. The lane's answerer counts into the same
+`ChoiceCounts` (plain_selection.pyx).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from kvd.errors import Conflict, KvdError, Unavailable
+from kvd.selection.phases import Phase
+from kvd.selection.requests import Ask, Chosen
+from kvd.telemetry.metrics import BUCKETS, Histogram
+from kvd_core.selector.choice_counts import ChoiceCounts
+from kvd_core.selector.selector import Pool
+
+
+class Outcome(IntEnum):
+    """How a selection can end."""
+
+    SERVED = 0  # as the core has it
+    REPEATED = 1  # answered once more, under its Idempotency-Key
+    NO_WORKERS = 2
+    NOT_ELIGIBLE = 3
+    OVERLOADED = 4
+    QUEUE_FULL = 5
+    TIMED_OUT = 6
+    STOPPING = 7
+    LEFT = 8  # its client, while it waited
+    CONFLICT = 9
+    NO_ROOM = 10
+    INVALID = 11
+
+
+# Positions of phases: those of requests, of which choices have all but the last.
+PHASES = (None, Phase.PREFILL, Phase.DECODE, Phase.BOTH)
+POSITIONS = {phase: position for position, phase in enumerate(PHASES)}
+
+
+class Unserved(Unavailable):
+    """A selection is refused for a reason that is counted."""
+
+    def __init__(self, outcome: Outcome, text: str, retry_after_s: int | None = None) -> None:
+        super().__init__(text, retry_after_s)
+        self.outcome = outcome
+
+
+class Tally:
+    """Counts the selections of a service."""
+
+    def __init__(self) -> None:
+        self.counts = ChoiceCounts()
+        self.waits = Histogram(BUCKETS)  # seconds
+        self.fallbacks = 0  # requests for both phases that one worker serves
+        self.rehashed = 0  # prompts that waited until the block size was another one
+
+    def served(self, ask: Ask, pool: Pool) -> None:
+        """Counts one as served, with the prompt that the pool has looked at."""
+        self.counts.serve(ask.settings, POSITIONS[ask.phase], pool)
+
+    def chosen(self, pool: Pool, chosen: Chosen) -> None:
+        """Counts a choice for the prompt that the pool has looked at."""
+        phase = POSITIONS[chosen.phase]
+        self.counts.choose(pool, chosen.settings, chosen.at, chosen.best, phase)
+
+    def held(self, ask: Ask) -> None:
+        self.counts.hold(ask.settings, POSITIONS[ask.phase])
+
+    def ended(self, ask: Ask, outcome: Outcome) -> None:
+        self.counts.end(ask.settings, POSITIONS[ask.phase], outcome)
+
+    def failed(self, ask: Ask, error: KvdError) -> None:
+        self.ended(ask, _outcome_of(error))
+
+
+def _outcome_of(error: KvdError) -> Outcome:
+    if isinstance(error, Unserved):
+        return error.outcome
+    if isinstance(error, Conflict):
+        return Outcome.CONFLICT
+    if isinstance(error, Unavailable):  # only the ledger says so
+        return Outcome.NO_ROOM
+    return Outcome.INVALID

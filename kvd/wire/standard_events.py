@@ -1,0 +1,460 @@
+"""What the events of one registered publisher mean for the index.
+
+    payload ── read_batch ──> events ─┬─ standard: envelope against the registration, order, place
+                                      └─ engine's own: the decoder of those, then the same
+                                             │
+                                             v
+                            kvd_core.conductor.conductor.Source: store, store_named, remove, clear
+
+The registration says what an event leaves out. An event that says otherwise is another's: several
+registrations may listen to one publisher, each takes what is its own, and the rest is counted.
+
+A long payload is applied in slices: `apply` says UNFINISHED, and `go_on` goes on until it does
+not. What takes time is a generator here, which yields when the steps of its slice are used up.
+Slices end between two events, and in an event between two parts of fixed lengths, so that the
+result does not depend on them. Engines' own batches are sliced in the core.
+
+No clock, no sockets, no logging.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+from kvd.wire import kv_events
+from kvd.wire.envelope import CLEARED, CPU, GPU, REMOVED, Envelopes, Foreign, StandardEvent, Terms
+from kvd.wire.event_order import EventOrder, put_in_order
+from kvd.wire.kv_events import MARK, U32_MAX, Event, Unread
+from kvd_core.conductor.conductor import Source
+from kvd_core.index.prefix_index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
+
+# What takes a step, 0.1 us, and what is done of an event between two looks at the budget.
+_STEPS_AN_EVENT = 200  # its envelope, and finding its place in its stream
+_BYTES_A_STEP = 4  # of an event that is read
+_JSON_BYTES_A_PART, _JSON_BYTES_A_STEP = 32_768, 6
+_HASHES_A_PART, _STEPS_A_HASH = 4096, 2  # whose values are looked at
+_TOKENS_A_PART, _TOKENS_A_STEP = 16_384, 2
+_BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # that are stored with tokens; longer events are several
+_NAMES_A_PART = 64  # that are stored without; the core counts the steps
+_REMOVALS_A_PART, _STEPS_A_REMOVAL = 1024, 5
+
+# Of a publisher that holds nothing, events that were another's or ignored before it is said to be
+# of no use; and how many of all events these have to be: an engine may begin with a clear.
+UNUSED_EVENTS, UNUSED_SHARE = 16, 15 / 16
+
+_Slices = Generator[None, None, None]  # yields where a slice ends
+_NOTHING: Iterator[None] = iter(())
+
+_Value = TypeVar("_Value")
+# A standard event, what is wrong with it, or an engine's own.
+_Event = StandardEvent | ValueError | Foreign | Unread
+
+
+class Publication:
+    """One publisher's events, as one registration takes them (a listener's stream)."""
+
+    def __init__(self, source: Source, terms: Terms) -> None:
+        self._source = source
+        self._terms = terms
+        self._envelopes = Envelopes(terms)
+        self.order = EventOrder()
+        self._engine = source.engine_events(terms.lora_name, terms.cache_salt)
+        self._flaw = ""
+        self._full = 0  # events that have found no room, those of earlier payloads
+        self.slice_steps = SLICE_STEPS  # of 0.1 us, that a call may take, about
+        self._slice = Slice(0)  # the one under way
+        self._rest = _NOTHING  # of the payload that is being applied
+
+        self._events = 0  # standard ones
+        self._mismatches: Counter[str] = Counter()  # events of others, by dimension
+        self._bad: Counter[str] = Counter()  # events and payloads, by what is wrong
+        self._ignored: Counter[str] = Counter()  # events understood and without effect, by reason
+        self._stored = 0  # events, or parts of them, that have stored something
+        self._useless_before: Counter[str] = Counter()  # what `misfit` counts, at the last `clear`
+        self._stored_before = 0
+        self._orphans = 0  # events set aside because their parent is not known
+        self.unlocated = 0  # events with tokens that do not say where they belong
+        self.conflicts = 0  # base_block_idx that contradicts the parent
+
+    # ---- what has been heard, standard events and an engine's own
+
+    @property
+    def events(self) -> int:
+        return self._events + int(self._engine.counts()["events"])
+
+    @property
+    def orphans(self) -> int:
+        """Events set aside because their parent was not known."""
+        return self._orphans + int(self._engine.counts()["parked"])
+
+    @property
+    def mismatches(self) -> Counter[str]:
+        """Events of others, by the dimension that says so."""
+        return +(self._mismatches + Counter(self._engine.counts()["mismatches"]))
+
+    @property
+    def ignored(self) -> Counter[str]:
+        """Events that were understood and had no effect, by reason."""
+        return +(self._ignored + Counter(self._engine.counts()["ignored"]))
+
+    @property
+    def bad(self) -> Counter[str]:
+        """Events and payloads that could not be read, by what is wrong."""
+        return +(self._bad + Counter(self._engine.counts()["bad"]))
+
+    def outcomes(self) -> dict[str, int]:
+        """Events that were not simply applied, summed up by what became of them; 3 us."""
+        engine = self._engine.counts()
+        return {
+            "mismatch": self._mismatches.total() + sum(engine["mismatches"].values()),
+            "bad": self._bad.total() + sum(engine["bad"].values()),
+            "ignored": self._ignored.total() + sum(engine["ignored"].values()),
+            "stale": self.order.stale,
+            "orphan": self._orphans + int(engine["parked"]),
+            "unlocated": self.unlocated,
+        }
+
+    def unused(self) -> str:
+        """Says why nothing is held of a publisher that is heard; "" if there is no such reason."""
+        reasons = self._useless()
+        count, events = reasons.total(), self.events
+        held = self._source.stats()
+        if held["blocks"] + held["waiting"] or count < max(UNUSED_EVENTS, UNUSED_SHARE * events):
+            return ""
+        return f"nothing held of {events} events: they are another's, or ignored ({_said(reasons)})"
+
+    def _useless(self) -> Counter[str]:
+        return self.mismatches + self.ignored
+
+    def _all_stored(self) -> int:
+        return self._stored + int(self._engine.counts()["stored"])
+
+    # ---- a listener's stream
+
+    def apply(self, payload: bytes) -> int:
+        if not payload:
+            return 0  # a beat or a barrier, whose number is all that it says
+        if kv_events.is_json(payload):
+            self._rest = self._apply_json(payload)
+        elif MARK in payload:
+            self._rest = self._apply(payload)
+        else:  # no standard event: the fast way, nothing is made of Python
+            applied = self._engine.apply(payload)
+            if applied:
+                self._rest = _NOTHING
+                self._flaw = self._engine.flaw()
+                return self._shown()
+            self._rest = self._go_on_engine(payload, applied)
+        return self.go_on()
+
+    def go_on(self) -> int:
+        self._slice = Slice(self.slice_steps)
+        for _ in self._rest:
+            return UNFINISHED
+        self._rest = _NOTHING
+        return self._shown()
+
+    def _shown(self) -> int:
+        """Returns what a payload has shown, once it is applied."""
+        shown: int = FLAWED if self._flaw else 0
+        full = self._ignored["full"] + self._engine.full()
+        if full != self._full:
+            self._full = full
+            shown |= NO_ROOM
+        return shown
+
+    def _apply_json(self, payload: bytes) -> _Slices:
+        self._flaw = ""
+        try:
+            packed = yield from self._repack(payload)
+        except ValueError as error:
+            self._note_bad(str(error))
+            return
+        if MARK in packed:
+            yield from self._apply(packed)
+        else:
+            yield from self._go_on_engine(packed, self._engine.apply(packed))
+
+    def _repack(self, payload: bytes) -> Generator[None, None, bytes]:
+        """Returns a payload of JSON as msgpack."""
+        text = kv_events.json_text(payload)
+        while text.read(_JSON_BYTES_A_PART):
+            if self._is_spent(_JSON_BYTES_A_PART // _JSON_BYTES_A_STEP):
+                yield
+        return text.packed()
+
+    def _go_on_engine(self, payload: bytes, applied: bool | None) -> _Slices:
+        while applied is None:
+            yield
+            applied = self._engine.go_on()
+        self._flaw = self._engine.flaw()
+        if not applied:  # it may have the form of an unusual batch
+            yield from self._apply(payload)
+
+    def _apply(self, payload: bytes) -> _Slices:
+        self._flaw = ""
+        if self._envelopes.crowded:
+            self._source.drop_idle()
+            self._envelopes.forget_backends({backend for backend, _ in self._source.holders()})
+        try:
+            batch = kv_events.read_batch(payload)
+        except ValueError as error:
+            self._note_bad(str(error))
+            return
+        if batch.beyond:
+            self._bad["too_many"] += batch.beyond
+            self._flaw = "too_many"
+        if self._is_spent(len(payload) // _BYTES_A_STEP):
+            yield
+        events: list[_Event] = []
+        for each in batch.events:
+            events.append(self._read(each, batch.rank))
+            if self._is_spent(_STEPS_AN_EVENT + len(each.packed) // _BYTES_A_STEP):
+                yield
+        if len(events) > 1:
+            put_in_order(events)
+        for event in events:
+            yield from self._take_or_count(event, batch.rank)
+            if self._is_spent(_STEPS_AN_EVENT):
+                yield
+
+    def _is_spent(self, steps: int) -> bool:
+        """Takes steps off the slice; returns whether none is left."""
+        return self._slice.take(steps)
+
+    def _take_or_count(self, event: _Event, rank: int | None) -> _Slices:
+        try:
+            yield from self._take(event, rank)
+        except Foreign as error:
+            self._mismatches[str(error)] += 1
+            self.order.saw(error.event_id)
+        except UnicodeError:
+            self._note_bad("text")
+        except ValueError as error:
+            self._note_bad(str(error))
+        except (OverflowError, TypeError):
+            self._note_bad("value")
+
+    def flaw(self) -> str:
+        return self._flaw
+
+    def rank(self) -> None:
+        """Its events speak for many ranks and backends: what is lost may concern any of them."""
+
+    def names_ranks(self) -> bool:
+        return True
+
+    def cleared(self) -> int:
+        return 0
+
+    def clear(self) -> None:
+        """The publisher has been started anew: what it held, and its numbers, are over."""
+        self._rest = _NOTHING
+        for backend, rank in self._source.holders():
+            self._source.clear(backend, rank)
+        self.order.clear()
+        self._engine.forget()
+        self._useless_before, self._stored_before = self._useless(), self._all_stored()
+
+    def restored(self) -> bool:
+        return False
+
+    def goes_on(self, payload: bytes) -> bool:
+        return False
+
+    def drop_restored(self) -> bool:
+        return False
+
+    def misfit(self) -> str:
+        if self._all_stored() != self._stored_before:
+            return ""
+        reasons = self._useless() - self._useless_before
+        if not reasons:
+            return ""
+        whose = "another's, or ignored" if reasons.keys() & self.mismatches else "ignored"
+        return f"all events were {whose}: {_said(reasons)}"
+
+    # ---- order
+
+    def _read(self, event: Unread, batch_rank: int | None) -> _Event:
+        try:
+            read = kv_events.read_event(event)
+            return read if isinstance(read, Unread) else self._envelopes.read(read, batch_rank)
+        except (ValueError, Foreign) as error:
+            return error
+
+    def _forget_backend(self, gone: int) -> None:
+        for backend, rank in self._source.holders():
+            if backend == gone:
+                self._source.clear(backend, rank)
+        self.order.forget(gone)
+
+    # ---- standard events
+
+    def _take(self, event: _Event, batch_rank: int | None) -> _Slices:
+        if isinstance(event, Unread):
+            yield from self._take_engine(event, batch_rank)
+            return
+        self._events += 1
+        if not isinstance(event, StandardEvent):
+            raise event
+        apply = yield from self._understand(event)
+        if self.order.is_next(event):
+            yield from apply
+            return
+        anew = self.order.begins_anew(event)
+        if anew:
+            self._forget_backend(event.backend)
+            for each in anew:
+                self.order.is_next(each)
+                yield from (yield from self._understand(each))
+
+    def _understand(self, event: StandardEvent) -> Generator[None, None, _Slices]:
+        """Returns what applies the event; raises ValueError where it is bad, before it counts."""
+        if event.kind == CLEARED:
+            return self._clear(event)
+        said = kv_events.hashes(event.event)
+        hashes: list[int] = []
+        for at in range(0, len(said), _HASHES_A_PART):
+            part = _part(said, at, _HASHES_A_PART)
+            hashes += map(kv_events.hash_of, part)
+            if self._is_spent(_STEPS_A_HASH * len(part)):
+                yield
+        kv_events.number(event.event, "base_block_idx", U32_MAX)
+        if event.kind == REMOVED:
+            return self._remove(event, hashes)
+        tokens = kv_events.tokens(event.event)
+        for at in range(0, len(tokens or ()), _TOKENS_A_PART):
+            ids = _part(tokens or [], at, _TOKENS_A_PART)
+            kv_events.check_tokens(ids)
+            if self._is_spent(len(ids) // _TOKENS_A_STEP):
+                yield
+        parent = self._parent(event.event)
+        return self._store(event, hashes, tokens, parent)
+
+    def _parent(self, event: Event) -> int | None:
+        value = event.get("parent_hash")
+        return None if value is None else kv_events.hash_of(value)
+
+    def _store(
+        self, event: StandardEvent, hashes: list[int], tokens: list[int] | None, parent: int | None
+    ) -> _Slices:
+        if not hashes:
+            self._ignored["object_key"] += 1
+            return
+        medium = event.medium or (CPU if self._terms.store else GPU)
+        depth = event.event.get("base_block_idx")
+        if depth == 0 and parent is not None:
+            self.conflicts += 1
+        if tokens is None:
+            yield from self._store_names(event, medium, hashes)
+        elif parent is None and not {"base_block_idx", "parent_hash"} & event.event.keys():
+            self.unlocated += 1
+        elif parent is None and depth:
+            # Nobody knows what lies before it: the first block is what its hash says, the others
+            # follow it.
+            yield from self._store_names(event, medium, hashes[:1])
+            if len(hashes) > 1:
+                tokens = tokens[self._terms.block_size :]
+                yield from self._store_blocks(event, medium, hashes[1:], tokens, hashes[0])
+        else:
+            yield from self._store_blocks(event, medium, hashes, tokens, parent)
+
+    def _store_names(self, event: StandardEvent, medium: str, hashes: list[int]) -> _Slices:
+        # Of an object's adapter and salt its engine has told, unless the event does.
+        scope = self._terms.lora_name, self._terms.cache_salt
+        by_engine = kv_events.names_object(event.event) and scope == event.stream[:2]
+        for at in range(0, len(hashes), _NAMES_A_PART):
+            part = _part(hashes, at, _NAMES_A_PART)
+            outcome = self._source.store_named(
+                event.backend, event.rank, medium, part, event.space, by_engine, whole=False
+            )
+            yield from self._settle()
+            if at == 0 or outcome != "placed":
+                self._note(outcome)
+            if outcome != "placed":
+                return
+
+    def _store_blocks(
+        self,
+        event: StandardEvent,
+        medium: str,
+        hashes: list[int],
+        tokens: list[int],
+        parent: int | None,
+    ) -> _Slices:
+        size = self._terms.block_size
+        for at in range(0, max(1, min(len(hashes), len(tokens) // size)), _BLOCKS_A_PART):
+            part = _part(hashes, at, _BLOCKS_A_PART)
+            outcome = self._source.store(
+                event.backend,
+                event.rank,
+                medium,
+                part,
+                _part(tokens, at * size, _BLOCKS_A_PART * size),
+                hashes[at - 1] if at else parent,
+                event.space,
+                whole=False,
+            )
+            if at == 0 or outcome not in ("placed", "parked"):
+                self._note(outcome)
+            self._slice.take(_STEPS_A_BLOCK * len(part))
+            yield from self._settle()
+            if outcome not in ("placed", "parked"):
+                return
+
+    def _settle(self) -> _Slices:
+        """Does what stored blocks have set off: others may have waited for them."""
+        while not self._source.settle(self._slice):
+            yield
+
+    def _note(self, outcome: str) -> None:
+        self._stored += outcome in ("placed", "parked")
+        if outcome == "parked":
+            self._orphans += 1
+        elif outcome != "placed":
+            self._ignored[outcome] += 1
+
+    def _remove(self, event: StandardEvent, hashes: list[int]) -> _Slices:
+        medium = event.medium
+        if medium is None and not self._terms.store:
+            medium = GPU
+        for at in range(0, len(hashes), _REMOVALS_A_PART):
+            part = _part(hashes, at, _REMOVALS_A_PART)
+            self._source.remove(event.backend, event.rank, medium, part, event.space)
+            if self._is_spent(_STEPS_A_REMOVAL * len(part)):
+                yield
+
+    def _clear(self, event: StandardEvent) -> _Slices:
+        ranks = [event.rank]
+        if event.rank is None:  # a store's: every rank
+            ranks = [rank for backend, rank in self._source.holders() if backend == event.backend]
+        for rank in ranks:
+            self._source.clear(event.backend, rank, event.medium, event.space)
+            if self._is_spent(_STEPS_AN_EVENT):
+                yield
+
+    # ---- engines' own events
+
+    def _take_engine(self, event: Unread, batch_rank: int | None) -> _Slices:
+        """Takes one that stands beside standard events, or in a batch of an unusual form."""
+        applied = self._engine.apply(kv_events.engine_payload(event, batch_rank))
+        while applied is None:
+            yield
+            applied = self._engine.go_on()
+        self._flaw = self._flaw or self._engine.flaw()
+
+    def _note_bad(self, why: str) -> None:
+        self._bad[why] += 1
+        self._flaw = self._flaw or why
+
+
+def _said(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
+
+
+def _part(values: list[_Value], at: int, length: int) -> list[_Value]:
+    """Returns a part of a list, which as a rule is all of it."""
+    return values if at == 0 and len(values) <= length else values[at : at + length]

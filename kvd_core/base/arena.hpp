@@ -1,0 +1,247 @@
+// Storage that never moves what it holds, addressed by dense 32-bit ids.
+//
+//   ids     0 .. 255         256 .. 511         ...
+//          +-----------+    +-----------+
+//          | T T T ... |    | T T T ... |      one segment = 256 entries
+//          +-----------+    +-----------+
+//
+// Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
+// entries are a list threaded through the entries themselves, so giving back costs no memory:
+// `T::free_link()` is a member that means nothing while the entry is free.
+//
+// The first 16 segments are in the heap: thousands of small arenas have thousands of mappings else,
+// and a process may have 65,530. From then on 16 segments are one mapping (base/pages.hpp).
+//
+// Invariants
+//   1. an id is either live or on the free list, never both;
+//   2. the first `pinned` ids are taken once and never given back; when only they are live, the
+//      segments they do not need are spare, and `shrink` gives them back one by one.
+//
+// Costs: take, give and operator[] O(1); memory = live high-water mark rounded up to a segment.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+#include "base/pages.hpp"
+
+namespace kvd {
+
+template <class T>
+class Arena {
+ public:
+  static constexpr uint32_t kSegmentBits = 8;
+  static constexpr uint32_t kSegment = 1u << kSegmentBits;
+
+  // `max_ids` is exclusive; callers that steal high bits of an id pass a smaller bound.
+  explicit Arena(uint32_t pinned = 0, uint32_t max_ids = 0xfffffff0u)
+      : pinned_(pinned), max_ids_(max_ids) {}
+
+  ~Arena() {
+    while (!segments_.empty()) drop_segment();
+  }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  T& operator[](uint32_t id) { return segments_[id >> kSegmentBits][id & (kSegment - 1)]; }
+  const T& operator[](uint32_t id) const {
+    return segments_[id >> kSegmentBits][id & (kSegment - 1)];
+  }
+
+  uint32_t take() {
+    if (free_ != kNoId) {
+      const uint32_t id = free_;
+      free_ = (*this)[id].free_link();
+      ++live_;
+      return id;
+    }
+    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
+    if ((end_ >> kSegmentBits) == segments_.size()) add_segment();
+    ++live_;
+    return end_++;
+  }
+
+  void give(uint32_t id) {
+    if (--live_ == pinned_) {
+      free_ = kNoId;
+      end_ = pinned_;
+    } else {
+      (*this)[id].free_link() = free_;
+      free_ = id;
+    }
+  }
+
+  // Gives back a segment behind the last id; false when there is none.
+  bool shrink() {
+    if (segments_.size() <= (size_t{end_} + kSegment - 1) >> kSegmentBits) return false;
+    drop_segment();
+    return true;
+  }
+
+  uint32_t live() const { return live_; }
+  uint32_t end() const { return end_; }  // every live id is below it
+
+  size_t bytes() const { return segments_.size() * kSegmentBytes; }
+
+ private:
+  static constexpr uint32_t kNoId = 0xffffffffu;
+  static constexpr size_t kSegmentBytes = kSegment * sizeof(T);
+  static constexpr size_t kGroup = 16;  // segments of one mapping
+
+  void add_segment() {
+    const size_t n = segments_.size();
+    segments_.push_back(nullptr);
+    try {
+      segments_[n] = room_for_segment(n);
+    } catch (const std::bad_alloc&) {
+      segments_.pop_back();
+      throw;
+    }
+    std::uninitialized_value_construct_n(segments_[n], kSegment);
+  }
+
+  T* room_for_segment(size_t n) const {
+    if (n < kGroup) return static_cast<T*>(take_heap(kSegmentBytes));
+    if (n % kGroup == 0) return static_cast<T*>(map_pages(kGroup * kSegmentBytes));
+    return segments_[n - 1] + kSegment;
+  }
+
+  void drop_segment() {
+    T* const segment = segments_.back();
+    segments_.pop_back();
+    std::destroy_n(segment, kSegment);
+    const size_t n = segments_.size();
+    if (n < kGroup) std::free(segment);
+    else if (n % kGroup == 0) unmap_pages(segment, kGroup * kSegmentBytes);
+  }
+
+  std::vector<T*> segments_;
+  uint32_t free_ = kNoId;  // the id that was given back last
+  uint32_t pinned_;
+  uint32_t max_ids_;
+  uint32_t end_ = 0;
+  uint32_t live_ = 0;
+};
+
+// Spreads a number over all 64 bits, for everybody alike: tables have a keyed hash (base/keyed.hpp).
+// Constants of the splitmix64 finalizer (Steele, Lea, Flood 2014).
+inline uint64_t mix64(uint64_t x) {
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9ull;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+// Open addressing over 32-bit values whose keys live elsewhere. Linear probing, and deletion by
+// moving later entries back: a delete leaves nothing behind, so millions of deletes of absent
+// keys cost nothing and change nothing (deletes of unknown blocks are normal traffic).
+//
+// `Keys` supplies `uint64_t hash_of(uint32_t value) const`, which nobody who chooses keys can foresee
+// (base/keyed.hpp): a way is as long as the keys are many that begin at the same slot.
+class ProbeTable {
+ public:
+  static constexpr uint32_t kEmpty = 0xffffffffu;
+  static constexpr uint32_t kFar = 4096;
+
+  uint32_t size() const { return count_; }
+  uint32_t capacity() const { return static_cast<uint32_t>(slots_.size()); }
+  uint32_t at(uint32_t index) const { return slots_[index]; }
+  void set(uint32_t index, uint32_t value) { slots_[index] = value; }
+  size_t bytes() const { return slots_.capacity() * sizeof(uint32_t); }
+
+  // Makes room for `count` entries, while there are none.
+  void reserve(uint32_t count) {
+    uint64_t capacity = 8;
+    while (count * 5ull > capacity * 4ull) capacity *= 2;
+    slots_.assign(capacity, kEmpty);
+    mask_ = static_cast<uint32_t>(capacity - 1);
+  }
+
+  // Index of the entry for which `same(value)` holds, or kEmpty.
+  template <class Same>
+  uint32_t find(uint64_t hash, Same&& same) const {
+    if (slots_.empty()) return kEmpty;
+    for (uint32_t i = home(hash);; i = next(i)) {
+      const uint32_t value = slots_[i];
+      if (value == kEmpty) return kEmpty;
+      if (same(value)) return i;
+    }
+  }
+
+  // The key must be absent.
+  template <class Keys>
+  void insert(uint64_t hash, uint32_t value, const Keys& keys) {
+    if ((count_ + 1) * 5ull > slots_.size() * 4ull) resize(slots_.empty() ? 8 : capacity() * 2, keys);
+    place(hash, value);
+    ++count_;
+  }
+
+  template <class Keys>
+  void erase(uint32_t index, const Keys& keys) {
+    uint32_t hole = index;
+    for (uint32_t i = next(hole); slots_[i] != kEmpty; i = next(i)) {
+      const uint32_t want = home(keys.hash_of(slots_[i]));
+      // The entry may move back only if its home is not between the hole and itself.
+      if (((i - want) & mask_) >= ((i - hole) & mask_)) {
+        slots_[hole] = slots_[i];
+        hole = i;
+      }
+    }
+    slots_[hole] = kEmpty;
+    --count_;
+  }
+
+  // Whether all entries are near their homes, as those of a hash that nobody can foresee are: a table
+  // 4/5 full has no way of kFar slots in the age of the universe.
+  template <class Keys>
+  bool is_spread(const Keys& keys) const {
+    for (uint32_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i] != kEmpty && ((i - home(keys.hash_of(slots_[i]))) & mask_) > kFar) return false;
+    }
+    return true;
+  }
+
+  // Gives memory back after many erases; not called by erase, so that scans by index stay valid.
+  // Late, because every entry that is left must be placed again (at worst some 100 ns each).
+  template <class Keys>
+  void shrink(const Keys& keys) {
+    if (count_ == 0) {
+      PageVector<uint32_t>().swap(slots_);
+      mask_ = 0;
+    } else if (slots_.size() > 64 && count_ * 32ull < slots_.size()) {
+      resize(capacity() / 8, keys);
+    }
+  }
+
+ private:
+  uint32_t home(uint64_t hash) const { return static_cast<uint32_t>(hash >> 32) & mask_; }
+  uint32_t next(uint32_t i) const { return (i + 1) & mask_; }
+
+  void place(uint64_t hash, uint32_t value) {
+    uint32_t i = home(hash);
+    while (slots_[i] != kEmpty) i = next(i);
+    slots_[i] = value;
+  }
+
+  template <class Keys>
+  void resize(uint32_t capacity, const Keys& keys) {
+    PageVector<uint32_t> old(capacity, kEmpty);
+    old.swap(slots_);
+    mask_ = capacity - 1;
+    for (const uint32_t value : old) {
+      if (value != kEmpty) place(keys.hash_of(value), value);
+    }
+  }
+
+  PageVector<uint32_t> slots_;
+  uint32_t mask_ = 0;
+  uint32_t count_ = 0;
+};
+
+}  // namespace kvd

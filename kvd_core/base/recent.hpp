@@ -1,0 +1,48 @@
+// What the last batches of a stream were: enough to know a batch that comes a second time.
+//
+//   number & 127 ──> digest of (number, payload) of the batch noted there last, 0 if it was skipped
+//
+// Invariants: a number of the last 128 is either noted or skipped, by whoever counts; the number
+// is part of the digest, so a batch never passes for another one.
+// Costs: note, holds: one XXH3 of the payload (10 to 20 ns at 200 bytes, 0.1 ns a byte above).
+// skip: a store per number, at most 128.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/hash.hpp"
+
+namespace kvd {
+
+// Numbers apart by less than this are remembered side by side. 1 KB a stream: duplicates and
+// reorders happen within what one connection holds back, some dozen messages.
+constexpr size_t kRecent = 128;
+
+class Recent {
+ public:
+  void note(uint64_t number, const void* payload, size_t size) noexcept {
+    digests_[number % kRecent] = digest(number, payload, size);
+  }
+
+  void skip(uint64_t first, uint64_t stop) noexcept {
+    if (stop - first > kRecent) first = stop - kRecent;
+    for (; first != stop; ++first) digests_[first % kRecent] = 0;
+  }
+
+  bool skipped(uint64_t number) const noexcept { return digests_[number % kRecent] == 0; }
+
+  bool holds(uint64_t number, const void* payload, size_t size) const noexcept {
+    return digests_[number % kRecent] == digest(number, payload, size);
+  }
+
+ private:
+  // Not by XXH3's seed: above 240 bytes a seed costs more than the number's multiplication.
+  static uint64_t digest(uint64_t number, const void* payload, size_t size) noexcept {
+    return XXH3_64bits(payload, size) ^ (number * 0x9E3779B97F4A7C15ull);
+  }
+
+  uint64_t digests_[kRecent] = {};
+};
+
+}  // namespace kvd

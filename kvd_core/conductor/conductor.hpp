@@ -1,0 +1,360 @@
+// Publishers of the KV Events standard, and what they hold, in the index that the workers share.
+//
+//   instance "a" ─┬─ source vLLM, rank 0 ──── holder ("", rank 0) ─── rank 5 of the index
+//                 └─ source Mooncake ─────┬── holder ("pool-a", no rank) ─── rank 6
+//                                         └── holder ("pool-b", no rank) ─── rank 9
+//
+// A source is one registration. A holder is who holds blocks in it: a backend, and a data-parallel
+// rank or none; it is a rank of the index, with a names table and layers of its own. Media beyond
+// the tiers are further layers.
+//
+// A namespace (adapter and salt) is what its names add to the seed of local hashes, so it is part of
+// the path in the tree. A block that has no place yet waits for it. So the order of events does not
+// matter, but for two: a hash that becomes ambiguous later keeps what it meant, and a block whose
+// parent tells of its salt later was hashed without it (counted: parked_unsalted).
+//
+// The class is here, with its short members. The rest of it, by subject, comes with this header:
+//
+//   conductor/sources.hpp    who is registered, and counts for which worker
+//   conductor/events.hpp     what is stored, removed, cleared
+//   conductor/meaning.hpp    which block an announced hash means
+//   conductor/waiting.hpp    what has no place yet, and how it gets one
+//
+// Invariants
+//   1. a parked block of a holder has an entry for each thing it waits for; entries of blocks that
+//      are parked no longer are recognised by their stamp, and dropped with time;
+//   2. only an engine's own events make second copies (index/index.hpp); in a standard event storing a hash
+//      again changes nothing, and its removal takes all copies.
+//
+// Costs: those of the index, a look-up a block while anything is loose, and for a hash that nobody of
+// the instance has announced one look-up a rank of the index. A loose block takes about 300 bytes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "conductor/types.hpp"
+#include "base/hash.hpp"
+#include "index/index.hpp"
+#include "base/keyed.hpp"
+#include "index/sequence.hpp"
+#include "base/steps.hpp"
+#include "index/worker.hpp"
+
+namespace kvd {
+
+class Conductor final : public Placements {
+ public:
+  enum class Outcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
+
+  // Costs the index nothing: what it needs of that comes with the first source, or question by hash.
+  Conductor(Index& index, uint64_t seed) : index_(index), seed_(seed) {}
+  Conductor(const Conductor&) = delete;
+  Conductor& operator=(const Conductor&) = delete;
+  ~Conductor() override { index_.placements_ = nullptr; }
+
+  const Index& index() const { return index_; }
+  uint64_t seed() const { return seed_; }
+  const std::vector<std::unique_ptr<Instance>>& instances() const { return instances_; }
+  const std::vector<Medium>& media() const { return media_; }
+  bool anything_loose() const { return !loose_.empty(); }
+  size_t loose_count() const { return loose_.size(); }
+  size_t bytes() const { return loose_.size() * kLooseBytes; }
+
+  // Whether questions by hash find all blocks that can be found so.
+  bool sequenced() const { return index_.sequenced(); }
+
+  // Keeps sequence hashes from now on, and makes those that are missing, in about `budget` steps of
+  // at most 0.1 us; true when none is.
+  bool sequence(uint32_t budget) {
+    index_.keep_sequences(seed_, this);
+    return index_.make_sequences(budget);
+  }
+
+  // ---- who is registered (conductor/sources.hpp)
+
+  Source* add_source(const std::string& key, uint64_t home, uint64_t adapter, uint32_t dp_rank, bool store);
+
+  // Its blocks no longer count; `Index::sweep` frees them.
+  void remove_source(Source* source);
+
+  // Forgets the source's holders that hold nothing.
+  void drop_idle(Source* source);
+
+  Instance* find(const std::string& key) const {
+    const auto it = by_key_.find(key);
+    return it == by_key_.end() ? nullptr : it->second;
+  }
+
+  // That of stores which serve every instance; null while there is none.
+  Instance* common() const { return common_; }
+
+  std::vector<std::string> keys_of_instances() const {
+    std::vector<std::string> found;
+    for (const auto& instance : instances_) found.push_back(instance->key);
+    return found;
+  }
+
+  // The instance's ranks count as those of a worker of the index, or of none.
+  void link(Instance* instance, Worker* worker);
+
+  // The holder's rank, made when it is new; kNone when too many of the source hold something.
+  RankId holder(Source* source, uint32_t backend, bool ranked, uint32_t dp_rank);
+
+  // The layer of a medium by its upper-case name, and as a JSON member name; kNone when there are
+  // too many, or when it cannot be a member.
+  LayerId medium(const std::string& name, const std::string& key);
+
+  // ---- events (conductor/events.hpp)
+
+  // `settle` has to follow.
+  Outcome store(Source* source, RankId id, const Told& e);
+
+  // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns how
+  // far it has come, kNone when they are refused because the index is full. `settle` has to follow.
+  uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
+                       LayerId layer, uint64_t space, bool by_engine, bool has_parent, Steps& steps);
+
+  // Takes the layers of `mask` from what the holder calls `hash`.
+  void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space, bool by_engine);
+
+  // Drops what the holder has on the layers of `mask` in one namespace, or with `all` in all.
+  void clear(Source* source, RankId id, LayerMask mask, uint64_t space, bool all);
+
+  // ---- cache groups
+
+  RankTraits& traits(RankId id) { return index_.rank(id); }
+
+  // The layer of a cache group of the holder's device, of which a prefix needs the last `blocks`
+  // blocks; kNone when there are too many.
+  LayerId device_group(RankId id, int32_t group, uint32_t blocks) {
+    const LayerId layer = device_group(group);
+    if (layer != kNone && blocks != 0) index_.set_window(id, layer, blocks);
+    return layer;
+  }
+
+  LayerId device_group(int32_t group) { return index_.group_layer(kDeviceLayer, static_cast<uint32_t>(group)); }
+
+  // Another engine process speaks from now on.
+  void forget_groups(const Source& source) {
+    for (const Holder& holder : source.holders) {
+      RankTraits& traits = index_.rank(holder.id);
+      traits.groups.clear();
+      traits.windows.clear();
+      traits.main_group = -1;
+    }
+  }
+
+  // ---- questions
+
+  // Gives blocks told by sequence hash alone their places behind `last`, the last one of a prompt in a
+  // namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False without any.
+  bool explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from, size_t n, uint64_t space);
+
+  // Calls visit(rank, layers) for what counts as the block of a key though the tree has none.
+  template <class Visit>
+  void each_credit(uint64_t key, Visit&& visit) const;
+
+  // Counts a question that has found its first block with a holder; once for a source.
+  void note_match(RankId id) const {
+    Source& source = *owners_[id];
+    if (source.last_matched == source.instance->asked) return;
+    source.last_matched = source.instance->asked;
+    ++source.matched;
+  }
+
+  // (block, holder, medium) triples of a source in the tree, and its blocks that wait for a place.
+  std::pair<uint64_t, uint64_t> held_by(const Source& source) const {
+    std::pair<uint64_t, uint64_t> held{};
+    for (const Holder& holder : source.holders) {
+      const Rank& rank = index_.ranks_[holder.id];
+      held.first += rank.credited() + rank.held[Rank::kCounters - 1];
+      held.second += rank.parked();
+    }
+    return held;
+  }
+
+  // ---- told by the index
+  // Virtual, so they have their bodies here: each module that includes a class with one that is only
+  // declared in it would emit the class's table, and all that this leads to.
+
+  void placed(const Store& s, const BlockId* blocks) override {
+    if (loose_.empty()) return;
+    for (uint32_t i = 0; i < s.n; ++i) {
+      if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
+      await(sequences().key(s.space, s.names[i]));  // a worker's; a holder's names are announced
+      if (common_ == nullptr) continue;
+      for (const Source* each : common_->sources) {
+        if (each->home != s.space) await(sequences().key(each->home, s.names[i]));
+      }
+    }
+  }
+
+  void sequenced(const BlockId* blocks, uint32_t n) override {
+    if (loose_.empty()) return;
+    for (uint32_t i = 0; i < n; ++i) {
+      if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
+    }
+  }
+
+  // A prompt of the base model: local hashes are plain ones where the seeds are the same.
+  bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) override {
+    return from != n && !loose_.empty() && seed_ == kBaseSeed && explain(last, locals, locals, from, n, 0);
+  }
+
+  // What can be placed now may be all that waits, so it is done in slices, too.
+  bool settle(Steps& steps) override {
+    while (steps.left() && !(looked_at_ == waiting_.size() && work_.empty())) {
+      if (looked_at_ != waiting_.size()) {
+        const Loose loose = waiting_[looked_at_++];
+        look_at(loose);
+        steps.take(kStepsALook + looked_up());
+      } else {
+        const uint64_t key = work_.back();
+        work_.pop_back();
+        look_again(key);
+        steps.take(1 + waiting_.size());
+      }
+    }
+    if (looked_at_ != waiting_.size() || !work_.empty()) return false;
+    if (waiting_.capacity() > kWaitingKept) std::vector<Loose>().swap(waiting_), looked_at_ = 0;
+    prune(steps);
+    return true;
+  }
+
+  const Sequences& sequences() const { return *index_.sequences_; }
+
+  // Throws where an invariant does not hold.
+  template <class Require>
+  void verify(Require&& require) const;
+
+ private:
+  enum class Kind : uint8_t { CREDIT, ALIAS, CHILD };
+  struct Loose {  // a parked block, by one thing that it waits for
+    RankId rank;
+    uint64_t name;
+    uint64_t stamp;
+    Kind kind;
+  };
+
+  static constexpr size_t kLooseBytes = 56;  // a hash node
+  // Entries of a parked block: its parent, its hash, its sequence hash, and one that is stale.
+  static constexpr size_t kMostALoose = 4;
+  static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_`, 2 MB
+
+  NameKeys keys() const { return index_.keys(); }
+
+  const Source* owner(RankId id) const { return id < owners_.size() ? owners_[id] : nullptr; }
+
+  Holder& holder_of(Source& source, RankId id) {
+    return *std::find_if(source.holders.begin(), source.holders.end(),
+                         [&](const Holder& each) { return each.id == id; });
+  }
+
+  void note(Source& source, RankId id, uint64_t space) { holder_of(source, id).note(space); }
+
+  // ---- who is registered (conductor/sources.hpp)
+
+  void prepare();
+  static bool before(const Holder& a, const Holder& b);
+  void give_back(const Instance& instance);
+  static bool has_row(const Instance& instance, uint32_t dp_rank);
+  template <class T>
+  static void drop(std::vector<T*>& list, const T* item);
+  template <class T>
+  static void drop_owned(std::vector<std::unique_ptr<T>>& list, const T* item);
+  void own(RankId id, Source* source);
+  void show(const Instance& instance);
+  void show(const Instance& instance, const Holder& holder,
+            const std::vector<std::pair<uint32_t, RankId>>& ranks);
+  static Instance::Row& row(Instance& instance, uint32_t dp_rank);
+  static void list_rows(Instance& instance);
+
+  // ---- what a hash means (conductor/meaning.hpp)
+
+  static uint64_t name_of(const Source& source, uint64_t hash, uint64_t space, bool by_engine);
+  bool knows(const Rank& rank, uint64_t name) const;
+  bool has(const Rank& rank, uint64_t name, LayerId layer) const;
+  uint32_t slot_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
+  uint32_t slot_of(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
+  BlockId block_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
+  BlockId meaning(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
+  BlockId meaning_or_standard(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                              bool any_space) const;
+  BlockId nearer(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
+  BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space, bool any_space) const;
+  size_t looked_up();
+  BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space, bool any_space) const;
+  uint64_t standard_parent(const Source& source, RankId id, const Told& e, uint64_t space) const;
+  uint64_t parked_sequence(const Source& source, RankId id, uint64_t hash, uint64_t space) const;
+
+  // ---- placing (conductor/events.hpp)
+
+  void hash_tokens(const Told& e, uint64_t space);
+  bool affords(RankId id, const Store& s, BlockId below);
+  void put(RankId id, const Store& s, BlockId below);
+  void adopt(RankId id, uint64_t name, BlockId block, LayerMask layers);
+  bool credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine,
+              bool copy);
+  void clear_space(RankId id, LayerMask mask, uint64_t space);
+
+  // ---- what waits (conductor/waiting.hpp)
+
+  bool can_wait(uint32_t n) const;
+  void park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above);
+  void set_aside(Source& source, RankId id, uint64_t hash, const Store& one, uint64_t sequence,
+                 bool by_engine);
+  void settle_own(RankId id, uint64_t name);
+  uint64_t behind(uint64_t key) const;
+  void enter(uint64_t key, const Loose& loose);
+  void await(uint64_t key);
+  void announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine);
+  Parked* parked_at(RankId id, uint64_t name) const;
+  const Parked* parked_of(const Loose& loose) const;
+  bool has_entry(RankId id, uint64_t name, uint64_t key) const;
+  void look_again(uint64_t key);
+  void look_at(const Loose& loose);
+  void try_credit(Source& source, const Loose& loose, const Parked& parked);
+  void try_behind_parent(Source& source, const Loose& loose, const Parked& parked);
+  void take_out(const Loose& loose);
+  bool place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below);
+  void prune(Steps& steps);
+  void drop_stale(uint64_t key);
+
+  Index& index_;
+  uint64_t seed_;         // of sequence hashes
+  RankId guard_ = kNone;  // from the first source on: holds what must not be trimmed for the length of an operation
+  std::vector<std::unique_ptr<Source>> sources_;
+  std::vector<std::unique_ptr<Instance>> instances_;
+  std::unordered_map<std::string, Instance*, KeyedHash> by_key_;
+  Instance* common_ = nullptr;   // of kCommonKey
+  std::vector<Source*> owners_;  // by rank; null for a worker's
+  std::vector<Medium> media_;  // beyond the tiers, in the order of their layers
+  std::unordered_multimap<uint64_t, Loose, KeyedHash> loose_;
+  KeyedHash hash_;               // of keys under which children wait
+  std::vector<uint64_t> work_;   // keys whose meaning has changed
+  std::vector<Loose> waiting_;   // what waited for one of them, to be looked at
+  size_t looked_at_ = 0;         // so many of these have been
+  std::vector<uint64_t> stale_;  // scratch of `prune`
+  size_t prune_at_ = 0;          // bucket of `loose_` that it was at last
+  mutable size_t looked_up_ = 0;  // names tables that `elsewhere` has asked since `looked_up`
+
+  // Scratch of the operation in progress, kept for its capacity.
+  std::vector<uint64_t> names_;
+  std::vector<uint64_t> locals_;
+  std::vector<uint64_t> plain_;
+};
+
+}  // namespace kvd
+
+// What is only declared above.
+#include "conductor/events.hpp"
+#include "conductor/meaning.hpp"
+#include "conductor/sources.hpp"
+#include "conductor/waiting.hpp"

@@ -1,0 +1,156 @@
+# distutils: language = c++
+"""Data sheet of the conductor's part of an index (conductor.pyx)."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.pair cimport pair
+from libcpp.string cimport string
+from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
+
+from kvd_core.index.prefix_index cimport CIndex, CSteps, CWorker, LayerId, PrefixIndex, RankId, Slice, Worker
+from kvd_core.json.scan cimport BodyScanner
+
+
+cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
+    cppclass CHolder "kvd::Holder":
+        uint32_t backend
+        cbool ranked
+        uint32_t dp_rank            # 0 without one
+        RankId id
+
+    cppclass CInstance "kvd::Instance":
+        string key                  # as a JSON member name
+        uint64_t asked              # questions that have shown it
+
+    cppclass CSource "kvd::Source":
+        CInstance* instance
+        vector[CHolder] holders
+        uint64_t asked_before       # of its instance's, before it came
+        uint64_t matched            # questions whose first block it held
+
+    cppclass CTold "kvd::Told":
+        const uint64_t* hashes
+        uint32_t n
+        cbool has_parent
+        uint64_t parent
+        const uint32_t* tokens      # n blocks of them
+        LayerId layer
+        uint64_t space              # the namespace
+        cbool inherits              # the parent's namespace goes first
+        cbool by_engine
+        const uint32_t* mm_begin    # n + 1 offsets, or NULL
+        const uint64_t* mm
+
+    enum COutcome "kvd::Conductor::Outcome":
+        pass
+
+    cppclass CConductor "kvd::Conductor":
+        CConductor(CIndex&, uint64_t) except +
+        cbool sequenced()           # questions by hash find all that can be found so
+        cbool sequence(uint32_t) except +
+        CSource* add_source(const string&, uint64_t, uint64_t, uint32_t, cbool) except +
+        void remove_source(CSource*) except +
+        void drop_idle(CSource*) except +
+        CInstance* find(const string&)
+        vector[string] keys_of_instances() except +
+        void link(CInstance*, CWorker*) except +
+        RankId holder(CSource*, uint32_t, cbool, uint32_t) except +
+        LayerId medium(const string&, const string&) except +
+        COutcome store(CSource*, RankId, const CTold&) except +
+        uint32_t store_named(
+            CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool, CSteps&
+        ) except +
+        cbool settle(CSteps&) except +
+        void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
+        void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
+        pair[uint64_t, uint64_t] held_by(const CSource&)
+        size_t loose_count()
+        size_t bytes()
+
+cdef extern from "conductor/engine_events.hpp" namespace "kvd" nogil:
+    size_t kReasons
+
+    cppclass CEngineCounters "kvd::EngineCounters":
+        uint64_t events
+        uint64_t stored
+        uint64_t parked
+        uint64_t lora_name
+        uint64_t block_size
+        uint64_t remote
+        uint64_t group
+        uint64_t pairs
+        uint64_t full
+        uint64_t media
+        uint64_t holders
+        uint64_t refused
+        uint64_t* bad           # by kvd::Reason
+
+    cdef enum class Progress "kvd::EngineEvents::Progress"(uint8_t):
+        REFUSED
+        DONE
+        UNFINISHED
+
+    cppclass CEngineEvents "kvd::EngineEvents":
+        CEngineEvents(CConductor&, CSource*, string, string) except +
+        Progress apply(const uint8_t*, size_t, uint32_t) except +
+        Progress go_on(uint32_t) except +
+        size_t flaw()           # a kvd::Reason, kReasons if there is none
+        void forget()
+        CEngineCounters counters
+
+cdef extern from "conductor/holdings.hpp" namespace "kvd" nogil:
+    cppclass CReaches "kvd::Holdings::Reaches":  # of a rank, in blocks, cumulative
+        uint32_t dp_rank
+        uint32_t device
+        uint32_t own_host
+        uint32_t host
+        uint32_t disk
+
+    cppclass CTierRow "kvd::Holdings::TierRow":
+        string key                  # of the instance, as a JSON text
+        vector[CReaches] ranks
+
+    cppclass CHoldings "kvd::Holdings":
+        void by_token_ids(CConductor&, const uint32_t*, size_t, uint64_t) except +
+        void by_sequences(const CConductor&, const uint64_t*, size_t, uint64_t) except +
+        vector[CTierRow] tiers(const CConductor&, const vector[const CWorker*]&, uint64_t, string_view) except +
+        void render(const CConductor&, const vector[const CWorker*]&, string_view, string_view, string&) except +
+
+
+cdef class Conductor:
+    cdef CConductor* c
+    cdef readonly PrefixIndex index
+    cdef CHoldings holdings
+    cdef string text
+    cdef dict layers    # by medium, as it is spelled
+
+    cpdef bytes query_tokens(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    )
+    cpdef bytes query_hashes(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    )
+    cdef int finish_sequences(self) except -1
+    cdef bytes render(self, str tenant, str instance)
+    cdef list tiers(self, str lora_name, str instance)
+    cdef LayerId layer(self, str medium) except? 0xfffffffe
+
+
+cdef class Source:
+    cdef CSource* c     # NULL once it is removed
+    cdef Conductor conductor
+    cdef readonly object instance_id
+    cdef int64_t spent  # steps of `store_named` since the last `settle`
+
+    cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe
+
+
+cdef class EngineEvents:
+    cdef CEngineEvents* c
+    cdef Source source
+    cdef bytes payload                  # of a batch that is unfinished
+    cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
+
+    cdef object told(self, Progress progress)

@@ -1,0 +1,502 @@
+# distutils: language = c++
+"""The conductor's part of an index: publishers of the KV Events standard, and what they hold.
+
+`conductor/conductor.hpp` has the picture, the invariants and the costs, `conductor/holdings.hpp` the counting of a
+question. All is in the index that it is made for; that goes on without it knowing.
+
+One thread owns both. Nothing here does I/O, reads a clock or logs.
+"""
+
+import json
+from functools import lru_cache
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cython.operator cimport dereference as deref
+from libc.stdint cimport INT64_MAX, int64_t
+
+from kvd_core.events.decoder import REASONS
+from kvd_core.index.prefix_index cimport kAllLayers, kNone, settle, verify_if_debug
+
+from kvd_core.index.prefix_index import SLICE_STEPS
+
+DEFAULT_SEED = 1337
+OUTCOMES = ("placed", "parked", "full", "refused")
+
+
+cdef extern from "base/hash.hpp" namespace "kvd" nogil:
+    uint64_t lora_term(string_view)
+    uint64_t salt_term(string_view)
+
+
+cdef extern from "index/verify.hpp" namespace "kvd" nogil:
+    cppclass CConductorVerifier "kvd::Verifier":
+        CConductorVerifier(const CIndex&)
+        void run() except +
+        void run(const CConductor&) except +
+
+
+@lru_cache(maxsize=4096)
+def namespace(str lora_name, str cache_salt):
+    """Returns the number of the namespace that an adapter and a salt make; 0 without either."""
+    cdef bytes lora = lora_name.encode()
+    cdef bytes salt = cache_salt.encode()
+    return lora_term(string_view(PyBytes_AS_STRING(lora), PyBytes_GET_SIZE(lora))) + salt_term(
+        string_view(PyBytes_AS_STRING(salt), PyBytes_GET_SIZE(salt))
+    )
+
+
+@lru_cache(maxsize=65536)
+def _json(str text):
+    return json.dumps(text).encode()
+
+
+@lru_cache(maxsize=65536)
+def _text(bytes key):
+    return json.loads(key)
+
+
+cdef class Conductor:
+    """What one index has of the conductor.
+
+    It costs the index nothing before the first source or question by hash.
+    """
+
+    def __cinit__(self, PrefixIndex index not None, uint64_t seed=DEFAULT_SEED):
+        self.index = index
+        self.c = new CConductor(deref(index.c), seed)
+        self.layers = {}
+
+    def __dealloc__(self):
+        del self.c
+
+    def add_source(self, str instance_id not None, str lora_name, str cache_salt, uint32_t dp_rank, bint store):
+        """Adds a registration and returns what its events are to be given to."""
+        cdef Source source = Source.__new__(Source)
+        source.conductor = self
+        source.instance_id = instance_id
+        source.c = self.c.add_source(
+            _json(instance_id), namespace(lora_name, cache_salt), namespace(lora_name, ""), dp_rank, store
+        )
+        return source
+
+    def has(self, str instance_id not None):
+        """Says whether any registration names the instance."""
+        return self.c.find(_json(instance_id)) != NULL
+
+    def instances(self):
+        """Returns the ids of all instances."""
+        return [json.loads(each) for each in self.c.keys_of_instances()]
+
+    def link(self, str instance_id not None, Worker worker):
+        """Lets what the instance's ranks hold count as the worker's, too; None ends that."""
+        cdef CInstance* instance = self.c.find(_json(instance_id))
+        cdef CWorker* linked = NULL
+        if worker is not None:
+            linked = &worker.c
+        if instance != NULL:
+            self.c.link(instance, linked)
+
+    def sequence(self, uint32_t max_steps):
+        """Has questions by hash find all blocks; True once nothing is missing for that.
+
+        From the first call on every new block gets its sequence hash. Those that were there get
+        theirs in steps of at most about 0.1 us, two a block.
+        """
+        return self.c.sequence(max_steps)
+
+    cpdef bytes query_tokens(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    ):
+        """Answers what every instance, or one, holds of a prompt, as JSON bytes.
+
+        `array` is the position of the u32 token array in the scanner.
+        """
+        cdef size_t n = 0
+        cdef const uint32_t* tokens = scanner.u32(array, &n)
+        self.holdings.by_token_ids(deref(self.c), tokens, n, namespace(lora_name, cache_salt))
+        return self.render(tenant, instance)
+
+    cpdef bytes query_hashes(
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+    ):
+        """The same for a list of sequence hashes from the root.
+
+        What `sequence` has not done yet is done first: O(blocks of the index).
+        """
+        self.finish_sequences()
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = scanner.u64(array, &n)
+        self.holdings.by_sequences(deref(self.c), hashes, n, namespace(lora_name, cache_salt))
+        return self.render(tenant, instance)
+
+    def tiers_of_tokens(self, bytes tokens not None, str lora_name, str cache_salt, str instance):
+        """Returns how far every instance, or one, reaches into a prompt, rank by rank.
+
+        `tokens` are its ids, 4 bytes each in the order of the machine. A rank's figures are
+        (dp rank, device, with its own host memory, with all of that, with disk and external), in
+        tokens: each goes on where the one before ends. An instance without an engine of the adapter
+        is left out unless it reaches somewhere.
+        """
+        self.holdings.by_token_ids(
+            deref(self.c),
+            <const uint32_t*>PyBytes_AS_STRING(tokens),
+            PyBytes_GET_SIZE(tokens) // sizeof(uint32_t),
+            namespace(lora_name, cache_salt),
+        )
+        return self.tiers(lora_name, instance)
+
+    def tiers_of_hashes(self, bytes hashes not None, str lora_name, str cache_salt, str instance):
+        """The same for sequence hashes from the root, 8 bytes each, as far as they are there."""
+        self.holdings.by_sequences(
+            deref(self.c),
+            <const uint64_t*>PyBytes_AS_STRING(hashes),
+            PyBytes_GET_SIZE(hashes) // sizeof(uint64_t),
+            namespace(lora_name, cache_salt),
+        )
+        return self.tiers(lora_name, instance)
+
+    def match_tokens(self, tokens, str lora_name="", str cache_salt="", str instance=""):
+        """Returns the rows for a list of tokens, for tests and tools."""
+        cdef vector[uint32_t] given = tokens
+        self.holdings.by_token_ids(deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt))
+        return json.loads(self.render("", instance))[""]
+
+    def match_hashes(self, hashes, str lora_name="", str cache_salt="", str instance=""):
+        """Returns the rows for a list of sequence hashes, for tests and tools."""
+        cdef vector[uint64_t] given = hashes
+        self.finish_sequences()
+        self.holdings.by_sequences(deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt))
+        return json.loads(self.render("", instance))[""]
+
+    cdef int finish_sequences(self) except -1:
+        if not self.c.sequenced():
+            while not self.c.sequence(0xffffffff):
+                pass
+        return 0
+
+    cdef bytes render(self, str tenant, str instance):
+        cdef bytes of = _json(tenant)
+        cdef bytes only = _json(instance) if instance else b""
+        self.holdings.render(
+            deref(self.c),
+            self.index.order,
+            string_view(PyBytes_AS_STRING(of), PyBytes_GET_SIZE(of)),
+            string_view(PyBytes_AS_STRING(only), PyBytes_GET_SIZE(only)),
+            self.text,
+        )
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
+    cdef list tiers(self, str lora_name, str instance):
+        cdef bytes only = _json(instance) if instance else b""
+        cdef uint64_t size = self.index.c.block_size()
+        cdef vector[CTierRow] rows = self.holdings.tiers(
+            deref(self.c),
+            self.index.order,
+            namespace(lora_name, ""),
+            string_view(PyBytes_AS_STRING(only), PyBytes_GET_SIZE(only)),
+        )
+        found = []
+        for row in rows:
+            ranks = [
+                (each.dp_rank, each.device * size, each.own_host * size, each.host * size, each.disk * size)
+                for each in row.ranks
+            ]
+            found.append((_text(row.key), ranks))
+        return found
+
+    cdef LayerId layer(self, str medium) except? 0xfffffffe:
+        found = self.layers.get(medium)
+        if found is None:
+            found = self.c.medium(medium.encode(), json.dumps(medium).encode())
+            if found != kNone:
+                self.layers[medium] = found
+        return found
+
+    def stats(self):
+        """What waits for its place, and the bytes of that (beside those of parked blocks)."""
+        return {"loose": self.c.loose_count(), "bytes": self.c.bytes()}
+
+    def verify(self):
+        """Checks every invariant of the index and of this; RuntimeError names the first broken one."""
+        cdef CConductorVerifier* verifier = new CConductorVerifier(deref(self.index.c))
+        try:
+            verifier.run()
+            verifier.run(deref(self.c))
+        finally:
+            del verifier
+
+
+cdef class Source:
+    """One registration. Made by `Conductor.add_source`.
+
+    A holder is named by a number for its backend and a data-parallel rank, or None. Hashes are
+    unsigned 64-bit integers, media upper-case names, namespaces what `namespace` returns.
+    """
+
+    def __init__(self):
+        raise TypeError("use Conductor.add_source")
+
+    cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe:
+        if self.c == NULL:
+            raise RuntimeError("the source was removed")
+        return self.conductor.c.holder(self.c, backend, rank is not None, 0 if rank is None else rank)
+
+    def store(
+        self,
+        uint32_t backend,
+        rank,
+        str medium not None,
+        hashes,
+        tokens,
+        parent,
+        uint64_t space,
+        bint inherits=False,
+        bint by_engine=False,
+        objects=None,
+        bint whole=True,
+    ):
+        """Stores consecutive blocks of which the tokens are known, below `parent` or at the root.
+
+        Only whole blocks count. With `inherits` a known parent's namespace goes before `space`;
+        `objects` are lists of ascending hashes of images, one a block. Returns an OUTCOME, or why
+        there is none: "media", "holders". OverflowError or TypeError for numbers out of range. Unless
+        `whole`, calls of `settle` have to follow.
+        """
+        cdef vector[uint64_t] named = hashes
+        cdef vector[uint32_t] said = tokens
+        cdef vector[uint32_t] begin
+        cdef vector[uint64_t] mm
+        cdef CTold told
+        cdef uint32_t size = self.conductor.index.c.block_size()
+        cdef LayerId layer = self.conductor.layer(medium)
+        cdef RankId id = self.holder(backend, rank)
+        if layer == kNone:
+            return "media"
+        if id == kNone:
+            return "holders"
+        told.n = <uint32_t>min(named.size(), said.size() // size if size else 0)
+        told.hashes = named.data()
+        told.tokens = said.data()
+        told.has_parent = parent is not None
+        told.parent = parent if parent is not None else 0
+        told.layer = layer
+        told.space = space
+        told.inherits = inherits
+        told.by_engine = by_engine
+        told.mm_begin = NULL
+        told.mm = NULL
+        if objects is not None:
+            for i in range(told.n):
+                begin.push_back(<uint32_t>mm.size())
+                for item in objects[i]:
+                    mm.push_back(item)
+            begin.push_back(<uint32_t>mm.size())
+            told.mm_begin = begin.data()
+            told.mm = mm.data()
+        cdef int outcome = <int>self.conductor.c.store(self.c, id, told)
+        if whole:
+            settle(deref(self.conductor.index.c))
+        verify_if_debug(deref(self.conductor.index.c))
+        return OUTCOMES[outcome]
+
+    def store_named(
+        self,
+        uint32_t backend,
+        rank,
+        str medium not None,
+        hashes,
+        uint64_t space,
+        bint by_engine=False,
+        bint whole=True,
+    ):
+        """Stores blocks known by hash alone; returns as `store` does."""
+        cdef vector[uint64_t] named = hashes
+        cdef LayerId layer = self.conductor.layer(medium)
+        cdef RankId id = self.holder(backend, rank)
+        cdef CSteps* all = NULL
+        cdef uint32_t came
+        if layer == kNone:
+            return "media"
+        if id == kNone:
+            return "holders"
+        all = new CSteps(INT64_MAX)
+        try:
+            came = self.conductor.c.store_named(
+                self.c, id, named.data(), 0, <uint32_t>named.size(), layer, space, by_engine, False, all[0]
+            )
+        finally:
+            self.spent += INT64_MAX - all.rest()
+            del all
+        if whole:
+            settle(deref(self.conductor.index.c))
+        verify_if_debug(deref(self.conductor.index.c))
+        return "full" if came == kNone else "placed"
+
+    def settle(self, Slice slice not None):
+        """Does some of what stored blocks have set off; False while there is more, or no step left.
+
+        Those that `store_named` has taken since the last call go off them.
+        """
+        slice.c.take(self.spent)
+        self.spent = 0
+        return self.conductor.c.settle(slice.c[0]) and slice.c.left()
+
+    def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
+        """Takes blocks off one medium, or off all with None; unknown hashes are counted."""
+        cdef vector[uint64_t] named = hashes
+        cdef LayerId layer = 0
+        cdef uint32_t mask = kAllLayers
+        cdef RankId id = self.holder(backend, rank)
+        cdef size_t i
+        if medium is not None:
+            layer = self.conductor.layer(medium)
+            if layer == kNone:
+                return
+            mask = <uint32_t>1 << layer
+        if id == kNone:
+            return
+        for i in range(named.size()):
+            self.conductor.c.remove(self.c, id, named[i], mask, space, by_engine)
+        verify_if_debug(deref(self.conductor.index.c))
+
+    def clear(self, uint32_t backend, rank, medium=None, space=None):
+        """Drops what a holder has on one medium or all, in one namespace or all."""
+        cdef LayerId layer = 0
+        cdef uint32_t mask = kAllLayers
+        cdef RankId id = self.holder(backend, rank)
+        if medium is not None:
+            layer = self.conductor.layer(medium)
+            if layer == kNone:
+                return
+            mask = <uint32_t>1 << layer
+        if id == kNone:
+            return
+        self.conductor.c.clear(self.c, id, mask, 0 if space is None else space, space is None)
+        verify_if_debug(deref(self.conductor.index.c))
+
+    def engine_events(self, str lora_name not None, str cache_salt not None):
+        """Returns what takes batches of an engine's own events.
+
+        It supplies the adapter and the salt where an event names none.
+        """
+        if self.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef EngineEvents events = EngineEvents.__new__(EngineEvents)
+        events.source = self
+        events.slice_steps = SLICE_STEPS
+        events.c = new CEngineEvents(
+            deref(self.conductor.c), self.c, lora_name.encode(), cache_salt.encode()
+        )
+        return events
+
+    def holders(self):
+        """Returns the (backend, rank) of all who hold something in it, or did."""
+        if self.c == NULL:
+            return []
+        return [(each.backend, each.dp_rank if each.ranked else None) for each in self.c.holders]
+
+    def drop_idle(self):
+        """Forgets those that hold nothing: who comes for good must not lack room for them."""
+        if self.c != NULL:
+            self.conductor.c.drop_idle(self.c)
+
+    def stats(self):
+        """What it holds, and what questions have found with it.
+
+        `blocks` have their place in the tree, and count once a rank and medium; `waiting` have none
+        for want of tokens or a parent. Of the questions about a block or more that have shown its
+        instance (`asked`), `matched` have found their first block with it.
+        """
+        cdef pair[uint64_t, uint64_t] held
+        if self.c == NULL:
+            return {"blocks": 0, "waiting": 0, "asked": 0, "matched": 0}
+        held = self.conductor.c.held_by(deref(self.c))
+        return {
+            "blocks": held.first,
+            "waiting": held.second,
+            "asked": self.c.instance.asked - self.c.asked_before,
+            "matched": self.c.matched,
+        }
+
+    def remove_all(self):
+        """Ends the registration: what it holds counts no longer, `PrefixIndex.sweep` frees it."""
+        if self.c != NULL:
+            self.conductor.c.remove_source(self.c)
+            self.c = NULL
+
+
+cdef class EngineEvents:
+    """Takes engines' own events for a source. Made by `Source.engine_events`."""
+
+    def __init__(self):
+        raise TypeError("use Source.engine_events")
+
+    def __dealloc__(self):
+        del self.c
+
+    def apply(self, bytes payload not None):
+        """Applies one batch, or begins to, and returns True; False when it is refused whole.
+
+        Nothing is counted then. None when it takes longer than `slice_steps` of about 0.1 us: then
+        `go_on` has to follow, as long as it returns that. Bad input is counted and never raises.
+        RuntimeError when the source was removed.
+        """
+        if self.source.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef Progress progress = self.c.apply(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload), self.slice_steps
+        )
+        if progress == Progress.UNFINISHED:
+            self.payload = payload
+        return self.told(progress)
+
+    def go_on(self):
+        """Goes on with an unfinished batch; returns what `apply` does."""
+        if self.source.c == NULL:
+            raise RuntimeError("the source was removed")
+        cdef Progress progress = self.c.go_on(self.slice_steps)
+        if progress != Progress.UNFINISHED:
+            self.payload = None
+        return self.told(progress)
+
+    cdef object told(self, Progress progress):
+        verify_if_debug(deref(self.source.conductor.index.c))
+        return None if progress == Progress.UNFINISHED else progress == Progress.DONE
+
+    def flaw(self):
+        """Why the last batch was not understood as a whole: the first of REASONS, "" if it was."""
+        cdef size_t reason = self.c.flaw()
+        return "" if reason == kReasons else REASONS[reason]
+
+    def full(self):
+        """How many events, or parts of them, have found no room."""
+        return self.c.counters.full
+
+    def forget(self):
+        """Forgets what events have taught: another engine process speaks from now on.
+
+        What was to come of an unfinished batch goes, too.
+        """
+        self.c.forget()
+        self.payload = None
+
+    def counts(self):
+        """Totals: events, those stored and set aside, of others, without effect, and bad ones by reason."""
+        cdef const CEngineCounters* n = &self.c.counters
+        cdef size_t i
+        return {
+            "events": n.events,
+            "stored": n.stored,
+            "parked": n.parked,
+            "mismatches": {"lora_name": n.lora_name, "block_size": n.block_size},
+            "ignored": {
+                "remote": n.remote,
+                "group": n.group,
+                "pairs": n.pairs,
+                "full": n.full,
+                "media": n.media,
+                "holders": n.holders,
+                "refused": n.refused,
+            },
+            "bad": {REASONS[i]: n.bad[i] for i in range(kReasons)},
+        }

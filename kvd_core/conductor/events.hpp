@@ -1,0 +1,247 @@
+// What a publisher's event does: blocks behind a parent, or told by hash alone; removals; clears.
+//
+//   stored, with tokens    parent none, or it means a block ─> put behind it              PLACED
+//                          else its sequence hash is known, and in the tree ─> the same
+//                          else ─> park_run                                              PARKED
+//   stored, hash alone     a name of the holder ─> gained, or a copy, or nothing new
+//                          else it means a block, or is its sequence hash ─> adopted
+//                          else ─> parked
+//   removed                the name that the holder has for the hash loses the layers
+//   cleared                all of a holder: as in the index; one namespace of several: name by name
+//
+// What comes to be known is announced, and `settle` places what has waited for it: it has to follow.
+//
+// Invariant: the guard holds a block only within `put`. It keeps the parent, on the ghost layer,
+// while names lose what they meant before, which may be all that has kept it.
+//
+// Costs of n blocks: n XXH3, n more in a namespace; what the index takes to store or remove them; a
+// look-up a block while anything is loose. Hashes alone are taken in slices, kStepsACredit steps a
+// hash and one for each names table asked. To clear a namespace of several: O(names of the holder).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "conductor/conductor.hpp"
+
+namespace kvd {
+
+inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Told& e) {
+  if (!index_.has_room(id, e.n)) return Outcome::FULL;
+  index_.make_room(id, e.n);
+  index_.ranks_[id].settling = !e.by_engine;
+  BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
+  uint64_t space = e.space;
+  if (below != kNone && e.inherits) space = sequences().space_of(below);
+  note(*source, id, space);
+  hash_tokens(e, space);
+  names_.resize(e.n);
+  for (uint32_t i = 0; i < e.n; ++i) names_[i] = name_of(*source, e.hashes[i], space, e.by_engine);
+  Store s{names_.data(), locals_.data(), e.n, e.has_parent,
+          name_of(*source, e.parent, space, e.by_engine), e.layer, 0, plain_.data(), space};
+  if (e.n == 0) return Outcome::PLACED;
+  if (index_.refers_to_itself(s)) {
+    ++index_.tally_.self_references;
+    return Outcome::REFUSED;
+  }
+  uint64_t above = 0;  // sequence hash of a parent that is not in the tree
+  if (e.has_parent && below == kNone) {
+    above = standard_parent(*source, id, e, space);
+    if (above != 0) below = sequences().find(sequences().key(space, above));
+  }
+  const bool placed = !e.has_parent || below != kNone;
+  if (placed ? !affords(id, s, below) : !can_wait(e.n)) {
+    index_.refuse(e.n);
+    return Outcome::FULL;
+  }
+  if (placed) {
+    put(id, s, below);
+    for (uint32_t i = 0; i < e.n; ++i) {
+      settle_own(id, names_[i]);
+      announce(*source, space, e.hashes[i], e.by_engine);
+    }
+  } else {
+    park_run(*source, id, e, s, above);
+  }
+  return placed ? Outcome::PLACED : Outcome::PARKED;
+}
+
+inline uint32_t Conductor::store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from,
+                                       uint32_t n, LayerId layer, uint64_t space, bool by_engine,
+                                       bool has_parent, Steps& steps) {
+  if (!index_.has_room(id, n - from)) return kNone;
+  index_.ranks_[id].settling = !by_engine;
+  const bool copy = index_.is_copy(id, n, has_parent);
+  note(*source, id, space);
+  if (from == n) return n;
+  uint32_t refused = 0;
+  do {
+    refused += !credit(*source, id, hashes[from], layer, space, by_engine, copy);
+    steps.take(kStepsACredit + looked_up());
+  } while (++from != n && steps.left());
+  if (refused == 0) return from;
+  index_.refuse(refused);
+  return kNone;
+}
+
+inline void Conductor::remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space,
+                              bool by_engine) {
+  const Rank& rank = index_.ranks_[id];
+  uint64_t name = name_of(*source, hash, space, by_engine);
+  if (!knows(rank, name)) {
+    const uint32_t slot = slot_of(*source, id, hash, space, by_engine);
+    if (slot == Names::kAbsent) {
+      ++index_.tally_.removed_unknown;
+      return;
+    }
+    name = keys().name(rank.names.value(slot));
+  }
+  for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+    if ((mask >> layer & 1) == 0 || layer == kGhostLayer) continue;
+    if (mask != 1u << layer && !has(index_.ranks_[id], name, layer)) continue;
+    if (!by_engine && rank.has_copies()) index_.ranks_[id].rare->copies.erase({name, layer});
+    index_.remove(id, name, layer);
+  }
+}
+
+inline void Conductor::clear(Source* source, RankId id, LayerMask mask, uint64_t space, bool all) {
+  Holder& holder = holder_of(*source, id);
+  for (LayerId tier = 0; tier < kTierLayers; ++tier) {
+    if ((mask >> tier & 1) != 0) mask |= index_.tier_mask(tier);
+  }
+  if (!holder.used || (!all && !holder.several && holder.space != space)) return;
+  if (!all && holder.several) return clear_space(id, mask, space);
+  const RankId now = index_.clear(id, mask);
+  if (mask == kAllLayers) holder.used = holder.several = false;
+  if (now == id) return;
+  holder.id = now;
+  owners_[id] = nullptr;
+  own(now, source);
+  list_rows(*source->instance);
+}
+
+// ---- placing
+
+inline void Conductor::hash_tokens(const Told& e, uint64_t space) {
+  const size_t size = index_.block_size();
+  const uint64_t seed = kBaseSeed + space, own = sequences().seed();
+  locals_.resize(e.n);
+  plain_.resize(e.n);
+  local_hashes(e.tokens, e.n, size, seed, locals_.data());
+  if (own == seed) {
+    plain_ = locals_;
+  } else {
+    local_hashes(e.tokens, e.n, size, own, plain_.data());
+  }
+  for (uint32_t i = 0; e.mm_begin != nullptr && i < e.n; ++i) {
+    const uint32_t from = e.mm_begin[i], to = e.mm_begin[i + 1];
+    if (from == to) continue;
+    locals_[i] = local_hash_mm(e.tokens + i * size, size, e.mm + from, to - from, seed);
+    plain_[i] = local_hash_mm(e.tokens + i * size, size, e.mm + from, to - from, own);
+  }
+}
+
+inline bool Conductor::affords(RankId id, const Store& s, BlockId below) {
+  return index_.affords(id, s, below == kNone ? Tree::root() : index_.tree_.after(below));
+}
+
+// Stores a run behind `below`, at the root with kNone.
+inline void Conductor::put(RankId id, const Store& s, BlockId below) {
+  Store run = s;
+  if (below == kNone) {
+    run.has_parent = false;
+    index_.place(id, run, Tree::root());
+    return;
+  }
+  // What the names meant before may have been all that kept the parent.
+  const Names& names = index_.ranks_[id].names;
+  const bool rebinds = std::any_of(run.names, run.names + run.n, [&](uint64_t name) {
+    return names.find(name, keys()) != Names::kAbsent;
+  });
+  Tree& tree = index_.tree_;
+  if (rebinds) {
+    const Block b = tree.block(below);
+    tree.hold(b.node, kGhostLayer, b.offset, b.offset + 1, guard_, [](uint32_t) {});
+  }
+  index_.place(id, run, tree.after(below), below);
+  if (rebinds) {
+    const Block b = tree.block(below);
+    tree.release(b.node, kGhostLayer, b.offset, b.offset + 1, guard_);
+    index_.trim(b.node);
+  }
+}
+
+// Gives the holder a block under a name that it does not have yet.
+inline void Conductor::adopt(RankId id, uint64_t name, BlockId block, LayerMask layers) {
+  index_.insert_name(id, name, block, layers);
+  for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+    if ((layers >> layer & 1) == 0) continue;
+    const Block b = index_.tree_.block(block);
+    index_.hold(id, b.node, layer, b.offset, b.offset + 1);
+  }
+}
+
+// With `copy` a block that is held already is a second copy of it. False when there is no room.
+inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space,
+                              bool by_engine, bool copy) {
+  const uint64_t name = name_of(source, hash, space, by_engine);
+  uint32_t slot = slot_of(source, id, hash, space, by_engine);
+  // A holder's own name stands, even where it has told of it in another namespace.
+  if (slot == Names::kAbsent) slot = index_.ranks_[id].names.find(name, keys());
+  if (slot != Names::kAbsent) {
+    const uint32_t value = index_.ranks_[id].names.value(slot);
+    if ((keys().layers(value) >> layer & 1) == 0) {
+      index_.gain_name(id, slot, layer);
+    } else if (copy) {
+      index_.add_copy(id, keys().name(value), layer);
+    } else {
+      ++index_.tally_.refreshed;
+    }
+    return true;
+  }
+  if (!index_.budget_->fits(1)) return false;
+  // What is parked may be asked about a thousand times: only for what is new is it looked elsewhere.
+  const bool known = knows(index_.ranks_[id], name);
+  const BlockId block = known ? kNone : meaning_or_standard(source, id, hash, space, by_engine);
+  if (block != kNone) {
+    adopt(id, name, block, 1u << layer);
+    announce(source, space, hash, by_engine);
+    return true;
+  }
+  if (!known && !can_wait(1)) return false;
+  index_.park(id, name, layer, nullptr);
+  if (known) return true;
+  Parked* parked = parked_at(id, name);
+  if (parked == nullptr) return true;
+  parked->hash = parked->sequence = hash;
+  parked->space = space;
+  parked->by_engine = by_engine;
+  enter(sequences().key(space, hash), {id, name, parked->stamp, Kind::CREDIT});
+  announce(source, space, hash, by_engine);
+  return true;
+}
+
+inline void Conductor::clear_space(RankId id, LayerMask mask, uint64_t space) {
+  const Rank& rank = index_.ranks_[id];
+  std::vector<uint64_t> names;
+  for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
+    const uint32_t value = rank.names.value(slot);
+    if (value == Names::kAbsent || sequences().space_of(keys().block(value)) != space) continue;
+    names.push_back(keys().name(value));
+  }
+  if (rank.parked() != 0) {
+    for (const auto& [name, parked] : rank.rare->parked) {
+      if (parked.space == space) names.push_back(name);
+    }
+  }
+  for (const uint64_t name : names) {
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((mask >> layer & 1) == 0 || layer == kGhostLayer) continue;
+      while (has(index_.ranks_[id], name, layer)) index_.remove(id, name, layer);  // copies, too
+    }
+  }
+}
+
+}  // namespace kvd

@@ -1,0 +1,534 @@
+// What every instance holds of a prompt, counted per medium and rank, and its JSON.
+//
+//   prompt        b0 b1 b2 b3 b4      rank 0: b0-b2 on GPU, b1 on CPU     no rank: b3 on CPU
+//   rank 0         x  x  x  .  .      unbroken up to b3 with what has no rank: 4 blocks
+//                                     GPU 3, CPU 2, of its own 3
+//
+//   {"default":{"a":{"longest_matched":16,"GPU":12,"CPU":8,"DISK":0,"DP":{"0":12}}}}
+//
+// A rank reaches as far as it, or somebody of the instance without a rank, holds every block on some
+// medium. Within that, blocks are counted for each medium, and those of its own. An instance shows
+// the most of its ranks, each figure by itself. All figures are tokens.
+//
+// What a rank with window groups (hybrid models) holds on the device ends where they say, as in
+// index/match.hpp: at the deepest block behind which each such group still holds the blocks it has to.
+//
+// The tree's path is met first, chain by chain as in index/match.hpp; behind its end, blocks that nobody
+// has told the tokens of are looked up one by one, up to the first that nobody holds.
+//
+// Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the path
+// while anything is loose. What the index counts of questions changes, and blocks that nobody has told
+// the tokens of get their places where a prompt shows them (Conductor::explain).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/compare.hpp"
+#include "conductor/conductor.hpp"
+
+namespace kvd {
+
+class Holdings {
+ public:
+  // Meets a prompt by its tokens' local hashes in a namespace. `plain` gives the hashes by the seed
+  // of sequence hashes when they are needed: n of them.
+  template <class Plain>
+  void by_tokens(Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space, Plain&& plain) {
+    reset(conductor, n);
+    size_t met = find_path(conductor.index(), locals, n);
+    const uint64_t* own = met != n && conductor.anything_loose() ? plain() : nullptr;
+    if (own != nullptr && conductor.explain(last_met(conductor.index()), locals, own, met, n, space)) {
+      path_.clear();
+      met = find_path(conductor.index(), locals, n);
+    }
+    take_runs(conductor);
+    if (met == n || !conductor.anything_loose()) return;
+    sequences_.resize(n);
+    for (size_t i = 0; i < n; ++i) {
+      sequences_[i] = i == 0 ? own[0] : conductor.sequences().next(sequences_[i - 1], own[i]);
+    }
+    take_loose(conductor, sequences_.data(), met, n, space);
+  }
+
+  // The same by its tokens.
+  void by_token_ids(Conductor& conductor, const uint32_t* tokens, size_t n_tokens, uint64_t space) {
+    const size_t size = conductor.index().block_size(), n = size == 0 ? 0 : n_tokens / size;
+    const uint64_t seed = kBaseSeed + space, own = conductor.seed();
+    locals_.resize(n);
+    local_hashes(tokens, n, size, seed, locals_.data());
+    by_tokens(conductor, locals_.data(), n, space, [&]() -> const uint64_t* {
+      if (own == seed) return locals_.data();
+      plain_.resize(n);
+      local_hashes(tokens, n, size, own, plain_.data());
+      return plain_.data();
+    });
+  }
+
+  // The same by its sequence hashes, from the root.
+  void by_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n, uint64_t space) {
+    reset(conductor, n);
+    const size_t met = find_sequences(conductor, sequences, n, space);
+    take_runs(conductor);
+    if (met != n && conductor.anything_loose()) take_loose(conductor, sequences, met, n, space);
+  }
+
+  // Renders the instances of the conductor, or one, then workers of the index that are none of them.
+  // `tenant` and `only` are JSON texts; an empty `only` is all.
+  void render(const Conductor& conductor, const std::vector<const Worker*>& workers,
+              std::string_view tenant, std::string_view only, std::string& out) {
+    out.assign("{").append(tenant).append(":{");
+    first_ = true;
+    each_shown(conductor, workers, only, [&](auto& shown) { row(conductor, shown, out); });
+    out.append("}}");
+  }
+
+  // How far a rank reaches tier by tier, in blocks: each goes on where the one above ends.
+  struct Reaches {
+    uint32_t dp_rank;
+    uint32_t device;
+    uint32_t own_host;  // what it holds itself
+    uint32_t host;
+    uint32_t disk;  // and external
+  };
+  struct TierRow {
+    std::string key;  // of the instance, a JSON text
+    std::vector<Reaches> ranks;
+  };
+
+  // The rows of those instances that have an engine of the adapter registered or hold a beginning of the
+  // prompt, and of the workers.
+  std::vector<TierRow> tiers(const Conductor& conductor, const std::vector<const Worker*>& workers,
+                             uint64_t adapter, std::string_view only) {
+    std::vector<TierRow> rows;
+    each_shown(conductor, workers, only, [&](auto& shown) {
+      TierRow row{shown.key, {}};
+      bool reaches = false;
+      each_rank(conductor, shown, [&](uint32_t dp_rank) {
+        row.ranks.push_back(walk(dp_rank));
+        reaches = reaches || row.ranks.back().disk != 0;
+      });
+      if (reaches || serves(shown, adapter)) rows.push_back(std::move(row));
+    });
+    return rows;
+  }
+
+ private:
+  struct Step {
+    NodeId node;
+    uint32_t start;  // blocks of the prompt before this chain
+    uint32_t count;  // blocks matched in this chain
+  };
+  struct Span {  // blocks of the prompt that a rank holds on a layer
+    LayerId layer;
+    uint32_t from, to;
+    uint32_t next;  // of the same rank, kNone at the end
+  };
+  struct Piece {
+    uint32_t from, to;
+    LayerId layer;
+    bool own;
+  };
+  struct Reach {
+    uint32_t longest = 0;
+    uint32_t own = 0;
+  };
+
+  void reset(const Conductor& conductor, size_t n) {
+    counts_ = n != 0;
+    for (const RankId id : touched_) head_[id] = kNone;
+    touched_.clear();
+    spans_.clear();
+    path_.clear();
+    const Index& index = conductor.index();
+    index_ = &index;
+    if (head_.size() < index.rank_end()) head_.resize(index.rank_end(), kNone);
+    counted_ = (1u << kTierLayers) - 1;
+    groups_ = 0;
+    for (LayerId layer = kFirstGroupLayer; layer < kMaxLayers && index.has_layer(layer); ++layer) {
+      if (index.tier_of(layer) >= kFirstMedium) counted_ |= 1u << layer;
+      if (index.tier_of(layer) == kDeviceLayer) groups_ |= 1u << layer;
+    }
+  }
+
+  size_t find_path(const Index& index, const uint64_t* locals, size_t n) {
+    const Tree& tree = index.tree();
+    NodeId node = Tree::kRoot;
+    size_t i = 0;
+    while (i < n) {
+      node = tree.child(node, locals[i]);
+      if (node == kNone) break;
+      const Chain& chain = tree.node(node).chain;
+      const size_t most = std::min<size_t>(chain.len(), n - i);
+      const size_t met = equal_length(chain.local(), locals + i, most);
+      path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
+      i += met;
+      if (met < chain.len()) break;
+    }
+    return i;
+  }
+
+  BlockId last_met(const Index& index) const {
+    if (path_.empty()) return kNone;
+    return index.tree().node(path_.back().node).chain.block()[path_.back().count - 1];
+  }
+
+  size_t find_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n, uint64_t space) {
+    const Tree& tree = conductor.index().tree();
+    const Sequences& known = conductor.sequences();
+    NodeId node = Tree::kRoot;
+    size_t i = 0;
+    while (i < n) {
+      const BlockId block = known.find(known.key(space, sequences[i]));
+      if (block == kNone) break;
+      const Block& at = tree.block(block);
+      if (at.offset != 0 || tree.node(at.node).parent != node) break;
+      node = at.node;
+      const Chain& chain = tree.node(node).chain;
+      const size_t most = std::min<size_t>(chain.len(), n - i);
+      size_t met = 1;
+      while (met < most && known.key_of(chain.block()[met]) == known.key(space, sequences[i + met])) ++met;
+      path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
+      i += met;
+      if (met < chain.len()) break;
+    }
+    return i;
+  }
+
+  // Neighbouring runs of equal sets come as one.
+  void take_runs(const Conductor& conductor) {
+    const Index& index = conductor.index();
+    struct Open {
+      SetId set = RankSets::kEmptySet;
+      uint32_t from = 0, to = 0;
+    };
+    std::array<Open, kMaxLayers> open;
+    LayerMask opened = 0;
+    const auto close = [&](LayerId layer) {
+      const Open& o = open[layer];
+      if (o.set == RankSets::kEmptySet) return;
+      for (const RankId id : index.tree().sets().members(o.set)) {
+        const Rank& rank = index.rank(id);
+        if (rank.live && ((groups_ >> layer & 1) == 0 || !rank.windows.empty())) add(id, layer, o.from, o.to);
+      }
+    };
+    for (const Step& step : path_) {
+      uint32_t start = 0;
+      LayerId last = kNone;
+      for (const Run& run : index.tree().node(step.node).runs) {
+        if (run.layer != last) start = 0;
+        last = run.layer;
+        if (((counted_ | groups_) >> run.layer & 1) == 0 || start >= step.count) continue;
+        const uint32_t end = std::min(run.end, step.count);
+        Open& o = open[run.layer];
+        if (o.set == run.set && o.to == step.start + start) {
+          o.to = step.start + end;
+        } else {
+          close(run.layer);
+          o = {run.set, step.start + start, step.start + end};
+          opened |= 1u << run.layer;
+        }
+        start = end;
+      }
+    }
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((opened >> layer & 1) != 0) close(layer);
+    }
+  }
+
+  void take_loose(const Conductor& conductor, const uint64_t* sequences, size_t from, size_t n, uint64_t space) {
+    for (size_t i = from; i < n; ++i) {
+      bool held = false;
+      conductor.each_credit(conductor.sequences().key(space, sequences[i]), [&](RankId id, LayerMask layers) {
+        for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+          if ((layers & counted_ & 1u << layer) == 0) continue;
+          held = true;
+          add(id, layer, static_cast<uint32_t>(i), static_cast<uint32_t>(i + 1));
+        }
+      });
+      if (!held) break;
+    }
+  }
+
+  void add(RankId id, LayerId layer, uint32_t from, uint32_t to) {
+    if (head_[id] == kNone) touched_.push_back(id);
+    for (uint32_t at = head_[id]; at != kNone; at = spans_[at].next) {
+      if (spans_[at].layer != layer) continue;
+      if (spans_[at].to == from) {
+        spans_[at].to = to;
+        return;
+      }
+      break;  // later ones of the layer lie before it
+    }
+    spans_.push_back({layer, from, to, head_[id]});
+    head_[id] = static_cast<uint32_t>(spans_.size() - 1);
+  }
+
+  // ---- counting
+
+  // Returns whether the holder has the prompt's first block.
+  bool collect(RankId id, bool own) {
+    if (head_[id] == kNone) return false;
+    const std::vector<Window>& windows = index_->rank(id).windows;
+    const uint32_t most = windows.empty() ? kNone : reusable(id, windows);
+    bool first = false;
+    for (uint32_t at = head_[id]; at != kNone; at = spans_[at].next) {
+      const Span& span = spans_[at];
+      const uint32_t to = span.layer == kDeviceLayer ? std::min(span.to, most) : span.to;
+      if ((counted_ >> span.layer & 1) == 0 || span.from >= to) continue;
+      pieces_.push_back({span.from, to, span.layer, own});
+      first = first || span.from == 0;
+    }
+    return first;
+  }
+
+  // How much of a prompt's beginning on the device a rank's window groups let it use.
+  uint32_t reusable(RankId id, const std::vector<Window>& windows) const {
+    uint32_t most = deepest(id, {kDeviceLayer, kNone}, kNone), before;
+    do {  // shrinking for one group may break another's condition
+      before = most;
+      for (const Window& window : windows) most = deepest(id, window, most);
+    } while (most != before);
+    return most;
+  }
+
+  // The deepest length <= `limit` whose last window.blocks blocks the rank holds on a layer.
+  uint32_t deepest(RankId id, const Window& window, uint32_t limit) const {
+    uint32_t best = 0;
+    for (uint32_t at = head_[id]; at != kNone; at = spans_[at].next) {
+      const Span& span = spans_[at];
+      const uint32_t length = std::min(span.to, limit);
+      if (span.layer != window.layer || length <= span.from) continue;
+      if (span.from == 0 || length - span.from >= window.blocks) best = std::max(best, length);
+    }
+    return best;
+  }
+
+  // Counts `pieces_` into `most_`, each medium the larger of both.
+  Reach count() {
+    if (pieces_.empty()) return {};
+    if (pieces_.size() == 1) {
+      const Piece& only = pieces_[0];
+      if (only.from != 0) return {};
+      raise(only.layer, only.to);
+      return {only.to, only.own ? only.to : 0};
+    }
+    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.from < b.from; });
+    Reach reach;
+    for (const Piece& piece : pieces_) {
+      if (piece.from > reach.longest) break;
+      reach.longest = std::max(reach.longest, piece.to);
+    }
+    std::array<uint32_t, kMaxLayers> end{}, blocks{};
+    LayerMask seen = 0;
+    uint32_t own_end = 0;
+    for (const Piece& piece : pieces_) {
+      if (piece.from >= reach.longest) break;
+      const uint32_t to = std::min(piece.to, reach.longest);
+      if (to > end[piece.layer]) {
+        blocks[piece.layer] += to - std::max(piece.from, end[piece.layer]);
+        end[piece.layer] = to;
+        seen |= 1u << piece.layer;
+      }
+      if (piece.own && to > own_end) {
+        reach.own += to - std::max(piece.from, own_end);
+        own_end = to;
+      }
+    }
+    for (LayerId layer = 0; seen != 0; ++layer, seen >>= 1) {
+      if ((seen & 1) != 0) raise(layer, blocks[layer]);
+    }
+    return reach;
+  }
+
+  void raise(LayerId layer, uint32_t blocks) {
+    most_[layer] = std::max(most_[layer], blocks);
+    shown_ |= 1u << layer;
+  }
+
+  // ---- tier by tier
+
+  static bool serves(const Instance& instance, uint64_t adapter) {
+    return std::any_of(instance.sources.begin(), instance.sources.end(),
+                       [&](const Source* each) { return !each->store && each->adapter == adapter; });
+  }
+
+  static bool serves(const Worker&, uint64_t) { return true; }  // only events tell of its adapters
+
+  // Takes `pieces_` as those of one rank. As in index/match.hpp no tier goes back to one above.
+  Reaches walk(uint32_t dp_rank) {
+    constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
+    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.from < b.from; });
+    const uint32_t device = along(0, kDeviceLayer, false);
+    const uint32_t host = along(device, kHost, false);
+    return {dp_rank, device, along(device, kHost, true), host, along(along(host, kDisk, false), kExternal, false)};
+  }
+
+  // How far `pieces_` of a layer go on from a block, all or the rank's own.
+  uint32_t along(uint32_t at, LayerId layer, bool own) const {
+    for (const Piece& piece : pieces_) {
+      if (piece.from > at) break;
+      if (piece.layer == layer && (piece.own || !own)) at = std::max(at, piece.to);
+    }
+    return at;
+  }
+
+  // ---- rows
+
+  void number(uint64_t value, std::string& out) {
+    char digits[20];
+    const auto end = std::to_chars(digits, digits + sizeof digits, value).ptr;
+    out.append(digits, end);
+  }
+
+  void begin_row() {
+    most_.fill(0);
+    shown_ = 0;
+    longest_ = 0;
+    dp_.clear();
+  }
+
+  // Calls visit(instance) and visit(worker) for all of which there is a row, or for one.
+  template <class Visit>
+  void each_shown(const Conductor& conductor, const std::vector<const Worker*>& workers, std::string_view only,
+                  Visit&& visit) {
+    if (conductor.common() != nullptr) conductor.common()->asked += counts_;
+    for (const auto& instance : conductor.instances()) {
+      if (instance.get() == conductor.common()) continue;
+      if (only.empty() || only == instance->key) visit(*instance);
+    }
+    for (const Worker* worker : workers) {
+      if (worker->shared || !(only.empty() || only == worker->key)) continue;
+      if (is_shown(conductor.index(), *worker)) visit(*worker);
+    }
+  }
+
+  // Takes `pieces_` as those of one rank.
+  void take_rank(uint64_t block_size, uint32_t dp_rank) {
+    const Reach reach = count();
+    longest_ = std::max<uint64_t>(longest_, reach.longest);
+    dp_.append(dp_.empty() ? "\"" : ",\"");
+    number(dp_rank, dp_);
+    dp_.append("\":");
+    number(reach.own * block_size, dp_);
+  }
+
+  template <class Shown>
+  void row(const Conductor& conductor, Shown& shown, std::string& out) {
+    begin_row();
+    const uint64_t size = conductor.index().block_size();
+    each_rank(conductor, shown, [&](uint32_t dp_rank) { take_rank(size, dp_rank); });
+    end_row(conductor, shown.key, out);
+  }
+
+  // Calls visit(dp_rank) for every rank of an instance, with the rank's blocks in `pieces_`.
+  template <class Visit>
+  void each_rank(const Conductor& conductor, Instance& instance, Visit&& visit) {
+    instance.asked += counts_;
+    const Worker* worker = instance.worker;
+    size_t at = 0;
+    const auto& others = worker == nullptr ? kNoRanks : worker->ranks;
+    for (const Instance::Row& each : instance.rows) {
+      for (; at < others.size() && others[at].first < each.dp_rank; ++at) {
+        worker_rank(conductor, instance, others[at], visit);
+      }
+      pieces_.clear();
+      for (const RankId id : each.ids) {
+        if (collect(id, true)) conductor.note_match(id);
+      }
+      if (at < others.size() && others[at].first == each.dp_rank) collect(others[at++].second, true);
+      for (const RankId id : instance.shared) {
+        if (collect(id, false)) conductor.note_match(id);
+      }
+      collect_common(conductor);
+      visit(each.dp_rank);
+    }
+    for (; at < others.size(); ++at) worker_rank(conductor, instance, others[at], visit);
+  }
+
+  template <class Visit>
+  void worker_rank(const Conductor& conductor, const Instance& instance, const std::pair<uint32_t, RankId>& rank,
+                   Visit&& visit) {
+    if (!conductor.index().rank(rank.second).listed && head_[rank.second] == kNone) return;
+    pieces_.clear();
+    collect(rank.second, true);
+    for (const RankId id : instance.shared) collect(id, false);
+    collect_common(conductor);
+    visit(rank.first);
+  }
+
+  // What stores that serve every instance hold is nobody's own, whatever rank they name.
+  void collect_common(const Conductor& conductor) {
+    if (conductor.common() == nullptr) return;
+    for (const Source* source : conductor.common()->sources) {
+      for (const Holder& holder : source->holders) {
+        if (collect(holder.id, false)) conductor.note_match(holder.id);
+      }
+    }
+  }
+
+  bool is_shown(const Index& index, const Worker& worker) const {
+    return std::any_of(worker.ranks.begin(), worker.ranks.end(), [&](const auto& rank) {
+      return index.rank(rank.second).listed || head_[rank.second] != kNone;
+    });
+  }
+
+  template <class Visit>
+  void each_rank(const Conductor& conductor, const Worker& worker, Visit&& visit) {
+    for (const auto& rank : worker.ranks) {
+      pieces_.clear();
+      collect(rank.second, true);
+      collect_common(conductor);
+      visit(rank.first);
+    }
+  }
+
+  void end_row(const Conductor& conductor, const std::string& key, std::string& out) {
+    static constexpr std::string_view kAlways[] = {",\"GPU\":", ",\"CPU\":", ",\"DISK\":"};
+    const Index& index = conductor.index();
+    const uint64_t size = index.block_size();
+    if (!first_) out.push_back(',');
+    first_ = false;
+    out.append(key).append(":{\"longest_matched\":");
+    number(longest_ * size, out);
+    for (LayerId tier = 0; tier < 3; ++tier) {
+      out.append(kAlways[tier]);
+      number(most_[tier] * size, out);
+    }
+    for (LayerId layer = 3; shown_ >> 3 != 0 && layer < kMaxLayers; ++layer) {
+      if (most_[layer] == 0) continue;
+      out.append(",").append(layer == 3 ? "\"EXTERNAL\"" : conductor.media()[index.tier_of(layer) - kFirstMedium].key);
+      out.append(":");
+      number(most_[layer] * size, out);
+    }
+    out.append(",\"DP\":{").append(dp_).append("}}");
+  }
+
+  static inline const std::vector<std::pair<uint32_t, RankId>> kNoRanks{};
+
+  std::vector<Step> path_;
+  std::vector<uint32_t> head_;  // by rank: its last span, kNone without one
+  std::vector<RankId> touched_;
+  std::vector<Span> spans_;
+  std::vector<uint64_t> locals_, plain_, sequences_;
+  const Index* index_ = nullptr;  // of the question in progress
+  LayerMask counted_ = 0;         // layers that are media
+  LayerMask groups_ = 0;          // cache groups of the device
+  bool counts_ = false;           // the question is about a block or more
+
+  // Of the row in progress.
+  std::vector<Piece> pieces_;
+  std::array<uint32_t, kMaxLayers> most_{};
+  LayerMask shown_ = 0;
+  uint64_t longest_ = 0;
+  std::string dp_;
+  bool first_ = true;
+};
+
+}  // namespace kvd

@@ -1,0 +1,158 @@
+// Which block an announced hash means.
+//
+//   announced hash ── own names ── others of the source ── of the instance ── of all, if they agree
+//                  └─ else: the sequence hash itself, if the tree has a block of it
+//                  └─ else: parked under its name (conductor/waiting.hpp)
+//
+// It means a block in its namespace only. A holder's names table has it as it is in the namespace of
+// the registration, and mixed with the namespace in others:
+//
+//   home 0       hash 501 in 0  ─> name 501      in 7 ─> name 501 ^ mix64(7 ^ 0)
+//   an engine's  hash 501       ─> name 501      in any: its names mean what they mean to it
+//
+// But in an engine's own events a name is taken for the hash only if its block is of the namespace:
+// a mixed one may happen to be another's hash.
+//
+// Costs: a names probe or two a holder of the instance; one or two a rank of the index where nobody
+// of the instance knows the hash. Nothing changes but `looked_up_`, which counts these ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "conductor/conductor.hpp"
+
+namespace kvd {
+
+inline uint64_t Conductor::name_of(const Source& source, uint64_t hash, uint64_t space, bool by_engine) {
+  return by_engine || space == source.home ? hash : hash ^ mix64(space ^ source.home);
+}
+
+inline bool Conductor::knows(const Rank& rank, uint64_t name) const {
+  return rank.names.find(name, keys()) != Names::kAbsent ||
+         (rank.parked() != 0 && rank.rare->parked.count(name) != 0);
+}
+
+inline bool Conductor::has(const Rank& rank, uint64_t name, LayerId layer) const {
+  const uint32_t slot = rank.names.find(name, keys());
+  if (slot != Names::kAbsent) return (keys().layers(rank.names.value(slot)) >> layer & 1) != 0;
+  if (rank.parked() == 0) return false;
+  const auto it = rank.rare->parked.find(name);
+  return it != rank.rare->parked.end() && (it->second.layers >> layer & 1) != 0;
+}
+
+// Slot of what a rank calls `hash`. An engine's own names mean what they mean in any namespace.
+inline uint32_t Conductor::slot_in(uint64_t home, RankId id, uint64_t hash, uint64_t space,
+                                   bool any_space) const {
+  const Names& names = index_.ranks_[id].names;
+  const auto fits = [&](uint32_t slot) {
+    return slot != Names::kAbsent &&
+           (any_space || sequences().space_of(keys().block(names.value(slot))) == space);
+  };
+  const uint32_t as_told = names.find(hash, keys());
+  if (fits(as_told)) return as_told;
+  if (space == home) return Names::kAbsent;
+  const uint32_t mixed = names.find(hash ^ mix64(space ^ home), keys());
+  return fits(mixed) ? mixed : Names::kAbsent;
+}
+
+inline uint32_t Conductor::slot_of(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                                   bool any_space) const {
+  return slot_in(source.home, id, hash, space, any_space);
+}
+
+inline BlockId Conductor::block_in(uint64_t home, RankId id, uint64_t hash, uint64_t space,
+                                   bool any_space) const {
+  const uint32_t slot = slot_in(home, id, hash, space, any_space);
+  return slot == Names::kAbsent ? kNone : keys().block(index_.ranks_[id].names.value(slot));
+}
+
+// The block that `hash` means to a holder: by its own names, its source's, its instance's, or by
+// those of all others where they agree.
+inline BlockId Conductor::meaning(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                                  bool any_space) const {
+  const BlockId found = nearer(source, id, hash, space, any_space);
+  return found != kNone ? found : elsewhere(*source.instance, hash, space, any_space);
+}
+
+// The same, or the block of that sequence hash, which is found sooner than the names of all others.
+inline BlockId Conductor::meaning_or_standard(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                                              bool any_space) const {
+  BlockId found = nearer(source, id, hash, space, any_space);
+  if (found == kNone) found = sequences().find(sequences().key(space, hash));
+  return found != kNone ? found : elsewhere(*source.instance, hash, space, any_space);
+}
+
+inline BlockId Conductor::nearer(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                                 bool any_space) const {
+  BlockId found = block_in(source.home, id, hash, space, any_space);
+  if (found != kNone) return found;
+  found = among(source, id, hash, space, any_space);
+  for (const Source* other : source.instance->sources) {
+    if (found != kNone) return found;
+    if (other != &source) found = among(*other, id, hash, space, any_space);
+  }
+  return found;
+}
+
+inline BlockId Conductor::among(const Source& source, RankId asks, uint64_t hash, uint64_t space,
+                                bool any_space) const {
+  for (const Holder& holder : source.holders) {
+    if (holder.id == asks) continue;
+    const BlockId found = block_in(source.home, holder.id, hash, space, any_space);
+    if (found != kNone) return found;
+  }
+  return kNone;
+}
+
+// Returns how many tables have been asked since it was called last; each takes a step.
+inline size_t Conductor::looked_up() { return std::exchange(looked_up_, 0); }
+
+// Stores that serve every instance have their engines here, whose names mean what they mean in any
+// namespace; other instances' engines do not name their blocks.
+inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uint64_t space,
+                                    bool any_space) const {
+  BlockId found = kNone;
+  const bool in_any = any_space && &instance == common_;
+  looked_up_ += index_.rank_end();
+  for (RankId id = 0; id < index_.rank_end(); ++id) {
+    if (!index_.ranks_[id].live || index_.ranks_[id].names.size() == 0) continue;
+    const Source* source = owner(id);
+    if (source != nullptr && source->instance == &instance) continue;
+    const BlockId here = block_in(source == nullptr ? 0 : source->home, id, hash, space, in_any);
+    if (here == kNone || here == found) continue;
+    if (found != kNone) return kNone;
+    found = here;
+  }
+  return found;
+}
+
+// The sequence hash of a parent that no name leads to, 0 unknown: the hash itself where the event
+// follows the standard, or where somebody holds a block of that hash; else a parked block's.
+inline uint64_t Conductor::standard_parent(const Source& source, RankId id, const Told& e,
+                                           uint64_t space) const {
+  if (sequences().next(e.parent, plain_[0]) == e.hashes[0]) return e.parent;
+  return parked_sequence(source, id, e.parent, space);
+}
+
+// The sequence hash of parked blocks that are called `hash`: one's own, else what all others say.
+inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint64_t hash,
+                                           uint64_t space) const {
+  uint64_t found = 0;
+  bool clear = true;
+  const auto range = loose_.equal_range(sequences().key(space, hash));
+  for (auto it = range.first; it != range.second; ++it) {
+    const Loose& loose = it->second;
+    const Parked* parked = parked_of(loose);
+    if (parked == nullptr || parked->hash != hash || parked->sequence == 0) continue;
+    if (loose.rank == id) return parked->sequence;
+    const bool nearer = owner(loose.rank) != nullptr && owner(loose.rank)->instance == source.instance;
+    if (nearer) return parked->sequence;
+    clear = clear && (found == 0 || found == parked->sequence);
+    found = parked->sequence;
+  }
+  return clear ? found : 0;
+}
+
+}  // namespace kvd

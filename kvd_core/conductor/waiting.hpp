@@ -1,0 +1,327 @@
+// What publishers tell of that has no place in the tree yet, and how it gets one.
+//
+//   loose_   key of hash 501   CREDIT  rank 6, name 501     told without tokens: counts as the block
+//                                                           of sequence hash 501 until 501 is known
+//            key of hash 77    CHILD   rank 5, name 78      78 is the block behind 77
+//            key of hash 78    ALIAS   rank 5, name 78      what 78 is called
+//
+// When a block is placed, by whomever, the keys of its sequence hash and of its announced hash are
+// looked up here, and what waited for them goes into the tree:
+//
+//   placed, announce ── await ─> work_     keys that something waits for
+//   a question's tokens ── explain ─> place    what they show of sequence hashes that wait
+//   settle (slices)  ── look_again         what waits for a key ─> waiting_
+//                    └─ look_at            each of these: try_credit, try_behind_parent ─> announce
+//
+// Blocks that wait are in the tables of index/parked.hpp, by holder and name; `loose_` finds them by
+// what they wait for.
+//
+// Invariants: 1 of conductor/conductor.hpp, which `verify` checks; children wait under `behind(key)`, all
+// others under the key itself.
+//
+// Costs: a look-up a key while anything is loose, of an engine's own hash one more for each other
+// namespace that its instance is registered in; to place a block what the index takes to store it.
+// `settle` is done in slices, kStepsALook a block looked at. A loose block takes about 300 bytes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "conductor/conductor.hpp"
+
+namespace kvd {
+
+template <class Visit>
+inline void Conductor::each_credit(uint64_t key, Visit&& visit) const {
+  const auto range = loose_.equal_range(key);
+  for (auto it = range.first; it != range.second; ++it) {
+    if (it->second.kind != Kind::CREDIT) continue;
+    if (const Parked* parked = parked_of(it->second)) visit(it->second.rank, parked->layers);
+  }
+}
+
+template <class Require>
+inline void Conductor::verify(Require&& require) const {
+  for (const auto& instance : instances_) {
+    if (instance->worker == nullptr) continue;
+    for (const auto& [dp_rank, id] : instance->worker->ranks) {
+      require(!index_.rank(id).lent || has_row(*instance, dp_rank), "sources 3: a rank made for holders has some");
+    }
+  }
+  require(is_spread(loose_), "conductor: keys of what waits are spread over the buckets");
+  for (RankId id = 0; id < index_.rank_end(); ++id) {
+    const Rank& rank = index_.rank(id);
+    if (!rank.live || id >= owners_.size() || owners_[id] == nullptr) continue;
+    if (rank.rare == nullptr) continue;
+    for (const auto& [name, p] : rank.rare->parked) {
+      const uint64_t key = sequences().key(p.space, p.has_content ? p.parent : p.hash);
+      require(has_entry(id, name, p.has_content ? behind(key) : key),
+              "conductor 1: what is parked waits for something");
+    }
+  }
+}
+
+// ---- setting aside
+
+// What came first stays: of a prompt that is its beginning, without which nothing behind it counts.
+inline bool Conductor::can_wait(uint32_t n) const {
+  return index_.budget_->fits(n) && index_.parked_ + n <= index_.max_parked_;
+}
+
+// Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
+inline void Conductor::park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above) {
+  for (uint32_t i = 0; i < s.n; ++i) {
+    const uint32_t slot = index_.ranks_[id].names.find(s.names[i], keys());
+    if (slot != Names::kAbsent) {
+      // An unknown parent does not contradict what is known, and what follows has a parent now.
+      const uint32_t value = index_.ranks_[id].names.value(slot);
+      const BlockId below = keys().block(value);
+      if ((keys().layers(value) >> s.layer & 1) == 0) index_.gain_name(id, slot, s.layer);
+      if (i + 1 == s.n) return;
+      const Store rest{s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i],
+                       s.layer, 0, s.plain + i + 1, s.space};
+      put(id, rest, below);
+      for (uint32_t j = i + 1; j < s.n; ++j) {
+        settle_own(id, s.names[j]);
+        announce(source, s.space, e.hashes[j], e.by_engine);
+      }
+      return;
+    }
+    if (above != 0) above = sequences().next(above, s.plain[i]);
+    Store one{s.names + i, s.locals + i, 1, true, i == 0 ? e.parent : e.hashes[i - 1],
+              s.layer, 0, s.plain + i, s.space};
+    set_aside(source, id, e.hashes[i], one, above, e.by_engine);
+    // Another publisher may have told of the block before, under the same hash.
+    if (i != 0) await(sequences().key(s.space, one.parent));
+  }
+}
+
+inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const Store& one,
+                                 uint64_t sequence, bool by_engine) {
+  const uint64_t name = one.names[0];
+  Parked* before = parked_at(id, name);
+  const bool had_content = before != nullptr && before->has_content;
+  index_.park(id, name, one.layer, &one);
+  Parked* parked = parked_at(id, name);
+  if (parked == nullptr || had_content) return;
+  parked->stamp = ++index_.stamp_;  // what it was known by without content is over
+  index_.order_.push({name, parked->stamp, id});
+  parked->hash = hash;
+  parked->by_engine = by_engine;
+  parked->sequence = sequence;
+  const uint64_t stamp = parked->stamp, space = one.space;
+  enter(behind(sequences().key(space, one.parent)), {id, name, stamp, Kind::CHILD});
+  enter(sequences().key(space, hash), {id, name, stamp, Kind::ALIAS});
+  if (sequence != 0) {
+    enter(sequences().key(space, sequence), {id, name, stamp, Kind::CREDIT});
+    announce(source, space, hash, by_engine);
+  }
+}
+
+// A name that has been placed takes over what was parked under it.
+inline void Conductor::settle_own(RankId id, uint64_t name) {
+  if (index_.ranks_[id].parked() == 0) return;
+  const auto it = index_.ranks_[id].rare->parked.find(name);
+  if (it == index_.ranks_[id].rare->parked.end()) return;
+  const LayerMask layers = it->second.layers;
+  index_.forget_parked(id, it);
+  ++index_.tally_.unparked;
+  for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+    if ((layers >> layer & 1) == 0 || has(index_.ranks_[id], name, layer)) continue;
+    index_.gain_name(id, index_.ranks_[id].names.find(name, keys()), layer);
+  }
+}
+
+// ---- by what it waits for
+
+// Where those wait that come behind the block of a key. There may be thousands, of one prompt's
+// beginning that has not been heard: nobody who asks what the key means is to meet them.
+inline uint64_t Conductor::behind(uint64_t key) const { return hash_(key); }
+
+inline void Conductor::enter(uint64_t key, const Loose& loose) {
+  loose_.emplace(key, loose);
+  if (loose_.size() != kGrowsTo) return;
+  loose_.max_load_factor(kMostALoose);
+  loose_.reserve(kMostALoose * kMaxLoose);
+}
+
+inline void Conductor::await(uint64_t key) {
+  for (const uint64_t each : {key, behind(key)}) {
+    if (loose_.find(each) != loose_.end()) work_.push_back(each);
+  }
+}
+
+// A hash means something now; an engine's own also to whoever of its instance, or for every instance,
+// has told of it by the hash alone, which waits in the namespace of that registration.
+inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine) {
+  if (loose_.empty()) return;
+  await(sequences().key(space, hash));
+  if (!by_engine) return;
+  uint64_t last = space;
+  for (const Instance* instance : {source.instance, common_}) {
+    if (instance == nullptr) continue;
+    for (const Source* each : instance->sources) {
+      if (each->home != last && each->home != space) await(sequences().key(each->home, hash));
+      last = each->home;
+    }
+  }
+}
+
+inline Parked* Conductor::parked_at(RankId id, uint64_t name) const {
+  const Rank& rank = index_.ranks_[id];
+  if (!rank.live || rank.parked() == 0) return nullptr;
+  const auto it = rank.rare->parked.find(name);
+  return it == rank.rare->parked.end() ? nullptr : &it->second;
+}
+
+inline const Parked* Conductor::parked_of(const Loose& loose) const {
+  const Parked* parked = parked_at(loose.rank, loose.name);
+  return parked != nullptr && parked->stamp == loose.stamp ? parked : nullptr;
+}
+
+inline bool Conductor::has_entry(RankId id, uint64_t name, uint64_t key) const {
+  const auto range = loose_.equal_range(key);
+  return std::any_of(range.first, range.second, [&](const auto& entry) {
+    return entry.second.rank == id && entry.second.name == name && parked_of(entry.second) != nullptr;
+  });
+}
+
+// ---- placing it
+
+// What waits for a key may have its place now: `waiting_` has it then.
+inline void Conductor::look_again(uint64_t key) {
+  waiting_.clear();
+  looked_at_ = 0;
+  const auto range = loose_.equal_range(key);
+  for (auto it = range.first; it != range.second; ++it) {
+    if (parked_of(it->second) != nullptr) waiting_.push_back(it->second);
+  }
+  // All at once: erasing one of many equal keys walks over those before it.
+  loose_.erase(range.first, range.second);
+  for (const Loose& each : waiting_) enter(key, each);
+}
+
+inline void Conductor::look_at(const Loose& loose) {
+  const Parked* parked = parked_of(loose);
+  Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
+  if (parked == nullptr || source == nullptr) return;
+  if (loose.kind == Kind::CHILD) {
+    try_behind_parent(*source, loose, *parked);
+  } else if (loose.kind == Kind::CREDIT) {
+    try_credit(*source, loose, *parked);
+  }
+}
+
+inline void Conductor::try_credit(Source& source, const Loose& loose, const Parked& parked) {
+  BlockId block = kNone;
+  if (!parked.has_content) block = meaning(source, loose.rank, parked.hash, parked.space, parked.by_engine);
+  if (block == kNone) block = sequences().find(sequences().key(parked.space, parked.sequence));
+  if (block == kNone) return;
+  const Parked was = parked;
+  take_out(loose);
+  if (index_.ranks_[loose.rank].names.find(loose.name, keys()) == Names::kAbsent) {
+    adopt(loose.rank, loose.name, block, was.layers);
+  }
+  announce(source, was.space, was.hash, was.by_engine);
+}
+
+inline void Conductor::try_behind_parent(Source& source, const Loose& loose, const Parked& parked) {
+  BlockId below = meaning(source, loose.rank, parked.parent, parked.space, parked.by_engine);
+  uint64_t above = 0;
+  if (below == kNone) {
+    above = sequences().next(parked.parent, parked.plain) == parked.hash
+                ? parked.parent
+                : parked_sequence(source, loose.rank, parked.parent, parked.space);
+    if (above != 0) below = sequences().find(sequences().key(parked.space, above));
+  }
+  if (below != kNone) {
+    const Parked was = parked;
+    take_out(loose);
+    index_.ranks_[loose.rank].settling = true;  // what has waited is no second copy
+    if (sequences().space_of(below) != was.space) ++index_.tally_.parked_unsalted;
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((was.layers >> layer & 1) == 0) continue;
+      put(loose.rank, {&loose.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space}, below);
+    }
+    announce(source, was.space, was.hash, was.by_engine);
+  } else if (above != 0 && parked.sequence == 0) {
+    Parked* known = parked_at(loose.rank, loose.name);
+    known->sequence = sequences().next(above, known->plain);
+    const uint64_t space = known->space, own = known->hash;
+    const bool by_engine = known->by_engine;
+    enter(sequences().key(space, known->sequence), {loose.rank, loose.name, loose.stamp, Kind::CREDIT});
+    await(sequences().key(space, known->sequence));
+    announce(source, space, own, by_engine);
+  }
+}
+
+inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from,
+                               size_t n, uint64_t space) {
+  uint64_t sequence = 0;
+  if (last != kNone) {
+    sequence = sequences().sequence_of(last);
+    if (sequence == 0 || sequences().space_of(last) != space) return false;
+  }
+  size_t i = from;
+  for (; i < n && i - from < kExplainedAtOnce; ++i) {
+    sequence = last == kNone ? plain[i] : sequences().next(sequence, plain[i]);
+    const uint64_t key = sequences().key(space, sequence);
+    if (!place(key, locals[i], plain[i], space, last)) break;
+    last = sequences().find(key);
+  }
+  if (i == from) return false;
+  Steps some{kStepsExplained};
+  settle(some);
+  return true;
+}
+
+// Places the first that waits under the key of its sequence hash; the others follow it as they do any.
+inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below) {
+  const auto range = loose_.equal_range(key);
+  for (auto it = range.first; it != range.second; ++it) {
+    const Loose loose = it->second;
+    const Parked* parked = parked_of(loose);
+    const Source* source = owner(loose.rank);
+    if (loose.kind != Kind::CREDIT || parked == nullptr || source == nullptr) continue;
+    const Parked was = *parked;
+    take_out(loose);
+    index_.ranks_[loose.rank].settling = true;  // what has waited is no second copy
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if ((was.layers >> layer & 1) == 0) continue;
+      put(loose.rank, {&loose.name, &local, 1, true, 0, layer, 0, &plain, space}, below);
+    }
+    announce(*source, was.space, was.hash, was.by_engine);
+    return true;
+  }
+  return false;
+}
+
+inline void Conductor::take_out(const Loose& loose) {
+  index_.forget_parked(loose.rank, index_.ranks_[loose.rank].rare->parked.find(loose.name));
+  ++index_.tally_.unparked;
+}
+
+// Frees what waited for those that are no more, while that is most of it; the sweep does so, too.
+inline void Conductor::prune(Steps& steps) {
+  for (; loose_.size() > kMostALoose * index_.parked_ + 256 && steps.left(); steps.take(1 + stale_.size())) {
+    prune_at_ = prune_at_ + 1 < loose_.bucket_count() ? prune_at_ + 1 : 0;
+    stale_.clear();
+    for (auto it = loose_.begin(prune_at_); it != loose_.end(prune_at_); ++it) {
+      if (parked_of(it->second) == nullptr) stale_.push_back(it->first);
+    }
+    for (const uint64_t key : stale_) drop_stale(key);
+  }
+}
+
+inline void Conductor::drop_stale(uint64_t key) {
+  const auto range = loose_.equal_range(key);
+  for (auto it = range.first; it != range.second;) {
+    it = parked_of(it->second) == nullptr ? loose_.erase(it) : std::next(it);
+  }
+}
+
+}  // namespace kvd

@@ -1,0 +1,327 @@
+// Walks an index and writes what its ranks hold, run by run, in pieces.
+//
+//   tree      ── [a b c .. 1024] ── [1025 ..] ──┬── [x y]      rank 7 holds a .. 1100 and x
+//                      chain          chain     └── [z]
+//   events    7: a .. 1100       7: x              a run ends where the rank stops or the path forks
+//
+// The dump follows the tree in preorder (parents before children) and may be left and resumed
+// anywhere, also inside an event, while the index goes on changing: it is weakly consistent. A
+// block that a rank holds all the time is written at least once; blocks that come or go meanwhile
+// may or may not be, which the live events settle for the reader.
+//
+// Device blocks come as one event per rank and unbroken run between two forks, which is how
+// Dynamo's indexer merges them; in the text, lower tiers come as one event per block, as there.
+// Names are the rank's own. Cache groups beside the main one, salts, and what ranks' streams have
+// told are in the binary form only.
+//
+// Chains are bounded, runs are not. A run that goes on in the next chain is written there and then,
+// and `taken_` notes how far, so that the visit to that chain begins behind it.
+//
+// Invariants
+//   1. while `open_`, `last_` is the block written last, or none yet and the run begins at `at_`;
+//   2. everything of chain `watcher_.next` before (rank_, layer_, offset_) has been written, unless
+//      the chain has changed since (`moves_`): then it is begun anew.
+//
+// Costs: O(bytes written); memory O(1) beside the caller's buffer, plus 16 bytes for each rank and
+// chain that a run went on in, plus a reverse table of the names of ranks whose engine hashes
+// differ from the first holder's.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "dump/format.hpp"
+#include "index/index.hpp"
+#include "index/worker.hpp"
+
+namespace kvd {
+
+class Dump {
+ public:
+  // Watches the index until it is destroyed; the index must outlive it.
+  Dump(Index& index, bool binary) : index_(index), binary_(binary) {
+    if (binary) {
+      format_ = std::make_unique<BinaryFormat>();
+    } else {
+      format_ = std::make_unique<TextFormat>();
+    }
+    watcher_.next = tree().node(Tree::kRoot).first_child;
+    tree().watch(&watcher_);
+  }
+  Dump(const Dump&) = delete;
+  Dump& operator=(const Dump&) = delete;
+  ~Dump() { tree().unwatch(&watcher_); }
+
+  uint64_t blocks_written() const { return blocks_written_; }
+
+  // Appends events until `out` holds `enough` bytes or all is written.
+  // `owners[rank]` is the worker of a rank, null where the rank is not to be dumped.
+  // Returns false when all is written.
+  bool fill(const std::vector<const Worker*>& owners, std::string& out, size_t enough) {
+    if (open_ && !still_ours(owners)) close(out);
+    if (open_) resume(out);
+    while (out.size() < enough) {
+      if (open_) {
+        write_run(out, enough);
+      } else if (watcher_.next == kNone) {
+        return false;
+      } else {
+        step(owners, out);
+      }
+    }
+    format_->pause(out);
+    return true;
+  }
+
+ private:
+  static constexpr uint32_t kBatch = 256;  // blocks named before they are written
+
+  Tree& tree() { return index_.tree(); }
+  const Tree& tree() const { return index_.tree(); }
+
+  // ---- which run comes next
+
+  void step(const std::vector<const Worker*>& owners, std::string& out) {
+    if (watcher_.moves != moves_) {  // the chain in progress has changed: begin it anew
+      moves_ = watcher_.moves;
+      rank_ = layer_ = offset_ = 0;
+    }
+    const NodeId node = watcher_.next;
+    const RankId rank = next_holder(node, rank_);
+    if (rank == kNone) {
+      watcher_.next = tree().successor(node);
+      rank_ = layer_ = offset_ = 0;
+      return;
+    }
+    if (rank != rank_) {
+      rank_ = rank;
+      layer_ = offset_ = 0;
+    }
+    if (rank < owners.size() && owners[rank] != nullptr && begin_run(node, *owners[rank], out)) {
+      write_run(out, out.size() + 1);  // no event is left empty
+    } else {
+      ++rank_;
+      layer_ = offset_ = 0;
+    }
+  }
+
+  bool is_dumped(LayerId layer) const {
+    return layer < kTierLayers || (binary_ && layer != kGhostLayer);
+  }
+
+  // The smallest rank >= `from` that holds some block of the chain on some dumped layer.
+  RankId next_holder(NodeId node, RankId from) const {
+    RankId best = kNone;
+    for (const Run& run : tree().node(node).runs) {
+      if (!is_dumped(run.layer)) continue;
+      const auto& members = tree().sets().members(run.set);
+      const auto it = std::lower_bound(members.begin(), members.end(), from);
+      if (it != members.end()) best = std::min(best, *it);
+    }
+    return best;
+  }
+
+  // Opens the rank's first run in the chain at or behind (layer_, offset_); false without one.
+  bool begin_run(NodeId id, const Worker& worker, std::string& out) {
+    const Node& node = tree().node(id);
+    uint32_t start = 0;
+    for (size_t i = 0; i < node.runs.size(); ++i) {
+      const Run& run = node.runs[i];
+      if (i == 0 || node.runs[i - 1].layer != run.layer) start = 0;
+      const uint32_t past = run.layer == layer_ ? offset_ : run.layer < layer_ ? run.end : 0;
+      uint32_t from = std::max(start, past);
+      start = run.end;
+      if (!is_dumped(run.layer) || from >= run.end) continue;
+      if (!tree().sets().contains(run.set, rank_)) continue;
+      if (run.layer == kDeviceLayer && from == 0) from = behind_taken(node);
+      layer_ = run.layer;
+      offset_ = from;
+      if (from >= run.end) continue;
+      open(worker, {id, from}, out);
+      return true;
+    }
+    return false;
+  }
+
+  // How much of the chain's start has been written as the end of a run that began above.
+  uint32_t behind_taken(const Node& node) const {
+    const auto it = taken_.find(key(node.chain.block()[0]));
+    if (it == taken_.end() || !placed(it->second)) return 0;
+    const Block& last = tree().block(it->second);
+    return &tree().node(last.node) == &node ? last.offset + 1 : 0;
+  }
+
+  uint64_t key(BlockId first) const { return uint64_t{first} << 32 | rank_; }
+
+  // True while the block lives (ids of freed blocks may be asked about until they are reused).
+  bool placed(BlockId id) const {
+    if (id >= tree().block_end()) return false;
+    const Block& b = tree().block(id);
+    if (!tree().alive(b.node)) return false;
+    const Chain& chain = tree().node(b.node).chain;
+    return b.offset < chain.len() && chain.block()[b.offset] == id;
+  }
+
+  // ---- one run
+
+  void open(const Worker& worker, Position at, std::string& out) {
+    at_ = at;
+    last_ = first_beyond_ = kNone;
+    open_ = true;
+    owner_ = worker.number;
+    dp_rank_ = index_.rank(rank_).dp_rank;
+    const BlockId parent = tree().parent_of(tree().node(at.node).chain.block()[at.offset]);
+    const uint64_t name = parent == kNone ? 0 : name_of(rank_, parent);
+    if (told_.insert(rank_).second) format_->rank(worker, index_, index_.rank(rank_), out);
+    const RunHead head{&worker, dp_rank_, index_.tier_of(layer_), index_.group_of(layer_), parent != kNone, name};
+    format_->open(head, out);
+  }
+
+  bool still_ours(const std::vector<const Worker*>& owners) const {
+    return rank_ < owners.size() && owners[rank_] != nullptr && owners[rank_]->number == owner_ &&
+           index_.rank(rank_).dp_rank == dp_rank_;
+  }
+
+  // The tree may have changed since the last piece: finds the run's place in it again.
+  void resume(std::string& out) {
+    if (last_ != kNone && placed(last_)) {
+      at_ = tree().after(last_);
+    } else {
+      close(out);
+    }
+  }
+
+  void write_run(std::string& out, size_t enough) {
+    while (out.size() < enough) {
+      const Node& node = tree().node(at_.node);
+      if (at_.offset == node.chain.len()) {
+        if (!enter_only_child(node)) return close(out);
+        continue;
+      }
+      uint32_t to = held_until(node);
+      if (to == at_.offset) return close(out);
+      const bool alone = layer_ != kDeviceLayer && !binary_;
+      to = std::min(to, at_.offset + (alone ? 1 : kBatch));
+      write_blocks(node, to, out);
+      if (alone) return close(out);
+    }
+  }
+
+  bool enter_only_child(const Node& node) {
+    if (layer_ != kDeviceLayer || node.children != 1) return false;
+    at_ = {node.first_child, 0};
+    const Node& below = tree().node(at_.node);
+    if (held_until(below) == 0) return false;
+    first_beyond_ = below.chain.block()[0];
+    return true;
+  }
+
+  // Offset behind the last block that the rank holds without a break from `at_` on.
+  uint32_t held_until(const Node& node) const {
+    uint32_t until = at_.offset;
+    for (const Run& run : node.runs) {
+      if (run.layer != layer_ || run.end <= at_.offset) continue;
+      if (!tree().sets().contains(run.set, rank_)) break;
+      until = run.end;
+    }
+    return until;
+  }
+
+  void write_blocks(const Node& node, uint32_t to, std::string& out) {
+    uint64_t names[kBatch];
+    const uint32_t n = to - at_.offset;
+    for (uint32_t i = 0; i < n; ++i) names[i] = name_of(rank_, node.chain.block()[at_.offset + i]);
+    const BlockId* ids = node.chain.block() + at_.offset;
+    for (uint32_t from = 0, i = 0; from < n; from = i) {
+      const uint64_t term = index_.term_at(ids[from]);
+      while (i < n && index_.term_at(ids[i]) == term) ++i;
+      format_->blocks(names + from, node.chain.local() + at_.offset + from, i - from, term, out);
+    }
+    blocks_written_ += n;
+    last_ = node.chain.block()[to - 1];
+    at_.offset = to;
+    if (first_beyond_ != kNone) taken_[key(first_beyond_)] = last_;
+  }
+
+  void close(std::string& out) {
+    format_->close(out);
+    open_ = false;
+    // Where the run has left its chain, nothing of the layer remains there.
+    offset_ = at_.node == watcher_.next ? at_.offset : kNone;
+  }
+
+  // ---- names
+
+  // What the rank calls the block. Where the rank does not hold it (the parent of a run behind a
+  // hole), the block's own name, as far as that means nothing else to the rank.
+  uint64_t name_of(RankId rank, BlockId block) {
+    const uint64_t own = tree().block(block).name;
+    if (means(rank, own, block)) return own;
+    auto& names = other_names_[rank];
+    auto it = names.find(block);
+    if (it == names.end() || !means(rank, it->second, block)) {
+      if (!holds(rank, block)) return unused(rank, own);
+      collect(rank, names);
+      it = names.find(block);
+    }
+    return it == names.end() ? unused(rank, own) : it->second;
+  }
+
+  uint64_t unused(RankId rank, uint64_t name) const {
+    while (index_.rank(rank).names.find(name, index_.keys()) != Names::kAbsent) name = mix64(name + 1);
+    return name;
+  }
+
+  bool means(RankId rank, uint64_t name, BlockId block) const {
+    const Names& names = index_.rank(rank).names;
+    const uint32_t slot = names.find(name, index_.keys());
+    return slot != Names::kAbsent && index_.keys().block(names.value(slot)) == block;
+  }
+
+  bool holds(RankId rank, BlockId block) const {
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if (is_dumped(layer) && tree().held(block, layer, rank)) return true;
+    }
+    return false;
+  }
+
+  void collect(RankId rank, std::unordered_map<BlockId, uint64_t>& names) const {
+    names.clear();
+    const Names& all = index_.rank(rank).names;
+    for (uint32_t slot = 0; slot < all.capacity(); ++slot) {
+      const uint32_t value = all.value(slot);
+      if (value == Names::kAbsent) continue;
+      const BlockId block = index_.keys().block(value);
+      const uint64_t name = index_.keys().name(value);
+      if (name != tree().block(block).name) names[block] = name;
+    }
+  }
+
+  Index& index_;
+  const bool binary_;
+  std::unique_ptr<DumpFormat> format_;
+  uint64_t blocks_written_ = 0;
+
+  Watcher watcher_;
+  uint64_t moves_ = 0;
+  RankId rank_ = 0;
+  LayerId layer_ = 0;
+  uint32_t offset_ = 0;
+
+  bool open_ = false;
+  Position at_{0, 0};
+  BlockId last_ = kNone;
+  BlockId first_beyond_ = kNone;  // the first block of the chain below that the run is in, or none
+  std::string owner_;             // the open run's worker and rank
+  uint32_t dp_rank_ = 0;
+
+  std::unordered_set<RankId> told_;  // ranks whose first run has begun
+  std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
+  std::unordered_map<RankId, std::unordered_map<BlockId, uint64_t>> other_names_;
+};
+
+}  // namespace kvd

@@ -1,0 +1,238 @@
+// The two forms of a dump: what is written for a run of blocks that a rank holds.
+//
+//   text     {"worker_id":1,"storage_tier":"device","residency_domain":"worker","event":{
+//            "event_id":0,"data":{"stored":{"parent_hash":null,"start_position":null,"blocks":[
+//            {"block_hash":101,"tokens_hash":14643705804678351452,"mm_extra_info":null}, ..]}},
+//            "dp_rank":0}}                                        one event a run, ~91 bytes a block
+//
+//   binary   'K' ..                             before a rank's first run: what its stream has told
+//            'R' flags tier group dp_rank parent term worker n | name local | name local | ..
+//                                                 one record or more a run, 16 bytes a block
+//
+// Binary records, little-endian and without padding; the worker's text is JSON with its quotes:
+//
+//   u8  'R'       u8  flags   1 has a parent, 2 the worker's id is a text
+//   u8  tier      u32 group   the cache group, kNone is the main one, whose blocks are the prefix
+//   u32 dp_rank
+//   u64 parent    the rank's name of the block before the first; 0 without
+//   u64 term      what the local hashes have inherited from the prompt's first block (salt); or 0
+//   u64 worker    the id, or the bytes of its text
+//   u32 n         1 .. kRecordBlocks
+//   [text]
+//   n times       u64 name (engine hash), u64 local hash
+//
+//   u8  'K'       u8  flags   2 as above, 4 names salts, 8 names offloaded blocks, 16 numbers groups
+//   u32 dp_rank   u32 main group, kNone unknown
+//   u64 worker    as above
+//   u8  groups    u8  windows
+//   [text]
+//   groups times  u32 group, u8 kind (1 full attention, 2 window, 3 other), u64 window in tokens
+//   windows times u32 group, u32 blocks behind a prefix's end that the group must hold on the device
+//
+// A longer run, one whose term changes, and one that was left in the middle, goes on in another
+// record whose parent is the last block of the one before. Of a rank that has told nothing there is
+// no 'K'.
+#pragma once
+
+#include <charconv>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "index/index.hpp"
+#include "index/worker.hpp"
+
+namespace kvd {
+
+constexpr uint8_t kRunTag = 'R';
+constexpr uint8_t kRankTag = 'K';
+constexpr uint8_t kHasParent = 1;
+constexpr uint8_t kTextWorker = 2;
+constexpr uint8_t kSalted = 4;
+constexpr uint8_t kOffloads = 8;
+constexpr uint8_t kNumbersGroups = 16;
+constexpr size_t kRunHead = 39;   // bytes before the worker's text
+constexpr size_t kRankHead = 20;  // the same
+constexpr size_t kGroupBytes = 13;
+constexpr size_t kWindowBytes = 8;
+// Blocks of one record: a reader keeps at most one record, 64 KiB, before it takes it.
+constexpr uint32_t kRecordBlocks = 4096;
+
+constexpr const char* kTierNames[] = {"device", "host_pinned", "disk", "external"};
+
+struct RunHead {
+  const Worker* worker;
+  uint32_t dp_rank;
+  LayerId tier;
+  uint32_t group;
+  bool has_parent;
+  uint64_t parent;
+};
+
+class DumpFormat {
+ public:
+  virtual ~DumpFormat() = default;
+  // What a rank's stream has told, before the rank's first run.
+  virtual void rank(const Worker& worker, const Index& index, const RankTraits& told, std::string& out) = 0;
+  virtual void open(const RunHead& head, std::string& out) = 0;
+  // Blocks of one run, all of the same term.
+  virtual void blocks(const uint64_t* names, const uint64_t* locals, size_t n, uint64_t term,
+                      std::string& out) = 0;
+  // What is written so far is handed out, though the run may go on.
+  virtual void pause(std::string& out) = 0;
+  virtual void close(std::string& out) = 0;
+};
+
+class TextFormat : public DumpFormat {
+ public:
+  void rank(const Worker&, const Index&, const RankTraits&, std::string&) override {}
+
+  void open(const RunHead& head, std::string& out) override {
+    out.append(begun_ ? ",{\"worker_id\":" : "{\"worker_id\":").append(head.worker->number);
+    out.append(",\"storage_tier\":\"").append(kTierNames[head.tier]);
+    out.append("\",\"residency_domain\":\"worker\",\"event\":{\"event_id\":");
+    number(event_id_[head.tier]++, out);
+    out.append(",\"data\":{\"stored\":{\"parent_hash\":");
+    if (head.has_parent) {
+      number(head.parent, out);
+    } else {
+      out.append("null");
+    }
+    out.append(",\"start_position\":null,\"blocks\":[");
+    begun_ = true;
+    first_ = true;
+    dp_rank_ = head.dp_rank;
+  }
+
+  void blocks(const uint64_t* names, const uint64_t* locals, size_t n, uint64_t,
+              std::string& out) override {
+    for (size_t i = 0; i < n; ++i) {
+      out.append(first_ ? "{\"block_hash\":" : ",{\"block_hash\":");
+      first_ = false;
+      number(names[i], out);
+      out.append(",\"tokens_hash\":");
+      number(locals[i], out);
+      out.append(",\"mm_extra_info\":null}");
+    }
+  }
+
+  void pause(std::string&) override {}
+
+  void close(std::string& out) override {
+    out.append("]}},\"dp_rank\":");
+    number(dp_rank_, out);
+    out.append("}}");
+  }
+
+ private:
+  static void number(uint64_t value, std::string& out) {
+    char digits[20];
+    out.append(digits, std::to_chars(digits, digits + sizeof digits, value).ptr);
+  }
+
+  bool begun_ = false;
+  bool first_ = true;
+  uint32_t dp_rank_ = 0;
+  uint64_t event_id_[kTierLayers] = {};
+};
+
+class BinaryFormat : public DumpFormat {
+ public:
+  void rank(const Worker& worker, const Index& index, const RankTraits& told, std::string& out) override {
+    const uint8_t said = (told.salted ? kSalted : 0) | (told.offloads ? kOffloads : 0) |
+                         (told.numbers_groups ? kNumbersGroups : 0);
+    if (said == 0 && told.groups.empty() && told.windows.empty() && told.main_group < 0) return;
+    name(worker);
+    put<uint8_t>(out, kRankTag);
+    put<uint8_t>(out, said | (is_text_ ? kTextWorker : 0));
+    put<uint32_t>(out, told.dp_rank);
+    put<uint32_t>(out, static_cast<uint32_t>(told.main_group));
+    put<uint64_t>(out, number_);
+    put<uint8_t>(out, static_cast<uint8_t>(told.groups.size()));
+    put<uint8_t>(out, static_cast<uint8_t>(told.windows.size()));
+    if (is_text_) out.append(worker_);
+    for (const CacheGroup& group : told.groups) {
+      put<uint32_t>(out, static_cast<uint32_t>(group.id));
+      put<uint8_t>(out, static_cast<uint8_t>(group.kind));
+      put<uint64_t>(out, static_cast<uint64_t>(group.window));
+    }
+    for (const Window& window : told.windows) {
+      put<uint32_t>(out, index.group_of(window.layer));
+      put<uint32_t>(out, window.blocks);
+    }
+  }
+
+  void open(const RunHead& head, std::string&) override {
+    name(*head.worker);
+    tier_ = head.tier;
+    group_ = head.group;
+    dp_rank_ = head.dp_rank;
+    has_parent_ = head.has_parent;
+    parent_ = head.has_parent ? head.parent : 0;
+  }
+
+  void blocks(const uint64_t* names, const uint64_t* locals, size_t n, uint64_t term,
+              std::string& out) override {
+    if (term != term_) end(out);
+    term_ = term;
+    for (size_t i = 0; i < n; ++i) {
+      if (count_ == 0) begin(out);
+      put(out, names[i]);
+      put(out, locals[i]);
+      parent_ = names[i];
+      if (++count_ == kRecordBlocks) end(out);
+    }
+  }
+
+  void pause(std::string& out) override { end(out); }
+  void close(std::string& out) override { end(out); }
+
+ private:
+  template <class T>
+  static void put(std::string& out, T value) {
+    char bytes[sizeof(T)];
+    for (size_t i = 0; i < sizeof(T); ++i) bytes[i] = static_cast<char>(value >> (8 * i));
+    out.append(bytes, sizeof(T));
+  }
+
+  void name(const Worker& worker) {
+    is_text_ = worker.number.front() == '"';
+    worker_ = worker.number;
+    number_ = is_text_ ? worker_.size() : std::stoull(worker_);
+  }
+
+  void begin(std::string& out) {
+    put<uint8_t>(out, kRunTag);
+    put<uint8_t>(out, (has_parent_ ? kHasParent : 0) | (is_text_ ? kTextWorker : 0));
+    put<uint8_t>(out, static_cast<uint8_t>(tier_));
+    put<uint32_t>(out, group_);
+    put<uint32_t>(out, dp_rank_);
+    put<uint64_t>(out, parent_);
+    put<uint64_t>(out, term_);
+    put<uint64_t>(out, number_);
+    count_at_ = out.size();
+    put<uint32_t>(out, 0);
+    if (is_text_) out.append(worker_);
+  }
+
+  void end(std::string& out) {
+    if (count_ == 0) return;
+    for (size_t i = 0; i < 4; ++i) out[count_at_ + i] = static_cast<char>(count_ >> (8 * i));
+    has_parent_ = true;
+    count_ = 0;
+  }
+
+  std::string worker_;
+  uint64_t number_ = 0;
+  bool is_text_ = false;
+  LayerId tier_ = 0;
+  uint32_t group_ = kNone;
+  uint64_t term_ = 0;
+  uint32_t dp_rank_ = 0;
+  bool has_parent_ = false;
+  uint64_t parent_ = 0;
+  size_t count_at_ = 0;
+  uint32_t count_ = 0;
+};
+
+}  // namespace kvd

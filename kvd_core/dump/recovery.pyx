@@ -1,0 +1,180 @@
+"""Dumps of other indexers: read whole into a stage first, applied to indexes afterwards.
+
+The forms are described in `dump/format.hpp`, the stage in `dump/staged.hpp`. Reading changes no index;
+applying cannot fail halfway. Both go in slices that the caller chooses.
+
+What came with a dump is told again by the events that made it, when they are still on their way.
+So a rank that took blocks from a dump is `settling`: what its stream announces again is not a
+second copy of the block, until `Worker.settled` says that the stream has caught up.
+"""
+
+import json
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cython.operator cimport dereference as deref
+
+from kvd_core.index.prefix_index cimport PrefixIndex, Worker
+
+BINARY_HEAD = b"KVDDUMP1"
+
+
+def binary_entry(str model_name, str tenant_id, uint32_t block_size):
+    """The record that opens one partition in a binary dump."""
+    cdef bytes model = model_name.encode(), tenant = tenant_id.encode()
+    return b"".join((
+        b"P", block_size.to_bytes(4, "little"),
+        len(model).to_bytes(4, "little"), model, len(tenant).to_bytes(4, "little"), tenant,
+    ))
+
+
+def binary_end(uint64_t blocks):
+    """The record that ends a binary dump of so many blocks."""
+    return b"E" + blocks.to_bytes(8, "little")
+
+
+cdef class Staged:
+    """Everything one dump brought."""
+
+    def __dealloc__(self):
+        del self.c
+
+
+cdef class DumpReader:
+    """Reads one dump, in its text or its binary form.
+
+    ValueError says why a dump is refused: malformed, wrong, or beyond the limits. Nothing of it
+    may be used then.
+    """
+
+    def __cinit__(self, bint binary, *, uint64_t max_blocks, uint64_t max_events,
+                  uint64_t max_entries, uint64_t max_ranks):
+        cdef CLimits limits
+        limits.blocks, limits.runs, limits.entries = max_blocks, max_events, max_entries
+        limits.ranks = max_ranks
+        self.stage = Staged.__new__(Staged)
+        self.stage.c = new CStage(limits)
+        if binary:
+            self.binary = new CDumpBinary(deref(self.stage.c))
+        else:
+            self.text = new CDumpText(deref(self.stage.c))
+
+    def __dealloc__(self):
+        del self.text
+        del self.binary
+
+    @property
+    def blocks(self):
+        """Blocks read so far."""
+        return self.stage.c.blocks()
+
+    def feed(self, bytes piece not None):
+        """Reads on."""
+        cdef const uint8_t* p = <const uint8_t*>PyBytes_AS_STRING(piece)
+        cdef size_t n = PyBytes_GET_SIZE(piece)
+        if self.binary != NULL:
+            self.binary.feed(p, n)
+        else:
+            self.text.feed(p, n)
+
+    def finish(self):
+        """The entries of the dump, which must be complete."""
+        if self.binary != NULL:
+            self.binary.finish()
+        else:
+            self.text.finish()
+        entries = []
+        cdef size_t i
+        cdef StagedEntry entry
+        for i in range(self.stage.c.entries().size()):
+            entry = StagedEntry.__new__(StagedEntry)
+            entry.stage = self.stage
+            entry.c = &self.stage.c.entries()[i]
+            entries.append(entry)
+        return entries
+
+
+cdef class StagedEntry:
+    """One partition of a dump. Made by `DumpReader.finish`."""
+
+    def __init__(self):
+        raise TypeError("use DumpReader.finish")
+
+    @property
+    def key(self):
+        """The entry's name in a text dump, `model:tenant`."""
+        return self.c.key.decode()
+
+    @property
+    def model_name(self):
+        """The model, None where only the key tells."""
+        return self.c.model.decode() if self.c.has_model else None
+
+    @property
+    def tenant_id(self):
+        """The tenant, None where only the key tells."""
+        return self.c.tenant.decode() if self.c.has_tenant else None
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.c.block_size
+
+    @property
+    def blocks(self):
+        """(rank, tier, block) triples."""
+        return self.c.blocks
+
+    @property
+    def worker_count(self):
+        """How many workers it has."""
+        return self.c.workers.size()
+
+    def workers(self, size_t start=0, size_t stop=0xffffffff):
+        """The ids of its workers, or of a part, ints and texts, in the order `restore` wants them.
+
+        ValueError when one is not well-formed.
+        """
+        cdef size_t i
+        ids = []
+        for i in range(start, min(stop, self.c.workers.size())):
+            worker_id = json.loads(self.c.workers[i].id)
+            if isinstance(worker_id, str):
+                worker_id.encode()  # an escaped lone surrogate is no text
+            ids.append(worker_id)
+        return ids
+
+    def restore(self):
+        """Starts to apply the entry."""
+        cdef Restore restore = Restore.__new__(Restore)
+        restore.entry = self
+        restore.c = new CRestore(deref(self.stage.c), deref(self.c))
+        return restore
+
+
+cdef class Restore:
+    """An entry being applied. Made by `StagedEntry.restore`."""
+
+    def __init__(self):
+        raise TypeError("use StagedEntry.restore")
+
+    def __dealloc__(self):
+        del self.c
+
+    @property
+    def blocks(self):
+        """Blocks stored so far."""
+        return self.c.stored()
+
+    def apply(self, PrefixIndex index not None, list workers not None, uint32_t max_blocks):
+        """Stores about `max_blocks` blocks; True while there are more.
+
+        `workers[i]` is the index's worker for `entry.workers()[i]`; blocks of None, and of one that
+        has been removed, are passed over.
+        """
+        cdef vector[CWorker*] wanted
+        cdef Worker worker
+        if <size_t>len(workers) != self.entry.c.workers.size():
+            raise ValueError("as many workers as the entry has")
+        for worker in workers:
+            wanted.push_back(&worker.c if worker is not None and worker.index is index else NULL)
+        return self.c.apply(deref(index.c), wanted, max_blocks)

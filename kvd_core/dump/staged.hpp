@@ -1,0 +1,339 @@
+// A dump as it was received, before any of it counts: checked whole, then applied in slices.
+//
+//   entry "m:default", 16 tokens a block
+//     workers   0: 7 {0, 1}    1: 12 {0}               ids as JSON, and the ranks named
+//     runs      [ worker 0, rank 0, device, parent -, 3 blocks ] [ .. ] ..
+//     pages     [ name local | name local | .. ]       64 Ki blocks each; a run lies in one page
+//
+// Applying cannot fail halfway: everything that could be refused was refused while reading.
+//
+// Invariants
+//   1. a run has 1 .. kRunBlocks blocks, all in one page; a longer one is cut, and each part names
+//      the last block of the one before as its parent;
+//   2. a run's worker and rank are listed in `workers`; a worker has at most kMaxRanksPerWorker;
+//   3. no block is its own parent.
+//
+// Costs: 16 bytes a block, 56 a run, 80 a rank; applying costs what storing costs (0.2 us a block).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "dump/format.hpp"
+#include "index/index.hpp"
+#include "base/keyed.hpp"
+#include "base/steps.hpp"
+#include "index/worker.hpp"
+
+namespace kvd {
+
+// Blocks stored in one go: 0.8 ms at 0.2 us each, which a query can wait.
+constexpr uint32_t kRunBlocks = kRecordBlocks;
+
+// Storing a run copies sets of holders, at worst of all ranks: so many take as long as a block.
+constexpr uint32_t kRanksABlock = 256;
+
+// What a dump may bring; more is refused.
+struct DumpLimits {
+  uint64_t blocks;
+  uint64_t runs;
+  uint64_t entries;
+  uint64_t ranks;  // of all workers of all entries
+};
+
+struct StagedRun {
+  uint64_t parent;
+  uint64_t first;  // page << 32 | offset, in blocks
+  uint32_t n;
+  uint64_t term;
+  uint32_t worker;
+  uint32_t dp_rank;
+  uint32_t group;  // kNone: the main one
+  uint8_t tier;
+  bool has_parent;
+};
+
+// Whose a run is, and where.
+struct RunOf {
+  uint32_t dp_rank;
+  uint8_t tier;
+  uint32_t group = kNone;
+  bool has_parent = false;
+  uint64_t parent = 0;
+  uint64_t term = 0;
+};
+
+// A rank, and what its stream had told.
+struct StagedRank {
+  struct Window {
+    uint32_t group;
+    uint32_t blocks;
+  };
+  uint32_t dp_rank;
+  bool salted = false;
+  bool offloads = false;
+  bool numbers_groups = false;
+  int32_t main_group = -1;
+  std::vector<CacheGroup> groups;
+  std::vector<Window> windows;
+};
+
+struct StagedWorker {
+  std::string id;  // as JSON: 7, or "prefill-7"
+  std::vector<StagedRank> ranks;
+};
+
+struct StagedEntry {
+  std::string key;  // the entry's name in the text, empty in the binary form
+  std::string model;
+  std::string tenant;
+  bool has_model = false;
+  bool has_tenant = false;
+  uint32_t block_size = 0;
+  uint64_t blocks = 0;
+  std::vector<StagedWorker> workers;
+  std::deque<StagedRun> runs;
+};
+
+// Collects entries; every `refuse` is a std::invalid_argument with a text for the log.
+class Stage {
+ public:
+  static constexpr uint32_t kPageBlocks = 65536;
+
+  explicit Stage(DumpLimits limits) : limits_(limits) {}
+
+  [[noreturn]] static void refuse(const std::string& why) { throw std::invalid_argument(why); }
+
+  std::deque<StagedEntry>& entries() { return entries_; }
+  const uint64_t* page(uint64_t first) const {
+    return pages_[first >> 32].data() + 2 * (first & 0xffffffff);
+  }
+
+  void begin_entry() {
+    if (entries_.size() == limits_.entries) refuse("too many entries");
+    entries_.emplace_back();
+    worker_numbers_.clear();
+    last_worker_ = kNone;
+  }
+
+  void begin_run() { first_part_ = entries_.back().runs.size(); }
+
+  void add_block(uint64_t name, uint64_t local) {
+    StagedEntry& entry = entries_.back();
+    if (++blocks_ > limits_.blocks) refuse("too many blocks");
+    const bool goes_on = entry.runs.size() != first_part_;
+    if (goes_on && name == last_name_) refuse_parent();
+    const bool whole = goes_on && entry.runs.back().n < kRunBlocks;
+    if (!whole || used_ == kPageBlocks) begin_part(entry);
+    uint64_t* const at = pages_.back().data() + 2 * used_++;
+    at[0] = last_name_ = name;
+    at[1] = local;
+    ++entry.runs.back().n;
+    ++entry.blocks;
+  }
+
+  // Says of the blocks added since `begin_run` whose they are.
+  void end_run(const std::string& worker_id, const RunOf& of) {
+    StagedEntry& entry = entries_.back();
+    if (entry.runs.size() == first_part_) return;
+    const uint32_t worker = worker_number(entry, worker_id);
+    rank(entry.workers[worker].ranks, of.dp_rank);
+    entry.runs[first_part_].has_parent = of.has_parent;
+    entry.runs[first_part_].parent = of.parent;
+    if (of.has_parent && page(entry.runs[first_part_].first)[0] == of.parent) refuse_parent();
+    for (size_t i = first_part_; i < entry.runs.size(); ++i) {
+      entry.runs[i].worker = worker;
+      entry.runs[i].dp_rank = of.dp_rank;
+      entry.runs[i].tier = of.tier;
+      entry.runs[i].group = of.group;
+      entry.runs[i].term = of.term;
+    }
+  }
+
+  // Says what a rank's stream had told.
+  void add_told(const std::string& worker_id, StagedRank told) {
+    StagedEntry& entry = entries_.back();
+    rank(entry.workers[worker_number(entry, worker_id)].ranks, told.dp_rank) = std::move(told);
+  }
+
+  // A removed entry's blocks stay in their pages until the stage goes.
+  uint64_t blocks() const { return blocks_; }
+
+ private:
+  void begin_part(StagedEntry& entry) {
+    if (++runs_ > limits_.runs) refuse("too many events");
+    if (pages_.empty() || used_ == kPageBlocks) {
+      pages_.emplace_back(2 * kPageBlocks);
+      used_ = 0;
+    }
+    const uint64_t first = uint64_t{pages_.size() - 1} << 32 | used_;
+    const bool goes_on = entry.runs.size() != first_part_;
+    entry.runs.push_back({goes_on ? last_name_ : 0, first, 0, 0, 0, 0, kNone, 0, goes_on});
+  }
+
+  // No cache holds that: whoever says so is not to be believed in the rest. A name that comes again
+  // further on may be an engine's that names blocks by their own content alone.
+  [[noreturn]] static void refuse_parent() { refuse("a block is its own parent"); }
+
+  uint32_t worker_number(StagedEntry& entry, const std::string& id) {
+    if (last_worker_ != kNone && entry.workers[last_worker_].id == id) return last_worker_;
+    const auto made = worker_numbers_.emplace(id, static_cast<uint32_t>(entry.workers.size()));
+    if (made.second) entry.workers.push_back({id, {}});
+    return last_worker_ = made.first->second;
+  }
+
+  StagedRank& rank(std::vector<StagedRank>& ranks, uint32_t dp_rank) {
+    const auto before = [](const StagedRank& some, uint32_t wanted) { return some.dp_rank < wanted; };
+    const auto at = std::lower_bound(ranks.begin(), ranks.end(), dp_rank, before);
+    if (at != ranks.end() && at->dp_rank == dp_rank) return *at;
+    if (ranks.size() == kMaxRanksPerWorker) refuse("too many ranks of one worker");
+    if (++ranks_ > limits_.ranks) refuse("too many workers and ranks");
+    StagedRank made;
+    made.dp_rank = dp_rank;
+    return *ranks.insert(at, std::move(made));
+  }
+
+  const DumpLimits limits_;
+  std::deque<StagedEntry> entries_;
+  std::vector<PageVector<uint64_t>> pages_;
+  uint32_t used_ = 0;  // blocks in the last page
+  uint64_t blocks_ = 0;
+  uint64_t runs_ = 0;
+  uint64_t ranks_ = 0;
+  size_t first_part_ = 0;
+  uint64_t last_name_ = 0;
+  std::unordered_map<std::string, uint32_t, KeyedHash> worker_numbers_;
+  uint32_t last_worker_ = kNone;
+};
+
+// Applies one entry to an index, slice by slice.
+//
+// A run whose parent its rank does not know yet waits for it (the order of lower-tier events is
+// free). What waits in vain is stored last: the index parks it, as it parks any such event.
+class Restore {
+ public:
+  Restore(const Stage& stage, const StagedEntry& entry) : stage_(stage), entry_(entry) {}
+
+  // Stores about `budget` blocks, fewer where they take longer; false when all is done. `workers[i]`
+  // is entry.workers[i], or null where its blocks are not wanted (any more).
+  bool apply(Index& index, const std::vector<Worker*>& workers, uint32_t budget) {
+    Steps steps(int64_t{budget} * kStepsARestored);
+    while (steps.left() && worker_ < entry_.workers.size()) {
+      steps.take(size_t{kStepsARestored} * teach(index, workers[worker_]));
+    }
+    while (steps.left()) {
+      const StagedRun* run = next_run();
+      if (run == nullptr) return false;
+      steps.take(kStepsARestored);  // a run that is not wanted takes time as well
+      Worker* const worker = workers[run->worker];
+      if (worker == nullptr) continue;
+      const RankId rank = worker->rank(index, run->dp_rank);
+      if (rank == kNone) continue;
+      if (!last_call_ && run->has_parent && !known(index, rank, run->parent)) {
+        waiting_[{rank, run->parent}].push_back(*run);
+        continue;
+      }
+      store(index, rank, *run);
+      steps.take(size_t{kStepsARestored} * (run->n + index.rank_end() / kRanksABlock));
+    }
+    return true;
+  }
+
+  uint64_t stored() const { return stored_; }
+
+ private:
+  static constexpr uint32_t kStepsARestored = 2;  // a block
+
+  struct Name {
+    RankId rank;
+    uint64_t name;
+    bool operator==(const Name& o) const { return rank == o.rank && name == o.name; }
+  };
+  struct NameHash : KeyedHash {
+    size_t operator()(const Name& n) const noexcept { return KeyedHash::operator()(n.name, n.rank); }
+  };
+
+  // Gives a worker's ranks what their streams had told; returns what that costs, in blocks.
+  uint32_t teach(Index& index, Worker* worker) {
+    const auto& ranks = entry_.workers[worker_++].ranks;
+    if (worker == nullptr) return 1;
+    for (const StagedRank& told : ranks) {
+      const RankId rank = worker->rank(index, told.dp_rank);
+      if (rank != kNone) teach(index, rank, told);
+    }
+    return static_cast<uint32_t>(ranks.size());
+  }
+
+  // What the rank's own stream has told already stands.
+  static void teach(Index& index, RankId rank, const StagedRank& told) {
+    RankTraits& traits = index.rank(rank);
+    traits.salted |= told.salted;
+    traits.offloads |= told.offloads;
+    traits.numbers_groups |= told.numbers_groups;
+    if (traits.main_group < 0) traits.main_group = told.main_group;
+    if (traits.groups.empty()) traits.groups = told.groups;
+    if (!traits.windows.empty()) return;
+    for (const auto& window : told.windows) {
+      const LayerId layer = index.group_layer(kDeviceLayer, window.group);
+      if (layer != kNone) index.set_window(rank, layer, window.blocks);
+    }
+  }
+
+  const StagedRun* next_run() {
+    if (!found_.empty()) {
+      run_ = found_.back();
+      found_.pop_back();
+      return &run_;
+    }
+    if (next_ < entry_.runs.size()) return &entry_.runs[next_++];
+    if (waiting_.empty()) return nullptr;
+    last_call_ = true;
+    found_ = std::move(waiting_.begin()->second);
+    waiting_.erase(waiting_.begin());
+    return next_run();
+  }
+
+  static bool known(const Index& index, RankId rank, uint64_t name) {
+    return index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;
+  }
+
+  void store(Index& index, RankId rank, const StagedRun& run) {
+    const uint64_t* pair = stage_.page(run.first);
+    names_.resize(run.n);
+    locals_.resize(run.n);
+    for (uint32_t i = 0; i < run.n; ++i) {
+      names_[i] = pair[2 * i];
+      locals_[i] = pair[2 * i + 1];
+    }
+    index.rank(rank).settling = index.rank(rank).restored = true;
+    const LayerId layer = run.group == kNone ? run.tier : index.group_layer(run.tier, run.group);
+    if (layer == kNone) return;  // too many groups: as their events would be, they are left out
+    const Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, layer, run.term};
+    if (index.store(rank, blocks)) stored_ += run.n;
+    if (waiting_.empty()) return;
+    for (const uint64_t name : names_) {
+      const auto it = waiting_.find({rank, name});
+      if (it == waiting_.end()) continue;
+      found_.insert(found_.end(), it->second.begin(), it->second.end());
+      waiting_.erase(it);
+    }
+  }
+
+  const Stage& stage_;
+  const StagedEntry& entry_;
+  size_t worker_ = 0;  // the next one to be taught
+  size_t next_ = 0;
+  bool last_call_ = false;
+  uint64_t stored_ = 0;
+  StagedRun run_{};
+  std::vector<StagedRun> found_;  // runs whose parent has been stored
+  std::unordered_map<Name, std::vector<StagedRun>, NameHash> waiting_;
+  std::vector<uint64_t> names_, locals_;
+};
+
+}  // namespace kvd

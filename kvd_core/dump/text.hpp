@@ -1,0 +1,300 @@
+// Takes a dump in its text form (`dump/format.hpp`) into a stage.
+//
+//   { "m:default": { "block_size": 16, "events": [ { "worker_id": .., "event": { "data":
+//   ENTRIES        ENTRY                         EVENTS RUN                 EVENT      DATA
+//        { "stored": { "parent_hash": .., "blocks": [ { "block_hash": .., "tokens_hash": .. } ] } } } } ] } }
+//          STORED                         BLOCKS    BLOCK
+//
+// Members come in any order and unknown ones are passed over, as Dynamo's own reader does. What is
+// known must be there once, of the right type and in range, else the whole dump is refused.
+#pragma once
+
+#include <charconv>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "json/stream.hpp"
+#include "dump/staged.hpp"
+
+namespace kvd {
+
+class DumpText {
+ public:
+  explicit DumpText(Stage& stage) : stage_(stage) {}
+
+  void feed(const uint8_t* p, size_t n) { json_.feed(p, n, *this); }
+
+  void finish() {
+    if (!json_.complete()) Stage::refuse("the dump is cut off");
+  }
+
+  // ---- told by the JSON
+
+  void open(bool object) {
+    const Place next = below(object);
+    if (place() != Place::SKIPPED) take_member();
+    places_.push_back(next);
+    member_ = Member::OTHER;
+    switch (next) {
+      case Place::ENTRY: begin_entry(); break;
+      case Place::RUN: begin_run(); break;
+      case Place::EVENT: seen_[1] = 0; break;
+      case Place::DATA: seen_[2] = 0; break;
+      case Place::STORED: seen_[3] = 0; break;
+      case Place::BLOCK: seen_[4] = 0; break;
+      default: break;
+    }
+  }
+
+  void close(bool) {
+    const Place left = place();
+    places_.pop_back();
+    switch (left) {
+      case Place::ENTRY: end_entry(); break;
+      case Place::RUN: end_run(); break;
+      case Place::DATA: require(2, Member::STORED, "event data other than `stored`"); break;
+      case Place::STORED: require(3, Member::BLOCKS, "an event without blocks"); break;
+      case Place::EVENT: require(1, Member::DATA, "an event without data"); break;
+      case Place::BLOCK: end_block(); break;
+      default: break;
+    }
+    member_ = Member::OTHER;
+  }
+
+  void key(std::string_view name) {
+    if (place() == Place::ENTRIES) key_ = name;
+    member_ = member_of(place(), name);
+  }
+
+  void number(std::string_view digits) {
+    if (place() == Place::SKIPPED) return;
+    take_member();
+    switch (member_) {
+      case Member::OTHER: elsewhere(); break;
+      case Member::BLOCK_HASH: name_ = hash(digits); break;
+      case Member::TOKENS_HASH: local_ = hash(digits); break;
+      case Member::PARENT: parent_ = hash(digits), has_parent_ = true; break;
+      case Member::DP_RANK: dp_rank_ = static_cast<uint32_t>(unsigned_of(digits, 0xffffffffu)); break;
+      case Member::WORKER: worker_ = std::to_string(unsigned_of(digits, ~uint64_t{0})); break;
+      case Member::BLOCK_SIZE:
+        entry().block_size = static_cast<uint32_t>(unsigned_of(digits, 0xffffffffu));
+        break;
+      default: Stage::refuse("a number in the wrong place");
+    }
+  }
+
+  void text(std::string_view said) {
+    if (place() == Place::SKIPPED) return;
+    take_member();
+    switch (member_) {
+      case Member::OTHER: elsewhere(); break;
+      case Member::WORKER: worker_ = quoted(said); break;
+      case Member::TIER: tier_ = tier_of(said); break;
+      case Member::MODEL: entry().model = said, entry().has_model = true; break;
+      case Member::TENANT: entry().tenant = said, entry().has_tenant = true; break;
+      case Member::FAILED: Stage::refuse("the peer could not dump all of its indexes");
+      default: Stage::refuse("a text in the wrong place");
+    }
+  }
+
+  void word(std::string_view said) {
+    if (place() == Place::SKIPPED) return;
+    take_member();
+    const bool optional = member_ == Member::PARENT || member_ == Member::DP_RANK || member_ == Member::TIER;
+    if (member_ == Member::OTHER) {
+      elsewhere();
+    } else if (said != "null" || !optional) {
+      Stage::refuse("a value of the wrong type");
+    }
+  }
+
+ private:
+  enum class Place : uint8_t {
+    OUTSIDE, ENTRIES, ENTRY, EVENTS, RUN, EVENT, DATA, STORED, BLOCKS, BLOCK, SKIPPED
+  };
+  enum class Member : uint8_t {
+    OTHER, BLOCK_SIZE, MODEL, TENANT, EVENTS, FAILED, WORKER, TIER, EVENT, DATA, DP_RANK, STORED, PARENT,
+    BLOCKS, BLOCK_HASH, TOKENS_HASH
+  };
+
+  Place place() const { return places_.back(); }
+  StagedEntry& entry() { return stage_.entries().back(); }
+
+  static Member member_of(Place place, std::string_view name) {
+    switch (place) {
+      case Place::BLOCK:
+        if (name == "block_hash") return Member::BLOCK_HASH;
+        if (name == "tokens_hash") return Member::TOKENS_HASH;
+        return Member::OTHER;
+      case Place::ENTRY:
+        if (name == "block_size") return Member::BLOCK_SIZE;
+        if (name == "events") return Member::EVENTS;
+        if (name == "model_name") return Member::MODEL;
+        if (name == "tenant_id") return Member::TENANT;
+        if (name == "error") return Member::FAILED;
+        return Member::OTHER;
+      case Place::RUN:
+        if (name == "worker_id") return Member::WORKER;
+        if (name == "storage_tier") return Member::TIER;
+        if (name == "event") return Member::EVENT;
+        return Member::OTHER;
+      case Place::EVENT:
+        if (name == "data") return Member::DATA;
+        if (name == "dp_rank") return Member::DP_RANK;
+        return Member::OTHER;
+      case Place::DATA: return name == "stored" ? Member::STORED : Member::OTHER;
+      case Place::STORED:
+        if (name == "parent_hash") return Member::PARENT;
+        if (name == "blocks") return Member::BLOCKS;
+        return Member::OTHER;
+      default: return Member::OTHER;
+    }
+  }
+
+  // What a container that opens here is.
+  Place below(bool object) const {
+    switch (place()) {
+      case Place::OUTSIDE: return want(object, Place::ENTRIES);
+      case Place::ENTRIES: return want(object, Place::ENTRY);
+      case Place::EVENTS: return want(object, Place::RUN);
+      case Place::BLOCKS: return want(object, Place::BLOCK);
+      default: break;
+    }
+    switch (member_) {
+      case Member::OTHER: return Place::SKIPPED;
+      case Member::EVENTS: return want(!object, Place::EVENTS);
+      case Member::BLOCKS: return want(!object, Place::BLOCKS);
+      case Member::EVENT: return want(object, Place::EVENT);
+      case Member::DATA: return want(object, Place::DATA);
+      case Member::STORED: return want(object, Place::STORED);
+      default: Stage::refuse("an object or array in the wrong place");
+    }
+  }
+
+  static Place want(bool right, Place place) {
+    if (!right) Stage::refuse("an object or array in the wrong place");
+    return place;
+  }
+
+  // A scalar that belongs to no known member: fine among the members of an object only.
+  void elsewhere() const {
+    switch (place()) {
+      case Place::OUTSIDE:
+      case Place::ENTRIES:
+      case Place::EVENTS:
+      case Place::BLOCKS: Stage::refuse("a value of the wrong type");
+      default: break;
+    }
+  }
+
+  // Each known member is given once in its object.
+  void take_member() {
+    if (member_ == Member::OTHER) return;
+    uint32_t& seen = seen_at(place());
+    const uint32_t bit = 1u << static_cast<uint32_t>(member_);
+    if ((seen & bit) != 0) Stage::refuse("a member is given twice");
+    seen |= bit;
+  }
+
+  uint32_t& seen_at(Place place) {
+    switch (place) {
+      case Place::RUN: return seen_[0];
+      case Place::EVENT: return seen_[1];
+      case Place::DATA: return seen_[2];
+      case Place::STORED: return seen_[3];
+      case Place::BLOCK: return seen_[4];
+      default: return seen_[5];  // ENTRY
+    }
+  }
+
+  void require(size_t level, Member member, const char* otherwise) const {
+    if ((seen_[level] >> static_cast<uint32_t>(member) & 1) == 0) Stage::refuse(otherwise);
+  }
+
+  void begin_entry() {
+    seen_[5] = 0;
+    stage_.begin_entry();
+    entry().key = key_;
+  }
+
+  void end_entry() {
+    require(5, Member::BLOCK_SIZE, "an entry without a block size");
+    require(5, Member::EVENTS, "an entry without events");
+  }
+
+  void begin_run() {
+    seen_[0] = 0;
+    dp_rank_ = 0;
+    tier_ = 0;
+    has_parent_ = false;
+    parent_ = 0;
+    stage_.begin_run();
+  }
+
+  void end_run() {
+    require(0, Member::WORKER, "an event without a worker");
+    require(0, Member::EVENT, "an event without content");
+    RunOf of{dp_rank_, tier_};
+    of.has_parent = has_parent_;
+    of.parent = parent_;
+    stage_.end_run(worker_, of);
+  }
+
+  void end_block() {
+    require(4, Member::BLOCK_HASH, "a block without its hash");
+    require(4, Member::TOKENS_HASH, "a block without the hash of its tokens");
+    stage_.add_block(name_, local_);
+  }
+
+  static uint64_t unsigned_of(std::string_view digits, uint64_t maximum) {
+    uint64_t value = 0;
+    const auto end = digits.data() + digits.size();
+    const auto read = std::from_chars(digits.data(), end, value);
+    if (read.ec != std::errc() || read.ptr != end || value > maximum) Stage::refuse("a number out of range");
+    return value;
+  }
+
+  // Negative hashes are the two's complement of unsigned ones, as everywhere.
+  static uint64_t hash(std::string_view digits) {
+    if (digits[0] != '-') return unsigned_of(digits, ~uint64_t{0});
+    return ~unsigned_of(digits.substr(1), uint64_t{1} << 63) + 1;
+  }
+
+  static uint8_t tier_of(std::string_view name) {
+    for (uint8_t tier = 0; tier < kTierLayers; ++tier) {
+      if (name == kTierNames[tier]) return tier;
+    }
+    Stage::refuse("an unknown storage tier");
+  }
+
+  // A text as JSON that has one form only.
+  static std::string quoted(std::string_view said) {
+    std::string out = "\"";
+    for (const char c : said) {
+      if (c == '"' || c == '\\') out.push_back('\\');
+      if (static_cast<unsigned char>(c) < ' ') Stage::refuse("a control character in a worker's id");
+      out.push_back(c);
+    }
+    out.push_back('"');
+    return out;
+  }
+
+  Stage& stage_;
+  JsonStream<DumpText> json_;
+  std::vector<Place> places_{Place::OUTSIDE};
+  Member member_ = Member::OTHER;
+  uint32_t seen_[6] = {};  // members of the object in progress: RUN EVENT DATA STORED BLOCK ENTRY
+
+  std::string key_;
+  std::string worker_;
+  uint32_t dp_rank_ = 0;
+  uint8_t tier_ = 0;
+  bool has_parent_ = false;
+  uint64_t parent_ = 0;
+  uint64_t name_ = 0;
+  uint64_t local_ = 0;
+};
+
+}  // namespace kvd

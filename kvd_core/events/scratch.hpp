@@ -1,0 +1,99 @@
+// Where events wait for the end of their batch: its rank comes last on the wire.
+//
+//   order    [S0][R0][S1][C0]...                  in the order of the batch
+//   stored   [event, hashes_at, tokens_at, mm_at] removed [event, hashes_at]  cleared [event]
+//   hashes   [h h h|h|h h]    tokens [t t t t|t t]    mm_begin [0 0 2|...]    mm [m m|...]
+//   remaining [n n n|...]
+//
+// Invariants
+//  1. Events refer to the vectors by offset while these grow, by pointer when they are emitted.
+//  2. All vectors keep their capacity up to kScratchKeepBytes, so the steady state allocates none.
+//  3. Nothing is reserved for a claimed length: a byte of payload takes at most eleven here (the
+//     shortest stored event has 16 and takes 168), besides the vectors' own doubling.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "events/types.hpp"
+
+namespace kvd {
+
+// Vectors above this are given back after the batch, so that one huge batch does not stay resident
+// in every stream: 4 MiB is more than the largest recorded batch needs a hundred times over.
+constexpr size_t kScratchKeepBytes = size_t{4} << 20;
+
+namespace decoding {
+
+enum class Type : uint8_t { NONE, STORED, REMOVED, CLEARED, IGNORED, UNKNOWN };
+
+struct PendingStored {
+  StoredEvent event;  // its pointers are set when it is emitted; the vectors grow until then
+  size_t hashes_at;
+  size_t tokens_at;
+  size_t mm_at;  // into mm_begin; meaningful when has_mm
+  bool has_mm;
+
+  // Member by member: the compiler's way to zero so large a struct is slower than reading an event.
+  PendingStored() : hashes_at(0), tokens_at(0), mm_at(0), has_mm(false) {
+    event.n_hashes = event.n_tokens = 0;
+    event.has_parent = event.pairs = event.remote = event.has_lora_id = false;
+    event.parent = event.block_size = 0;
+    event.tier = Tier::DEVICE;
+    event.kind = Kind::NONE;
+    event.group = -1;
+    event.window = event.lora_id = 0;
+    event.mm_begin = nullptr;
+    event.mm = nullptr;
+    event.origin = Origin::UNSAID;
+  }
+};
+struct PendingRemoved {
+  RemovedEvent event;
+  size_t hashes_at;
+  size_t remaining_at;  // meaningful when has_remaining
+  bool has_remaining;
+};
+struct Pending {
+  Type type;       // STORED, REMOVED or CLEARED
+  uint32_t index;  // into the vector of that type
+};
+
+struct Scratch {
+  std::vector<uint64_t> hashes;
+  std::vector<uint32_t> tokens;
+  std::vector<uint32_t> mm_begin;
+  std::vector<uint64_t> mm;
+  std::vector<uint32_t> remaining;
+  std::vector<PendingStored> stored;
+  std::vector<PendingRemoved> removed;
+  std::vector<ClearedEvent> cleared;
+  std::vector<Pending> order;
+
+  void clear() {
+    each([](auto& items) { items.clear(); });
+  }
+
+  void give_back() {
+    each([](auto& items) {
+      // Not `= {}`: that assigns an empty list, and keeps the capacity.
+      if (items.capacity() * sizeof items[0] > kScratchKeepBytes) {
+        std::decay_t<decltype(items)>().swap(items);
+      }
+    });
+  }
+
+  template <class Visit>
+  void each(Visit visit) {
+    visit(hashes), visit(tokens), visit(mm_begin), visit(mm), visit(remaining);
+    visit(stored), visit(removed), visit(cleared), visit(order);
+  }
+};
+
+}  // namespace decoding
+
+using Scratch = decoding::Scratch;
+
+}  // namespace kvd

@@ -1,0 +1,19 @@
+# distutils: language = c++
+"""Takes the events of a msgpack payload apart, without reading any (events/split.hpp)."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+
+
+def split(bytes payload not None, size_t max_events):
+    """Returns (events, how many more there are, rank or None) of a payload.
+
+    An event is (its bytes, how many maps and arrays it is made of); there are at most `max_events`.
+    ValueError says why it is no payload: "msgpack", "batch_shape", "rank".
+    """
+    cdef CSplit found
+    cdef const char* data = PyBytes_AS_STRING(payload)
+    found.read(<const uint8_t*>data, PyBytes_GET_SIZE(payload), max_events)
+    if found.fault != NULL:
+        raise ValueError((<bytes>found.fault).decode())
+    events = [(data[each.begin : each.end], each.containers) for each in found.events]
+    return events, found.beyond, found.rank if found.has_rank else None

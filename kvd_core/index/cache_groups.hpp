@@ -1,0 +1,65 @@
+// What a rank's stream tells of its cache groups, and what an event is about.
+//
+//   group 0   full attention       the prefix itself (the main group)
+//   group 1   sliding window 128   a prefix is reusable if this still holds its last blocks
+//   group 2   full attention       a prefix is reusable if this holds all of it
+//   group 3   anything else        says nothing about a prefix
+//
+// An event names its group by number, the kind only sometimes: what was taught is remembered.
+//
+// Costs: O(groups of the rank), a handful.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "events/types.hpp"
+#include "index/index.hpp"
+
+namespace kvd {
+
+inline const CacheGroup* known_group(const RankTraits& traits, int32_t id) {
+  for (const CacheGroup& group : traits.groups) {
+    if (group.id == id) return &group;
+  }
+  return nullptr;
+}
+
+inline void learn_group(RankTraits& traits, const StoredEvent& e) {
+  if (e.kind == Kind::NONE || e.group < 0) return;
+  for (CacheGroup& group : traits.groups) {
+    if (group.id != e.group) continue;
+    group.kind = e.kind;
+    if (e.window > 0) group.window = e.window;
+    return;
+  }
+  if (traits.groups.size() < kMaxGroups) traits.groups.push_back({e.group, e.kind, e.window});
+}
+
+// The kind an event is about: its own, else what was taught about its group; the first group
+// of an engine that does not say is the one that counts.
+template <class Event>
+Kind kind_of(const RankTraits& traits, const Event& e) {
+  if (e.kind != Kind::NONE) return e.kind;
+  if (e.group < 0) return Kind::FULL;
+  if (const CacheGroup* group = known_group(traits, e.group)) return group->kind;
+  return e.group == 0 ? Kind::FULL : Kind::NONE;
+}
+
+// Whether a full-attention group is one beside the main group.
+inline bool is_further_group(const RankTraits& traits, int32_t group) {
+  return group > 0 && traits.main_group >= 0 && group != traits.main_group;
+}
+
+// How many blocks behind a prefix's end the event's window group must hold; false where that is
+// unknown.
+inline bool window_blocks(const RankTraits& traits, const StoredEvent& e, uint64_t block_size, uint32_t* blocks) {
+  const CacheGroup* group = known_group(traits, e.group);
+  const int64_t window = e.window > 0 ? e.window : group != nullptr ? group->window : 0;
+  if (e.group < 0 || window <= 0 || block_size == 0) return false;
+  // The next token attends to itself and the window - 1 tokens before it.
+  *blocks = static_cast<uint32_t>(std::min<uint64_t>((static_cast<uint64_t>(window) - 1 + block_size - 1) / block_size, kNone));
+  return true;
+}
+
+}  // namespace kvd

@@ -1,0 +1,455 @@
+// Who holds which block: the radix tree, the ranks' names, and the rules that join them.
+//
+//   rank 7 ── names: engine hash 0xa1 ─┐
+//   rank 9 ── names: engine hash 0x5c ─┴─> block 12 ── tree: .. ─ block 11 ─ block 12 ─ ..
+//                                          DEVICE {7, 9}   HOST {9}
+//
+// Presence is kept per rank and layer. A layer is a tier, a window group of a tier (hybrid
+// models keep fewer blocks in those), or the memory of recently dropped names (kGhostLayer).
+//
+// The rules, with their reasons (the engines' traffic they come from is in docs/accuracy.md):
+//   - content decides: the same tokens under the same prefix are one block whatever the engines
+//     call it; what a rank calls it is that rank's affair;
+//   - several names of one rank may mean one block; it is held until the last name goes;
+//   - a Stored whose blocks are all held already is a re-announcement and changes nothing: an
+//     engine reuses what it holds. Unless it says which, two kinds are second copies, to be removed:
+//     a single block below a parent (an engine computes a prompt's last block again), and any of
+//     a hybrid model's (it computes again what a window group has dropped);
+//   - a name that comes back with other content means the old content is gone;
+//   - a block whose parent is unknown, or that is only named, is parked until what it needs
+//     arrives; parked blocks are bounded, the oldest is dropped first and counted;
+//   - an unknown name in a removal is normal traffic: counted, no effect.
+//
+// A rank that leaves, or whose cache is cleared, is retired: it counts no longer, in O(1), and
+// `sweep` takes it apart bit by bit.
+//
+// The class is here, with its short members. The rest of it, by subject, comes with this header:
+//
+//   index/store.hpp     a store: room, place, names, presence
+//   index/remove.hpp    a removal: layers that names lose, ghosts
+//   index/parked.hpp    what has no place yet, and how it gets one
+//   index/retire.hpp    caches that are cleared, ranks that leave, the sweep
+//
+// Invariants (beyond those of index/tree.hpp and index/names.hpp), for live ranks
+//   1. rank r is in the holders of block b on layer l exactly when some name of r means b and
+//      has l; `rare->shared[b, l]` counts the further such names;
+//   2. `rare->copies[name, l]` counts the further copies of a name that has l;
+//   3. a name whose only layer is the ghost layer is in its rank's `ghosts` ring;
+//   4. every parked block waits: its name is unknown and so is its parent or its content;
+// for all
+//   5. `held[counter(l)]` is the number of (block, layer) pairs whose holder the rank is;
+//   7. the budget counts the blocks of the tree, and the names of live ranks;
+// and for retired ranks
+//   6. every block whose holder the rank is has a slot in its names at or behind `sweep_at`; the
+//      records of the slots before it have been given back.
+//
+// Costs: store O(blocks + runs touched), remove O(runs of the node) a block, all amortised; clear
+// and retire O(1), but O(names of the rank) to clear a part of it; no operation depends on the
+// number of ranks except through the size of the sets it changes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/arena.hpp"
+#include "base/hash.hpp"
+#include "index/types.hpp"
+#include "base/keyed.hpp"
+#include "index/names.hpp"
+#include "index/predicted.hpp"
+#include "index/sequence.hpp"
+#include "base/steps.hpp"
+#include "index/tree.hpp"
+
+namespace kvd {
+
+class Index {
+ public:
+  // `max_blocks` bounds the blocks of the tree, the records, and the names of each rank. Without a
+  // budget the index has one of its own, which is without end.
+  explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks,
+                 std::shared_ptr<Budget> budget = nullptr)
+      : block_size_(block_size), max_blocks_(max_blocks), records_(0, NameKeys::kRecordBit - 16),
+        budget_(budget != nullptr ? std::move(budget) : std::make_shared<Budget>()) {}
+
+  ~Index() {
+    budget_->blocks -= tree_.block_count();
+    for (const Rank& rank : ranks_) budget_->names -= rank.live ? rank.names.size() : 0;
+  }
+
+  uint32_t block_size() const { return block_size_; }
+  const Tree& tree() const { return tree_; }
+  Tree& tree() { return tree_; }
+  const Tally& tally() const { return tally_; }
+  const Budget& budget() const { return *budget_; }
+  uint64_t held(LayerId tier) const { return held_[tier]; }
+  NameKeys keys() const { return {tree_, records_, hash_}; }
+
+  // Keeps predictions from now on (see index/predicted.hpp), if it does not yet.
+  void predict(double ttl_s, uint32_t max, uint32_t target) {
+    if (predicted_ == nullptr) predicted_ = std::make_unique<Predicted>(ttl_s, max, target);
+  }
+  Predicted* predicted() const { return predicted_.get(); }  // null: it keeps none
+
+  // ---- ranks
+
+  RankId add_rank(uint32_t dp_rank) {
+    RankId id = 0;
+    if (!free_ranks_.empty()) {
+      id = free_ranks_.back();
+      free_ranks_.pop_back();
+    } else {
+      id = static_cast<RankId>(ranks_.size());
+      ranks_.emplace_back();
+    }
+    ranks_[id].dp_rank = dp_rank;
+    ranks_[id].live = true;
+    return id;
+  }
+
+  Rank& rank(RankId id) { return ranks_[id]; }
+  const Rank& rank(RankId id) const { return ranks_[id]; }
+  RankId rank_end() const { return static_cast<RankId>(ranks_.size()); }
+
+  // The rank stops counting at once; `sweep` takes it apart later, in slices.
+  void retire_rank(RankId id);
+
+  // Retires the rank; a new one with its traits, and nothing else of it, takes its place.
+  RankId renew_rank(RankId id);
+
+  // Lets a conductor's rank count as a worker's, or with kNone not at all. O(1).
+  void show_as(RankId id, RankId rank) {
+    ranks_[id].seen_as = rank;
+    ranks_[id].hidden = rank == kNone;
+    linked_ = linked_ || rank != kNone;
+    if (!shared_with_.empty()) shared_with_.erase(id);
+  }
+
+  // Lets it count as each of a worker's ranks.
+  void show_among(RankId id, std::vector<RankId> ranks) {
+    show_as(id, ranks.empty() ? kNone : kMany);
+    if (!ranks.empty()) shared_with_[id] = std::move(ranks);
+  }
+
+  // The ranks that one of kMany is seen as.
+  const std::vector<RankId>& shared_with(RankId id) const { return shared_with_.at(id); }
+
+  // Frees what retired ranks held, and memory that an emptied index has kept, and makes sequence
+  // hashes that are missing, in about `budget` steps of at most 0.1 us; false when nothing is left.
+  bool sweep(uint32_t budget);
+
+  // ---- layers
+
+  // The layer of a (tier, group) pair beside the main group, or kNone when all are in use.
+  LayerId group_layer(uint32_t tier, uint32_t group) {
+    for (size_t i = 0; i < group_layers_.size(); ++i) {
+      if (group_layers_[i] == std::make_pair(tier, group)) {
+        return kFirstGroupLayer + static_cast<LayerId>(i);
+      }
+    }
+    if (kFirstGroupLayer + group_layers_.size() == kMaxLayers) return kNone;
+    group_layers_.emplace_back(tier, group);
+    return kFirstGroupLayer + static_cast<LayerId>(group_layers_.size()) - 1;
+  }
+
+  uint32_t tier_of(LayerId layer) const {
+    if (layer < kTierLayers) return layer;
+    return layer == kGhostLayer ? kNone : group_layers_[layer - kFirstGroupLayer].first;
+  }
+
+  bool has_layer(LayerId layer) const {
+    return layer < kFirstGroupLayer + group_layers_.size();
+  }
+
+  // The group of a layer beside the main group's, kNone for the others.
+  uint32_t group_of(LayerId layer) const {
+    return layer < kFirstGroupLayer ? kNone : group_layers_[layer - kFirstGroupLayer].second;
+  }
+
+  // Every layer of one tier, its groups included.
+  LayerMask tier_mask(uint32_t tier) const {
+    LayerMask mask = 1u << tier;
+    for (size_t i = 0; i < group_layers_.size(); ++i) {
+      if (group_layers_[i].first == tier) mask |= 1u << (kFirstGroupLayer + i);
+    }
+    return mask;
+  }
+
+  void set_window(RankId id, LayerId layer, uint32_t blocks) {
+    for (Window& window : ranks_[id].windows) {
+      if (window.layer == layer) {
+        window.blocks = blocks;
+        return;
+      }
+    }
+    ranks_[id].windows.push_back({layer, blocks});
+  }
+
+  // Notes that an engine has told of so many blocks of a lower tier at once: as long as they are always
+  // as many, they are its chunk.
+  void note_chunk(RankId id, uint32_t blocks) {
+    uint32_t& chunk = ranks_[id].chunk;
+    chunk = chunk == 0 || chunk == blocks ? blocks : 1;
+    chunked_ = chunked_ || chunk > 1;
+  }
+
+  bool chunked() const { return chunked_; }  // some rank may have such chunks
+
+  // ---- sequence hashes (index/sequence.hpp)
+
+  const Sequences* sequences() const { return sequences_.get(); }
+
+  // Keeps the sequence hash of every block that is stored from now on. Those that are there get
+  // theirs by `make_sequences`, but where another seed than `seed` has gone into them (adapter, salt):
+  // these are known by one when they are stored again.
+  void keep_sequences(uint64_t seed, Placements* placements) {
+    placements_ = placements;
+    if (sequences_ != nullptr) return;
+    sequences_ = std::make_unique<Sequences>(seed);
+    unsequenced_.next = seed == kBaseSeed ? tree_.node(Tree::kRoot).first_child : kNone;
+    if (unsequenced_.next == kNone) return;
+    sequences_->reserve(tree_.block_count());
+    tree_.watch(&unsequenced_);
+  }
+
+  // Goes on with that for about `budget` steps of at most 0.1 us; true when all have theirs.
+  bool make_sequences(uint32_t budget) {
+    Steps steps{budget};
+    make_sequences(steps);
+    return sequenced() && settled(steps);
+  }
+
+  // Has a question's local hashes explain blocks of which only the sequence hash was told; whether
+  // the prompt leads further now.
+  bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) const {
+    return placements_ != nullptr && placements_->explain(last, locals, from, n);
+  }
+
+  // Whether all blocks have sequence hashes that can have any.
+  bool sequenced() const { return sequences_ != nullptr && unsequenced_.next == kNone; }
+
+  // ---- blocks
+
+  // Blocks in path order: names[i] is what the rank calls the block with content locals[i].
+  // False when they are refused because the index is full. `settled` has to follow.
+  bool store(RankId id, const Store& s);
+
+  // Goes on with what placed blocks have set off elsewhere; false while there is more.
+  bool settled(Steps& steps) { return placements_ == nullptr || placements_->settle(steps); }
+
+  // Blocks known by name alone (offload events, window groups). Held on `layer` once the name
+  // means something. False when they are refused because the index is full. An event of many may
+  // come in parts, of which it is said how many are `still` to come with them.
+  bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
+                   uint32_t still = 0, Origin origin = Origin::UNSAID);
+
+  // Takes a layer from the block that the rank calls `name`.
+  void remove(RankId id, uint64_t name, LayerId layer);
+  // The same where the engine says how many copies it has left: as many are kept, whatever was told.
+  void remove(RankId id, uint64_t name, LayerId layer, uint32_t left);
+
+  // Whether nothing is known of the rank's cache: no block, no copy, nothing set aside.
+  bool holds_nothing(RankId id) const {
+    return ranks_[id].names.size() == 0 && ranks_[id].parked() == 0;
+  }
+
+  // Drops everything the rank holds on all layers, or on those of some tiers. Returns the id that
+  // the rank has from now on.
+  RankId clear(RankId id, LayerMask mask);
+
+  // The inherited hash term of the block that the rank calls `name`, parked or not; 0 without one.
+  uint64_t term_of(RankId id, uint64_t name) const {
+    const Rank& rank = ranks_[id];
+    if (terms_.empty() && rank.parked() == 0) return 0;
+    const uint32_t slot = rank.names.find(name, keys());
+    if (slot != Names::kAbsent) return term_at(keys().block(rank.names.value(slot)));
+    if (rank.parked() == 0) return 0;
+    const auto it = rank.rare->parked.find(name);
+    return it == rank.rare->parked.end() ? 0 : it->second.term;
+  }
+
+  // The same of a placed block.
+  uint64_t term_at(BlockId block) const {
+    if (terms_.empty()) return 0;
+    const auto it = terms_.find(block);
+    return it == terms_.end() ? 0 : it->second;
+  }
+
+  size_t parked_count() const { return parked_; }
+  size_t record_count() const { return records_.live(); }
+  size_t exception_count() const {
+    size_t total = terms_.size();
+    for (const Rank& r : ranks_) total += r.rare == nullptr ? 0 : r.rare->exceptions();
+    return total;
+  }
+
+  size_t bytes() const {
+    size_t total = tree_.bytes() + records_.bytes() + ranks_.capacity() * sizeof(Rank);
+    for (const Rank& r : ranks_) {
+      total += r.names.bytes() + r.ghosts() * sizeof(uint64_t) + r.parked() * kParkedBytes;
+      if (r.rare != nullptr) total += kRaritiesBytes + r.rare->exceptions() * kExceptionBytes;
+    }
+    if (predicted_ != nullptr) total += predicted_->bytes();
+    if (sequences_ != nullptr) total += sequences_->bytes();
+    return total + terms_.size() * kExceptionBytes;
+  }
+
+ private:
+  friend class Verifier;
+  friend class Conductor;
+
+  static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry
+  static constexpr size_t kExceptionBytes = 48;  // one hash node
+  static constexpr size_t kRaritiesBytes = sizeof(Rarities) + 576;  // an empty deque's memory
+
+  // Steps of a sweep: slots passed, blocks freed, members of a set copied, each in one of them;
+  // and what a chain costs besides. Measured: together they keep a step below 0.1 us.
+  static constexpr size_t kSlotsAStep = 16;
+  static constexpr size_t kFreedAStep = 8;
+  static constexpr size_t kMembersAStep = 64;
+  static constexpr size_t kStepsAChain = 16;
+  static constexpr size_t kStepsASegment = 8;
+  static constexpr size_t kStepsASequence = 2;
+  static constexpr int64_t kStepsAStore = 64;  // of sweeping in the place of refusing
+
+  // Chain by chain, what comes before always first; whatever is stored between two calls meets a
+  // block with a sequence hash above it and has its own, or is still to come here.
+  void make_sequences(Steps& steps) {
+    if (unsequenced_.next == kNone || !steps.left()) return;
+    while (unsequenced_.next != kNone && steps.left()) {
+      const NodeId id = unsequenced_.next;
+      unsequenced_.next = tree_.successor(id);
+      const Chain& chain = tree_.node(id).chain;
+      sequences_->chain(tree_.parent_of(chain.block()[0]), chain.block(), chain.local(), chain.len(), 0, false);
+      if (placements_ != nullptr) placements_->sequenced(chain.block(), chain.len());
+      steps.take(1 + chain.len() * kStepsASequence);
+    }
+    if (unsequenced_.next == kNone) tree_.unwatch(&unsequenced_);
+    settled(steps);
+  }
+
+  // Which counter of a rank counts a layer.
+  size_t counter(LayerId layer) const {
+    if (layer < kFirstGroupLayer) return layer;
+    return kFirstGroupLayer + std::min<uint32_t>(tier_of(layer), kTierLayers);
+  }
+
+  bool has_room(RankId id, uint32_t n) const {
+    const auto fits = [&](uint32_t used) { return used <= max_blocks_ && n <= max_blocks_ - used; };
+    return fits(tree_.block_count()) && fits(records_.live()) && fits(ranks_[id].names.size());
+  }
+
+  void insert_name(RankId id, uint64_t name, BlockId block, LayerMask layers) {
+    ranks_[id].names.insert(name, block, layers, keys(), records_);
+    ++budget_->names;
+  }
+
+  void erase_name(RankId id, uint32_t slot) {
+    ranks_[id].names.erase(slot, keys(), records_);
+    --budget_->names;
+  }
+
+  BlockId block_of(RankId id, uint64_t name) const {
+    return keys().block(ranks_[id].names.value(ranks_[id].names.find(name, keys())));
+  }
+
+  // ---- a store (index/store.hpp)
+
+  bool affords(RankId id, const Store& s, Position at);
+  bool refuse(uint32_t n);
+  void make_room(RankId id, uint32_t n);
+  bool refers_to_itself(const Store& s);
+  void place(RankId id, const Store& s, Position at, BlockId below = kNone);
+  void sequence_blocks(const Store& s);
+  bool forget_other_content(RankId id, const Store& s, size_t met);
+  void name_blocks(RankId id, const Store& s);
+  bool is_copy(RankId id, uint32_t n, bool has_parent, Origin origin = Origin::UNSAID) const;
+  void hold_gained(RankId id, const Store& s);
+  void hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to);
+  void add_layer(RankId id, uint32_t slot, LayerId layer);
+  void gain_name(RankId id, uint32_t slot, LayerId layer);
+  void add_copy(RankId id, uint64_t name, LayerId layer);
+
+  // ---- a removal (index/remove.hpp)
+
+  void forget_name(RankId id, uint32_t slot);
+  void lose(RankId id, BlockId block, LayerId layer);
+  bool take_copy(RankId id, uint64_t name, LayerId layer);
+  void trim(NodeId node);
+  void haunt(RankId id, uint32_t slot, uint64_t name, BlockId block);
+  void lay_oldest_ghost(RankId id);
+
+  // ---- parked blocks (index/parked.hpp)
+
+  void park_run(RankId id, const Store& s);
+  void park(RankId id, uint64_t name, LayerId layer, const Store* content);
+  static void wait_for_parent(Rarities& rare, Parked& p);
+  static void wait_no_more(Rarities& rare, Parked& p);
+  void bound_parked();
+  bool is_parked(const ParkedQueue::Entry& entry) const;
+  void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, Rarities::Hash>::iterator it);
+  bool unpark(RankId id, uint64_t name, LayerId layer);
+  void drop_parked(RankId id, LayerMask mask);
+  void settle(RankId id);
+  void settle_layers(RankId id, uint64_t name);
+  void settle_child(RankId id, uint64_t parent, uint64_t name);
+
+  // ---- clearing, and sweeping retired ranks (index/retire.hpp)
+
+  void pass_on(RankId from, RankId to);
+  bool lies_within(RankId id, LayerMask mask) const;
+  void clear_names(RankId id, LayerMask mask);
+  static void clear_rarities(Rarities& rare, LayerMask mask);
+  size_t leave_chain(RankId id, NodeId node, LayerMask mask);
+  void sweep_retired(Steps& steps);
+  bool sweep_rarities(RankId id, Steps& steps);
+  template <class Map>
+  static bool empty_out(Map& map, Steps& steps);
+  bool sweep_names(RankId id, Steps& steps);
+  void sweep_chain(RankId id, NodeId node, Steps& steps);
+
+  uint32_t block_size_;
+  uint32_t max_blocks_;
+  Tree tree_;
+  Arena<Record> records_;
+  KeyedHash hash_;  // of names
+  std::shared_ptr<Budget> budget_;
+  std::vector<Rank> ranks_;
+  std::vector<RankId> free_ranks_;
+  std::vector<RankId> retired_;
+  std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
+  std::unordered_map<BlockId, uint64_t> terms_;
+  std::unique_ptr<Sequences> sequences_;  // null while nobody asks for them
+  Watcher unsequenced_;  // the next chain whose blocks have none yet
+  Placements* placements_ = nullptr;
+  bool linked_ = false;  // some rank is seen as another
+  bool chunked_ = false;
+  std::unordered_map<RankId, std::vector<RankId>> shared_with_;  // of those seen as kMany
+  size_t max_parked_ = kMaxParked;
+  ParkedQueue order_;
+  size_t parked_ = 0;             // of live ranks
+  uint64_t stamp_ = 0;
+  uint64_t held_[kTierLayers] = {};  // by live ranks
+  Tally tally_;
+  std::unique_ptr<Predicted> predicted_;
+
+  // Scratch of the operation in progress, kept for its capacity.
+  std::vector<BlockId> ids_;
+  std::vector<uint8_t> gained_;
+  std::vector<uint64_t> sorted_;
+  std::vector<uint64_t> work_;
+  std::vector<NodeId> touched_;
+};
+
+}  // namespace kvd
+
+// What is only declared above.
+#include "index/parked.hpp"
+#include "index/remove.hpp"
+#include "index/retire.hpp"
+#include "index/store.hpp"

@@ -1,0 +1,321 @@
+// How much of a prompt every rank can reuse: one walk, then one pass over the runs of each tier.
+//
+//   prompt   h0 h1 h2 h3 h4 h5 h6        path: node 4 [h0 h1 h2 h3], node 9 [h4 h5]
+//   DEVICE   {1,2,7}: h0-h2   {2}: h3-h5          depth of 1, 7: 3   of 2: 6
+//   HOST     {1}: h3-h4                           1 goes on from 3 to 5
+//
+// A rank's depth on a tier is where it stood on the tiers above plus the unbroken run it holds
+// there; the tiers are taken in the order device, host, disk, external. Runs are met in path
+// order, so one comparison a (run, member) decides: the rank stands inside the run, or not.
+//
+// A rank whose engine loads chunks of several blocks from lower tiers uses none of a chunk that the
+// prompt has in part only, so its depth there ends with a chunk, or where the tier above does.
+//
+// A rank with window groups (hybrid models) can reuse a prefix only if each such group still
+// holds the last blocks of it: its device depth is the deepest that satisfies all of them.
+//
+// A conductor's rank with window groups that is seen as a worker's is met by itself first, and what
+// it can reuse is the worker's if that has less.
+//
+// Costs: path O(blocks), compared as plain arrays; then O(runs on the path x their members).
+// Nothing in the index changes, not even a counter; but blocks of which only the sequence hash was told
+// get their places in the tree where a prompt shows them (Index::explain).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "base/compare.hpp"
+#include "index/index.hpp"
+
+namespace kvd {
+
+class Match {
+ public:
+  // Which ranks a pass may credit (a query with a cache salt makes two passes).
+  enum class Only { kAll, kSalted, kUnsalted };
+
+  // Depths in blocks; device <= host <= disk, and disk includes the external tier.
+  struct Depth {
+    uint32_t device = 0;
+    uint32_t host = 0;
+    uint32_t disk = 0;
+  };
+
+  void reset(const Index& index) {
+    for (const RankId id : touched_) depth_[id] = Entry();
+    touched_.clear();
+    frequencies_.clear();
+    any_external_ = false;
+    if (depth_.size() < index.rank_end()) depth_.resize(index.rank_end());
+  }
+
+  void add(const Index& index, const uint64_t* locals, size_t n, Only only) {
+    find_path(index, locals, n);
+    if (index.explain(last_met(index), locals, met(), n)) find_path(index, locals, n);
+    match_device(index, only);
+    apply_windows(index, only);
+    match_below(index, only);
+  }
+
+  Depth depth(RankId id) const { return depth_[id].depth; }
+  // As Depth::disk, without what the external tier adds.
+  uint32_t before_external(RankId id) const {
+    const Entry& entry = depth_[id];
+    return any_external_ ? std::min(entry.before_external, entry.depth.disk) : entry.depth.disk;
+  }
+  const std::vector<RankId>& touched() const { return touched_; }
+  // For every block of the longest device match, how many ranks hold it on the device.
+  const std::vector<uint32_t>& frequencies() const { return frequencies_; }
+
+ private:
+  struct Step {
+    NodeId node;
+    uint32_t start;  // blocks of the prompt before this chain
+    uint32_t count;  // blocks matched in this chain
+  };
+  struct Entry {
+    Depth depth;
+    uint32_t before_external = 0;  // blocks; where any rank holds a block on that tier
+    bool touched = false;
+  };
+
+  void find_path(const Index& index, const uint64_t* locals, size_t n) {
+    path_.clear();
+    const Tree& tree = index.tree();
+    NodeId node = Tree::kRoot;
+    size_t i = 0;
+    while (i < n) {
+      node = tree.child(node, locals[i]);
+      if (node == kNone) return;
+      const Chain& chain = tree.node(node).chain;
+      const size_t most = std::min<size_t>(chain.len(), n - i);
+      const size_t met = equal_length(chain.local(), locals + i, most);
+      path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
+      i += met;
+      if (met < chain.len()) return;
+    }
+  }
+
+  size_t met() const { return path_.empty() ? 0 : path_.back().start + path_.back().count; }
+
+  BlockId last_met(const Index& index) const {
+    if (path_.empty()) return kNone;
+    return index.tree().node(path_.back().node).chain.block()[path_.back().count - 1];
+  }
+
+  // Calls visit(set, from, to) for the runs of a layer along the path, in prompt positions;
+  // neighbouring runs of equal sets come as one. Stops early when `visit` returns false.
+  template <class Visit>
+  void each_run(const Index& index, LayerId layer, Visit&& visit) const {
+    SetId set = RankSets::kEmptySet;
+    uint32_t from = 0, to = 0;
+    for (const Step& step : path_) {
+      uint32_t start = 0;
+      for (const Run& run : index.tree().node(step.node).runs) {
+        if (run.layer > layer || start >= step.count) break;
+        if (run.layer < layer) continue;
+        const uint32_t end = std::min(run.end, step.count);
+        if (run.set == set && step.start + start == to) {
+          to = step.start + end;
+        } else {
+          if (set != RankSets::kEmptySet && !visit(set, from, to)) return;
+          set = run.set;
+          from = step.start + start;
+          to = step.start + end;
+        }
+        start = end;
+      }
+    }
+    if (set != RankSets::kEmptySet) visit(set, from, to);
+  }
+
+  static bool counts(const Rank& rank, Only only) {
+    return rank.live && !rank.hidden && (only == Only::kAll || rank.salted == (only == Only::kSalted));
+  }
+
+  static bool is_workers(const Rank& rank) { return rank.live && !rank.published && !rank.hidden; }
+
+  // Calls each(rank) for the ranks that a member of a set is seen as: as a rule itself.
+  template <class Each>
+  static void each_seen(const Index& index, RankId member, const Rank& rank, Each&& each) {
+    if (rank.seen_as == kNone) {
+      each(member);
+    } else if (rank.seen_as == kMany) {
+      for (const RankId id : index.shared_with(member)) each(id);
+    } else if (rank.seen_as == kAll) {
+      for (RankId id = 0; id < index.rank_end(); ++id) {
+        if (is_workers(index.rank(id))) each(id);
+      }
+    } else {
+      each(rank.seen_as);
+    }
+  }
+
+  Entry& touch(RankId id) {
+    Entry& entry = depth_[id];
+    if (!entry.touched) {
+      entry.touched = true;
+      touched_.push_back(id);
+    }
+    return entry;
+  }
+
+  void match_device(const Index& index, Only only) {
+    each_run(index, kDeviceLayer, [&](SetId set, uint32_t from, uint32_t to) {
+      uint32_t holders = 0;
+      bool moved = false;
+      for (const RankId member : index.tree().sets().members(set)) {
+        const Rank& rank = index.rank(member);
+        if (!counts(rank, only)) continue;
+        if (rank.seen_as == kNone) {
+          ++holders;
+          moved |= move(member, from, to);
+          continue;
+        }
+        each_seen(index, member, rank, [&](RankId id) {
+          holders += is_first(index, set, member, id);
+          if (!is_met_alone(rank)) moved |= move(id, from, to);
+        });
+        if (is_met_alone(rank)) moved |= move(member, from, to);
+      }
+      // Nobody stands at `from`, so nobody can go on behind it either.
+      if (!moved) return false;
+      if (frequencies_.size() < to) frequencies_.resize(to, 0);
+      for (uint32_t i = from; i < to; ++i) frequencies_[i] += holders;
+      return true;
+    });
+  }
+
+  static bool is_met_alone(const Rank& rank) { return rank.seen_as != kNone && !rank.windows.empty(); }
+
+  bool move(RankId id, uint32_t from, uint32_t to) {
+    if (from != 0 && depth_[id].depth.device != from) return false;
+    touch(id).depth.device = to;
+    return true;
+  }
+
+  // Whether `member` is the first of a set that is seen as `id`.
+  static bool is_first(const Index& index, SetId set, RankId member, RankId id) {
+    if (index.tree().sets().contains(set, id)) return false;
+    for (const RankId other : index.tree().sets().members(set)) {
+      if (other == member) return true;
+      const Rank& rank = index.rank(other);
+      if (!rank.live || rank.hidden || rank.seen_as == kNone) continue;
+      bool same = false;
+      each_seen(index, other, rank, [&](RankId as) { same = same || as == id; });
+      if (same) return false;
+    }
+    return true;
+  }
+
+  void match_below(const Index& index, Only only) {
+    static constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
+    start_from(index, only, &Depth::device, &Depth::host);
+    extend(index, kHost, only, &Depth::host);
+    end_with_chunks(index, only, &Depth::device, &Depth::host);
+    start_from(index, only, &Depth::host, &Depth::disk);
+    extend(index, kDisk, only, &Depth::disk);
+    if (index.held(kExternal) != 0) {
+      stand_before_external(index, only);
+      extend(index, kExternal, only, &Depth::disk);
+    }
+    end_with_chunks(index, only, &Depth::host, &Depth::disk);
+  }
+
+  void end_with_chunks(const Index& index, Only only, uint32_t Depth::*above, uint32_t Depth::*here) {
+    if (!index.chunked()) return;
+    for (const RankId id : touched_) {
+      const Rank& rank = index.rank(id);
+      if (rank.chunk <= 1 || !counts(rank, only)) continue;
+      Depth& depth = depth_[id].depth;
+      depth.*here = std::max(depth.*above, depth.*here - depth.*here % rank.chunk);
+    }
+  }
+
+  // A tier goes on where the rank stands on the tier above.
+  void start_from(const Index& index, Only only, uint32_t Depth::*above, uint32_t Depth::*here) {
+    for (const RankId id : touched_) {
+      if (counts(index.rank(id), only)) depth_[id].depth.*here = depth_[id].depth.*above;
+    }
+  }
+
+  void stand_before_external(const Index& index, Only only) {
+    any_external_ = true;
+    for (const RankId id : touched_) {
+      if (counts(index.rank(id), only)) depth_[id].before_external = depth_[id].depth.disk;
+    }
+  }
+
+  void extend(const Index& index, LayerId layer, Only only, uint32_t Depth::*field) {
+    if (index.held(layer) == 0) return;
+    each_run(index, layer, [&](SetId set, uint32_t from, uint32_t to) {
+      for (const RankId member : index.tree().sets().members(set)) {
+        const Rank& rank = index.rank(member);
+        if (!counts(rank, only)) continue;
+        each_seen(index, member, rank, [&](RankId id) {
+          const uint32_t at = depth_[id].depth.*field;
+          if (from <= at && at < to) touch(id).depth.*field = to;
+        });
+      }
+      return true;
+    });
+  }
+
+  void apply_windows(const Index& index, Only only) {
+    for (size_t i = 0; i < touched_.size(); ++i) {
+      const RankId id = touched_[i];
+      const Rank& rank = index.rank(id);
+      if (rank.windows.empty() || !counts(rank, only)) continue;
+      Depth& depth = depth_[id].depth;
+      uint32_t before;
+      do {  // shrinking for one group may break another's condition
+        before = depth.device;
+        for (const Window& window : rank.windows) {
+          depth.device = deepest(index, id, window, depth.device);
+        }
+      } while (depth.device != before);
+    }
+    for (size_t i = 0; i < touched_.size(); ++i) {
+      const RankId met = touched_[i];
+      const Rank& rank = index.rank(met);
+      if (!is_met_alone(rank) || !counts(rank, only)) continue;
+      const uint32_t device = depth_[met].depth.device;
+      each_seen(index, met, rank, [&](RankId id) {
+        Depth& depth = touch(id).depth;
+        depth.device = std::max(depth.device, device);
+      });
+    }
+  }
+
+  // The deepest prefix length <= `limit` whose last window.blocks blocks the group holds.
+  uint32_t deepest(const Index& index, RankId id, const Window& window, uint32_t limit) const {
+    uint32_t best = 0, start = 0, end = 0;
+    const auto close = [&] {
+      const uint32_t length = std::min(end, limit);
+      if (length > start && (start == 0 || length - start >= window.blocks)) {
+        best = std::max(best, length);
+      }
+    };
+    each_run(index, window.layer, [&](SetId set, uint32_t from, uint32_t to) {
+      if (!index.tree().sets().contains(set, id)) return true;
+      if (from != end) {
+        close();
+        start = from;
+      }
+      end = to;
+      return from < limit;
+    });
+    close();
+    return best;
+  }
+
+  std::vector<Step> path_;
+  std::vector<Entry> depth_;
+  std::vector<RankId> touched_;
+  std::vector<uint32_t> frequencies_;
+  bool any_external_ = false;
+};
+
+}  // namespace kvd

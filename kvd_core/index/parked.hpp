@@ -1,0 +1,189 @@
+// Blocks of an index that have no place yet: their parent is unknown, or all but their name is.
+//
+//   rank 7   parked    12 { content b, parent 11 }   15 { content c, parent 11 }   31 { named only }
+//            waiting   11 ─> 15 ─> 12                    those of one parent, the newest first
+//   index    order_    [ 12 | 15 | .. | 31 ]             oldest first, among entries of placed ones
+//
+//   11 arrives ─> work_ [ 11 ] ─> 15, 12 placed below it ─> work_ [ 15 12 ] ─> what waits for them
+//   31 arrives ─> its layers are added to what has been placed
+//
+// Publishers' blocks are parked in the same tables, but in no list of `waiting`: what they wait for
+// is in conductor/waiting.hpp.
+//
+// Invariants (4 of index/index.hpp, in parts)
+//   1. a block with content is in the list of its parent, a block without in none;
+//   2. a parked block has one entry in `order_` with its stamp; `parked_` counts those of live
+//      ranks, at most `max_parked_`.
+//
+// Costs: park, unpark O(1); settle O(1) and a store of one block for each that is placed; dropping
+// layers O(parked blocks of the rank); some 200 bytes a block (kParkedBytes).
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+
+#include "index/index.hpp"
+
+namespace kvd {
+
+// The parent is unknown. A block of the run that is known already keeps its place (an unknown
+// parent cannot contradict it), and what follows it has a parent after all.
+inline void Index::park_run(RankId id, const Store& s) {
+  Store one = s;
+  for (uint32_t i = 0; i < s.n; ++i) {
+    one.names = s.names + i;
+    one.locals = s.locals + i;
+    if (s.plain != nullptr) one.plain = s.plain + i;
+    one.parent = i == 0 ? s.parent : s.names[i - 1];
+    if (ranks_[id].names.find(s.names[i], keys()) != Names::kAbsent) {
+      store_named(id, s.names + i, 1, s.layer, false, 0, s.origin);
+      store(id, {s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i], s.layer, s.term,
+                 s.plain == nullptr ? nullptr : s.plain + i + 1, s.space, s.origin});
+      return;
+    }
+    park(id, s.names[i], s.layer, &one);
+  }
+}
+
+// `content` is null when only the name is known.
+inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* content) {
+  Rarities& rare = ranks_[id].rarities();
+  auto it = rare.parked.find(name);
+  if (it == rare.parked.end()) {
+    it = rare.parked.emplace(name, Parked{false, 0, 0, 0, 0, ++stamp_}).first;
+    it->second.name = name;
+    order_.push({name, stamp_, id});
+    ++parked_;
+    ++tally_.parked;
+    // What grows beyond that may have the whole bound, and growing is not done in slices.
+    if (rare.parked.size() == kGrowsTo && max_parked_ > kMaxParked) rare.parked.reserve(max_parked_);
+  }
+  Parked& p = it->second;
+  p.layers |= 1u << layer;
+  if (content != nullptr && !p.has_content) {
+    p.has_content = true;
+    p.parent = content->parent;
+    p.local = content->locals[0];
+    p.term = content->term;
+    p.plain = content->plain == nullptr ? 0 : content->plain[0];
+    p.space = content->space;
+    if (!ranks_[id].published) wait_for_parent(rare, p);
+  }
+  bound_parked();
+}
+
+inline void Index::wait_for_parent(Rarities& rare, Parked& p) {
+  Parked*& newest = rare.waiting[p.parent];
+  p.older = newest;
+  if (newest != nullptr) newest->newer = &p;
+  newest = &p;
+}
+
+inline void Index::wait_no_more(Rarities& rare, Parked& p) {
+  if (p.older != nullptr) p.older->newer = p.newer;
+  if (p.newer != nullptr) {
+    p.newer->older = p.older;
+  } else if (p.older != nullptr) {
+    rare.waiting[p.parent] = p.older;
+  } else {
+    rare.waiting.erase(p.parent);
+  }
+}
+
+inline void Index::bound_parked() {
+  while (parked_ > max_parked_) {
+    const ParkedQueue::Entry oldest = order_.pop();
+    if (!is_parked(oldest)) continue;
+    forget_parked(oldest.rank, ranks_[oldest.rank].rare->parked.find(oldest.name));
+    ++tally_.parked_dropped;
+  }
+  // Entries of blocks placed meanwhile are dropped from the queue before they outnumber it.
+  if (order_.size() > 2 * parked_ + 64) {
+    order_.compact([&](const ParkedQueue::Entry& entry) { return is_parked(entry); });
+  }
+}
+
+inline bool Index::is_parked(const ParkedQueue::Entry& entry) const {
+  const Rank& rank = ranks_[entry.rank];
+  if (!rank.live || rank.parked() == 0) return false;
+  const auto it = rank.rare->parked.find(entry.name);
+  return it != rank.rare->parked.end() && it->second.stamp == entry.stamp;
+}
+
+inline void Index::forget_parked(RankId id,
+                                 std::unordered_map<uint64_t, Parked, Rarities::Hash>::iterator it) {
+  Rarities& rare = *ranks_[id].rare;
+  if (it->second.has_content && !ranks_[id].published) wait_no_more(rare, it->second);
+  --parked_;
+  rare.parked.erase(it);
+}
+
+inline bool Index::unpark(RankId id, uint64_t name, LayerId layer) {
+  if (ranks_[id].parked() == 0) return false;
+  const auto it = ranks_[id].rare->parked.find(name);
+  if (it == ranks_[id].rare->parked.end() || (it->second.layers >> layer & 1) == 0) return false;
+  it->second.layers &= ~(1u << layer);
+  if (it->second.layers == 0) forget_parked(id, it);
+  return true;
+}
+
+inline void Index::drop_parked(RankId id, LayerMask mask) {
+  if (ranks_[id].parked() == 0) return;
+  auto& parked = ranks_[id].rare->parked;
+  for (auto it = parked.begin(); it != parked.end();) {
+    const auto here = it++;
+    here->second.layers &= ~mask;
+    if (here->second.layers == 0) forget_parked(id, here);
+  }
+}
+
+// ---- placing them
+
+// Places what waited for the names in `work_`, and what waited for that in turn.
+inline void Index::settle(RankId id) {
+  while (!work_.empty() && ranks_[id].parked() != 0) {
+    const uint64_t name = work_.back();
+    work_.pop_back();
+    settle_layers(id, name);
+    while (true) {
+      const auto child = ranks_[id].rare->waiting.find(name);
+      if (child == ranks_[id].rare->waiting.end()) break;
+      settle_child(id, name, child->second->name);
+    }
+  }
+  work_.clear();
+}
+
+// A parked block whose name has been placed by another event only adds its layers.
+inline void Index::settle_layers(RankId id, uint64_t name) {
+  const auto it = ranks_[id].rare->parked.find(name);
+  if (it == ranks_[id].rare->parked.end()) return;
+  const LayerMask layers = it->second.layers;
+  forget_parked(id, it);
+  ++tally_.unparked;
+  for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+    if ((layers >> layer & 1) == 0) continue;
+    const uint32_t slot = ranks_[id].names.find(name, keys());
+    if ((keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) gain_name(id, slot, layer);
+  }
+}
+
+inline void Index::settle_child(RankId id, uint64_t parent, uint64_t name) {
+  const auto it = ranks_[id].rare->parked.find(name);
+  const Parked p = it->second;
+  forget_parked(id, it);
+  ++tally_.unparked;
+  // No query asks for a block that was hashed without its prompt's term. It is placed all the
+  // same: removals mean it, and what follows it inherits the term.
+  const uint64_t above = term_at(block_of(id, parent));
+  const uint64_t term = above != 0 ? above : p.term;
+  if (term != p.term) ++tally_.parked_unsalted;
+  for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+    if ((p.layers >> layer & 1) == 0) continue;
+    const Store s{&name, &p.local, 1, true, parent, layer, term, p.plain == 0 ? nullptr : &p.plain, p.space};
+    place(id, s, tree_.after(block_of(id, parent)));
+  }
+  work_.push_back(name);
+}
+
+}  // namespace kvd

@@ -1,0 +1,237 @@
+// Blocks that ranks are thought to cache because a prompt was sent to them, kept beside what their
+// events tell: between a booking and the first event of its prompt nothing else says so.
+//
+//   booked on rank 7:  a1 77 03        chained: 5e 0c d9     one entry a (rank, chained hash)
+//   events of rank 7:  a1              look: 1 block by its events, 3 with what is predicted
+//
+//   oldest ──────────────────────────────────────────> newest       in order of expiry
+//   (7, d9) (7, 0c) (7, 5e)   (9, 41) (9, 5e)
+//    └ one booking, its deepest block first ┘
+//
+// An entry ends when its time is up, when there are too many, or when the rank says that it has
+// dropped a block of the same content: an engine that evicts a block knew it, and knows better. The
+// content is compared without what precedes it, because that is all an eviction can be asked for in
+// O(1); so an equal block behind another prompt ends it as well, which costs a prediction and makes
+// none wrong. Events that confirm a prediction do not end it: the larger of the two depths counts,
+// and they are equal then.
+//
+// The index itself knows nothing of predictions: they are in no answer, dump or statistics of it.
+//
+// Invariants
+//   1. entries are distinct by (owner, hash), each is in `exact_`, in the list of its (owner, local)
+//      that `content_` finds, and in the order of expiry;
+//   2. an owner is a rank from when it is first seen to its next `forget`; entries of earlier owners
+//      are found by nobody and leave with their time.
+//
+// Costs: add O(blocks); reach O(1) and O(blocks that are predicted); evict O(entries of that
+// content), at most kMaxEvicted; forget O(1). 48 bytes an entry and about 12 in the tables.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/arena.hpp"
+#include "base/keyed.hpp"
+
+namespace kvd {
+
+class Predicted {
+ public:
+  // Entries of one content and rank that an eviction ends at once, some microseconds; more of them
+  // come from prompts that repeat a block, and end with their time.
+  static constexpr uint32_t kMaxEvicted = 64;
+
+  // Beyond `max` entries the oldest go, until `target` are left.
+  Predicted(double ttl_s, uint32_t max, uint32_t target) : ttl_s_(ttl_s), max_(max), target_(target) {}
+
+  uint32_t size() const { return entries_.live(); }
+  size_t bytes() const {
+    return entries_.bytes() + exact_.bytes() + content_.bytes() + owners_.capacity() * sizeof(uint32_t);
+  }
+
+  // Chains local hashes: `chained[i]` stands for the blocks up to i.
+  void chain(const uint64_t* locals, size_t n, std::vector<uint64_t>& chained) const {
+    chained.resize(n);
+    uint64_t hash = 0;
+    for (size_t i = 0; i < n; ++i) chained[i] = hash = hash_(locals[i], hash);
+  }
+
+  // Notes that a prompt was sent to a rank; blocks that were noted before are so anew.
+  void add(uint32_t rank, const uint64_t* locals, size_t n, double now) {
+    n = std::min<size_t>(n, max_);
+    chain(locals, n, chained_);
+    const uint32_t owner = owner_of(rank);
+    for (size_t i = n; i-- > 0;) note(owner, chained_[i], locals[i], now + ttl_s_);
+    if (size() > max_) excess_ = size() - target_;
+    prune(now, 2 * n);
+  }
+
+  // How far a rank's blocks reach that are predicted from block `from` on; `from` if none are.
+  size_t reach(uint32_t rank, const std::vector<uint64_t>& chained, size_t from) const {
+    if (rank >= owners_.size()) return from;
+    const uint32_t owner = owners_[rank];
+    while (from < chained.size() && find(owner, chained[from]) != kNoEntry) ++from;
+    return from;
+  }
+
+  // The rank has dropped a block.
+  void evict(uint32_t rank, uint64_t local) {
+    if (rank >= owners_.size()) return;
+    for (uint32_t left = kMaxEvicted; left > 0; --left) {
+      const uint32_t at = slot_of_content(owners_[rank], local);
+      if (at == ProbeTable::kEmpty) return;
+      end(content_.at(at));
+    }
+  }
+
+  // The rank has dropped everything, or is another one from now on.
+  void forget(uint32_t rank) {
+    if (rank < owners_.size()) owners_[rank] = next_owner_++;
+  }
+
+  // Ends at most `limit` entries that are too old or too many; false when there are no more.
+  bool prune(double now, size_t limit) {
+    for (; limit > 0 && oldest_ != kNoEntry; --limit) {
+      if (entries_[oldest_].expiry > now && excess_ == 0) return false;
+      if (excess_ > 0) --excess_;
+      end(oldest_);
+    }
+    return oldest_ != kNoEntry && (entries_[oldest_].expiry <= now || excess_ > 0);
+  }
+
+ private:
+  static constexpr uint32_t kNoEntry = 0xffffffffu;
+
+  struct Entry {
+    uint64_t hash;   // chained
+    uint64_t local;
+    double expiry;
+    uint32_t owner;
+    uint32_t older, newer;
+    uint32_t before, after;  // of the same owner and local hash
+
+    uint32_t& free_link() { return older; }
+  };
+
+  struct ByHash {
+    const Predicted& in;
+    uint64_t hash_of(uint32_t id) const { return in.hash_(in.entries_[id].hash, in.entries_[id].owner); }
+  };
+  struct ByLocal {
+    const Predicted& in;
+    uint64_t hash_of(uint32_t id) const { return in.hash_(in.entries_[id].local, in.entries_[id].owner); }
+  };
+
+  uint32_t owner_of(uint32_t rank) {
+    while (owners_.size() <= rank) owners_.push_back(next_owner_++);
+    return owners_[rank];
+  }
+
+  uint32_t slot_of(uint32_t owner, uint64_t hash) const {
+    return exact_.find(hash_(hash, owner), [&](uint32_t id) {
+      return entries_[id].hash == hash && entries_[id].owner == owner;
+    });
+  }
+
+  uint32_t slot_of_content(uint32_t owner, uint64_t local) const {
+    return content_.find(hash_(local, owner), [&](uint32_t id) {
+      return entries_[id].local == local && entries_[id].owner == owner;
+    });
+  }
+
+  uint32_t find(uint32_t owner, uint64_t hash) const {
+    const uint32_t at = slot_of(owner, hash);
+    return at == ProbeTable::kEmpty ? kNoEntry : exact_.at(at);
+  }
+
+  void note(uint32_t owner, uint64_t hash, uint64_t local, double expiry) {
+    uint32_t id = find(owner, hash);
+    if (id != kNoEntry) {
+      unlink(id);
+    } else {
+      id = entries_.take();
+      Entry& entry = entries_[id];
+      entry.hash = hash;
+      entry.local = local;
+      entry.owner = owner;
+      exact_.insert(hash_(hash, owner), id, ByHash{*this});
+      join(id);
+    }
+    entries_[id].expiry = expiry;
+    append(id);
+  }
+
+  void end(uint32_t id) {
+    unlink(id);
+    exact_.erase(slot_of(entries_[id].owner, entries_[id].hash), ByHash{*this});
+    exact_.shrink(ByHash{*this});
+    part(id);
+    entries_.give(id);
+    while (entries_.live() == 0 && entries_.shrink()) {
+    }
+  }
+
+  // ---- the order of expiry
+
+  void append(uint32_t id) {
+    entries_[id].older = newest_;
+    entries_[id].newer = kNoEntry;
+    (newest_ == kNoEntry ? oldest_ : entries_[newest_].newer) = id;
+    newest_ = id;
+  }
+
+  void unlink(uint32_t id) {
+    const uint32_t older = entries_[id].older, newer = entries_[id].newer;
+    (older == kNoEntry ? oldest_ : entries_[older].newer) = newer;
+    (newer == kNoEntry ? newest_ : entries_[newer].older) = older;
+  }
+
+  // ---- the lists of one content
+
+  void join(uint32_t id) {
+    Entry& entry = entries_[id];
+    const uint32_t at = slot_of_content(entry.owner, entry.local);
+    entry.before = kNoEntry;
+    entry.after = kNoEntry;
+    if (at == ProbeTable::kEmpty) {
+      content_.insert(hash_(entry.local, entry.owner), id, ByLocal{*this});
+      return;
+    }
+    entry.after = content_.at(at);
+    entries_[entry.after].before = id;
+    content_.set(at, id);
+  }
+
+  void part(uint32_t id) {
+    const Entry& entry = entries_[id];
+    if (entry.after != kNoEntry) entries_[entry.after].before = entry.before;
+    if (entry.before != kNoEntry) {
+      entries_[entry.before].after = entry.after;
+      return;
+    }
+    const uint32_t at = slot_of_content(entry.owner, entry.local);
+    if (entry.after != kNoEntry) {
+      content_.set(at, entry.after);
+      return;
+    }
+    content_.erase(at, ByLocal{*this});
+    content_.shrink(ByLocal{*this});
+  }
+
+  friend class Verifier;
+
+  double ttl_s_;
+  uint32_t max_, target_;
+  uint32_t excess_ = 0;  // entries that are to go because there were too many
+  Arena<Entry> entries_;
+  ProbeTable exact_, content_;
+  KeyedHash hash_;
+  std::vector<uint32_t> owners_;  // by rank of the index
+  uint32_t next_owner_ = 0;
+  uint32_t oldest_ = kNoEntry, newest_ = kNoEntry;
+  std::vector<uint64_t> chained_;  // scratch of `add`
+};
+
+}  // namespace kvd

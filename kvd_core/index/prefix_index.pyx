@@ -1,0 +1,568 @@
+"""The prefix index of one partition (model, tenant): who holds which blocks on which tier.
+
+The structure and its rules are in the C++ headers this module binds: `index/tree.hpp` (the radix tree
+and the holders), `index/names.hpp` (what ranks call their blocks), `index/index.hpp` (the rules),
+`index/stream.hpp` (from engine events to operations), `index/match.hpp` (queries), `dump/dump.hpp`.
+
+One thread owns an index. Nothing here does I/O, reads a clock or logs.
+"""
+
+import json
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cython.operator cimport dereference as deref
+from libc.stdint cimport INT64_MAX, UINT64_MAX
+from libcpp.memory cimport make_shared, shared_ptr
+
+from kvd_core.events.decoder import REASONS
+
+TIERS = ("device", "host", "disk", "external")
+MAX_BLOCKS = kMaxBlocks
+CLEARED = kCleared
+FLAWED = kFlawed
+UNFINISHED = kUnfinished
+NO_ROOM = kNoRoom
+NEW_RANK = kNewRank
+ALL_TIERS = kAllTiers
+# What a batch may take of the loop at once, about 2 ms: then others have their turn.
+SLICE_STEPS = 20_000
+IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
+
+
+cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
+    cdef bytes lora = (lora_name or "").encode()
+    cdef bytes salt = (cache_salt or "").encode()
+    return local_hash_seed(
+        string_view(PyBytes_AS_STRING(lora), PyBytes_GET_SIZE(lora)),
+        string_view(PyBytes_AS_STRING(salt), PyBytes_GET_SIZE(salt)),
+    )
+
+
+cdef int settle(CIndex& index) except -1:
+    """Does all that placed blocks have set off elsewhere."""
+    cdef CSteps* all = new CSteps(INT64_MAX)
+    try:
+        index.settled(all[0])
+    finally:
+        del all
+    return 0
+
+
+cdef class Slice:
+    """What a slice of long work may still do, where steps are counted in Python."""
+
+    def __cinit__(self, int64_t steps):
+        """Steps are of about 0.1 us; when far more time than theirs has passed, none is left."""
+        self.c = new CSteps(steps)
+
+    def __dealloc__(self):
+        del self.c
+
+    def take(self, size_t steps):
+        """Takes steps; returns whether none is left."""
+        self.c.take(steps)
+        return not self.c.left()
+
+
+cdef class IngestCounters:
+    """Totals over the events of every stream that was given this object."""
+
+    def as_dict(self):
+        """Events and batches by kind; `ignored` and `bad` by reason."""
+        cdef size_t i
+        return {
+            "batches": self.c.batches,
+            "stored": self.c.stored,
+            "removed": self.c.removed,
+            "cleared": self.c.cleared,
+            "ignored": {IGNORED[i]: self.c.ignored[i] for i in range(kIgnored)},
+            "bad": {REASONS[i]: self.c.bad[i] for i in range(kReasons)},
+        }
+
+
+cdef class Budget:
+    """What the indexes that share it may hold together, and what they do.
+
+    `max_blocks` bounds the distinct blocks, and likewise the (rank, block) pairs; 0 is no bound.
+    What is held stays when it is lowered.
+    """
+
+    def __cinit__(self, uint64_t max_blocks=0):
+        self.c = make_shared[CBudget]()
+        self.max_blocks = max_blocks
+
+    @property
+    def max_blocks(self):
+        cdef CBudget* budget = self.c.get()
+        return 0 if budget.max == UINT64_MAX else budget.max
+
+    @max_blocks.setter
+    def max_blocks(self, uint64_t blocks):
+        cdef CBudget* budget = self.c.get()
+        budget.max = blocks if blocks != 0 else UINT64_MAX
+
+    @property
+    def blocks(self):
+        """Distinct blocks in the indexes, those of ranks that are yet to be swept included."""
+        return self.c.get().blocks
+
+    @property
+    def pairs(self):
+        """(rank, block) pairs: what each rank calls the blocks that it holds."""
+        return self.c.get().names
+
+    @property
+    def refused(self):
+        """Blocks told that there was no room for, each time that they were."""
+        return self.c.get().refused
+
+    @property
+    def crowded(self):
+        """Of the refused ones, those where too many of a partition wait for their place already."""
+        return self.c.get().crowded
+
+
+cdef class PrefixIndex:
+    """Blocks of `block_size` tokens and their holders.
+
+    `counters` receives the event totals of this index's streams; several indexes may share one.
+    What exceeds `max_blocks` is refused: so many blocks, or names of one rank; and what the
+    `budget` has no room for, which several indexes may share, too.
+    """
+
+    def __cinit__(
+        self,
+        uint32_t block_size,
+        IngestCounters counters not None,
+        uint32_t max_blocks=MAX_BLOCKS,
+        Budget budget=None,
+    ):
+        if max_blocks > MAX_BLOCKS:
+            raise ValueError(f"an index has at most {MAX_BLOCKS} blocks")
+        cdef shared_ptr[CBudget] shared
+        if budget is not None:
+            shared = budget.c
+        self.c = new CIndex(block_size, max_blocks, shared)
+        self.counters = counters
+        self.workers = []
+
+    def __dealloc__(self):
+        del self.c
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.c.block_size()
+
+    def add_worker(self, worker_id):
+        """Adds a worker (an int or a str id) without ranks and returns it."""
+        cdef Worker worker = Worker.__new__(Worker)
+        worker.index = self
+        worker.worker_id = worker_id
+        worker.c.key = json.dumps(str(worker_id)).encode()
+        worker.c.number = json.dumps(worker_id).encode()
+        self.workers.append(worker)
+        self.order.push_back(&worker.c)
+        return worker
+
+    def sweep(self, uint32_t max_steps):
+        """Frees what removed and cleared ranks held; True while there is more.
+
+        A step takes at most about 0.1 us, and frees up to 8 blocks.
+        """
+        return self.c.sweep(max_steps)
+
+    def predict(self, double ttl_s, uint32_t max_entries, double target_ratio):
+        """Keeps predictions of what ranks cache from now on, for pools (see `index/predicted.hpp`).
+
+        They live `ttl_s` seconds; beyond `max_entries` blocks of ranks the oldest go, down to the
+        ratio. Has no effect where that was said before.
+        """
+        self.c.predict(ttl_s, max_entries, <uint32_t>(max_entries * target_ratio))
+
+    def predicted(self):
+        """How many blocks of ranks are predicted."""
+        return 0 if self.c.predicted() == NULL else self.c.predicted().size()
+
+    def forget_predicted(self, double now, size_t limit):
+        """Ends at most `limit` predictions that are too old or too many; True if there are more."""
+        return self.c.predicted() != NULL and self.c.predicted().prune(now, limit)
+
+    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=None, str cache_salt=None):
+        """Answers with the matches of a prompt, as JSON bytes (see `index/answer.hpp`).
+
+        `array` is the position of the u32 token array in the scanner. A salted query counts
+        salted blocks on ranks whose stream tells salts, and unsalted blocks on the others.
+        """
+        cdef size_t n = 0
+        cdef const uint32_t* tokens = scanner.u32(array, &n)
+        cdef uint32_t size = self.c.block_size()
+        n = n // size if size != 0 else 0
+        self.locals.resize(n)
+        self.match_scratch.reset(deref(self.c))
+        if cache_salt:
+            local_hashes(tokens, n, size, seed_of(lora_name, cache_salt), self.locals.data())
+            self.match_scratch.add(deref(self.c), self.locals.data(), n, kSalted)
+        local_hashes(tokens, n, size, seed_of(lora_name, None), self.locals.data())
+        self.match_scratch.add(deref(self.c), self.locals.data(), n, kUnsalted if cache_salt else kAll)
+        return self.answer(n)
+
+    cpdef bytes query_hashes(self, BodyScanner scanner, int array):
+        """Answers with the matches of a list of local hashes, as JSON bytes."""
+        return self.answer(self.match_hashes(scanner, array))
+
+    cpdef bytes query_tiers(self, BodyScanner scanner, int array):
+        """Answers as `query_hashes`, every rank and tier by itself (see `index/tiered_answer.hpp`)."""
+        self.note_question(self.match_hashes(scanner, array))
+        cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch, self.text)
+        try:
+            renderer.render(self.order)
+        finally:
+            del renderer
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
+    cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1:
+        """Looks a list of local hashes up; returns how many they are."""
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = scanner.u64(array, &n)
+        self.match_scratch.reset(deref(self.c))
+        self.match_scratch.add(deref(self.c), hashes, n, kAll)
+        return n
+
+    cdef void note_question(self, size_t blocks) noexcept:
+        """Counts the question that the last match is about."""
+        if blocks != 0 and self.c.tree().block_count() != 0:
+            self.questions += 1
+            self.matched += not self.match_scratch.touched().empty()
+
+    cdef bytes answer(self, size_t blocks):
+        self.note_question(blocks)
+        cdef CAnswer* renderer = new CAnswer(deref(self.c), self.match_scratch, self.text)
+        try:
+            renderer.render(self.order)
+        finally:
+            del renderer
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+
+    def match(self, locals):
+        """Depths in blocks of every rank that matches a list of local hashes.
+
+        Returns {(worker id, dp rank): (device, host, disk)}, cumulative over the tiers, and the
+        number of device holders of each block of the longest device match.
+        """
+        cdef vector[uint64_t] hashes = locals
+        cdef Worker worker
+        cdef CDepth depth
+        self.match_scratch.reset(deref(self.c))
+        self.match_scratch.add(deref(self.c), hashes.data(), hashes.size(), kAll)
+        found = {}
+        for worker in self.workers:
+            for entry in worker.c.ranks:
+                depth = self.match_scratch.depth(entry.second)
+                if depth.disk:
+                    found[worker.worker_id, entry.first] = (depth.device, depth.host, depth.disk)
+        return found, list(self.match_scratch.frequencies())
+
+    def dump(self, bint binary=False):
+        """Starts a dump of all blocks, as text or binary (`dump/format.hpp`).
+
+        It stays valid while the index changes.
+        """
+        cdef Dump dump = Dump.__new__(Dump)
+        dump.index = self
+        dump.c = new CDump(deref(self.c), binary)
+        return dump
+
+    cdef vector[const CWorker*] owners(self):
+        cdef vector[const CWorker*] owners
+        cdef Worker worker
+        owners.resize(self.c.rank_end(), NULL)
+        for worker in self.workers:
+            for entry in worker.c.ranks:
+                owners[entry.second] = &worker.c
+        return owners
+
+    def stats(self):
+        """Sizes now and totals since the start, all in blocks unless the name says otherwise."""
+        cdef const CTally* t = &self.c.tally()
+        return {
+            "blocks": self.c.tree().block_count(),
+            "questions": self.questions,
+            "matched": self.matched,
+            "chains": self.c.tree().node_count(),
+            "bytes": self.c.bytes(),
+            "held": {TIERS[i]: self.c.held(i) for i in range(kTierLayers)},
+            "parked_now": self.c.parked_count(),
+            "records": self.c.record_count(),
+            "exceptions": self.c.exception_count(),
+            "stored": t.stored,
+            "refreshed": t.refreshed,
+            "copies": t.copies,
+            "rebound": t.rebound,
+            "removed": t.removed,
+            "removed_copies": t.removed_copies,
+            "removed_unknown": t.removed_unknown,
+            "parked": t.parked,
+            "unparked": t.unparked,
+            "parked_dropped": t.parked_dropped,
+            "parked_unsalted": t.parked_unsalted,
+            "self_references": t.self_references,
+        }
+
+    def verify(self):
+        """Checks every invariant of the index; RuntimeError names the first broken one."""
+        cdef CVerifier* verifier = new CVerifier(deref(self.c))
+        try:
+            verifier.run()
+        finally:
+            del verifier
+
+
+cdef class Worker:
+    """A worker of one index. Made by `PrefixIndex.add_worker`."""
+
+    def __init__(self):
+        raise TypeError("use PrefixIndex.add_worker")
+
+    cdef RankId rank_of(self, uint32_t dp_rank) except? 0xffffffff:
+        if self.index is None:
+            raise RuntimeError("the worker was removed")
+        cdef RankId rank = self.c.rank(deref(self.index.c), dp_rank)
+        if rank == kNone:
+            raise OverflowError(f"worker {self.worker_id} has too many ranks")
+        return rank
+
+    def register(self, uint32_t dp_rank):
+        """Lists the rank in every answer from now on, matched or not."""
+        cdef RankId rank = self.rank_of(dp_rank)
+        self.index.c.rank(rank).listed = True
+
+    def unregister(self, uint32_t dp_rank):
+        """Removes one rank with its blocks, which `PrefixIndex.sweep` frees; KeyError if absent.
+
+        Ranks that only its stream has spoken for go as well, unless they are registered.
+        """
+        if self.index is None or self.c.find(dp_rank) == kNone:
+            raise KeyError(dp_rank)
+        self.c.retire(deref(self.index.c), dp_rank)
+
+    def ranks(self):
+        """The data-parallel ranks the worker has, registered or not."""
+        return [entry.first for entry in self.c.ranks]
+
+    def settled(self):
+        """What its streams announce again counts as second copies from now on (see recovery.pyx)."""
+        if self.index is not None:
+            for entry in self.c.ranks:
+                self.index.c.rank(entry.second).settling = False
+
+    def remove(self):
+        """Removes the worker with all its ranks, also those only seen in batches."""
+        if self.index is None:
+            return
+        self.c.retire_all(deref(self.index.c))
+        cdef size_t at = self.index.workers.index(self)
+        del self.index.workers[at]
+        self.index.order.erase(self.index.order.begin() + at)
+        self.index = None
+
+    def stream(self, uint32_t dp_rank):
+        """A stream whose batches speak for `dp_rank` unless they name a rank themselves."""
+        if self.index is None:
+            raise RuntimeError("the worker was removed")
+        cdef Stream stream = Stream.__new__(Stream)
+        stream.worker = self
+        stream.c = new CStream(deref(self.index.c), self.c, dp_rank, self.index.counters.c)
+        stream.slice_steps = SLICE_STEPS
+        return stream
+
+    # The operations behind a stream, for tests and tools. Hashes are unsigned 64-bit integers.
+
+    def store(self, uint32_t dp_rank, names, locals, parent=None, LayerId tier=0):
+        """Stores blocks in path order below `parent` (a name of this rank) or at the root.
+
+        False when they are refused because the index is full.
+        """
+        cdef vector[uint64_t] n = names
+        cdef vector[uint64_t] l = locals
+        if n.size() != l.size() or tier >= kTierLayers:
+            raise ValueError("as many local hashes as names, and a tier of 0..3")
+        cdef CStore s
+        s.names = n.data()
+        s.locals = l.data()
+        s.n = <uint32_t>n.size()
+        s.has_parent = parent is not None
+        s.parent = parent if parent is not None else 0
+        s.layer = tier
+        s.term = 0
+        cdef cbool stored = self.index.c.store(self.rank_of(dp_rank), s)
+        settle(deref(self.index.c))
+        return stored
+
+    def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):
+        """Stores blocks known by name alone; `offload` marks the rank's stream as one that does.
+
+        False when they are refused because the index is full.
+        """
+        cdef vector[uint64_t] n = names
+        cdef RankId rank = self.rank_of(dp_rank)
+        if offload:
+            self.index.c.rank(rank).offloads = True
+        return self.index.c.store_named(rank, n.data(), <uint32_t>n.size(), tier, False)
+
+    def drop(self, uint32_t dp_rank, names, LayerId tier=0):
+        """Removes blocks of one tier by name; unknown names are counted."""
+        cdef RankId rank = self.rank_of(dp_rank)
+        for name in names:
+            self.index.c.remove(rank, name, tier)
+
+    def clear(self, uint32_t dp_rank, tier=None):
+        """Removes everything the rank holds, or holds on one tier.
+
+        What is invisible from now on may need `PrefixIndex.sweep` to be freed.
+        """
+        self.rank_of(dp_rank)
+        cdef uint32_t mask = kAllLayers if tier is None else self.index.c.tier_mask(tier)
+        self.c.clear(deref(self.index.c), dp_rank, mask)
+
+
+cdef class Stream:
+    """The events of one registered (worker, rank). Made by `Worker.stream`."""
+
+    def __init__(self):
+        raise TypeError("use Worker.stream")
+
+    def __dealloc__(self):
+        del self.c
+
+    def apply(self, bytes payload not None):
+        """Applies one batch as it came off the wire, or begins to.
+
+        Bad input, and blocks that an index has no room for, are counted and never raise. Returns 0,
+        or bits: CLEARED when what was missed before does not matter any more on the tiers that
+        `cleared` says, FLAWED when part of the batch could not be understood, NO_ROOM when not all
+        of it was stored, NEW_RANK when no batch has spoken for its rank before; or UNFINISHED
+        alone, when it takes longer than `slice_steps` of about 0.1 us: then `go_on` has to follow,
+        as long as it says so, before the next batch. RuntimeError when the worker was removed.
+        """
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        cdef uint32_t outcome = self.c.apply(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload), self.slice_steps
+        )
+        if outcome == kUnfinished:
+            self.payload = payload
+        verify_if_debug(deref(self.worker.index.c))
+        return outcome
+
+    def go_on(self):
+        """Goes on with a batch that is UNFINISHED; returns what `apply` does."""
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        cdef uint32_t outcome = self.c.go_on(self.slice_steps)
+        if outcome != kUnfinished:
+            self.payload = None
+        verify_if_debug(deref(self.worker.index.c))
+        return outcome
+
+    def flaw(self):
+        """Why the last applied batch is FLAWED: the first of REASONS that it met, "" if it is not."""
+        cdef size_t reason = self.c.flaw()
+        return "" if reason == kReasons else REASONS[reason]
+
+    def rank(self):
+        """The rank that the last applied batch has spoken for, None when that cannot be known."""
+        cdef uint32_t dp_rank = 0
+        return dp_rank if self.c.rank(&dp_rank) else None
+
+    def names_ranks(self):
+        """Whether batches name their ranks, so that there may be more than have been heard."""
+        return self.c.names_ranks()
+
+    def cleared(self):
+        """The tiers that clears of the last applied batch have emptied, as bits of ALL_TIERS."""
+        return self.c.cleared()
+
+    @property
+    def ignored(self):
+        """Events that were understood and had no effect, by the IGNORED reason, those of 0 left out."""
+        cdef const uint64_t* counts = self.c.ignored()
+        return {IGNORED[i]: counts[i] for i in range(kIgnored) if counts[i]}
+
+    def misfit(self):
+        """Says why what the engine tells is of no use as it is registered, "" if it is of use."""
+        if self.worker.index is None:
+            return ""
+        if self.c.other_block_size():
+            return (
+                f"the engine has blocks of {self.c.other_block_size()} tokens, "
+                f"{self.worker.index.block_size} are registered"
+            )
+        if self.c.is_unused():
+            reasons = ", ".join(f"{why} {count}" for why, count in self.ignored.items())
+            return f"all events were ignored: {reasons}"
+        return ""
+
+    def clear(self):
+        """Drops the blocks of every rank this stream has spoken for, also in batches only.
+
+        What was to come of an UNFINISHED batch goes, too. With them go ranks of a dump that are registered nowhere and no batch has spoken for: they
+        may be this stream's. All are invisible at once; `PrefixIndex.sweep` frees them. RuntimeError
+        when the worker was removed.
+        """
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        self.c.clear()
+        self.payload = None
+        verify_if_debug(deref(self.worker.index.c))
+
+    def restored(self):
+        """Whether its ranks hold blocks of a dump that no batch has spoken for since."""
+        return self.worker.index is not None and self.c.restored()
+
+    def goes_on(self, bytes payload not None):
+        """Whether a batch, not yet applied, speaks of blocks that only a dump has told of.
+
+        They are parents in it, or removed, without having been stored in it: no engine begins so.
+        """
+        return self.worker.index is not None and self.c.goes_on(
+            <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
+        )
+
+    def drop_restored(self):
+        """Drops those, because the engine tells everything from its beginning.
+
+        Returns whether there were any. RuntimeError when the worker was removed.
+        """
+        if self.worker.index is None:
+            raise RuntimeError("the worker was removed")
+        if not self.c.restored():
+            return False
+        self.c.drop_restored()
+        verify_if_debug(deref(self.worker.index.c))
+        return True
+
+
+cdef class Dump:
+    """A dump in progress. Made by `PrefixIndex.dump`."""
+
+    def __init__(self):
+        raise TypeError("use PrefixIndex.dump")
+
+    def __dealloc__(self):
+        del self.c
+
+    @property
+    def blocks(self):
+        """Blocks written so far."""
+        return self.c.blocks_written()
+
+    def read(self, size_t enough):
+        """The next piece of the list of events; empty when all is written.
+
+        Returns as soon as there are at least `enough` bytes. A piece of text may end inside an
+        event, and the next one goes on there; a binary piece consists of whole records.
+        """
+        self.text.clear()
+        self.c.fill(self.index.owners(), self.text, enough)
+        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())

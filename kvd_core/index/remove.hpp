@@ -1,0 +1,141 @@
+// What a removal does to an index: a name loses a layer, and with the last one what it means.
+//
+//   name 0xa1   held on the layer? ── no: parked, or unknown and counted
+//               some left, it says ── as many copies are kept
+//               further copies?    ── one less, and nothing else happens
+//               other layers left? ── it loses this one
+//                             none ── it is erased, or a ghost where its rank offloads
+//   block 12    further names?     ── one less
+//                             none ── its rank is off the layer, and what nobody holds is trimmed
+//
+//   ghosts [ 0xa1 | 0x5c | .. ]      at most kMaxGhosts a rank, the oldest is forgotten first
+//
+// Invariants
+//   1. first the name goes, then the presence, then the block: a name's key may be read back from
+//      its block (index/names.hpp), so no block is trimmed that a slot still means;
+//   2. `copies` and `shared` have no entry for a name without the layer (2 and 1 of index/index.hpp).
+//
+// Costs: one names probe; one run edit, O(runs of the chain + members of the set changed); blocks
+// freed; perhaps a merge, O(kMaxChain). Forgetting a name: the same for each layer it has.
+#pragma once
+
+#include <cstdint>
+
+#include "index/index.hpp"
+
+namespace kvd {
+
+inline void Index::remove(RankId id, uint64_t name, LayerId layer) {
+  const uint32_t slot = ranks_[id].names.find(name, keys());
+  const uint32_t value = slot == Names::kAbsent ? Names::kAbsent : ranks_[id].names.value(slot);
+  if (value == Names::kAbsent || (keys().layers(value) >> layer & 1) == 0) {
+    if (!unpark(id, name, layer)) ++tally_.removed_unknown;
+    return;
+  }
+  if (take_copy(id, name, layer)) {
+    ++tally_.removed_copies;
+    return;
+  }
+  const BlockId block = keys().block(value);
+  const LayerMask left = keys().layers(value) & ~(1u << layer);
+  if (left != 0) {
+    ranks_[id].names.set_layers(slot, left, keys(), records_);
+  } else if (ranks_[id].offloads && records_.live() < max_blocks_ && budget_->ample()) {
+    haunt(id, slot, name, block);
+  } else {
+    erase_name(id, slot);
+    ranks_[id].names.shrink(keys());
+  }
+  lose(id, block, layer);
+  trim(tree_.block(block).node);
+  if (ranks_[id].ghosts() > kMaxGhosts) lay_oldest_ghost(id);
+}
+
+inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left) {
+  if (left == 0) {
+    if (ranks_[id].has_copies()) ranks_[id].rare->copies.erase({name, layer});
+    return remove(id, name, layer);
+  }
+  const uint32_t slot = ranks_[id].names.find(name, keys());
+  if (slot == Names::kAbsent || (keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) {
+    return;  // parked it stays so, and unknown it does
+  }
+  auto& copies = ranks_[id].rarities().copies;
+  if (left == 1) {
+    copies.erase({name, layer});
+  } else {
+    copies[{name, layer}] = left - 1;
+  }
+  ++tally_.removed_copies;
+}
+
+// Erases a name with all it stands for.
+inline void Index::forget_name(RankId id, uint32_t slot) {
+  const uint32_t value = ranks_[id].names.value(slot);
+  const uint64_t name = keys().name(value);
+  const BlockId block = keys().block(value);
+  const LayerMask layers = keys().layers(value);
+  erase_name(id, slot);
+  for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+    if ((layers >> layer & 1) == 0) continue;
+    if (ranks_[id].has_copies()) ranks_[id].rare->copies.erase({name, layer});
+    lose(id, block, layer);
+  }
+  trim(tree_.block(block).node);
+}
+
+inline void Index::lose(RankId id, BlockId block, LayerId layer) {
+  Rank& rank = ranks_[id];
+  if (rank.has_shared()) {
+    const auto it = rank.rare->shared.find({block, layer});
+    if (it != rank.rare->shared.end()) {
+      if (--it->second == 0) rank.rare->shared.erase(it);
+      return;
+    }
+  }
+  const Block b = tree_.block(block);
+  if (predicted_ != nullptr && layer == kDeviceLayer) {
+    predicted_->evict(id, tree_.node(b.node).chain.local()[b.offset]);
+  }
+  tree_.release(b.node, layer, b.offset, b.offset + 1, id);
+  --rank.held[counter(layer)];
+  if (layer < kTierLayers) --held_[layer];
+  if (layer != kGhostLayer) ++tally_.removed;
+}
+
+inline bool Index::take_copy(RankId id, uint64_t name, LayerId layer) {
+  if (!ranks_[id].has_copies()) return false;
+  auto& copies = ranks_[id].rare->copies;
+  const auto it = copies.find({name, layer});
+  if (it == copies.end()) return false;
+  if (--it->second == 0) copies.erase(it);
+  return true;
+}
+
+inline void Index::trim(NodeId node) {
+  tree_.trim(node, [&](BlockId block) {
+    --budget_->blocks;
+    if (!terms_.empty()) terms_.erase(block);
+    if (sequences_ != nullptr) sequences_->erase(block);
+  });
+}
+
+// ---- ghosts: names remembered after their last layer went
+
+inline void Index::haunt(RankId id, uint32_t slot, uint64_t name, BlockId block) {
+  ranks_[id].names.set_layers(slot, 1u << kGhostLayer, keys(), records_);
+  const Block b = tree_.block(block);
+  hold(id, b.node, kGhostLayer, b.offset, b.offset + 1);
+  ranks_[id].rarities().ghosts.push_back(name);
+}
+
+inline void Index::lay_oldest_ghost(RankId id) {
+  const uint64_t name = ranks_[id].rare->ghosts.front();
+  ranks_[id].rare->ghosts.pop_front();
+  const uint32_t slot = ranks_[id].names.find(name, keys());
+  if (slot == Names::kAbsent) return;
+  if (keys().layers(ranks_[id].names.value(slot)) != 1u << kGhostLayer) return;
+  forget_name(id, slot);
+}
+
+}  // namespace kvd

@@ -1,0 +1,211 @@
+// Caches of an index that are cleared, ranks that leave it, and the sweep of what they held.
+//
+// A rank that leaves, or whose cache is cleared, is retired: it counts no longer, and the sweep
+// takes it apart bit by bit. Its names are then only hints where its blocks may be. The first that
+// leads to a chain takes the rank off the whole chain, so the others of that chain find nothing to
+// do, and it does not matter that the block they mean may have been freed or reused:
+//
+//   retired 7   names [ 17 | .. | R3 | .. | 902 | 18 | .. ]      18 is in the chain of 17
+//                       ─────────>│ sweep_at                     and has nothing left to say
+//
+// A cache of a few names, or of tiers beside others, is cleared at once: name by name, then chain by
+// chain.
+//
+// Invariants: 6 of index/index.hpp; a rank's id is given again only when nothing is left of it.
+//
+// Costs: retire, and clear all, O(1), but O(ranks) where ranks are seen as others; clear a part
+// O(names of the rank), with an edit of its runs for each chain that is left. A step of the sweep is
+// 16 slots of names, 8 blocks freed, 64 members of a set copied, a record or an exception, and
+// a chain takes 16 besides: 0.1 us at most.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "index/index.hpp"
+
+namespace kvd {
+
+inline void Index::retire_rank(RankId id) {
+  Rank& rank = ranks_[id];
+  if (linked_) pass_on(id, kNone);
+  if (rank.seen_as == kMany) shared_with_.erase(id);
+  for (LayerId tier = 0; tier < kTierLayers; ++tier) held_[tier] -= rank.held[tier];
+  parked_ -= rank.parked();
+  budget_->names -= rank.names.size();
+  rank.live = false;
+  if (predicted_ != nullptr) predicted_->forget(id);
+  retired_.push_back(id);
+}
+
+inline RankId Index::renew_rank(RankId id) {
+  const RankId fresh = add_rank(ranks_[id].dp_rank);
+  static_cast<RankTraits&>(ranks_[fresh]) = ranks_[id];
+  if (linked_) pass_on(id, fresh);
+  if (ranks_[id].seen_as == kMany) shared_with_[fresh] = shared_with_[id];
+  retire_rank(id);
+  return fresh;
+}
+
+// Ranks that are seen as `from` are seen as `to` from now on.
+inline void Index::pass_on(RankId from, RankId to) {
+  for (Rank& rank : ranks_) {
+    if (rank.seen_as != from) continue;
+    rank.seen_as = to;
+    rank.hidden = to == kNone;
+  }
+  for (auto& entry : shared_with_) {
+    std::vector<RankId>& ranks = entry.second;
+    const auto at = std::find(ranks.begin(), ranks.end(), from);
+    if (at == ranks.end()) continue;
+    if (to == kNone) {
+      ranks.erase(at);
+    } else {
+      *at = to;
+    }
+  }
+}
+
+// ---- clearing
+
+inline RankId Index::clear(RankId id, LayerMask mask) {
+  if (predicted_ != nullptr && (mask & 1u << kDeviceLayer) != 0) predicted_->forget(id);
+  if (mask != kAllLayers) drop_parked(id, mask);
+  const bool all = mask == kAllLayers || (ranks_[id].parked() == 0 && lies_within(id, mask));
+  if (all && ranks_[id].names.size() + ranks_[id].parked() > kClearAtOnce) return renew_rank(id);
+  if (mask == kAllLayers) drop_parked(id, mask);
+  // A name that loses its last layer to a clear is forgotten: nothing may refer to it later.
+  clear_names(id, mask | 1u << kGhostLayer);
+  return id;
+}
+
+// Whether the rank holds nothing, but for ghosts, on any layer that is not in `mask`: all layers
+// of some tiers.
+inline bool Index::lies_within(RankId id, LayerMask mask) const {
+  const Rank& rank = ranks_[id];
+  for (LayerId tier = 0; tier < kTierLayers; ++tier) {
+    if ((mask >> tier & 1) != 0) continue;
+    if (rank.held[tier] != 0 || rank.held[kFirstGroupLayer + tier] != 0) return false;
+  }
+  return rank.held[Rank::kCounters - 1] == 0 || mask == kAllLayers;
+}
+
+// Takes the layers of `mask` from every name, and the rank off them, chain by chain.
+inline void Index::clear_names(RankId id, LayerMask mask) {
+  Rank& rank = ranks_[id];
+  if (rank.rare != nullptr) clear_rarities(*rank.rare, mask);
+  touched_.clear();
+  for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
+    const uint32_t value = rank.names.value(slot);
+    if (value == Names::kAbsent) continue;
+    const LayerMask layers = keys().layers(value);
+    if ((layers & mask) == 0) continue;
+    const NodeId node = tree_.block(keys().block(value)).node;
+    if (touched_.empty() || touched_.back() != node) touched_.push_back(node);
+    if ((layers & ~mask) != 0) {
+      rank.names.set_layers(slot, layers & ~mask, keys(), records_);
+    } else {
+      erase_name(id, slot);
+      --slot;  // another entry may have moved here (unsigned wrap at 0 is undone by ++)
+    }
+  }
+  for (const NodeId node : touched_) leave_chain(id, node, mask);
+  rank.names.shrink(keys());
+  // Trimming may free chains of this list, or merge them into others of it; ids are not reused
+  // meanwhile, because trimming makes no nodes.
+  for (const NodeId node : touched_) {
+    if (tree_.alive(node)) trim(node);
+  }
+}
+
+inline void Index::clear_rarities(Rarities& rare, LayerMask mask) {
+  for (auto* counts : {&rare.copies, &rare.shared}) {
+    for (auto it = counts->begin(); it != counts->end();) {
+      it = (mask >> it->first.layer & 1) != 0 ? counts->erase(it) : std::next(it);
+    }
+  }
+  rare.ghosts.clear();
+}
+
+// Takes the rank off a whole chain. Returns the members of the sets that changed.
+inline size_t Index::leave_chain(RankId id, NodeId node, LayerMask mask) {
+  Rank& rank = ranks_[id];
+  size_t copied = 0;
+  tree_.release_chain(node, mask, id, [&](LayerId layer, uint32_t blocks, size_t members) {
+    copied += members;
+    rank.held[counter(layer)] -= blocks;
+    if (rank.live && layer < kTierLayers) held_[layer] -= blocks;
+    if (layer != kGhostLayer) tally_.removed += blocks;
+  });
+  return copied;
+}
+
+// ---- sweeping retired ranks
+
+inline bool Index::sweep(uint32_t budget) {
+  Steps steps{budget};
+  if (!settled(steps)) return true;
+  sweep_retired(steps);
+  make_sequences(steps);
+  while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);
+  return !steps.left();
+}
+
+inline void Index::sweep_retired(Steps& steps) {
+  while (!retired_.empty() && steps.left()) {
+    const RankId id = retired_.back();
+    if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
+    retired_.pop_back();
+    ranks_[id] = Rank();
+    free_ranks_.push_back(id);
+  }
+}
+
+inline bool Index::sweep_rarities(RankId id, Steps& steps) {
+  if (ranks_[id].rare == nullptr) return true;
+  Rarities& rare = *ranks_[id].rare;
+  return empty_out(rare.copies, steps) && empty_out(rare.shared, steps) &&
+         empty_out(rare.parked, steps) && empty_out(rare.waiting, steps);
+}
+
+template <class Map>
+inline bool Index::empty_out(Map& map, Steps& steps) {
+  for (; !map.empty() && steps.left(); steps.take(1)) map.erase(map.begin());
+  return map.empty();
+}
+
+// True when the rank is nowhere any more and none of its records is left.
+inline bool Index::sweep_names(RankId id, Steps& steps) {
+  Rank& rank = ranks_[id];
+  bool present = rank.presence() != 0;
+  for (; rank.sweep_at < rank.names.capacity() && steps.left(); ++rank.sweep_at) {
+    if (rank.sweep_at % kSlotsAStep == 0) steps.take(1);
+    const uint32_t value = rank.names.value(rank.sweep_at);
+    if (value == Names::kAbsent) continue;
+    const BlockId block = keys().block(value);
+    if ((value & NameKeys::kRecordBit) != 0) {
+      records_.give(value & ~NameKeys::kRecordBit);
+      steps.take(1);
+    }
+    if (!present) continue;
+    sweep_chain(id, tree_.node_of(block), steps);
+    present = rank.presence() != 0;
+  }
+  return rank.sweep_at == rank.names.capacity();
+}
+
+inline void Index::sweep_chain(RankId id, NodeId node, Steps& steps) {
+  steps.take(1);
+  if (node == kNone) return;
+  const uint32_t before = tree_.block_count();
+  const size_t copied = leave_chain(id, node, kAllLayers);
+  if (copied == 0) return;
+  trim(node);
+  const size_t freed = before - tree_.block_count();
+  steps.take(kStepsAChain + freed / kFreedAStep + copied / kMembersAStep);
+}
+
+}  // namespace kvd

@@ -1,0 +1,145 @@
+// Blocks by sequence hash: an index over the tree's blocks, kept from the first time on that somebody
+// asks by it.
+//
+//   key      namespace ? sequence hash ^ keyed hash of the namespace : sequence hash
+//   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known; in pages of 256
+//   slots    [ 17 | .. | 902 | 18 | .. ]          key -> block, keys read back
+//
+// A namespace is what adapter and salt add to the seed of local hashes; 0 is the base model without
+// a salt. Sequence hashes are of the text alone, so equal tokens have equal ones in all namespaces.
+//
+// Invariants
+//   1. keys[b] != 0 exactly when b is in the slots, under that key;
+//   2. `spaces_` has the namespace of every block in the slots that has one;
+//   3. what lies before a block in the slots is in the slots, in the same namespace.
+//
+// Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace. Pages
+// do not move: nothing takes a time that grows with the blocks, but the slots when they grow.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "base/arena.hpp"
+#include "base/hash.hpp"
+#include "base/keyed.hpp"
+#include "index/tree.hpp"
+
+namespace kvd {
+
+class Sequences {
+ public:
+  explicit Sequences(uint64_t seed) : seed_(seed) {}
+
+  uint64_t seed() const { return seed_; }
+
+  // Makes room for the blocks of a tree, before it knows any: what grows by and by is placed anew.
+  void reserve(uint32_t blocks) { slots_.reserve(blocks); }
+
+  uint64_t key(uint64_t space, uint64_t sequence) const {
+    return space == 0 ? sequence : sequence ^ hash_(space);
+  }
+
+  // The sequence hash of the block behind one of hash `above`.
+  uint64_t next(uint64_t above, uint64_t plain) const {
+    const uint64_t pair[2] = {above, plain};
+    return xxh3(pair, sizeof pair, seed_);
+  }
+
+  // Key of a block, 0 unknown.
+  uint64_t key_of(BlockId block) const {
+    const size_t page = block / kPage;
+    return page < pages_.size() && pages_[page] != nullptr ? pages_[page][block % kPage] : 0;
+  }
+
+  uint64_t space_of(BlockId block) const {
+    if (spaces_.empty()) return 0;
+    const auto it = spaces_.find(block);
+    return it == spaces_.end() ? 0 : it->second;
+  }
+
+  // Sequence hash of a block, 0 unknown.
+  uint64_t sequence_of(BlockId block) const {
+    const uint64_t own = key_of(block);
+    return own == 0 ? 0 : key(space_of(block), own);
+  }
+
+  BlockId find(uint64_t key) const {
+    const uint32_t at = slots_.find(hash_(key), [&](uint32_t block) { return key_at(block) == key; });
+    return at == ProbeTable::kEmpty ? kNone : slots_.at(at);
+  }
+
+  // Sets what is known of consecutive blocks behind `above` (kNone: the root), from their local
+  // hashes. Those of other seeds may be told (`told` false): they do not overrule what is known.
+  void chain(BlockId above, const BlockId* blocks, const uint64_t* plain, uint32_t n, uint64_t space, bool told) {
+    uint64_t last = above == kNone ? 0 : sequence_of(above);
+    // A block of one namespace below one of another has a place that no prompt leads to.
+    if (above != kNone && (last == 0 || space_of(above) != space)) return;
+    for (uint32_t i = 0; i < n; ++i) {
+      const bool first = above == kNone && i == 0;
+      const uint64_t known = key_of(blocks[i]);
+      if (known != 0 && !told) {
+        if (space_of(blocks[i]) != space) return;
+        last = sequence_of(blocks[i]);
+        continue;
+      }
+      last = first ? plain[i] : next(last, plain[i]);
+      set(blocks[i], space, last);
+    }
+  }
+
+  void erase(BlockId block) {
+    const uint64_t known = key_of(block);
+    if (known == 0) return;
+    slots_.erase(slots_.find(hash_(known), [&](uint32_t v) { return v == block; }), *this);
+    key_at(block) = 0;
+    if (!spaces_.empty()) spaces_.erase(block);
+    slots_.shrink(*this);
+    if (slots_.size() == 0) {
+      pages_.clear();
+      used_pages_ = 0;
+    }
+  }
+
+  bool is_spread() const { return slots_.is_spread(*this); }
+  uint64_t hash_of(uint32_t block) const { return hash_(key_at(block)); }
+  uint32_t size() const { return slots_.size(); }
+
+  size_t bytes() const {
+    constexpr size_t kSpaceBytes = 48;  // a hash node
+    return used_pages_ * kPage * sizeof(uint64_t) + pages_.capacity() * sizeof(Page) + slots_.bytes() + spaces_.size() * kSpaceBytes;
+  }
+
+ private:
+  static constexpr uint32_t kPage = 256;
+  using Page = std::unique_ptr<uint64_t[]>;
+
+  uint64_t& key_at(BlockId block) { return pages_[block / kPage][block % kPage]; }
+  uint64_t key_at(BlockId block) const { return pages_[block / kPage][block % kPage]; }
+
+  void set(BlockId block, uint64_t space, uint64_t sequence) {
+    const uint64_t wanted = key(space, sequence);
+    if (key_of(block) == wanted || wanted == 0) return;
+    erase(block);
+    if (find(wanted) != kNone) return;  // the same text on another way, of mixed namespaces
+    if (block / kPage >= pages_.size()) pages_.resize(block / kPage + 1);
+    if (Page& page = pages_[block / kPage]; page == nullptr) {
+      page = std::make_unique<uint64_t[]>(kPage);
+      ++used_pages_;
+    }
+    key_at(block) = wanted;
+    if (space != 0) spaces_[block] = space;
+    slots_.insert(hash_(wanted), block, *this);
+  }
+
+  uint64_t seed_;
+  std::vector<Page> pages_;  // null where no key of a page is known
+  size_t used_pages_ = 0;
+  ProbeTable slots_;
+  KeyedHash hash_;
+  std::unordered_map<BlockId, uint64_t> spaces_;
+};
+
+}  // namespace kvd

@@ -1,0 +1,647 @@
+// A compressed radix tree over blocks, with the holders of every block.
+//
+// A node is a chain of consecutive blocks, stored once:
+//
+//   root ──┬─ node 4  local  [ 91c0.. | 7ad2.. | 03fe.. | 55aa.. ]     4 blocks
+//          │          block  [   12   |   13   |   14   |   15   ]
+//          │          runs   DEVICE ──── {1,2,7} ──────│── {2} ──│     ends 3, 4
+//          │                 HOST   ── {} ──│── {2} ──│                ends 1, 3
+//          │             ├─ node 9   ...                               two ways to go on
+//          │             └─ node 5   ...
+//          └─ node 6  ...
+//
+// The path from the root is the prompt; content alone (local hashes) decides the shape, so no
+// engine's hash function needs to be known. Who holds what is not in the shape but in the runs:
+// for each layer (a tier, or a window group of a tier) a list of (end, rank set) that covers the
+// chain from its start; what lies behind the last run is held by nobody.
+//
+// A block keeps its id for life, whatever splits and merges do to its chain; `blocks[id]` says
+// where it is now. So the ranks' name tables never need rewriting.
+//
+// Invariants
+//   1. blocks[n.block[i]] == (n, i) for every node n and i < n.len;
+//   2. a node other than the root has len >= 1; siblings differ in local[0];
+//   3. a non-root node with exactly one child satisfies len + child.len > kMaxChain (else they
+//      would be one node): churn cannot leave a trail of fragments;
+//   4. the last block of a leaf is held in some layer (else it is trimmed);
+//   5. the runs of one layer have ascending ends <= len, neighbours differ, the last is not empty.
+//
+// Costs (blocks b in the chain, runs r of the node): child O(1); split, merge O(b), bounded by
+// kMaxChain; edit of a range O(r); trim O(blocks freed).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "base/arena.hpp"
+#include "index/ranksets.hpp"
+
+namespace kvd {
+
+using NodeId = uint32_t;
+using BlockId = uint32_t;
+using LayerId = uint32_t;
+using LayerMask = uint32_t;  // bit l: layer l
+
+constexpr uint32_t kNone = 0xffffffffu;
+
+struct Block {
+  uint64_t name;    // the engine hash under which it was first stored
+  NodeId node;      // where it is
+  uint32_t offset;  // in that node's chain
+
+  uint32_t& free_link() { return offset; }
+};
+
+struct Run {
+  uint32_t end;  // offset behind the run's last block
+  SetId set;
+  LayerId layer;
+};
+
+// Two parallel arrays in one allocation: local hashes, then block ids.
+class Chain {
+ public:
+  Chain() = default;
+  Chain(const Chain&) = delete;
+  Chain& operator=(const Chain&) = delete;
+  ~Chain() { std::free(data_); }
+
+  uint32_t len() const { return len_; }
+  uint64_t* local() { return data_; }
+  const uint64_t* local() const { return data_; }
+  BlockId* block() { return reinterpret_cast<BlockId*>(data_ + cap_); }
+  const BlockId* block() const { return reinterpret_cast<const BlockId*>(data_ + cap_); }
+
+  void push(uint64_t local_hash, BlockId id) {
+    if (len_ == cap_) grow(cap_ + cap_ / 2 + 4);
+    data_[len_] = local_hash;
+    block()[len_++] = id;
+  }
+
+  void reserve(uint32_t cap) {
+    if (cap > cap_) grow(cap);
+  }
+
+  void truncate(uint32_t len) {
+    len_ = len;
+    if (len == 0) {
+      std::free(data_);
+      data_ = nullptr;
+      cap_ = 0;
+    } else if (cap_ > 16 && len < cap_ / 4) {
+      grow(len + len / 4);
+    }
+  }
+
+  void append(const Chain& other, uint32_t from, uint32_t to) {
+    if (len_ + (to - from) > cap_) grow(len_ + (to - from));
+    std::memcpy(data_ + len_, other.local() + from, (to - from) * sizeof(uint64_t));
+    std::memcpy(block() + len_, other.block() + from, (to - from) * sizeof(BlockId));
+    len_ += to - from;
+  }
+
+  void swap(Chain& other) {
+    std::swap(data_, other.data_);
+    std::swap(len_, other.len_);
+    std::swap(cap_, other.cap_);
+  }
+
+  size_t bytes() const { return cap_ * (sizeof(uint64_t) + sizeof(BlockId)); }
+
+ private:
+  void grow(uint32_t cap) {
+    cap = (cap + 1) & ~1u;  // keeps the ids 8-byte aligned
+    auto* data = static_cast<uint64_t*>(take_heap(cap * (sizeof(uint64_t) + sizeof(BlockId))));
+    if (len_ != 0) {
+      std::memcpy(data, data_, len_ * sizeof(uint64_t));
+      std::memcpy(data + cap, block(), len_ * sizeof(BlockId));
+    }
+    std::free(data_);
+    data_ = data;
+    cap_ = cap;
+  }
+
+  uint64_t* data_ = nullptr;
+  uint32_t len_ = 0;
+  uint32_t cap_ = 0;
+};
+
+struct Node {
+  Chain chain;
+  std::vector<Run> runs;  // ordered by (layer, end)
+  NodeId parent = kNone;
+  NodeId first_child = kNone;
+  NodeId next = kNone;  // sibling
+  NodeId prev = kNone;
+  uint32_t children = 0;
+
+  uint32_t& free_link() { return next; }
+};
+
+// A place in the tree: the block before `offset` of `node` is the last one matched.
+struct Position {
+  NodeId node;
+  uint32_t offset;
+};
+
+// Follows a traversal through mutations (see `Tree::watch`).
+struct Watcher {
+  NodeId next = kNone;  // the node to visit next, in preorder
+  uint64_t moves = 0;   // how often `next` was changed under its owner's feet
+};
+
+class Tree {
+ public:
+  static constexpr NodeId kRoot = 0;
+  // Longest chain, in blocks: bounds the cost of a split or a merge to some microseconds while
+  // one node's overhead (~150 bytes) stays below one byte a block.
+  static constexpr uint32_t kMaxChain = 1024;
+  // 1 Gi blocks, 40 GB at the least. The names tables keep one bit of a block id for themselves,
+  // and a probe table of so many entries still has a 32-bit number of slots.
+  static constexpr uint32_t kMaxBlocks = 1u << 30;
+
+  Tree() : nodes_(1), blocks_(0, kMaxBlocks) { nodes_.take(); }
+
+  const Node& node(NodeId id) const { return nodes_[id]; }
+  const Block& block(BlockId id) const { return blocks_[id]; }
+  RankSets& sets() { return sets_; }
+  const RankSets& sets() const { return sets_; }
+  uint32_t node_count() const { return nodes_.live() - 1; }
+  uint32_t block_count() const { return blocks_.live(); }
+  uint32_t node_end() const { return nodes_.end(); }
+  uint32_t block_end() const { return blocks_.end(); }
+  uint64_t local_of(BlockId id) const {
+    return nodes_[blocks_[id].node].chain.local()[blocks_[id].offset];
+  }
+
+  static Position root() { return {kRoot, 0}; }
+  Position after(BlockId id) const { return {blocks_[id].node, blocks_[id].offset + 1}; }
+
+  // The block before this one on its path, or kNone at the start of a path.
+  BlockId parent_of(BlockId id) const {
+    const Block& b = blocks_[id];
+    const Node& n = nodes_[b.node];
+    if (b.offset != 0) return n.chain.block()[b.offset - 1];
+    if (n.parent == kRoot) return kNone;
+    const Chain& above = nodes_[n.parent].chain;
+    return above.block()[above.len() - 1];
+  }
+
+  NodeId child(NodeId parent, uint64_t local_hash) const {
+    const uint32_t at = children_.find(child_hash(parent, local_hash), [&](uint32_t id) {
+      return nodes_[id].parent == parent && nodes_[id].chain.local()[0] == local_hash;
+    });
+    return at == ProbeTable::kEmpty ? kNone : children_.at(at);
+  }
+
+  // Follows `locals` from `at` as far as the tree goes; writes the ids of the blocks met and
+  // returns their number. `at` ends behind the last of them.
+  size_t walk(Position& at, const uint64_t* locals, size_t n, BlockId* out) const {
+    size_t i = 0;
+    while (i < n) {
+      const Chain& chain = nodes_[at.node].chain;
+      while (at.offset < chain.len() && i < n && chain.local()[at.offset] == locals[i]) {
+        out[i++] = chain.block()[at.offset++];
+      }
+      if (i == n || at.offset < chain.len()) break;
+      const NodeId below = child(at.node, locals[i]);
+      if (below == kNone) break;
+      at = {below, 0};
+    }
+    return i;
+  }
+
+  // Adds blocks behind `at`, where `walk` has just ended; they are held by nobody yet.
+  void grow(Position at, const uint64_t* locals, const uint64_t* names, size_t n, BlockId* out) {
+    if (n == 0) return;
+    NodeId tip = at.node;
+    const bool branches = at.offset < nodes_[tip].chain.len();
+    if (branches) tip = split(tip, at.offset);
+    const NodeId head = tip;
+    size_t i = 0;
+    if (tip != kRoot && nodes_[tip].children == 0) i = extend(tip, locals, names, n, out);
+    while (i < n) {
+      tip = add_child(tip);
+      const size_t room = n - i < kMaxChain ? n - i : kMaxChain;
+      nodes_[tip].chain.reserve(static_cast<uint32_t>(room));
+      nodes_[tip].chain.push(locals[i], new_block(tip, 0, names[i]));
+      out[i] = nodes_[tip].chain.block()[0];
+      children_.insert(child_hash(nodes_[tip].parent, locals[i]), tip, *this);
+      ++i;
+      i += extend(tip, locals + i, names + i, n - i, out + i);
+    }
+    if (!branches) return;
+    // A chain that was too long to be joined to its neighbours has left two parts that may not be.
+    merge_with_only_child(nodes_[head].parent);
+    merge_with_only_child(at.node);
+  }
+
+  bool held(BlockId id, LayerId layer, RankId rank) const {
+    const Block& b = blocks_[id];
+    return sets_.contains(set_at(nodes_[b.node], layer, b.offset), rank);
+  }
+
+  static SetId set_at(const Node& n, LayerId layer, uint32_t offset) {
+    for (const Run& run : n.runs) {
+      if (run.layer == layer && run.end > offset) return run.set;
+    }
+    return RankSets::kEmptySet;
+  }
+
+  // Adds `rank` to the holders of blocks [from, to) of a chain. Where it is one already,
+  // `already(offset)` is called instead. Returns how many blocks gained it.
+  template <class Already>
+  uint32_t hold(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank, Already&& already) {
+    uint32_t gained = 0;
+    edit(id, layer, from, to, [&](SetId set, uint32_t a, uint32_t b) {
+      if (sets_.contains(set, rank)) {
+        for (uint32_t offset = a; offset < b; ++offset) already(offset);
+        return set;
+      }
+      gained += b - a;
+      return sets_.with(set, rank);
+    });
+    return gained;
+  }
+
+  // Takes `rank` out of the holders of blocks [from, to), where it must be one. The caller trims.
+  void release(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank) {
+    edit(id, layer, from, to, [&](SetId set, uint32_t, uint32_t) { return sets_.without(set, rank); });
+  }
+
+  // Takes `rank` out of the holders of the whole chain on the layers of `mask`, where it need not
+  // be one. Calls lost(layer, blocks, members of the set) for each run. The caller trims.
+  template <class Lost>
+  void release_chain(NodeId id, LayerMask mask, RankId rank, Lost&& lost) {
+    std::vector<Run>& runs = nodes_[id].runs;
+    const auto holds = [&](const Run& run) {
+      return (mask >> run.layer & 1) != 0 && sets_.contains(run.set, rank);
+    };
+    if (std::none_of(runs.begin(), runs.end(), holds)) return;
+    edited_.clear();
+    for (size_t i = 0; i < runs.size(); ++i) {
+      const Run& run = runs[i];
+      const bool first = starts_layer(runs, i);
+      if (first) drop_empty_end(edited_);
+      if (holds(run)) {
+        lost(run.layer, run.end - (first ? 0 : runs[i - 1].end), sets_.members(run.set).size());
+        put(run.end, sets_.without(run.set, rank), run.layer);
+      } else {
+        put(run.end, run.set, run.layer);
+      }
+    }
+    drop_empty_end(edited_);
+    for (const Run& run : edited_) sets_.ref(run.set);
+    for (const Run& run : runs) sets_.unref(run.set);
+    replace(runs, 0, runs.size());
+  }
+
+  // Frees what nobody holds at the end of the path through `id`, and joins chains that have
+  // become one. `forget(block id)` is called for every block before it is freed.
+  template <class Forget>
+  void trim(NodeId id, Forget&& forget) {
+    while (id != kRoot) {
+      Node& n = nodes_[id];
+      if (n.children == 0) {
+        const uint32_t keep = held_length(n);
+        if (keep == n.chain.len()) break;
+        for (uint32_t i = keep; i < n.chain.len(); ++i) {
+          forget(n.chain.block()[i]);
+          blocks_.give(n.chain.block()[i]);
+        }
+        const NodeId parent = n.parent;
+        if (keep == 0) {
+          remove_leaf(id);
+          id = parent;
+          continue;
+        }
+        n.chain.truncate(keep);
+        if (parent != kRoot) merge_with_only_child(parent);
+        break;
+      }
+      merge_with_only_child(id);
+      break;
+    }
+  }
+
+  // True while `id` names a node (ids of freed nodes may be asked about until they are reused).
+  bool alive(NodeId id) const { return id < nodes_.end() && nodes_[id].parent != kNone; }
+
+  // The node of a block, or for a block that has been freed any node or kNone.
+  NodeId node_of(BlockId id) const {
+    if (id >= blocks_.end()) return kNone;
+    return alive(blocks_[id].node) ? blocks_[id].node : kNone;
+  }
+
+  NodeId successor(NodeId id) const {
+    if (nodes_[id].first_child != kNone) return nodes_[id].first_child;
+    while (id != kRoot && nodes_[id].next == kNone) id = nodes_[id].parent;
+    return id == kRoot ? kNone : nodes_[id].next;
+  }
+
+  // A watched traversal survives any mutation between its steps: it may see a block twice, and
+  // never misses one that was there all the time.
+  void watch(Watcher* w) { watchers_.push_back(w); }
+  void unwatch(Watcher* w) {
+    for (size_t i = 0; i < watchers_.size(); ++i) {
+      if (watchers_[i] == w) watchers_.erase(watchers_.begin() + static_cast<std::ptrdiff_t>(i--));
+    }
+  }
+
+  // Frees a piece of memory that is not needed any more; false when there is none.
+  bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets_.shrink(); }
+
+  bool is_spread() const { return children_.is_spread(*this); }
+
+  uint64_t hash_of(NodeId id) const {
+    return child_hash(nodes_[id].parent, nodes_[id].chain.local()[0]);
+  }
+
+  size_t bytes() const {
+    return nodes_.bytes() + blocks_.bytes() + children_.bytes() + sets_.bytes() + chain_bytes();
+  }
+
+ private:
+  uint64_t child_hash(NodeId parent, uint64_t local_hash) const { return hash_(local_hash, parent); }
+
+  size_t chain_bytes() const {  // an estimate: the sum would cost a walk over all nodes
+    return size_t{blocks_.live()} * (sizeof(uint64_t) + sizeof(BlockId)) +
+           size_t{nodes_.live()} * sizeof(Run);
+  }
+
+  BlockId new_block(NodeId node, uint32_t offset, uint64_t name) {
+    const BlockId id = blocks_.take();
+    blocks_[id] = {name, node, offset};
+    return id;
+  }
+
+  size_t extend(NodeId tip, const uint64_t* locals, const uint64_t* names, size_t n, BlockId* out) {
+    Chain& chain = nodes_[tip].chain;
+    size_t i = 0;
+    for (; i < n && chain.len() < kMaxChain; ++i) {
+      out[i] = new_block(tip, chain.len(), names[i]);
+      chain.push(locals[i], out[i]);
+    }
+    return i;
+  }
+
+  NodeId add_child(NodeId parent) {
+    const NodeId id = nodes_.take();
+    link(parent, id);
+    return id;
+  }
+
+  void link(NodeId parent, NodeId id) {
+    Node& p = nodes_[parent];
+    Node& n = nodes_[id];
+    n.parent = parent;
+    n.prev = kNone;
+    n.next = p.first_child;
+    if (n.next != kNone) nodes_[n.next].prev = id;
+    p.first_child = id;
+    ++p.children;
+  }
+
+  void unlink(NodeId id) {
+    Node& n = nodes_[id];
+    Node& p = nodes_[n.parent];
+    if (n.prev != kNone) nodes_[n.prev].next = n.next;
+    if (n.next != kNone) nodes_[n.next].prev = n.prev;
+    if (p.first_child == id) p.first_child = n.next;
+    --p.children;
+  }
+
+  // Puts `id` where `old` is among its siblings, so that no traversal passes over it.
+  void take_place(NodeId old, NodeId id) {
+    const Node& o = nodes_[old];
+    Node& n = nodes_[id];
+    n.parent = o.parent;
+    n.prev = o.prev;
+    n.next = o.next;
+    if (n.prev != kNone) nodes_[n.prev].next = id;
+    if (n.next != kNone) nodes_[n.next].prev = id;
+    if (nodes_[n.parent].first_child == old) nodes_[n.parent].first_child = id;
+  }
+
+  void forget_child(NodeId id) {
+    const uint32_t at = children_.find(hash_of(id), [&](uint32_t v) { return v == id; });
+    children_.erase(at, *this);
+  }
+
+  void free_node(NodeId id) {
+    Node& n = nodes_[id];
+    n.chain.truncate(0);
+    std::vector<Run>().swap(n.runs);
+    n.parent = n.first_child = n.next = n.prev = kNone;
+    n.children = 0;
+    nodes_.give(id);
+    children_.shrink(*this);
+  }
+
+  void remove_leaf(NodeId id) {
+    for (Watcher* w : watchers_) {
+      if (w->next == id) {
+        w->next = successor(id);
+        ++w->moves;
+      }
+    }
+    forget_child(id);
+    unlink(id);
+    for (const Run& run : nodes_[id].runs) sets_.unref(run.set);
+    free_node(id);
+  }
+
+  void place(NodeId id) {
+    const Chain& chain = nodes_[id].chain;
+    for (uint32_t i = 0; i < chain.len(); ++i) {
+      Block& b = blocks_[chain.block()[i]];
+      b.node = id;
+      b.offset = i;
+    }
+  }
+
+  //   P ── [a b c d e] ── kids        P ── [a b] ── [c d e] ── kids
+  //           id             =>           head         id
+  // The tail keeps its id, so its children need no change. Returns the head.
+  NodeId split(NodeId id, uint32_t at) {
+    forget_child(id);
+    const NodeId head = nodes_.take();
+    Node& n = nodes_[id];
+    Node& h = nodes_[head];
+    take_place(id, head);
+    h.chain.append(n.chain, 0, at);
+    Chain tail;
+    tail.append(n.chain, at, n.chain.len());
+    n.chain.swap(tail);
+    split_runs(n, h, at);
+    link(head, id);
+    children_.insert(hash_of(head), head, *this);
+    children_.insert(hash_of(id), id, *this);
+    place(head);
+    place(id);
+    for (Watcher* w : watchers_) {
+      if (w->next == id) {
+        w->next = head;
+        ++w->moves;
+      }
+    }
+    return head;
+  }
+
+  void split_runs(Node& tail, Node& head, uint32_t at) {
+    std::vector<Run> rest;
+    for (size_t i = 0; i < tail.runs.size(); ++i) {
+      const Run& run = tail.runs[i];
+      const uint32_t start = starts_layer(tail.runs, i) ? 0 : tail.runs[i - 1].end;
+      if (start < at) {
+        if (starts_layer(tail.runs, i)) drop_empty_end(head.runs);
+        head.runs.push_back({run.end < at ? run.end : at, run.set, run.layer});
+        sets_.ref(run.set);
+      }
+      if (run.end > at) {
+        rest.push_back({run.end - at, run.set, run.layer});
+        sets_.ref(run.set);
+      }
+    }
+    drop_empty_end(head.runs);
+    for (const Run& run : tail.runs) sets_.unref(run.set);
+    tail.runs = rest;
+  }
+
+  static bool starts_layer(const std::vector<Run>& runs, size_t i) {
+    return i == 0 || runs[i - 1].layer != runs[i].layer;
+  }
+
+  static void drop_empty_end(std::vector<Run>& runs) {
+    if (!runs.empty() && runs.back().set == RankSets::kEmptySet) runs.pop_back();
+  }
+
+  //   P ── [a b] ── [c d e] ── kids        P ── [a b c d e] ── kids
+  //          id       child          =>              child
+  // The child keeps its id, so its children need no change.
+  void merge_with_only_child(NodeId id) {
+    Node& n = nodes_[id];
+    if (id == kRoot || n.children != 1) return;
+    const NodeId below = n.first_child;
+    Node& c = nodes_[below];
+    if (n.chain.len() + c.chain.len() > kMaxChain) return;
+    for (Watcher* w : watchers_) {
+      // The head's blocks are visited again when only the child was still to come.
+      if (w->next == id) w->next = below;
+      if (w->next == below) ++w->moves;
+    }
+    forget_child(id);
+    forget_child(below);
+    Chain joined;
+    joined.append(n.chain, 0, n.chain.len());
+    const uint32_t shift = n.chain.len();
+    joined.append(c.chain, 0, c.chain.len());
+    c.chain.swap(joined);
+    join_runs(n, c, shift);
+    take_place(id, below);
+    children_.insert(hash_of(below), below, *this);
+    place(below);
+    free_node(id);
+  }
+
+  // The references of both lists pass to the joined one, except where two runs become one.
+  void join_runs(Node& head, Node& tail, uint32_t shift) {
+    std::vector<Run> joined;
+    size_t h = 0, t = 0;
+    while (h < head.runs.size() || t < tail.runs.size()) {
+      const LayerId of_head = h < head.runs.size() ? head.runs[h].layer : kNone;
+      const LayerId of_tail = t < tail.runs.size() ? tail.runs[t].layer : kNone;
+      const LayerId layer = of_head < of_tail ? of_head : of_tail;
+      uint32_t end = 0;
+      for (; h < head.runs.size() && head.runs[h].layer == layer; ++h) {
+        joined.push_back(head.runs[h]);
+        end = head.runs[h].end;
+      }
+      bool seam = true;
+      for (; t < tail.runs.size() && tail.runs[t].layer == layer; ++t) {
+        const Run run{tail.runs[t].end + shift, tail.runs[t].set, layer};
+        if (seam && end < shift && run.set != RankSets::kEmptySet) {
+          joined.push_back({shift, RankSets::kEmptySet, layer});
+        } else if (seam && end == shift && end != 0 && joined.back().set == run.set) {
+          sets_.unref(run.set);
+          joined.back().end = run.end;
+          seam = false;
+          continue;
+        }
+        seam = false;
+        joined.push_back(run);
+      }
+    }
+    head.runs.clear();
+    tail.runs.swap(joined);
+  }
+
+  static uint32_t held_length(const Node& n) {
+    uint32_t keep = 0;
+    for (const Run& run : n.runs) keep = run.end > keep ? run.end : keep;
+    return keep;
+  }
+
+  // Replaces the set of every block in [from, to) of one layer by change(set, a, b), called once
+  // for each stretch [a, b) of equal sets.
+  template <class Change>
+  void edit(NodeId id, LayerId layer, uint32_t from, uint32_t to, Change&& change) {
+    std::vector<Run>& runs = nodes_[id].runs;
+    size_t lo = 0;
+    while (lo < runs.size() && runs[lo].layer < layer) ++lo;
+    size_t hi = lo;
+    edited_.clear();
+    uint32_t start = 0;
+    for (; hi < runs.size() && runs[hi].layer == layer; ++hi) {
+      const Run& run = runs[hi];
+      if (start < from) put(run.end < from ? run.end : from, run.set, layer);
+      const uint32_t a = start > from ? start : from;
+      const uint32_t b = run.end < to ? run.end : to;
+      if (a < b) put(b, change(run.set, a, b), layer);
+      if (run.end > to) put(run.end, run.set, layer);
+      start = run.end;
+    }
+    if (start < from) put(from, RankSets::kEmptySet, layer);
+    if (start < to) {
+      const uint32_t a = start > from ? start : from;
+      put(to, change(RankSets::kEmptySet, a, to), layer);
+    }
+    drop_empty_end(edited_);
+    for (const Run& run : edited_) sets_.ref(run.set);
+    for (size_t i = lo; i < hi; ++i) sets_.unref(runs[i].set);
+    replace(runs, lo, hi);
+  }
+
+  void put(uint32_t end, SetId set, LayerId layer) {
+    if (!edited_.empty() && edited_.back().set == set && edited_.back().layer == layer) {
+      edited_.back().end = end;
+    } else {
+      edited_.push_back({end, set, layer});
+    }
+  }
+
+  void replace(std::vector<Run>& runs, size_t lo, size_t hi) {
+    const size_t common = hi - lo < edited_.size() ? hi - lo : edited_.size();
+    for (size_t i = 0; i < common; ++i) runs[lo + i] = edited_[i];
+    const auto at = runs.begin() + static_cast<std::ptrdiff_t>(lo + common);
+    if (edited_.size() > common) {
+      runs.insert(at, edited_.begin() + static_cast<std::ptrdiff_t>(common), edited_.end());
+    } else {
+      runs.erase(at, runs.begin() + static_cast<std::ptrdiff_t>(hi));
+    }
+  }
+
+  Arena<Node> nodes_;
+  Arena<Block> blocks_;
+  ProbeTable children_;  // (parent, local[0]) -> node
+  KeyedHash hash_;
+  RankSets sets_;
+  std::vector<Run> edited_;
+  std::vector<Watcher*> watchers_;
+};
+
+}  // namespace kvd

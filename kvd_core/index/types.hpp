@@ -1,0 +1,270 @@
+// What an index is made of besides the tree and the names: its layers and bounds, what is kept of a
+// rank, what a store says, and who is told of it.
+//
+//   rank 7 ─┬─ traits    what its stream has told: cache groups, windows, salts; outlive a clear
+//           ├─ names     engine hash -> block (index/names.hpp)
+//           ├─ held      blocks by tier and kind of layer
+//           └─ rare      once it needs one of them:
+//                          copies    (name, layer)  -> further copies
+//                          shared    (block, layer) -> further names
+//                          parked    name   -> what has no place yet
+//                          waiting   parent -> the newest of these that waits for it
+//                          ghosts    names dropped last, oldest first
+//
+//   layer   0 1 2 3 | 4     | 5 .. 31
+//           tiers   | ghost | (tier, cache group) pairs and other media, as they come
+//
+// The invariants that join these with the tree are in index/index.hpp.
+//
+// Costs: all O(1), but for `credited` and `presence`, which add up a rank's counters, and
+// `ParkedQueue`: pop O(1), compact at most `kLooks` entries.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <numeric>
+#include <unordered_map>
+#include <vector>
+
+#include "events/types.hpp"
+#include "base/hash.hpp"
+#include "base/keyed.hpp"
+#include "index/names.hpp"
+#include "index/ranksets.hpp"
+#include "base/steps.hpp"
+#include "index/tree.hpp"
+
+namespace kvd {
+
+constexpr LayerId kTierLayers = 4;  // DEVICE, HOST, DISK, EXTERNAL: the layer is the tier
+constexpr LayerId kGhostLayer = 4;
+constexpr LayerId kFirstGroupLayer = 5;
+constexpr LayerId kMaxLayers = 32;  // bits of a LayerMask; 27 (tier, group) pairs per partition
+constexpr LayerMask kAllLayers = 0xffffffffu;
+// Media that are none of the tiers take layers like cache groups, as tiers from here on.
+constexpr uint32_t kFirstMedium = 16;
+// Of `RankTraits::seen_as`: as each of `Index::shared_with`.
+constexpr RankId kMany = 0xfffffffeu;
+constexpr RankId kAll = 0xfffffffdu;  // as every worker's rank
+
+// Parked blocks of one partition. 64 Ki blocks are ~8 MB: minutes of a broken stream, not hours.
+constexpr size_t kMaxParked = 65536;
+// Dropped names remembered per rank that offloads: an offload event names its block by hash
+// alone and may come after the device copy went; engines keep them a few steps apart.
+constexpr size_t kMaxGhosts = 4096;
+// Entries that a table of what waits grows to step by step, 3 ms for the last one.
+constexpr size_t kGrowsTo = size_t{1} << 15;
+// Cache groups remembered per rank. A hybrid model has a handful.
+constexpr size_t kMaxGroups = 64;
+// A cache of so few names is cleared at once, in some microseconds: no more than a new rank costs.
+constexpr uint32_t kClearAtOnce = 64;
+
+// What indexes that share it may have together, and what they have. Names are counted of live ranks:
+// (rank, block) pairs; blocks also where nobody holds them any more, between others that are held.
+// Of a budget of n there are n of each at most, and what was parked before it was used up.
+struct Budget {
+  uint64_t max = UINT64_MAX;  // of blocks, and of names
+  uint64_t blocks = 0;
+  uint64_t names = 0;
+  uint64_t refused = 0;  // blocks told that there was no room for,
+  uint64_t crowded = 0;  // of those, where too many wait for their place already
+
+  bool fits(uint64_t new_blocks, uint64_t new_names) const {
+    return fit(blocks, new_blocks) && fit(names, new_names);
+  }
+  bool fits(uint64_t n) const { return fits(n, n); }
+  // Whether so much is left that names may be remembered that mean nothing any more.
+  bool ample() const { return names <= max - max / 8; }
+
+ private:
+  bool fit(uint64_t used, uint64_t n) const { return n == 0 || (used <= max && n <= max - used); }
+};
+
+// What happened, in blocks unless said otherwise. Plain totals since the index was made.
+struct Tally {
+  uint64_t stored = 0;           // gained by a rank on a layer
+  uint64_t refreshed = 0;        // announced again, held already
+  uint64_t copies = 0;           // second and further copies
+  uint64_t rebound = 0;          // names that came back with other content
+  uint64_t removed = 0;          // lost by a rank on a layer
+  uint64_t removed_copies = 0;   // removals that a further copy survived
+  uint64_t removed_unknown = 0;  // removals of names not held
+  uint64_t parked = 0;           // set aside: parent or content unknown
+  uint64_t unparked = 0;         // placed after all
+  uint64_t parked_dropped = 0;   // the bound on parked blocks dropped the oldest
+  uint64_t parked_unsalted = 0;  // of `unparked`: hashed without the salt of their prompt
+  uint64_t self_references = 0;  // events refused: a name repeated, or equal to its parent
+};
+
+// What a stream has told about one of its cache groups.
+struct CacheGroup {
+  int32_t id;
+  Kind kind;
+  int64_t window;  // tokens, 0 unknown
+};
+
+struct Window {
+  LayerId layer;
+  uint32_t blocks;  // how many blocks behind a reusable prefix's end the group must hold
+};
+
+struct Parked {
+  bool has_content;  // false: only named so far, `parent`, `local` and `term` mean nothing
+  uint64_t parent;
+  uint64_t local;
+  uint64_t term;
+  LayerMask layers;
+  uint64_t stamp;
+  // What the conductor keeps of its own (conductor/conductor.hpp); 0 elsewhere.
+  uint64_t hash = 0;        // as the publisher announced it
+  uint64_t space = 0;       // namespace
+  uint64_t plain = 0;       // local hash by the seed of sequence hashes
+  uint64_t sequence = 0;    // sequence hash, 0 unknown
+  bool by_engine = false;   // an engine's own event has told of it
+  // The others of its rank that wait for the same parent; null where it waits for none (publishers').
+  uint64_t name = 0;  // its own
+  Parked* newer = nullptr;
+  Parked* older = nullptr;
+};
+
+// Parked blocks, oldest first, among entries of such as are parked no longer. These are taken out
+// bit by bit: `kept_` has the entries before those of `rest_` that have been looked at.
+class ParkedQueue {
+ public:
+  struct Entry {
+    uint64_t name;
+    uint64_t stamp;
+    RankId rank;
+  };
+
+  size_t size() const { return kept_.size() + rest_.size(); }
+  void push(const Entry& entry) { rest_.push_back(entry); }
+
+  Entry pop() {
+    std::deque<Entry>& from = kept_.empty() ? rest_ : kept_;
+    const Entry oldest = from.front();
+    from.pop_front();
+    return oldest;
+  }
+
+  template <class Wanted>
+  void compact(Wanted&& wanted) {
+    for (size_t n = 0; n < kLooks && !rest_.empty(); ++n) {
+      if (wanted(rest_.front())) kept_.push_back(rest_.front());
+      rest_.pop_front();
+    }
+    if (rest_.empty()) rest_.swap(kept_);
+  }
+
+  template <class Visit>
+  void each(Visit&& visit) const {
+    for (const std::deque<Entry>* part : {&kept_, &rest_}) {
+      for (const Entry& entry : *part) visit(entry);
+    }
+  }
+
+ private:
+  static constexpr size_t kLooks = 64;  // at once, for each block that is parked
+
+  std::deque<Entry> kept_, rest_;
+};
+
+// What few ranks have, or have little of.
+struct Rarities {
+  struct Key {  // of a name or a block, and a layer
+    uint64_t id;
+    LayerId layer;
+    bool operator==(const Key& o) const { return id == o.id && layer == o.layer; }
+  };
+  struct Hash : KeyedHash {
+    using KeyedHash::operator();
+    size_t operator()(const Key& k) const noexcept { return (*this)(k.id, k.layer); }
+  };
+
+  std::unordered_map<Key, uint32_t, Hash> copies;             // name and layer -> further copies
+  std::unordered_map<Key, uint32_t, Hash> shared;             // block and layer -> further names
+  std::unordered_map<uint64_t, Parked, Hash> parked;          // by name
+  std::unordered_map<uint64_t, Parked*, Hash> waiting;        // parent -> the newest that waits for it
+  std::deque<uint64_t> ghosts;                                // names, oldest first
+
+  size_t exceptions() const { return copies.size() + shared.size(); }
+};
+
+// What a rank's stream has told, beside its blocks.
+struct RankTraits {
+  std::vector<CacheGroup> groups;
+  std::vector<Window> windows;
+  int32_t main_group = -1;      // the full-attention group whose blocks are the prefix
+  bool numbers_groups = false;  // its stream numbers cache groups
+  bool plain = false;           // its stream has told of blocks without numbering groups
+  uint32_t dp_rank = 0;
+  uint32_t heard_from = kNone;  // the dp rank whose stream has spoken for it
+  bool listed = false;    // registered, so it is shown without a match too
+  bool salted = false;    // its stream says which blocks carry a cache salt
+  bool offloads = false;  // its stream names lower-tier blocks by hash alone
+  // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each alone.
+  uint32_t chunk = 0;
+  bool settling = false;  // took blocks from a dump; its stream may tell of them once more
+  bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
+  // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at all.
+  RankId seen_as = kNone;
+  bool hidden = false;
+  bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
+  bool lent = false;       // a worker's, for a conductor's to be seen as only (index/worker.hpp)
+};
+
+struct Rank : RankTraits {
+  // The tiers of the main group, the ghosts, for each tier all its other groups, other media.
+  static constexpr size_t kCounters = kFirstGroupLayer + kTierLayers + 1;
+
+  Names names;
+  std::unique_ptr<Rarities> rare;
+  uint64_t held[kCounters] = {};
+  uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
+  bool live = false;      // false: retired, invisible, waiting for its sweep
+
+  Rarities& rarities() {
+    if (rare == nullptr) rare = std::make_unique<Rarities>();
+    return *rare;
+  }
+  bool has_shared() const { return rare != nullptr && !rare->shared.empty(); }
+  bool has_copies() const { return rare != nullptr && !rare->copies.empty(); }
+  size_t parked() const { return rare == nullptr ? 0 : rare->parked.size(); }
+  size_t ghosts() const { return rare == nullptr ? 0 : rare->ghosts.size(); }
+
+  // Blocks that a query can credit.
+  uint64_t credited() const { return std::accumulate(held, held + kTierLayers, uint64_t{0}); }
+  uint64_t presence() const { return std::accumulate(held, held + kCounters, uint64_t{0}); }
+};
+
+struct Store {
+  const uint64_t* names;
+  const uint64_t* locals;
+  uint32_t n;
+  bool has_parent;
+  uint64_t parent;
+  LayerId layer;
+  uint64_t term;  // what the local hashes' seed has inherited from the prompt's first block, or 0
+  // For sequence hashes: local hashes by their own seed, nullptr if `locals` are, and namespace.
+  const uint64_t* plain = nullptr;
+  uint64_t space = 0;
+  Origin origin = Origin::UNSAID;
+};
+
+// Told of blocks as they are placed, while sequence hashes are kept.
+class Placements {
+ public:
+  virtual ~Placements() = default;
+  virtual void placed(const Store& s, const BlockId* blocks) = 0;
+  // Blocks that were there before have their sequence hashes now, if they can have any.
+  virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
+  // Goes on with what that has set off; false while there is more.
+  virtual bool settle(Steps& steps) = 0;
+  // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives those
+  // behind it their places that are known by sequence hash alone; false when there are none.
+  virtual bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;
+};
+
+}  // namespace kvd

@@ -1,0 +1,90 @@
+// A worker and its data-parallel ranks, as one partition knows them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "index/index.hpp"
+
+namespace kvd {
+
+// Ranks one worker may have. Engines run at most some hundred data-parallel ranks; the bound
+// keeps a mad publisher from making one index entry per random number.
+constexpr size_t kMaxRanksPerWorker = 4096;
+
+struct Worker {
+  std::string key;     // the worker's id as a JSON member name, quotes included
+  std::string number;  // the worker's id as a JSON value
+  std::vector<std::pair<uint32_t, RankId>> ranks;  // ascending by dp rank
+  bool shared = false;  // a conductor's instance has the same id, and shows it
+
+  RankId find(uint32_t dp_rank) const {
+    const auto it = at(dp_rank);
+    return it != ranks.end() && it->first == dp_rank ? it->second : kNone;
+  }
+
+  // The rank, made when it is new; kNone when the worker has too many. It is the worker's own.
+  RankId rank(Index& index, uint32_t dp_rank) {
+    const RankId id = lend(index, dp_rank);
+    if (id != kNone) index.rank(id).lent = false;
+    return id;
+  }
+
+  // The same for a conductor's, to be seen as: one that is new is the worker's only for that.
+  RankId lend(Index& index, uint32_t dp_rank) {
+    const RankId known = find(dp_rank);
+    if (known != kNone || ranks.size() == kMaxRanksPerWorker) return known;
+    const RankId id = index.add_rank(dp_rank);
+    ranks.insert(at(dp_rank), {dp_rank, id});
+    index.rank(id).lent = true;
+    return id;
+  }
+
+  // Removes a rank, and those that nothing but its stream has told of: nobody would speak for them.
+  void retire(Index& index, uint32_t dp_rank) {
+    const auto goes = [&](const std::pair<uint32_t, RankId>& entry) {
+      const RankTraits& rank = index.rank(entry.second);
+      if (entry.first != dp_rank && (rank.listed || rank.heard_from != dp_rank)) return false;
+      index.retire_rank(entry.second);
+      return true;
+    };
+    ranks.erase(std::remove_if(ranks.begin(), ranks.end(), goes), ranks.end());
+  }
+
+  // The rank, if there is one, goes on without its blocks and without what its stream has told:
+  // they are invisible at once, whatever their number, and `Index::sweep` frees them.
+  void renew(Index& index, uint32_t dp_rank) {
+    const RankId old = find(dp_rank);
+    if (old == kNone) return;
+    const RankId id = set(dp_rank, index.renew_rank(old));
+    RankTraits fresh;
+    fresh.dp_rank = dp_rank;
+    fresh.listed = index.rank(id).listed;
+    static_cast<RankTraits&>(index.rank(id)) = fresh;
+  }
+
+  // Drops what a rank holds on the layers of `mask`; returns the rank's id from now on.
+  RankId clear(Index& index, uint32_t dp_rank, LayerMask mask) {
+    return set(dp_rank, index.clear(find(dp_rank), mask));
+  }
+
+  void retire_all(Index& index) {
+    for (const auto& entry : ranks) index.retire_rank(entry.second);
+    ranks.clear();
+  }
+
+ private:
+  RankId set(uint32_t dp_rank, RankId id) {
+    ranks[static_cast<size_t>(at(dp_rank) - ranks.begin())].second = id;
+    return id;
+  }
+
+  std::vector<std::pair<uint32_t, RankId>>::const_iterator at(uint32_t dp_rank) const {
+    return std::lower_bound(ranks.begin(), ranks.end(), std::make_pair(dp_rank, RankId{0}));
+  }
+};
+
+}  // namespace kvd

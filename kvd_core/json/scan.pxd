@@ -1,0 +1,65 @@
+"""Data sheet of the body scanner: the C++ scanner of a route and the class Python sees."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.string cimport string
+
+
+cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
+    cdef enum class Verdict(uint8_t):
+        ok
+        malformed  # not JSON
+        wrong      # JSON, but not what the route wants
+
+    cdef enum class Element(uint8_t):
+        u32        # 0 .. 2^32-1
+        hash64     # -2^63 .. 2^64-1, negative ones as two's complement
+        i64        # -2^63 .. 2^63-1, the same
+
+    cdef enum class Kind(uint8_t):
+        absent
+        null
+        no         # false
+        yes        # true
+        integer
+        real       # a number with a point or an exponent
+        text       # without escapes: the bytes are the text
+        escaped    # a text with escapes
+        nested     # an array or object
+
+    cdef cppclass Column[T]:
+        const T* data()
+        size_t size()
+
+    cdef cppclass Value:
+        Kind kind
+        const uint8_t* begin  # in the body; a text is without its quotes
+        const uint8_t* end
+
+    cdef cppclass BodyScan:
+        void add_array(const string& name, Element element, cbool nullable) except +
+        void add_field(const string& name) except +
+        Verdict scan(const uint8_t* body, size_t length) except +
+        void forget()                                  # empties columns and values
+        const string& message()                        # why the last scan was not ok
+        size_t held_bytes()                            # memory kept for the next scan
+        cbool present(size_t array)
+        const Column[uint32_t]& narrow(size_t array)   # of an array of u32
+        const Column[uint64_t]& wide(size_t array)     # of an array of hash64 or i64
+        const Value& value(size_t field)
+        const string& unescaped(const Value& value) except +
+
+
+cdef class BodyScanner:
+    cdef BodyScan core
+    cdef tuple array_names  # by position
+    cdef tuple elements     # their kinds: "u32", "hash64" or "i64", without question marks
+    cdef tuple field_names  # by position
+
+    # The numbers of array `i` of the last body and how many there are, 0 if it had none.
+    # They stay until the next scan.
+    cdef const uint32_t* u32(self, int i, size_t* n) except? NULL
+    cdef const uint64_t* u64(self, int i, size_t* n) except? NULL
+
+    cdef dict members(self)

@@ -1,0 +1,168 @@
+# distutils: language = c++
+"""Reads request bodies in one pass: long integer arrays into memory, a few members into Python.
+
+json/scan.hpp has the picture, the invariants and the costs.
+"""
+
+import json
+from math import isinf
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport int64_t
+
+ELEMENTS = {"u32": <int>Element.u32, "hash64": <int>Element.hash64, "i64": <int>Element.i64}
+
+# An integer of at most this many bytes fits 64 bits with certainty.
+cdef Py_ssize_t SHORT_INTEGER = 18
+
+
+cdef class BodyScanner:
+    """The scanner of one route's bodies: what it knows is fixed, its memory is used again.
+
+    `arrays` maps the members that are long arrays of integers to "u32" (0..2^32-1), "hash64"
+    (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, the same), with a
+    question mark behind it where null is allowed and counts as absent; `fields` names the others
+    that are wanted.
+    For one thread, and not re-entrant: arrays are good until the next scan. That also gives back
+    memory beyond 4 MiB an array (KEPT_BYTES).
+    """
+
+    def __cinit__(self, arrays, fields=()):
+        self.array_names = tuple(arrays)
+        self.elements = tuple(element.removesuffix("?") for element in arrays.values())
+        self.field_names = tuple(fields)
+        names = self.array_names + self.field_names
+        if len(set(names)) != len(names):
+            raise ValueError("a member is named twice")
+        for name, element, kind in zip(self.array_names, self.elements, arrays.values()):
+            if element not in ELEMENTS:
+                raise ValueError(f"{name}: {element!r} is none of {', '.join(ELEMENTS)}")
+            self.core.add_array(name.encode(), <Element><int>ELEMENTS[element], kind != element)
+        for name in self.field_names:
+            self.core.add_field(name.encode())
+
+    def scan(self, bytes body not None):
+        """Returns the known members of a body: fields as Python values, arrays as their lengths.
+
+        Other members are checked and skipped; absent ones are not in the dict. In a field, nested
+        objects with a repeated key keep its last value.
+        Raises ValueError for a body that is not strict JSON (RFC 8259 in UTF-8 without a byte order
+        mark, lone surrogates, trailing bytes, or brackets 2^20 deep) and TypeError for one that is
+        JSON and wrong: no object, a known member twice, an array with anything else than integers
+        in range (-0 is none, as for Dynamo), a field nested deeper than 128 levels or with a number
+        that Python does not convert. The texts are fit for clients. A body with several problems is
+        called by the first in reading order, where unconvertible fields come last of all.
+        """
+        cdef Verdict verdict = self.core.scan(
+            <const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body)
+        )
+        if verdict == Verdict.malformed:
+            raise ValueError(self.core.message().decode())
+        if verdict == Verdict.wrong:
+            raise TypeError(self.core.message().decode())
+        try:
+            return self.members()
+        except TypeError:
+            self.core.forget()
+            raise
+
+    def array(self, str name not None):
+        """Returns the integers of an array in the last body, [] if it had none; hashes unsigned."""
+        if name not in self.array_names:
+            raise KeyError(name)
+        cdef int i = self.array_names.index(name)
+        cdef size_t n = 0, k
+        cdef const uint32_t* narrow
+        cdef const uint64_t* wide
+        if self.elements[i] == "u32":
+            narrow = self.u32(i, &n)
+            return [narrow[k] for k in range(n)]
+        wide = self.u64(i, &n)
+        return [wide[k] for k in range(n)]
+
+    def hashes(self):
+        """Returns the first array of the last body, of 64 bits, as native u64s in one bytes."""
+        cdef size_t n = 0
+        cdef const uint64_t* first = self.u64(0, &n)
+        return PyBytes_FromStringAndSize(<const char*>first, n * sizeof(uint64_t))
+
+    def __sizeof__(self):
+        return object.__sizeof__(self) + self.core.held_bytes()
+
+    cdef const uint32_t* u32(self, int i, size_t* n) except? NULL:
+        if self.elements[i] != "u32":
+            raise TypeError(f"array {i} does not hold u32")
+        n[0] = self.core.narrow(i).size()
+        return self.core.narrow(i).data()
+
+    cdef const uint64_t* u64(self, int i, size_t* n) except? NULL:
+        if self.elements[i] == "u32":
+            raise TypeError(f"array {i} does not hold 64 bits")
+        n[0] = self.core.wide(i).size()
+        return self.core.wide(i).data()
+
+    cdef dict members(self):
+        cdef dict members = {}
+        cdef Py_ssize_t i
+        cdef const Value* value
+        for i in range(len(self.array_names)):
+            if self.core.present(i):
+                members[self.array_names[i]] = self.core.narrow(i).size() + self.core.wide(i).size()
+        for i in range(len(self.field_names)):
+            value = &self.core.value(i)
+            if value.kind != Kind.absent:
+                name = self.field_names[i]
+                members[name] = python_value(self.core, value[0], name)
+        return members
+
+
+cdef object python_value(BodyScan& core, const Value& value, str name):
+    cdef const char* begin = <const char*>value.begin
+    cdef Py_ssize_t length = value.end - value.begin
+    if value.kind == Kind.text:
+        return PyUnicode_DecodeUTF8(begin, length, NULL)
+    if value.kind == Kind.null:
+        return None
+    if value.kind == Kind.yes:
+        return True
+    if value.kind == Kind.no:
+        return False
+    if value.kind == Kind.integer and length == 2 and begin[0] == c"-" and begin[1] == c"0":
+        return -0.0  # no integer has that sign; the original's reader takes it so, too
+    if value.kind == Kind.integer and length <= SHORT_INTEGER:
+        return short_integer(begin, length)
+    if value.kind == Kind.escaped:
+        return core.unescaped(value).decode()
+    return slow_value(value.kind, begin[:length], name)
+
+
+cdef int64_t short_integer(const char* text, Py_ssize_t length) noexcept nogil:
+    cdef bint negative = text[0] == c"-"
+    cdef int64_t number = 0
+    cdef Py_ssize_t i
+    for i in range(negative, length):
+        number = number * 10 + (text[i] - c"0")
+    return -number if negative else number
+
+
+cdef object slow_value(Kind kind, bytes text, str name):
+    # The text is well-formed: ValueError means a number of too many digits, or beyond a double.
+    try:
+        if kind == Kind.integer:
+            return int(text)
+        if kind == Kind.real:
+            return _finite(text)
+        return _NESTED.decode(text.decode())
+    except ValueError:
+        raise TypeError(f"{name}: a number out of range") from None
+
+
+def _finite(text):
+    number = float(text)
+    if isinf(number):
+        raise ValueError
+    return number
+
+
+_NESTED = json.JSONDecoder(parse_float=_finite)

@@ -1,0 +1,85 @@
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypedDict
+
+from kvd_core.json.scan import BodyScanner
+
+MAX_REQUESTS: Final[int]
+MAX_BLOCKS: Final[int]
+MAX_RANKS: Final[int]
+MAX_TOKENS: Final[int]
+MAX_REQUEST_ID_BYTES: Final[int]
+
+ADDED: Final[int]
+REPEATED: Final[int]
+EXISTS: Final[int]
+FULL: Final[int]
+OVERFLOW: Final[int]
+
+class LiveRequest(NamedTuple):
+    worker_id: int
+    dp_rank: int
+    blocks: int
+    prefill_tokens: int
+    tokens: int
+    prefill_complete: bool
+    admitted_at: float
+    output_blocks: int
+    expected_output_tokens: int | None
+
+class Load(NamedTuple):
+    prefill_tokens: int
+    decode_blocks: int
+    requests: int
+
+class LedgerStats(TypedDict):
+    requests: int
+    blocks: int
+    nodes: int
+    passages: int
+    ranks: int
+    output_blocks: int
+    bytes: int
+    added: int
+    repeated: int
+    freed: int
+    expired: int
+    removed: int
+    refused: dict[str, int]
+
+class Loads:
+    eased: Callable[[], None] | None
+
+class Ledger:
+    loads: Final[Loads]
+    def __init__(
+        self,
+        max_requests: int = ...,
+        max_blocks: int = ...,
+        max_output_blocks: int = ...,
+        loads: Loads | None = None,
+    ) -> None: ...
+    def add_rank(self, worker_id: int, dp_rank: int) -> int: ...
+    def remove_rank(self, rank: int) -> list[str]: ...
+    def rank_of(self, worker_id: int, dp_rank: int) -> int | None: ...
+    def add(
+        self,
+        request_id: str,
+        rank: int,
+        hashes: BodyScanner | bytes,
+        tokens: int,
+        now: float,
+        key: str | None = None,
+        expected_output: int | None = None,
+    ) -> int: ...
+    def prefill_complete(self, request_id: str) -> bool: ...
+    def free(self, request_id: str) -> bool: ...
+    def output_block(self, request_id: str, fraction: float | None = None) -> bool: ...
+    def expire(self, before: float, limit: int) -> list[str]: ...
+    def oldest(self) -> float | None: ...
+    def request(self, request_id: str) -> LiveRequest | None: ...
+    def load(self, rank: int) -> Load: ...
+    def render_loads(self, prefix: bytes = b"") -> bytes: ...
+    def project(self, hashes: BodyScanner | bytes, new_tokens: int) -> bytes: ...
+    def depths(self, hashes: BodyScanner | bytes) -> dict[int, int]: ...
+    def stats(self) -> LedgerStats: ...
+    def verify(self) -> None: ...

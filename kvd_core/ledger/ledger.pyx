@@ -1,0 +1,380 @@
+# distutils: language = c++
+"""The slot accounting of one (model, tenant): what every rank is working on.
+
+The structure and its rules are in the C++ headers this module binds: `ledger/ledger.hpp` (what one face
+has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may share), `ledger/trie.hpp` (live
+prompts), `ledger/requests.hpp`, `ledger/rows.hpp` (JSON).
+
+One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is the number of
+blocks of a prompt, m the nodes of the trie on its path (at most the number of places where live
+prompts part or end on it), r the number of ranks.
+"""
+
+from collections import namedtuple
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from cython.operator cimport dereference as deref
+from libcpp.memory cimport make_shared
+
+from kvd_core.json.scan cimport BodyScanner
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
+    PyObject* PyBytes_New "PyBytes_FromStringAndSize" (const char*, Py_ssize_t) except NULL
+    int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
+
+MAX_REQUESTS = kMaxRequests
+MAX_BLOCKS = kMaxBlocks
+MAX_RANKS = kMaxRanks
+MAX_TOKENS = kMaxTokens
+MAX_REQUEST_ID_BYTES = kMaxIdBytes
+
+ADDED = <int>kAdded
+REPEATED = <int>kRepeated
+EXISTS = <int>kExists
+FULL = <int>kFull
+OVERFLOW = <int>kOverflow
+
+LiveRequest = namedtuple(
+    "LiveRequest",
+    "worker_id dp_rank blocks prefill_tokens tokens prefill_complete admitted_at output_blocks"
+    " expected_output_tokens",
+)
+Load = namedtuple("Load", "prefill_tokens decode_blocks requests")
+
+
+cdef struct Prompt:
+    const uint64_t* hashes
+    size_t blocks
+
+
+cdef Prompt prompt_of(object hashes) except *:
+    cdef Prompt prompt
+    if isinstance(hashes, BodyScanner):
+        prompt.hashes = (<BodyScanner>hashes).u64(0, &prompt.blocks)
+        return prompt
+    if not isinstance(hashes, bytes) or PyBytes_GET_SIZE(hashes) % sizeof(uint64_t):
+        raise TypeError("hashes are a BodyScanner or the bytes of native 64-bit integers")
+    prompt.hashes = <const uint64_t*>PyBytes_AS_STRING(hashes)
+    prompt.blocks = PyBytes_GET_SIZE(hashes) // sizeof(uint64_t)
+    return prompt
+
+
+cdef string_view utf8(str text) except *:
+    cdef Py_ssize_t size = 0
+    cdef const char* begin = PyUnicode_AsUTF8AndSize(text, &size)
+    return string_view(begin, size)
+
+
+cdef string_view bounded(str text, str what) except *:
+    cdef string_view bytes_ = utf8(text)
+    if bytes_.size() > kMaxIdBytes:
+        raise ValueError(f"{what} exceeds {MAX_REQUEST_ID_BYTES} bytes")
+    return bytes_
+
+
+cdef bytes cut(PyObject* answer, Py_ssize_t size):
+    # Gives back what rendering did not need; takes over the reference.
+    _PyBytes_Resize(&answer, size)
+    text = <bytes>answer
+    Py_DECREF(text)
+    return text
+
+
+cdef class Loads:
+    """What ranks work on, for ledgers to share: they know of each other's load, and of no more.
+
+    `eased` is None, or what is to be called when there is less of it: nobody here calls it, but
+    whoever completes, frees, expires or removes does, for somebody waits for a rank to be idle.
+    """
+
+    def __cinit__(self):
+        self.c = make_shared[CLoads]()
+
+
+cdef class Ledger:
+    """Live requests of the ranks of one (model, tenant), and the loads that follow from them.
+
+    Requests and ranks are its own, whatever other ledgers have that share its loads; what a rank
+    weighs is the sum of all.
+    """
+
+    def __cinit__(
+        self,
+        uint32_t max_requests=kMaxRequests,
+        uint64_t max_blocks=kMaxBlocks,
+        uint32_t max_output_blocks=kMaxOutputs,
+        Loads loads=None,
+    ):
+        if max_requests > kMaxRequests or max_blocks > kMaxBlocks:
+            raise ValueError("limits can only be lowered")
+        if max_output_blocks > kMaxOutputs:
+            raise ValueError("limits can only be lowered")
+        cdef CLimits limits
+        limits.requests = max_requests
+        limits.blocks = max_blocks
+        limits.outputs = max_output_blocks
+        self.loads = Loads() if loads is None else loads
+        self.c = new CLedger(limits, self.loads.c)
+
+    def __dealloc__(self):
+        del self.c
+
+    def add_rank(self, uint64_t worker_id, uint32_t dp_rank):
+        """Adds a rank, or finds it, and returns its id: dense, used again after removal.
+
+        Ledgers that share loads have one id for the same rank. OverflowError when there are MAX_RANKS. O(log r), and 16 bytes moved for each rank that
+        sorts behind it.
+        """
+        cdef RankId rank = self.c.add_rank(worker_id, dp_rank)
+        if rank == kNone:
+            raise OverflowError(f"more than {MAX_RANKS} ranks")
+        return rank
+
+    def remove_rank(self, RankId rank):
+        """Removes a rank with its requests; returns their ids in order of admission.
+
+        Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free of each of its requests).
+        """
+        self.own(rank)
+        ids = []
+        cdef RequestId request = self.c.chain(rank).first
+        while request != kNone:
+            self.let_go(request, ids)
+            request = self.c.chain(rank).first
+        self.removed += len(ids)
+        self.c.remove_rank(rank)
+        return ids
+
+    def rank_of(self, uint64_t worker_id, uint32_t dp_rank):
+        """The id of a rank, None if there is none. O(log r)."""
+        cdef RankId rank = self.c.find_rank(worker_id, dp_rank)
+        return None if rank == kNone else rank
+
+    def add(self, str request_id not None, RankId rank, hashes, tokens, double now, str key=None,
+            expected_output=None):
+        """Books a request: its prompt, and `tokens` to prefill until that is complete.
+
+        `hashes` is a scanner whose array 0 has the sequence hashes, or their bytes as native
+        64-bit integers; `now` is in seconds and must not go back; `expected_output` tokens are kept
+        with the request, which they do not change. Returns ADDED, or why nothing
+        changed: REPEATED (this very request lives already, and both came with the same `key`),
+        EXISTS (the id is in use), FULL (MAX_REQUESTS or MAX_BLOCKS), OVERFLOW (more than
+        MAX_TOKENS, or the rank's sum would be more than 2^62).
+
+        KeyError if there is no such rank; ValueError for an id or key of more than
+        MAX_REQUEST_ID_BYTES, or negative tokens. O(n + m log r).
+        """
+        cdef Prompt prompt = prompt_of(hashes)
+        cdef COutcome outcome = self.admit(
+            request_id, rank, prompt.hashes, prompt.blocks, tokens, now, key, expected_output
+        )
+        self.exists += outcome == kExists
+        self.full += outcome == kFull
+        self.overflow += outcome == kOverflow
+        return <int>outcome
+
+    cdef COutcome admit(self, str request_id, RankId rank, const uint64_t* hashes, size_t blocks,
+                        object tokens, double now, str key, object expected) except *:
+        cdef CAdmission admission
+        admission.id = bounded(request_id, "the request id")
+        if key is not None:
+            admission.key = bounded(key, "the retry key")
+        admission.rank = self.own(rank)
+        if tokens < 0:
+            raise ValueError("tokens must not be negative")
+        if tokens > kMaxTokens:
+            return kOverflow
+        admission.hashes = hashes
+        admission.blocks = blocks
+        admission.tokens = tokens
+        admission.now = now
+        if expected is not None:
+            admission.expected = min(expected, kNone - 1)
+        return self.c.add(admission)
+
+    def prefill_complete(self, str request_id not None):
+        """Takes a request's prefill tokens off its rank, once; False if there is none. O(1)."""
+        cdef RequestId request = self.find(request_id)
+        if request == kNone:
+            return False
+        self.c.complete_prefill(request)
+        return True
+
+    def free(self, str request_id not None):
+        """Takes a request off its rank; False if there is none. O(n + m log r + output blocks)."""
+        cdef RequestId request = self.find(request_id)
+        if request == kNone:
+            return False
+        self.c.free(request)
+        return True
+
+    def output_block(self, str request_id not None, fraction=None):
+        """Adds one output block to a request; False if there is no such request.
+
+        With a `fraction`, all output blocks of the request, and the blocks at the end of its prompt
+        that no other request of its rank has, weigh that much from now on. A request has at most
+        2^20 output blocks: what comes then is counted in `stats()["refused"]`. ValueError for a
+        fraction outside [0, 1]. O(1), with a fraction O(m log r + output blocks).
+        """
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError("the fraction must lie in [0, 1]")
+        cdef RequestId request = self.find(request_id)
+        if request == kNone:
+            return False
+        self.c.add_output(request)
+        if fraction is not None:
+            self.c.decay(request, fraction)
+        return True
+
+    def expire(self, double before, Py_ssize_t limit):
+        """Frees requests admitted before a time, oldest first, at most `limit`; returns their ids.
+
+        There may be more when as many as `limit` came. O(free of each).
+        """
+        ids = []
+        cdef RequestId request = self.c.requests().oldest()
+        while len(ids) < limit and request != kNone:
+            if not self.c.requests()[request].admitted < before:
+                break
+            self.let_go(request, ids)
+            request = self.c.requests().oldest()
+        self.expired += len(ids)
+        return ids
+
+    def oldest(self):
+        """When the oldest live request was admitted, None without any. O(1)."""
+        cdef RequestId request = self.c.requests().oldest()
+        return None if request == kNone else self.c.requests()[request].admitted
+
+    def request(self, str request_id not None):
+        """What is booked under an id (a LiveRequest), None if nothing is. O(1).
+
+        Its `prefill_tokens` are those that still count, its `tokens` those it came with.
+        """
+        cdef RequestId number = self.find(request_id)
+        if number == kNone:
+            return None
+        cdef const CRequest* request = &self.c.requests()[number]
+        cdef const CRank* rank = &self.c.loads().rank(request.rank)
+        return LiveRequest(
+            rank.worker_id,
+            rank.dp_rank,
+            request.blocks,
+            request.tokens if request.prefilling else 0,
+            request.tokens,
+            not request.prefilling,
+            request.admitted,
+            request.outputs,
+            None if request.expected == kNone else request.expected,
+        )
+
+    def load(self, RankId rank):
+        """The Load of a rank: prefill tokens, decode blocks, requests, of all ledgers that share it.
+
+        KeyError if this one does not have the rank. O(1).
+        """
+        cdef const CRank* r = &self.c.loads().rank(self.own(rank))
+        return Load(r.prefill_tokens, r.decode_blocks(), r.requests)
+
+    def render_loads(self, bytes prefix not None=b""):
+        """The loads of all ranks as JSON objects with commas between, by (worker, dp rank).
+
+        `prefix` opens each: ready JSON members, with a comma behind. O(r). See `ledger/rows.hpp`.
+        """
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        cdef string_view opening = string_view(PyBytes_AS_STRING(prefix), PyBytes_GET_SIZE(prefix))
+        try:
+            answer = PyBytes_New(NULL, rows.room(opening.size()))
+            begin = PyBytes_AS_STRING(<object>answer)
+            return cut(answer, rows.loads(begin, opening) - begin)
+        finally:
+            del rows
+
+    def project(self, hashes, uint64_t new_tokens):
+        """What the load of each rank would be with a further request, as a JSON array.
+
+        OverflowError for more than MAX_TOKENS. O(n + r + the ranks on the path). See
+        `ledger/rows.hpp`.
+        """
+        if new_tokens > kMaxTokens:
+            raise OverflowError("too many tokens")
+        cdef Prompt prompt = prompt_of(hashes)
+        cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        try:
+            answer = PyBytes_New(NULL, rows.room(0))
+            begin = PyBytes_AS_STRING(<object>answer)
+            return cut(answer, rows.projection(begin, depths, prompt.blocks, new_tokens) - begin)
+        finally:
+            del rows
+
+    def depths(self, hashes):
+        """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
+        cdef Prompt prompt = prompt_of(hashes)
+        cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
+        cdef RankId rank
+        cdef RankId end = self.c.loads().rank_end()
+        return {rank: depths[rank] for rank in range(end) if depths[rank] and self.c.has(rank)}
+
+    def stats(self):
+        """Sizes now and totals since the start.
+
+        Blocks, nodes, passages (pairs of a node and a rank) and bytes are those of all ledgers that
+        share the loads, all others this one's.
+        """
+        cdef const CTally* t = &self.c.tally()
+        return {
+            "requests": self.c.requests().size(),
+            "blocks": self.c.loads().trie().block_count(),
+            "nodes": self.c.loads().trie().node_count(),
+            "passages": self.c.loads().trie().passage_count(),
+            "ranks": self.c.order().size(),
+            "output_blocks": self.c.output_count(),
+            "bytes": self.c.bytes(),
+            "added": t.added,
+            "repeated": t.repeated,
+            "freed": t.freed - self.expired - self.removed,
+            "expired": self.expired,
+            "removed": self.removed,
+            "refused": {
+                "exists": self.exists,
+                "full": self.full,
+                "overflow": self.overflow,
+                "output_blocks": t.refused_outputs,
+            },
+        }
+
+    def verify(self):
+        """Checks every invariant and forms every sum anew; AssertionError says what is wrong.
+
+        That is of all ledgers that share the loads.
+        """
+        cdef CVerifier* verifier = new CVerifier(self.c.loads())
+        try:
+            verifier.run()
+        except RuntimeError as broken:
+            raise AssertionError(str(broken)) from None
+        finally:
+            del verifier
+
+    cdef RequestId find(self, str request_id) except? 0:
+        return self.c.requests().find(utf8(request_id))
+
+    cdef RankId own(self, RankId rank) except? 0xffffffff:
+        if not self.c.has(rank):
+            raise KeyError(rank)
+        return rank
+
+    cdef list let_go(self, RequestId request, list ids):
+        cdef string_view text = self.c.requests()[request].id()
+        ids.append(PyUnicode_DecodeUTF8(text.data(), text.size(), NULL))
+        self.c.free(request)
+        return ids

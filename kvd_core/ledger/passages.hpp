@@ -1,0 +1,135 @@
+// Which ranks have live requests through a stretch of prompts, how many, and what a block weighs.
+//
+//   one rank    [ {rank 7, requests 2, weight 1} ]                       inside the object
+//   several  ──>[ {2, 1, 1} | {5, 3, 0.5} | {811, 1, 1} | .. | .. ]      one buffer, by rank
+//
+// Most stretches are the tail of one prompt and have one rank: no allocation. What many share (a
+// system prompt) has a buffer, and is searched by halving.
+//
+// Invariants: ranks ascend strictly; every passage has requests >= 1 and 0 <= weight <= 1; a
+// list of at most one passage has no buffer.
+// Costs of n passages: find O(log n); enter, leave O(log n), and O(n) moved when a rank comes or
+// goes (16 bytes each).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/pages.hpp"
+
+namespace kvd::ledger {
+
+using RankId = uint32_t;
+
+struct Passage {
+  RankId rank;
+  uint32_t requests;  // live ones of the rank
+  double weight;      // of each block, 1 unless a fraction was given
+};
+
+// The owner keeps count of all buffers' bytes: what changes it is told where.
+class Passages {
+ public:
+  Passages() = default;
+  Passages(const Passages&) = delete;
+  Passages& operator=(const Passages&) = delete;
+  ~Passages() {
+    if (capacity_ != 1) std::free(at_.many);
+  }
+
+  uint32_t size() const { return size_; }
+  const Passage* begin() const { return capacity_ == 1 ? &at_.one : at_.many; }
+  const Passage* end() const { return begin() + size_; }
+  size_t bytes() const { return capacity_ == 1 ? 0 : capacity_ * sizeof(Passage); }
+
+  // The rank's passage, or null.
+  Passage* find(RankId rank) {
+    Passage* at = place(rank);
+    return at != data() + size_ && at->rank == rank ? at : nullptr;
+  }
+
+  // One more request of the rank; true when it is the rank's first.
+  bool enter(RankId rank, size_t& bytes) {
+    Passage* at = place(rank);
+    if (at != data() + size_ && at->rank == rank) {
+      ++at->requests;
+      return false;
+    }
+    const auto index = static_cast<size_t>(at - data());
+    if (size_ == capacity_) resize(capacity_ == 1 ? 4 : capacity_ + capacity_ / 2, bytes);
+    at = data() + index;
+    std::memmove(at + 1, at, (size_ - index) * sizeof(Passage));
+    *at = {rank, 1, 1.0};
+    ++size_;
+    return true;
+  }
+
+  // One request of the rank less, which must pass; true when it was the last.
+  bool leave(Passage* at, size_t& bytes) {
+    if (--at->requests != 0) return false;
+    std::memmove(at, at + 1, static_cast<size_t>(data() + size_ - at - 1) * sizeof(Passage));
+    --size_;
+    if (capacity_ != 1 && (size_ <= 1 || size_ < capacity_ / 4)) {
+      resize(size_ <= 1 ? 1 : capacity_ / 2, bytes);
+    }
+    return true;
+  }
+
+  void copy(const Passages& other, size_t& bytes) {
+    resize(other.size_ <= 1 ? 1 : other.size_, bytes);
+    size_ = other.size_;
+    std::memcpy(data(), other.begin(), size_ * sizeof(Passage));
+  }
+
+  void clear(size_t& bytes) {
+    size_ = 0;
+    resize(1, bytes);
+  }
+
+  // Whether each of the same ranks has the same weight here and there.
+  bool weighs_like(const Passages& other) const {
+    const Passage* there = other.begin();
+    for (const Passage& here : *this) {
+      if (here.weight != (there++)->weight) return false;
+    }
+    return true;
+  }
+
+ private:
+  Passage* data() { return capacity_ == 1 ? &at_.one : at_.many; }
+
+  Passage* place(RankId rank) {
+    return std::lower_bound(data(), data() + size_, rank,
+                            [](const Passage& passage, RankId r) { return passage.rank < r; });
+  }
+
+  // `capacity` >= size_; 1 means inside.
+  void resize(uint32_t capacity, size_t& bytes) {
+    if (capacity == capacity_) return;
+    const size_t before = this->bytes();
+    if (capacity == 1) {
+      Passage* many = at_.many;
+      if (size_ != 0) at_.one = many[0];
+      std::free(many);
+    } else {
+      Passage* many = static_cast<Passage*>(take_heap(capacity * sizeof(Passage)));
+      std::memcpy(many, data(), size_ * sizeof(Passage));
+      if (capacity_ != 1) std::free(at_.many);
+      at_.many = many;
+    }
+    capacity_ = capacity;
+    bytes += this->bytes() - before;
+  }
+
+  union {
+    Passage one;
+    Passage* many;
+  } at_;
+  uint32_t size_ = 0;
+  uint32_t capacity_ = 1;
+};
+
+}  // namespace kvd::ledger

@@ -1,0 +1,308 @@
+// A compressed trie of live prompts, keyed by sequence hashes, with the ranks that pass through.
+//
+//   root ──┬─ node 4  hashes [ a1.. | 77.. | 03.. ]         3 blocks
+//          │          passages  rank 2: 2 requests, rank 5: 1
+//          │          ├─ node 9  [ 91.. | c4.. ]            rank 2: 1     one request ends here
+//          │          └─ node 5  [ 5e.. ]                   rank 2: 1, rank 5: 1   two end here
+//          └─ node 6  ...
+//
+// A node is a run of consecutive blocks, in one buffer of exactly its size. Nodes are parted where
+// prompts branch and where a request ends, so a request covers whole nodes, and all it needs to
+// know is the last of them. A block is the path to it: [1,1,1] are three blocks, and the 3 below
+// [1,2] is another one than the 3 below [9,2], whatever lineage the hashes claim.
+//
+// When a node is parted the lower part keeps its id; when two are joined, the lower one does. So
+// neither the requests that end in it nor the table entries of its children need to change.
+//
+// Invariants
+//   1. siblings differ in their first hash; `children_` has every node under (parent, first hash);
+//   2. a node has 1 to kMaxRun blocks and at least one passage;
+//   3. a passage counts the live requests of its rank that end in the node or below, so the ranks
+//      of a node include those of its children;
+//   4. a node with one child in which no request ends could not be joined with it: they weigh
+//      differently for some rank, or exceed kMaxRun together. So churn leaves no fragments;
+//   5. `child_xor` is the xor of the ids of the children: with one child, its id.
+//
+// Costs (blocks n asked for, nodes m on the way, passages p of a node): find O(n) as plain arrays
+// and one table probe a node; enter, leave O(m log p), O(p) a node where a rank comes or goes,
+// O(blocks gained); parting and joining O(kMaxRun + p).
+// The root is no node, and has no passages.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/arena.hpp"
+#include "base/compare.hpp"
+#include "base/keyed.hpp"
+#include "ledger/passages.hpp"
+
+namespace kvd::ledger {
+
+using NodeId = uint32_t;
+
+constexpr uint32_t kNone = 0xffffffffu;
+constexpr NodeId kRoot = kNone;
+
+struct Node {
+  uint64_t* hashes;    // `len` of them
+  uint64_t first;      // hashes[0], so that a probe does not follow the pointer
+  uint32_t len;        // blocks
+  NodeId parent;
+  uint32_t ends;       // live requests that end here
+  uint32_t children;
+  NodeId child_xor;
+  Passages passages;
+
+  uint32_t& free_link() { return len; }
+};
+
+class Trie {
+ public:
+  // Bounds what parting and joining copy (32 KB, about 2 us), whatever the length of prompts.
+  static constexpr uint32_t kMaxRun = 4096;
+
+  // How far a prompt is in the trie.
+  struct Place {
+    NodeId node = kRoot;  // the deepest one that has some of it
+    uint32_t inside = 0;  // how many of that node's blocks
+    size_t depth = 0;     // blocks, all in all
+    size_t nodes = 0;     // on the way
+  };
+
+  Trie() = default;
+  Trie(const Trie&) = delete;
+  Trie& operator=(const Trie&) = delete;
+  ~Trie() {
+    each([&](NodeId id) { std::free(nodes_[id].hashes); });
+  }
+
+  const Node& node(NodeId id) const { return nodes_[id]; }
+  uint32_t node_count() const { return nodes_.live(); }
+  uint64_t block_count() const { return blocks_; }
+  uint64_t passage_count() const { return passages_; }
+  size_t bytes() const {
+    return nodes_.bytes() + children_.bytes() + blocks_ * sizeof(uint64_t) + heap_;
+  }
+
+  Place find(const uint64_t* hashes, size_t n) const {
+    Place at;
+    while (at.depth < n) {
+      const NodeId next = child(at.node, hashes[at.depth]);
+      if (next == kNone) break;
+      const Node& node = nodes_[next];
+      const size_t most = std::min<size_t>(node.len, n - at.depth);
+      at.inside = static_cast<uint32_t>(equal_length(node.hashes, hashes + at.depth, most));
+      at.node = next;
+      at.depth += at.inside;
+      ++at.nodes;
+      if (at.inside < node.len) break;
+    }
+    return at;
+  }
+
+  // The most passages that `enter` can add at a place.
+  uint64_t passages_needed(const Place& at, size_t n) const {
+    const bool parts = at.node != kRoot && at.inside < nodes_[at.node].len;
+    const uint64_t copied = parts ? nodes_[at.node].passages.size() : 0;
+    return at.nodes + copied + (n - at.depth) / kMaxRun + 2;
+  }
+
+  // Sends a request of the rank down a prompt that was found at `at`. Returns the node it ends in
+  // and sets `gained` to the blocks that are the rank's first.
+  NodeId enter(const Place& at, const uint64_t* hashes, size_t n, RankId rank, size_t& gained) {
+    NodeId end = at.node;
+    if (end != kRoot && at.inside < nodes_[end].len) end = part(end, at.inside);
+    gained = 0;
+    for (NodeId id = end; id != kRoot; id = nodes_[id].parent) {
+      Node& node = nodes_[id];
+      if (!node.passages.enter(rank, heap_)) continue;
+      gained += node.len;
+      ++passages_;
+    }
+    for (size_t from = at.depth; from < n;) {
+      const size_t len = std::min<size_t>(n - from, kMaxRun);
+      end = grow(end, hashes + from, static_cast<uint32_t>(len), rank);
+      gained += len;
+      from += len;
+    }
+    if (end != kRoot) ++nodes_[end].ends;
+    return end;
+  }
+
+  // Takes a request of the rank off the path to `end`. Calls lost(blocks, weight) for what the
+  // rank has no other request through, from the end upwards.
+  template <class Lost>
+  void leave(NodeId end, RankId rank, Lost&& lost) {
+    if (end != kRoot) --nodes_[end].ends;
+    for (NodeId id = end, parent; id != kRoot; id = parent) {
+      Node& node = nodes_[id];
+      parent = node.parent;
+      Passage* passage = node.passages.find(rank);
+      const double weight = passage->weight;
+      if (node.passages.leave(passage, heap_)) {
+        --passages_;
+        lost(node.len, weight);
+      }
+      if (node.passages.size() == 0) {
+        remove(id);
+      } else {
+        join(id);
+      }
+    }
+    if (nodes_.live() == 0) give_back();
+  }
+
+  // Gives the blocks at the end of a request that the rank has no other request through another
+  // weight. Calls changed(blocks, old weight) for them, from the end upwards.
+  template <class Changed>
+  void weigh(NodeId end, RankId rank, double weight, Changed&& changed) {
+    for (NodeId id = end, parent; id != kRoot; id = parent) {
+      Node& node = nodes_[id];
+      parent = node.parent;
+      Passage* passage = node.passages.find(rank);
+      if (passage->requests != 1) return;
+      changed(node.len, passage->weight);
+      passage->weight = weight;
+      join(id);
+    }
+  }
+
+  // Calls visit(id) for every node, in no order.
+  template <class Visit>
+  void each(Visit&& visit) const {
+    for (uint32_t at = 0; at < children_.capacity(); ++at) {
+      if (children_.at(at) != ProbeTable::kEmpty) visit(children_.at(at));
+    }
+  }
+
+  NodeId child(NodeId parent, uint64_t first) const {
+    const uint32_t at = slot(parent, first);
+    return at == ProbeTable::kEmpty ? kNone : children_.at(at);
+  }
+
+  // For the table of children.
+  uint64_t hash_of(NodeId id) const { return hash_of(nodes_[id].parent, nodes_[id].first); }
+
+ private:
+  friend class Verifier;
+
+  uint64_t hash_of(NodeId parent, uint64_t first) const { return hash_(first, parent); }
+
+  uint32_t slot(NodeId parent, uint64_t first) const {
+    return children_.find(hash_of(parent, first), [&](NodeId id) {
+      return nodes_[id].first == first && nodes_[id].parent == parent;
+    });
+  }
+
+  void set_hashes(Node& node, const uint64_t* head, uint32_t head_len, const uint64_t* tail,
+                  uint32_t tail_len) {
+    auto* hashes = static_cast<uint64_t*>(take_heap((head_len + tail_len) * sizeof(uint64_t)));
+    std::memcpy(hashes, head, head_len * sizeof(uint64_t));
+    if (tail_len != 0) std::memcpy(hashes + head_len, tail, tail_len * sizeof(uint64_t));
+    std::free(node.hashes);
+    node.hashes = hashes;
+    node.first = hashes[0];
+    node.len = head_len + tail_len;
+  }
+
+  NodeId take(NodeId parent, const uint64_t* hashes, uint32_t len) {
+    const NodeId id = nodes_.take();
+    Node& node = nodes_[id];
+    node.hashes = nullptr;
+    node.parent = parent;
+    node.ends = node.children = node.child_xor = 0;
+    set_hashes(node, hashes, len, nullptr, 0);
+    return id;
+  }
+
+  void adopt(NodeId parent, NodeId id) {
+    children_.insert(hash_of(id), id, *this);
+    if (parent == kRoot) return;
+    ++nodes_[parent].children;
+    nodes_[parent].child_xor ^= id;
+  }
+
+  void disown(NodeId parent, NodeId id) {
+    children_.erase(slot(parent, nodes_[id].first), *this);
+    if (parent == kRoot) return;
+    --nodes_[parent].children;
+    nodes_[parent].child_xor ^= id;
+  }
+
+  NodeId grow(NodeId parent, const uint64_t* hashes, uint32_t len, RankId rank) {
+    const NodeId id = take(parent, hashes, len);
+    nodes_[id].passages.enter(rank, heap_);
+    ++passages_;
+    blocks_ += len;
+    adopt(parent, id);
+    return id;
+  }
+
+  // Parts a node behind its first `at` blocks and returns the upper part, a new node.
+  NodeId part(NodeId id, uint32_t at) {
+    const NodeId parent = nodes_[id].parent;
+    const NodeId upper = take(parent, nodes_[id].hashes, at);
+    Node& lower = nodes_[id];
+    nodes_[upper].passages.copy(lower.passages, heap_);
+    passages_ += lower.passages.size();
+    disown(parent, id);
+    set_hashes(lower, lower.hashes + at, lower.len - at, nullptr, 0);
+    lower.parent = upper;
+    adopt(parent, upper);
+    adopt(upper, id);
+    // Shorter than the node was, the parts may fit to what it was too long for.
+    join(id);
+    if (parent != kRoot) join(parent);
+    return upper;
+  }
+
+  // Joins a node with its child if that can be: the child keeps its id.
+  void join(NodeId id) {
+    Node& upper = nodes_[id];
+    if (upper.children != 1 || upper.ends != 0) return;
+    const NodeId below = upper.child_xor;
+    Node& lower = nodes_[below];
+    // All requests go on to the child, so the ranks are the same.
+    if (upper.len + lower.len > kMaxRun || !upper.passages.weighs_like(lower.passages)) return;
+    const NodeId parent = upper.parent;
+    disown(id, below);
+    disown(parent, id);
+    set_hashes(lower, upper.hashes, upper.len, lower.hashes, lower.len);
+    lower.parent = parent;
+    adopt(parent, below);
+    passages_ -= upper.passages.size();
+    give(id);
+  }
+
+  void remove(NodeId id) {
+    disown(nodes_[id].parent, id);
+    blocks_ -= nodes_[id].len;
+    give(id);
+  }
+
+  void give(NodeId id) {
+    Node& node = nodes_[id];
+    std::free(node.hashes);
+    node.passages.clear(heap_);
+    nodes_.give(id);
+    children_.shrink(*this);
+  }
+
+  void give_back() {
+    while (nodes_.shrink()) {
+    }
+  }
+
+  Arena<Node> nodes_;
+  ProbeTable children_;  // (parent, first hash) -> node
+  KeyedHash hash_;
+  uint64_t blocks_ = 0;
+  uint64_t passages_ = 0;
+  size_t heap_ = 0;      // bytes of the passages' buffers
+};
+
+}  // namespace kvd::ledger

@@ -1,0 +1,129 @@
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from kvd_core.index.prefix_index import PrefixIndex, Worker
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.settings import Settings
+
+NONE: Final[int]
+BUSY: Final[int]
+OVERLOADED: Final[int]
+
+MAX_ISL_TOKENS: Final[int]
+
+class Candidate(NamedTuple):
+    worker_id: int
+    dp_rank: int
+    worker: Worker | None
+    ledger_rank: int
+    max_num_batched_tokens: int = ...
+    total_kv_blocks: int = ...
+
+class Explained(NamedTuple):
+    worker_id: int
+    dp_rank: int
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    live_blocks: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+    active_requests: int
+    cached_tokens: int
+    effective_prefill_tokens: int
+    potential_decode_blocks: int
+    raw_prefill_blocks: float
+    credit_blocks: float
+    prefill_cost: float
+    decode_cost: float
+    cost: float
+    eligible: bool
+    overloaded: bool
+    busy: bool
+    preference: float
+    heard: bool
+    reachable: bool
+
+class Prompt:
+    @property
+    def isl_tokens(self) -> int: ...
+    @property
+    def local_hashes(self) -> bytes: ...
+    @property
+    def sequence_hashes(self) -> bytes: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Pool:
+    candidates: Final[tuple[Candidate, ...]]
+    def __init__(
+        self,
+        index: PrefixIndex | None,
+        ledger: Ledger,
+        block_size: int,
+        candidates: Iterable[Candidate] = ...,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    def look(self, local_hashes: bytes, sequence_hashes: bytes, isl_tokens: int) -> None: ...
+    def look_body(
+        self, scanner: BodyScanner, local_hashes: int, sequence_hashes: int, isl_tokens: int
+    ) -> None: ...
+    def look_tokens(
+        self,
+        scanner: BodyScanner,
+        array: int,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        unique: int | None = None,
+        *,
+        eagle: bool = False,
+    ) -> None: ...
+    def look_again(self, prompt: Prompt) -> None: ...
+    def hold(self) -> Prompt: ...
+    def take_turns(self, former: Pool) -> None: ...
+    def choose(
+        self,
+        settings: Settings,
+        eligible: bytes | None,
+        random: int,
+        factors: bytes | None = None,
+    ) -> int: ...
+    def refusal(self, settings: Settings, eligible: bytes | None) -> int: ...
+    def best(self, settings: Settings, eligible: bytes | None) -> int: ...
+    def least_prefill_tokens(self, settings: Settings, eligible: bytes | None) -> int: ...
+    def set_heard(self, candidate: int, heard: bool) -> None: ...
+    def set_reachable(self, candidate: int, reachable: bool) -> None: ...
+    def mask(self, worker_ids: Iterable[int], dp_rank: int | None = None) -> bytes: ...
+    def remember(self) -> None: ...
+    def changed(self) -> bytes | None: ...
+    def find(self, worker_id: int, dp_rank: int) -> int | None: ...
+    def effective_prefill_tokens(self, candidate: int, settings: Settings) -> int: ...
+    def book(
+        self,
+        request_id: str,
+        candidate: int,
+        tokens: int,
+        now: float,
+        key: str | None = None,
+        expected_output: int | None = None,
+        *,
+        blocks: bool = True,
+    ) -> int: ...
+    def predict(self, candidate: int, now: float) -> None: ...
+    def explain(
+        self, settings: Settings, eligible: bytes | None = None, factors: bytes | None = None
+    ) -> list[Explained]: ...
+    def explained(
+        self, candidate: int, settings: Settings, eligible: bool = True, factor: float = 1
+    ) -> Explained: ...
+    def render_choice(self, candidate: int, settings: Settings) -> bytes: ...
+    def render_answer(
+        self, opening: bytes, members: bytes, candidate: int, settings: Settings
+    ) -> bytes: ...
+    def render_overlaps(self) -> bytes: ...
+    def render_loads(self, settings: Settings) -> bytes: ...

@@ -1,0 +1,470 @@
+# distutils: language = c++
+"""Which rank should serve a prompt.
+
+The rules are in the C++ headers this module binds: `selector/selector.hpp` (looking and choosing),
+`selector/cost.hpp` (what a choice costs), `selector/types.hpp`, `selector/rows.hpp` (JSON).
+
+One thread owns a pool, with its index and ledger. Nothing here does I/O, reads a clock or draws
+random numbers.
+"""
+
+from collections import namedtuple
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
+from cython.operator cimport dereference as deref
+from libc.string cimport memset
+
+from kvd_core.index.prefix_index cimport Worker, kNone
+from kvd_core.ledger.ledger cimport Ledger
+from kvd_core.selector.settings cimport Settings
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
+    PyObject* PyBytes_New "PyBytes_FromStringAndSize" (const char*, Py_ssize_t) except NULL
+    int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
+
+NONE = <int64_t>kNoCandidate
+BUSY = <int64_t>kAllBusy
+OVERLOADED = <int64_t>kAllOver
+
+MAX_ISL_TOKENS = kMaxIslTokens
+
+Candidate = namedtuple(
+    "Candidate",
+    "worker_id dp_rank worker ledger_rank max_num_batched_tokens total_kv_blocks",
+    defaults=(0, 0),
+)
+Explained = namedtuple(
+    "Explained",
+    "worker_id dp_rank device_blocks host_blocks disk_blocks live_blocks active_prefill_tokens"
+    " active_decode_blocks active_requests cached_tokens effective_prefill_tokens"
+    " potential_decode_blocks raw_prefill_blocks credit_blocks prefill_cost decode_cost cost"
+    " eligible overloaded busy preference heard reachable",
+)
+
+
+cdef extern from "json/text.hpp" namespace "kvd" nogil:
+    char* put(char* to, string_view text)
+
+
+cdef string_view utf8(str text) except *:
+    cdef Py_ssize_t size = 0
+    cdef const char* begin
+    if text is None:
+        return string_view()
+    begin = PyUnicode_AsUTF8AndSize(text, &size)
+    return string_view(begin, size)
+
+
+cdef const uint64_t* hashes_of(bytes hashes, size_t* n) except? NULL:
+    if PyBytes_GET_SIZE(hashes) % sizeof(uint64_t):
+        raise ValueError("hashes are the bytes of native 64-bit integers")
+    n[0] = PyBytes_GET_SIZE(hashes) // sizeof(uint64_t)
+    return <const uint64_t*>PyBytes_AS_STRING(hashes)
+
+
+cdef bytes bytes_of(const vector[uint64_t]& hashes):
+    return PyBytes_FromStringAndSize(<const char*>hashes.data(), hashes.size() * sizeof(uint64_t))
+
+
+cdef bytes cut(PyObject* answer, Py_ssize_t size):
+    # Gives back what rendering did not need; takes over the reference.
+    _PyBytes_Resize(&answer, size)
+    text = <bytes>answer
+    Py_DECREF(text)
+    return text
+
+
+cdef class Prompt:
+    """A prompt that waits: what `Pool.look_again` needs. Made by `Pool.hold`."""
+
+    def __init__(self):
+        raise TypeError("use Pool.hold")
+
+    @property
+    def isl_tokens(self):
+        """Its length in tokens."""
+        return self.c.isl_tokens
+
+    @property
+    def local_hashes(self):
+        """Native 64-bit integers, those with the prompt's salt if it has one."""
+        return bytes_of(self.c.used())
+
+    @property
+    def sequence_hashes(self):
+        """Native 64-bit integers."""
+        return bytes_of(self.c.sequence)
+
+    @property
+    def bytes(self):
+        """Memory it takes."""
+        return sizeof(CPrompt) + sizeof(uint64_t) * (
+            self.c.locals.capacity() + self.c.salted.capacity() + self.c.sequence.capacity()
+        )
+
+
+cdef class Pool:
+    """The ranks of one (model, tenant) that requests can be sent to.
+
+    First `look` at a prompt, then ask the rest about it: all answers are about the last look.
+    """
+
+    def __cinit__(
+        self, PrefixIndex index, Ledger ledger not None, uint32_t block_size, candidates=()
+    ):
+        """Takes Candidates in any order, which are `candidates` in ascending order from then on.
+
+        `index` None, or a Candidate's `worker` None: caches nothing. ValueError for an index of
+        another block size, a worker of another index, or a rank that comes twice; KeyError for a
+        rank that is not in the ledger under this id. O(candidates log candidates).
+        """
+        cdef Worker worker
+        cdef CCandidate c
+        cdef const CIndex* blocks = NULL
+        if block_size == 0 or (index is not None and index.c.block_size() != block_size):
+            raise ValueError(f"not the block size of the index: {block_size}")
+        self.index = index
+        self.ledger = ledger
+        self.candidates = tuple(sorted(candidates, key=lambda each: each[:2]))
+        if index is not None:
+            blocks = index.c
+        self.c = new CPool(block_size, blocks, deref(ledger.c))
+        previous = None
+        for each in self.candidates:
+            if each[:2] == previous:
+                raise ValueError(f"rank {each[1]} of worker {each[0]} comes twice")
+            previous = each[:2]
+            c.worker_id, c.dp_rank, worker, c.booked, c.max_batch_tokens, c.total_blocks = each
+            if ledger.rank_of(c.worker_id, c.dp_rank) != c.booked:
+                raise KeyError(c.booked)
+            if worker is not None and (index is None or worker.index is not index):
+                raise ValueError(f"worker {c.worker_id} is not of the pool's index")
+            c.caches = NULL
+            if worker is not None:
+                c.caches = &worker.c
+            self.c.add(c)
+
+    def __dealloc__(self):
+        del self.c
+
+    def __len__(self):
+        return self.c.size()
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.c.block_size()
+
+    # ---- looking
+
+    @property
+    def blocks(self):
+        """Of the prompt of the last look."""
+        return self.c.prompt().locals.size()
+
+    def look(self, bytes local_hashes not None, bytes sequence_hashes not None, uint64_t isl_tokens):
+        """Finds out how all candidates stand to a prompt.
+
+        Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.
+        O(blocks + candidates + ranks that match).
+        """
+        cdef size_t locals_ = 0, rolling = 0
+        cdef const uint64_t* local = hashes_of(local_hashes, &locals_)
+        cdef const uint64_t* sequence = hashes_of(sequence_hashes, &rolling)
+        bounded(isl_tokens)
+        self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
+        self.look_at_prompt()
+
+    def look_body(self, BodyScanner scanner not None, int local_hashes, int sequence_hashes,
+                  uint64_t isl_tokens):
+        """Does the same with two arrays of a scanned body, named by their positions."""
+        cdef size_t locals_ = 0, rolling = 0
+        cdef const uint64_t* local = scanner.u64(local_hashes, &locals_)
+        cdef const uint64_t* sequence = scanner.u64(sequence_hashes, &rolling)
+        bounded(isl_tokens)
+        self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
+        self.look_at_prompt()
+
+    def look_tokens(self, BodyScanner scanner not None, int array, str lora_name=None,
+                    str cache_salt=None, unique=None, *, bint eagle=False):
+        """Does the same with the token ids of a scanned body; their number is the prompt's length.
+
+        A salted prompt can use salted blocks of ranks whose stream tells salts, and unsalted blocks
+        of the others. `unique`, a random u64, makes its sequence hashes differ from all others:
+        the prompt then shares no block in use. `eagle` hashes pairs of tokens, as EAGLE engines do.
+        """
+        cdef size_t n = 0
+        cdef const uint32_t* tokens = scanner.u32(array, &n)
+        self.c.prompt().take_tokens(
+            tokens, n, self.c.block_size(), utf8(lora_name), utf8(cache_salt), eagle
+        )
+        if unique is not None:
+            self.c.prompt().make_unique(unique)
+        self.look_at_prompt()
+
+    def look_again(self, Prompt prompt not None):
+        """Does the same with a prompt that was held, by this pool or an earlier one."""
+        self.c.prompt().take(prompt.c)
+        self.look_at_prompt()
+
+    def hold(self):
+        """Returns a copy of the prompt of the last look, which outlives the pool."""
+        cdef Prompt prompt = Prompt.__new__(Prompt)
+        prompt.c = self.c.prompt()
+        return prompt
+
+    cdef int look_at_prompt(self) except -1:
+        if self.index is None:  # a conditional expression would copy the scratch
+            self.c.look(self.no_match)
+        else:
+            self.c.look(self.index.match_scratch)
+        return 0
+
+    # ---- who is there
+
+    def set_heard(self, Py_ssize_t candidate, bint heard):
+        """Has nothing that a candidate caches count from the next look on, or all of it again."""
+        self.c.set_heard(self.at(candidate), heard)
+
+    def set_reachable(self, Py_ssize_t candidate, bint reachable):
+        """Says whether a candidate can be chosen."""
+        self.c.set_reachable(self.at(candidate), reachable)
+
+    # ---- choosing
+
+    def take_turns(self, Pool former not None):
+        """Goes on with the turns of ROUND_ROBIN of a pool that this one replaces.
+
+        O(candidates log candidates).
+        """
+        self.c.take_turns(deref(former.c))
+
+    def choose(self, Settings settings not None, bytes eligible, uint64_t random,
+               bytes factors=None):
+        """Returns the position of a candidate in `candidates`, or why none is chosen.
+
+        `eligible` has a byte for each candidate, 0 for those to leave out; None allows all.
+        `random` is a uniform u64; it decides among equals, and everything in mode RANDOM or with a
+        temperature. `factors` are native doubles, one for each candidate, that costs are multiplied
+        with. NONE: no candidate is eligible; OVERLOADED: all eligible ones exceed a busy
+        threshold; BUSY: all others are busy, so the request should wait. O(candidates).
+        """
+        return self.c.choose(
+            settings.c, self.mask_of(eligible), random, self.factors_of(factors)
+        )
+
+    def refusal(self, Settings settings not None, bytes eligible):
+        """Returns NONE, OVERLOADED or BUSY if `choose` would after another look, else 0.
+
+        It needs no prompt, and reads the loads of this moment. O(candidates).
+        """
+        return self.c.refusal(settings.c, self.mask_of(eligible))
+
+    def best(self, Settings settings not None, bytes eligible):
+        """Blocks of the prompt cached by whoever of those who can be chosen caches most.
+
+        For the loads of this moment. O(candidates).
+        """
+        self.c.refusal(settings.c, self.mask_of(eligible))
+        return self.c.best()
+
+    def least_prefill_tokens(self, Settings settings not None, bytes eligible):
+        """Tokens to prefill on the candidate that caches most of the prompt. O(candidates)."""
+        return self.c.least_effective_tokens(settings.c, self.mask_of(eligible))
+
+    def mask(self, worker_ids, dp_rank=None):
+        """Returns the `eligible` that allows the ranks of these workers, or one of each of them.
+
+        Unknown ones are ignored. O(worker ids x log candidates + candidates).
+        """
+        cdef bytes eligible = PyBytes_FromStringAndSize(NULL, self.c.size())
+        cdef char* mask = PyBytes_AS_STRING(eligible)
+        cdef uint64_t worker_id
+        cdef size_t at
+        memset(mask, 0, self.c.size())
+        for worker_id in worker_ids:
+            if dp_rank is not None:
+                found = self.find(worker_id, dp_rank)
+                if found is not None:
+                    mask[<size_t>found] = 1
+                continue
+            at = self.c.position(worker_id, 0)
+            while at < self.c.size() and self.c.candidate(at).worker_id == worker_id:
+                mask[at] = 1
+                at += 1
+        return eligible
+
+    def remember(self):
+        """Remembers the loads of this moment, for `changed`. O(candidates)."""
+        self.c.remember()
+
+    def changed(self):
+        """Returns whose loads are others than those remembered: a byte for each candidate, 1 or 0.
+
+        None where nothing is remembered. O(candidates).
+        """
+        cdef bytes changed = PyBytes_FromStringAndSize(NULL, self.c.size())
+        return changed if self.c.changed(<uint8_t*>PyBytes_AS_STRING(changed)) else None
+
+    def find(self, uint64_t worker_id, uint32_t dp_rank):
+        """The position of a candidate, None if it is not one. O(log candidates)."""
+        cdef size_t at = self.c.position(worker_id, dp_rank)
+        if at == self.c.size():
+            return None
+        cdef const CCandidate* c = &self.c.candidate(at)
+        return at if c.worker_id == worker_id and c.dp_rank == dp_rank else None
+
+    def effective_prefill_tokens(self, Py_ssize_t candidate, Settings settings not None):
+        """Tokens that a candidate would have to prefill: what a booking counts. O(1)."""
+        cdef const CStanding* standing = &self.c.standing(self.at(candidate))
+        return self.c.scale(settings.c).terms(standing[0]).effective_tokens
+
+    def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None,
+             expected_output=None, *, bint blocks=True):
+        """Books the prompt on a candidate, as `Ledger.add` does, and returns what that returns.
+
+        Without `blocks` its tokens alone.
+        """
+        cdef RankId rank = self.c.candidate(self.at(candidate)).booked
+        sequence = bytes_of(self.c.prompt().sequence) if blocks else b""
+        return self.ledger.add(request_id, rank, sequence, tokens, now, key, expected_output)
+
+    def predict(self, Py_ssize_t candidate, double now):
+        """Notes the prompt as cached by a candidate, if its index keeps predictions. O(blocks)."""
+        self.foretell(self.at(candidate), now)
+
+    cdef int foretell(self, size_t candidate, double now) except -1:
+        cdef const CCandidate* c = &self.c.candidate(candidate)
+        if self.index is None or self.index.c.predicted() == NULL or c.caches == NULL:
+            return 0
+        cdef RankId rank = c.caches.find(c.dp_rank)
+        if rank != kNone:
+            self.index.c.predicted().add(
+                rank, self.c.prompt().used().data(), self.c.prompt().used().size(), now
+            )
+        return 0
+
+    def explain(self, Settings settings not None, bytes eligible=None, bytes factors=None):
+        """All terms of the cost of all candidates, as Explained; blocks unless named otherwise."""
+        cdef const uint8_t* mask = self.mask_of(eligible)
+        cdef const double* liked = self.factors_of(factors)
+        return [
+            self.explained(
+                i, settings, mask == NULL or mask[i] != 0, 1 if liked == NULL else liked[i]
+            )
+            for i in range(len(self))
+        ]
+
+    def explained(self, Py_ssize_t candidate, Settings settings not None, bint eligible=True,
+                  double factor=1):
+        """The same of one candidate, whose cost is multiplied with `factor`."""
+        cdef size_t i = self.at(candidate)
+        cdef const CCandidate* c = &self.c.candidate(i)
+        cdef const CStanding* s = &self.c.standing(i)
+        cdef CTerms t = self.c.scale(settings.c).terms(s[0])
+        return Explained(
+            c.worker_id,
+            c.dp_rank,
+            s.device,
+            s.host,
+            s.disk,
+            s.live,
+            s.prefill_tokens,
+            s.decode_blocks,
+            s.requests,
+            t.cached_tokens,
+            t.effective_tokens,
+            self.c.scale(settings.c).decode_blocks(s[0]),
+            t.raw,
+            t.credit,
+            t.prefill,
+            t.decode,
+            t.cost * factor,
+            eligible and s.present,
+            self.c.scale(settings.c).is_overloaded(c[0], s[0]),
+            self.c.scale(settings.c).is_busy(c[0], s[0]),
+            factor,
+            c.heard,
+            c.reachable,
+        )
+
+    # ---- rendering
+
+    def render_choice(self, Py_ssize_t candidate, Settings settings not None):
+        """The members of a selection that a candidate is the result of, from `"overlap":` on.
+
+        Ready JSON without braces, see `selector/rows.hpp`. O(ranks of the worker).
+        """
+        return self.rendered(kChoice, settings, self.at(candidate), b"", b"")
+
+    cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
+                              Settings settings):
+        """The same as a whole object: `opening` and `members` begin it, up to a comma."""
+        if self.index is not None:
+            self.index.note_question(self.c.prompt().locals.size())
+        return self.rendered(kAnswer, settings, self.at(candidate), opening, members)
+
+    def render_overlaps(self):
+        """The cached blocks of every candidate as a JSON array, see `selector/rows.hpp`."""
+        return self.rendered(kOverlaps, None, 0, b"", b"")
+
+    def render_loads(self, Settings settings not None):
+        """What every candidate would be working on with the prompt, as a JSON array."""
+        return self.rendered(kLoads, settings, 0, b"", b"")
+
+    cdef bytes rendered(self, Part part, Settings settings, size_t candidate, bytes opening,
+                        bytes members):
+        cdef CRows* rows = new CRows(deref(self.c))
+        cdef PyObject* answer
+        cdef char* begin
+        cdef char* end
+        cdef bint one = part == kChoice or part == kAnswer
+        cdef size_t room = rows.choice_room(candidate) if one else rows.rows_room()
+        cdef size_t before = PyBytes_GET_SIZE(opening) + PyBytes_GET_SIZE(members)
+        try:
+            answer = PyBytes_New(NULL, before + room + 1)
+            begin = PyBytes_AS_STRING(<object>answer)
+            end = put(put(begin, view(opening)), view(members))
+            if part == kOverlaps:
+                end = rows.overlaps(end)
+            elif part == kLoads:
+                end = rows.loads(end, settings.c)
+            else:
+                end = rows.choice(end, candidate, settings.c)
+            if part == kAnswer:
+                end = put(end, string_view(b"}", 1))
+            return cut(answer, end - begin)
+        finally:
+            del rows
+
+    cdef const uint8_t* mask_of(self, bytes eligible) except? NULL:
+        if eligible is None:
+            return NULL
+        if <size_t>PyBytes_GET_SIZE(eligible) != self.c.size():
+            raise ValueError("one byte for each candidate")
+        return <const uint8_t*>PyBytes_AS_STRING(eligible)
+
+    cdef const double* factors_of(self, bytes factors) except? NULL:
+        if factors is None:
+            return NULL
+        if <size_t>PyBytes_GET_SIZE(factors) != self.c.size() * sizeof(double):
+            raise ValueError("one double for each candidate")
+        return <const double*>PyBytes_AS_STRING(factors)
+
+    cdef size_t at(self, Py_ssize_t candidate) except? 0:
+        if not 0 <= candidate < <Py_ssize_t>self.c.size():
+            raise IndexError(candidate)
+        return candidate
+
+
+cdef string_view view(bytes text) noexcept:
+    return string_view(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
+
+
+cdef int bounded(uint64_t isl_tokens) except -1:
+    if isl_tokens > kMaxIslTokens:
+        raise OverflowError("too many tokens")
+    return 0

@@ -1,0 +1,42 @@
+# cython: language_level=3
+"""Data sheet of a selection's settings."""
+
+from libcpp cimport bool as cbool
+
+
+cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
+    double kMaxWeight
+    int kLines
+    double kOff "kvd::selector::Settings::kOff"
+
+    enum CMode "kvd::selector::Mode":
+        kKv "kvd::selector::KV"                      # lowest cost
+        kRoundRobin "kvd::selector::ROUND_ROBIN"     # who has not been chosen for longest
+        kRandom "kvd::selector::RANDOM"              # any
+        kLeastLoaded "kvd::selector::LEAST_LOADED"   # fewest requests
+        kDirect "kvd::selector::DIRECT"              # whom the mask leaves, however busy
+
+    cppclass CSettings "kvd::selector::Settings":
+        double overlap_weight                 # of the prefill term
+        double device_credit                  # of a cached block
+        double host_credit
+        double disk_credit                    # disk and external
+        double active_request_weight          # of a request that the rank has, beside its blocks
+        double temperature                    # 0: the lowest cost
+        double queue_threshold                # of max_num_batched_tokens, infinite: off
+        double decode_blocks_threshold        # of total_kv_blocks, infinite: off
+        double prefill_tokens_threshold       # tokens, infinite: off
+        double prefill_tokens_threshold_frac  # of max_num_batched_tokens, infinite: off
+        CMode mode
+        int line                              # of turns, below kLines
+        cbool track_prefill
+        cbool track_active_blocks
+        cbool last_token                      # is computed, and its block with it
+
+
+cdef class Settings:
+    cdef CSettings c
+    cdef readonly object members    # by name, as given and by default
+
+    cdef double number(self, str name) except *
+    cdef double threshold(self, str name) except *

@@ -1,0 +1,84 @@
+# distutils: language = c++
+"""How a selection weighs and chooses; what the figures mean is in `selector/cost.hpp`."""
+
+from types import MappingProxyType
+
+KV = <int>kKv
+ROUND_ROBIN = <int>kRoundRobin
+RANDOM = <int>kRandom
+LEAST_LOADED = <int>kLeastLoaded
+DIRECT = <int>kDirect
+MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT)
+LINES = range(kLines)
+
+MAX_WEIGHT = kMaxWeight
+
+# Of Settings: defaults, and the highest value of a number.
+cdef dict DEFAULTS = {
+    "mode": KV,
+    "line": 0,
+    "overlap_weight": 1.0,
+    "device_credit": 1.0,
+    "host_credit": 0.75,
+    "disk_credit": 0.25,
+    "active_request_weight": 0.0,
+    "temperature": 0.0,
+    "track_prefill": True,
+    "track_active_blocks": True,
+    "last_token": False,
+    "queue_threshold": None,
+    "active_decode_blocks_threshold": None,
+    "active_prefill_tokens_threshold": None,
+    "active_prefill_tokens_threshold_frac": None,
+}
+cdef dict HIGHEST = {"host_credit": 1.0, "disk_credit": 1.0}
+
+
+cdef class Settings:
+    """How to weigh and choose: immutable, made once for each configuration or override."""
+
+    def __init__(self, **members):
+        """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
+
+        `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
+        terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is busy above `queue_threshold` times its
+        max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
+        total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
+        Turns of ROUND_ROBIN are those of one of LINES.
+        ValueError for what is outside; TypeError for a name that is none of these.
+        """
+        if not members.keys() <= DEFAULTS.keys():
+            raise TypeError(f"not among the settings: {members.keys() - DEFAULTS.keys()}")
+        self.members = MappingProxyType({**DEFAULTS, **members})
+        if self.members["mode"] not in MODES:
+            raise ValueError(f"no such mode: {self.members['mode']}")
+        if self.members["line"] not in LINES:
+            raise ValueError(f"no such line of turns: {self.members['line']}")
+        self.c.line = self.members["line"]
+        self.c.mode = <CMode><int>self.members["mode"]
+        self.c.overlap_weight = self.number("overlap_weight")
+        self.c.device_credit = self.number("device_credit")
+        self.c.host_credit = self.number("host_credit")
+        self.c.disk_credit = self.number("disk_credit")
+        self.c.active_request_weight = self.number("active_request_weight")
+        self.c.temperature = self.number("temperature")
+        self.c.track_prefill = self.members["track_prefill"]
+        self.c.track_active_blocks = self.members["track_active_blocks"]
+        self.c.last_token = self.members["last_token"]
+        self.c.queue_threshold = self.threshold("queue_threshold")
+        self.c.decode_blocks_threshold = self.threshold("active_decode_blocks_threshold")
+        self.c.prefill_tokens_threshold = self.threshold("active_prefill_tokens_threshold")
+        self.c.prefill_tokens_threshold_frac = self.threshold("active_prefill_tokens_threshold_frac")
+
+    def replace(self, **changes):
+        """Returns the same settings but for `changes`, by the names of the constructor."""
+        return Settings(**{**self.members, **changes})
+
+    cdef double number(self, str name) except *:
+        cdef double value = self.members[name], highest = HIGHEST.get(name, kMaxWeight)
+        if not 0 <= value <= highest:
+            raise ValueError(f"{name} must lie in [0, {highest:g}]")
+        return value
+
+    cdef double threshold(self, str name) except *:
+        return kOff if self.members[name] is None else self.number(name)

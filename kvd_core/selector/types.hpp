@@ -1,0 +1,153 @@
+// What a selection is made of: the ranks to choose from, what a look found about each, the prompt,
+// and how to weigh it all.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+#include <vector>
+
+#include "base/arena.hpp"
+#include "base/hash.hpp"
+#include "ledger/types.hpp"
+#include "index/worker.hpp"
+
+namespace kvd::selector {
+
+// Tokens of a prompt: what the ledger books for one request.
+constexpr uint64_t kMaxIslTokens = ledger::kMaxTokens;
+// Weights up to here leave every cost finite: 2^63 tokens times 1e18 is far below 1e308.
+constexpr double kMaxWeight = 1e18;
+// Hashes for which memory is kept between prompts: 512 KiB, prompts of a million tokens in blocks
+// of 16. What a longer one took is given back with the next.
+constexpr size_t kKeptHashes = 1u << 16;
+
+enum Mode : int {
+  KV,            // the lowest cost
+  ROUND_ROBIN,   // who has not been chosen for longest
+  RANDOM,        // any
+  LEAST_LOADED,  // the fewest requests
+  DIRECT,        // whom the mask leaves, however busy: the caller has chosen
+};
+
+// Of turns: who may serve two phases of a request takes turns in each, or half of an even number
+// of such ranks would always serve the same one.
+constexpr int kLines = 2;
+
+// Why no candidate was chosen. Indices of candidates are not negative.
+enum Refusal : int64_t {
+  NONE = -1,        // none is eligible
+  BUSY = -2,        // all that could be chosen are busy: wait
+  OVERLOADED = -3,  // all that are eligible exceed a busy threshold: reject
+};
+
+struct Settings {
+  static constexpr double kOff = std::numeric_limits<double>::infinity();
+
+  double overlap_weight = 1;
+  double device_credit = 1;
+  double host_credit = 0.75;
+  double disk_credit = 0.25;
+  double active_request_weight = 0;
+  double temperature = 0;
+  double queue_threshold = kOff;          // of max_num_batched_tokens
+  double decode_blocks_threshold = kOff;  // of total_kv_blocks
+  double prefill_tokens_threshold = kOff;
+  double prefill_tokens_threshold_frac = kOff;  // of max_num_batched_tokens
+  Mode mode = KV;
+  int line = 0;  // of turns, below kLines
+  bool track_prefill = true;
+  bool track_active_blocks = true;
+  bool last_token = false;  // is computed whatever is cached, and its block with it
+};
+
+// A rank that requests can be sent to.
+struct Candidate {
+  uint64_t worker_id;
+  uint32_t dp_rank;
+  ledger::RankId booked;    // its rank in the ledger
+  const Worker* caches;     // whose blocks it can use; null without
+  double max_batch_tokens;  // 0: unbounded
+  double total_blocks;      // 0: unknown
+  uint32_t first;           // the first candidate of its worker
+  uint32_t end;             // of that one: behind the last
+  bool heard = true;        // false: its events are not, so what it caches may be gone
+  bool reachable = true;    // false: it cannot be chosen
+};
+
+// What a look found about a candidate, in blocks unless said otherwise.
+struct Standing {
+  uint32_t device = 0;  // of the prompt, cached
+  uint32_t host = 0;    // further ones, behind those
+  uint32_t disk = 0;    // further ones, behind those; disk and external
+  uint32_t live = 0;    // of the prompt, in use by its requests
+  uint64_t prefill_tokens = 0;
+  uint64_t decode_blocks = 0;
+  uint32_t requests = 0;
+  bool present = false;  // false: it has left the ledger or is unreachable, it cannot be chosen
+};
+
+// Blocks of the prompt that are cached on any tier.
+inline uint32_t overlap_of(const Standing& at) { return at.device + at.host + at.disk; }
+
+// A prompt as the index and the ledger ask for it.
+struct Prompt {
+  std::vector<uint64_t> locals;
+  std::vector<uint64_t> salted;  // the same with the prompt's salt, if `is_salted`
+  std::vector<uint64_t> sequence;
+  uint64_t isl_tokens = 0;
+  bool is_salted = false;
+
+  void take(const Prompt& other) {
+    copy(other.locals.data(), other.locals.size(), locals);
+    copy(other.salted.data(), other.salted.size(), salted);
+    copy(other.sequence.data(), other.sequence.size(), sequence);
+    isl_tokens = other.isl_tokens;
+    is_salted = other.is_salted;
+  }
+
+  void take_hashes(const uint64_t* local, size_t n_local, const uint64_t* rolling, size_t n_rolling,
+                   uint64_t isl) {
+    copy(local, n_local, locals);
+    copy(rolling, n_rolling, sequence);
+    isl_tokens = isl;
+    is_salted = false;
+  }
+
+  // `eagle`: blocks of pairs, as EAGLE engines cache them, each with the token behind it.
+  void take_tokens(const uint32_t* tokens, size_t n, uint32_t block_size, std::string_view lora,
+                   std::string_view salt, bool eagle) {
+    const size_t blocks = (eagle && n != 0 ? n - 1 : n) / block_size;
+    const auto hash = eagle ? eagle_hashes : local_hashes;
+    isl_tokens = n;
+    is_salted = !salt.empty();
+    fit(locals, blocks);
+    hash(tokens, blocks, block_size, local_hash_seed(lora, {}), locals.data());
+    fit(salted, is_salted ? blocks : 0);
+    hash(tokens, salted.size(), block_size, local_hash_seed(lora, salt), salted.data());
+    fit(sequence, blocks);
+    sequence_hashes((is_salted ? salted : locals).data(), blocks, sequence.data());
+  }
+
+  // The local hashes of the blocks that a rank will cache.
+  const std::vector<uint64_t>& used() const { return is_salted ? salted : locals; }
+
+  // The prompt shares no block in use with any other; `seed` is a random number.
+  void make_unique(uint64_t seed) {
+    for (uint64_t& hash : sequence) hash = mix64(seed++);
+  }
+
+ private:
+  static void fit(std::vector<uint64_t>& hashes, size_t n) {
+    if (hashes.capacity() > kKeptHashes && n <= kKeptHashes) std::vector<uint64_t>().swap(hashes);
+    hashes.resize(n);
+  }
+
+  static void copy(const uint64_t* from, size_t n, std::vector<uint64_t>& to) {
+    fit(to, n);
+    if (n != 0) std::memcpy(to.data(), from, n * sizeof *from);
+  }
+};
+
+}  // namespace kvd::selector

@@ -1,0 +1,67 @@
+# Messages out of ZMQ sockets, without pyzmq in between, and where they wait; zmq/drain.hpp and zmq/inbox.hpp
+# have the pictures.
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libcpp cimport bool
+from libcpp.string cimport string
+
+
+cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
+    cdef cppclass Libzmq:
+        const char* load(const char* module_path)  # null, or what is wrong
+
+    cdef enum class Got:
+        empty            # no message is waiting
+        event            # seq, publisher, payload and size describe a well-formed message
+        bad_frame_count  # another number of frames than 3, or too many
+        bad_sequence     # the second frame is neither 8 nor 24 bytes long
+        failed           # libzmq refused; errno says why
+
+    cdef cppclass MessageReader:
+        MessageReader(const Libzmq&, void* socket)
+        Got next()
+        Got next_of_any_shape(int most, string& packed) except +
+        uint64_t seq()
+        const uint8_t* publisher()  # 16 bytes, or null
+        const char* payload()  # valid until the following next()
+        size_t size()          # bytes of the payload
+
+    cdef cppclass Deadline:
+        Deadline(int64_t budget_ns)
+        bool passed()
+
+
+cdef extern from "events/publisher.hpp" namespace "kvd" nogil:
+    const size_t kPublisherBytes
+    const uint8_t* publisher_of(const uint8_t* payload, size_t size, const uint8_t* expected)
+
+
+cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
+    cdef cppclass InboxBounds:
+        uint64_t messages  # 0 is without a bound
+        uint64_t bytes
+
+    cdef cppclass CInboxSpace "kvd::InboxSpace":
+        CInboxSpace(InboxBounds)
+        uint64_t messages()
+        uint64_t bytes()
+
+    cdef cppclass CInbox "kvd::Inbox":
+        CInbox(CInboxSpace&, InboxBounds)
+        uint64_t pushed()
+        uint64_t popped()
+        uint64_t messages()
+        uint64_t bytes()
+        uint64_t dropped()
+        bool empty()
+        bool has_hole()
+        void seal()
+        void begin()
+        uint64_t first()
+        unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) except +  # null where there is no room
+        uint64_t seq()      # of the oldest message, while there is one
+        const uint8_t* publisher()
+        size_t size()
+        const char* data()  # valid until the following pop, push or clear
+        void pop()
+        void clear()

@@ -1,0 +1,265 @@
+# distutils: language = c++
+"""Empties ZMQ sockets into inboxes, at a sixth of the CPU time pyzmq takes.
+
+A socket stays pyzmq's: options, connecting, waiting and closing are done there, and this module
+only receives, through the very libzmq that pyzmq has loaded (zmq/drain.hpp). What it has received waits
+in an inbox (zmq/inbox.hpp) until it is taken.
+"""
+import os
+import sys
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.errno cimport errno
+from libc.string cimport memcmp, memcpy
+
+import zmq
+import zmq.backend
+
+BAD_FRAME_COUNT = "frame_count"
+BAD_SEQUENCE = "sequence_length"
+
+cdef Libzmq _zmq
+
+
+cdef _load():
+    module = sys.modules[zmq.backend.Socket.__module__]
+    cdef bytes path = os.fsencode(module.__file__)
+    cdef const char* fault = _zmq.load(path)
+    if fault != NULL:
+        raise ImportError(f"{fault.decode()} ({module.__file__})")
+
+
+_load()
+
+
+cdef class InboxSpace:
+    """What all inboxes together may hold, in messages and in bytes; 0 is without a bound."""
+
+    cdef CInboxSpace* space
+
+    def __cinit__(self, uint64_t max_messages=0, uint64_t max_bytes=0):
+        cdef InboxBounds bounds
+        bounds.messages, bounds.bytes = max_messages, max_bytes
+        self.space = new CInboxSpace(bounds)
+
+    def __dealloc__(self):
+        del self.space
+
+    @property
+    def messages(self):
+        """How many wait."""
+        return self.space.messages()
+
+    @property
+    def size_bytes(self):
+        """What these take."""
+        return self.space.bytes()
+
+
+cdef class Inbox:
+    """Messages of one stream that wait, within bounds of its own and of the space.
+
+    `pushed` and `popped` count what has ever come in and gone out: a place in the order of arrival.
+    `dropped` counts what found no room.
+    """
+
+    cdef InboxSpace space  # kept for as long as there is an inbox in it
+    cdef CInbox* inbox
+    cdef public bint cut  # a message had too many frames, so its socket is of no more use
+
+    def __cinit__(self, InboxSpace space not None, uint64_t max_messages=0, uint64_t max_bytes=0):
+        cdef InboxBounds bounds
+        bounds.messages, bounds.bytes = max_messages, max_bytes
+        self.space = space
+        self.inbox = new CInbox(space.space[0], bounds)
+
+    def __dealloc__(self):
+        del self.inbox
+
+    @property
+    def pushed(self):
+        return self.inbox.pushed()
+
+    @property
+    def popped(self):
+        return self.inbox.popped()
+
+    @property
+    def messages(self):
+        return self.inbox.messages()
+
+    @property
+    def size_bytes(self):
+        return self.inbox.bytes()
+
+    @property
+    def dropped(self):
+        return self.inbox.dropped()
+
+    @property
+    def has_hole(self):
+        """Whether messages were dropped behind the last one that is kept."""
+        return self.inbox.has_hole()
+
+    def seal(self):
+        """What waits now stays; else what finds no room takes the place of the newest."""
+        self.inbox.seal()
+
+    def begin(self):
+        """Has `first` be the place of the first message that is pushed from now on."""
+        self.inbox.begin()
+
+    @property
+    def first(self):
+        return self.inbox.first()
+
+    def push(self, uint64_t seq, bytes payload not None):
+        """Keeps a message if there is room."""
+        _keep(self.inbox, seq, NULL, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
+
+    def drain(self, take, uint64_t max_messages, int64_t budget_ns, bytes speaker not None, meet):
+        """Has `take(seq, payload)` take messages; returns whether it stopped before there was none.
+
+        `speaker` is who has published the message before the first, as 16 bytes, or none where that
+        did not say; a message of another one is told of before, with `meet(publisher)`.
+
+        Stops after a message for which `take` returns True, after `max_messages` messages, or after
+        the first that ends later than `budget_ns` from the start. What `take` raises passes
+        through: the message it was raised for is gone then, later ones are not.
+        """
+        cdef CInbox* inbox = self.inbox
+        cdef Deadline* deadline = new Deadline(budget_ns)
+        cdef uint64_t seq
+        cdef const uint8_t* known = _id(speaker)
+        cdef const uint8_t* publisher
+        try:
+            for _ in range(max_messages):
+                if inbox.empty():
+                    return False
+                seq = inbox.seq()
+                publisher = inbox.publisher()
+                if publisher == NULL:
+                    publisher = publisher_of(<const uint8_t*>inbox.data(), inbox.size(), known)
+                if publisher != known and not _same(publisher, known):
+                    speaker = b"" if publisher == NULL else publisher[:kPublisherBytes]
+                    known = _id(speaker)
+                    meet(speaker)
+                payload = PyBytes_FromStringAndSize(inbox.data(), inbox.size())
+                inbox.pop()
+                if take(seq, payload) is True or deadline.passed():
+                    return True
+            return True
+        finally:
+            del deadline
+
+    def take_frames(self):
+        """Returns the frames of the oldest message, None when there is none."""
+        if self.inbox.empty():
+            return None
+        cdef const char* at = self.inbox.data()
+        cdef const char* end = at + self.inbox.size()
+        cdef uint32_t size
+        frames = []
+        while at < end:
+            memcpy(&size, at, sizeof(size))
+            at += sizeof(size)
+            frames.append(PyBytes_FromStringAndSize(at, size))
+            at += size
+        self.inbox.pop()
+        return frames
+
+    def clear(self):
+        """Drops all that waits; that does not count as dropped."""
+        self.inbox.clear()
+
+
+cdef const uint8_t* _id(bytes publisher) noexcept:
+    """Returns the 16 bytes, NULL for none of them."""
+    if len(publisher) != kPublisherBytes:
+        return NULL
+    return <const uint8_t*>PyBytes_AS_STRING(publisher)
+
+
+cdef bint _same(const uint8_t* publisher, const uint8_t* other) noexcept:
+    return publisher != NULL and other != NULL and memcmp(publisher, other, kPublisherBytes) == 0
+
+
+cdef void _keep(
+    CInbox* inbox, uint64_t seq, const uint8_t* publisher, const char* data, size_t size
+) except *:
+    cdef unsigned char* place = inbox.push(seq, publisher, size)
+    if place != NULL:
+        memcpy(place, data, size)
+
+
+def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t budget_ns):
+    """Takes event messages off a socket; returns whether it stopped before that was empty.
+
+    A well-formed message (topic, 8-byte big-endian number, payload) goes to the inbox by its number
+    and payload, and by the 16 bytes of a publisher that may follow the number; for any other `refuse(reason)` is called with one of this module's BAD_ texts.
+    Stops after `max_messages` messages, or after the first that ends later than `budget_ns` from
+    the start. `socket` is the address that pyzmq's `Socket.underlying` gives; `refuse` may not close
+    it. Raises zmq.ZMQError where libzmq refuses.
+    """
+    cdef MessageReader* reader = _reader(socket)
+    cdef Deadline* deadline = new Deadline(budget_ns)
+    cdef Got got
+    try:
+        for _ in range(max_messages):
+            got = reader.next()
+            if got == Got.empty:
+                return False
+            if got == Got.event:
+                _keep(
+                    inbox.inbox, reader.seq(), reader.publisher(), reader.payload(), reader.size()
+                )
+            elif got == Got.failed:
+                _raise()
+            else:
+                refuse(BAD_FRAME_COUNT if got == Got.bad_frame_count else BAD_SEQUENCE)
+            if deadline.passed():
+                return True
+        return True
+    finally:
+        del deadline
+        del reader
+
+
+def fill_frames(Inbox inbox not None, size_t socket, int most, int max_messages, int64_t budget_ns):
+    """Takes messages of any shape off a socket; returns whether it stopped before that was empty.
+
+    As `fill`. A message with more than `most` frames is kept up to the first beyond that, and the
+    inbox is `cut`: the rest of that message stays, for ever.
+    """
+    cdef MessageReader* reader = _reader(socket)
+    cdef Deadline* deadline = new Deadline(budget_ns)
+    cdef string packed
+    cdef Got got
+    try:
+        for _ in range(max_messages):
+            if inbox.cut:
+                return False
+            got = reader.next_of_any_shape(most, packed)
+            if got == Got.empty:
+                return False
+            if got == Got.failed:
+                _raise()
+            inbox.cut = got == Got.bad_frame_count
+            _keep(inbox.inbox, 0, NULL, packed.data(), packed.size())
+            if deadline.passed():
+                return True
+        return True
+    finally:
+        del deadline
+        del reader
+
+
+cdef MessageReader* _reader(size_t socket) except NULL:
+    if socket == 0:
+        raise ValueError("the socket is closed")
+    return new MessageReader(_zmq, <void*>socket)
+
+
+cdef _raise():
+    cdef int fault = errno
+    raise zmq.ZMQError(fault)
