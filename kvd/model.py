@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, ParamSpec
+
+P = ParamSpec("P")
 
 InstanceId = int | str  # unsigned 64-bit on the Dynamo faces, text on the Mooncake one
 
@@ -45,3 +48,19 @@ class RankKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.partition}/{self.instance_id}:{self.dp_rank}"
+
+
+class Observers(Generic[P]):
+    """Functions to call when something happens, in the order in which they subscribed."""
+
+    __slots__ = ("subscribers",)
+
+    def __init__(self) -> None:
+        self.subscribers: list[Callable[P, object]] = []
+
+    def subscribe(self, subscriber: Callable[P, object]) -> None:
+        self.subscribers.append(subscriber)
+
+    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for subscriber in self.subscribers:
+            subscriber(*args, **kwargs)

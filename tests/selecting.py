@@ -9,6 +9,7 @@ from typing import Any
 
 import trio
 
+from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
@@ -64,7 +65,7 @@ class Service:
         self.now = 1000.0
         self.state = State()
         self.listeners = Listeners()
-        self.registry = Registry(self.state, self.listeners, max_ranks)
+        self.registry = Registry(self.state, self.listeners, ListenerCapacity(max_ranks))
         self.options = options or RouterOptions()
         self.selections = Selections(
             self.state,
@@ -77,7 +78,7 @@ class Service:
             max_waiting=max_waiting,
         )
         self.told: list[Event] = []
-        self.selections.bookings.publish = self.told.append
+        self.selections.bookings.steps.subscribe(self.told.append)
 
     def fleet(self, key: PartitionKey = M) -> Fleet:
         return self.selections.fleets[key]

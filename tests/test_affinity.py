@@ -41,7 +41,7 @@ class Sessions(Service):
         assert affinity is not None
         self.affinity: Affinity = affinity
         self.bound: list[Bound] = []
-        affinity.publish = self.bound.append
+        affinity.bindings.subscribe(self.bound.append)
         self.names = 0
 
     def book(self, session: str | None = "s", blocks: int = 1, **members: Any) -> Place:
@@ -265,8 +265,7 @@ async def test_what_replicas_say_of_others_is_dropped() -> None:
 async def test_two_replicas_agree() -> None:
     one, two = await ready(seed=1), await ready(seed=2)
     for mine, theirs in ((one, two), (two, one)):
-        mine.affinity.writer_id = mine.names + id(mine) % 1000
-        mine.affinity.publish = lambda bound, theirs=theirs: theirs.affinity.apply(bound)  # type: ignore[misc]
+        mine.affinity.bindings.subscribe(theirs.affinity.apply)
     place = one.book(blocks=20, reservation_id="a")
     assert [two.follow() for _ in range(9)] == [place] * 9
     assert two.book(reservation_id="b") == place

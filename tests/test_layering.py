@@ -90,6 +90,38 @@ def test_no_package_uses_itself_by_way_of_others() -> None:
     TopologicalSorter(found).prepare()  # raises CycleError, which names the circle
 
 
+def assigned_functions(path: Path) -> Iterator[str]:
+    """Yields assignments of functions to attributes of other objects."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Assign):
+            continue
+        value = node.value
+        is_function = isinstance(value, ast.Lambda) or (
+            isinstance(value, ast.Call) and ast.unparse(value.func) == "partial"
+        )
+        for target in node.targets:
+            if not isinstance(target, ast.Attribute) or ast.unparse(target.value) == "self":
+                continue
+            # A setting that is copied keeps its name, which may be that of a method elsewhere.
+            is_method = isinstance(value, ast.Attribute) and value.attr in METHODS - {target.attr}
+            if is_function or is_method:
+                yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+METHODS = {
+    node.name
+    for path in MODULES.values()
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list
+} | {"__len__"}
+
+
+def test_what_a_part_calls_comes_through_its_constructor_or_a_subscription() -> None:
+    """A function that is set from outside is a wire that no import and no signature shows."""
+    found = [each for path in MODULES.values() for each in assigned_functions(path)]
+    assert found == []
+
+
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_pure_packages_stay_pure(package: str) -> None:
     for module, path in MODULES.items():

@@ -379,7 +379,7 @@ def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],
 ) -> None:
     face = Face()
-    face.selections.bookings.publish = face.told.append
+    face.selections.bookings.steps.subscribe(face.told.append)
     for name, body in requests:
         answer = face.answered(name, body)
         assert answer is None or name in (SELECT, PROJECT)

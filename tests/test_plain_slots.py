@@ -154,7 +154,7 @@ def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],
 ) -> None:
     face = Face()
-    face.slots.publish = face.told.append
+    face.slots.steps.subscribe(face.told.append)
     for path, body in requests:
         answer = face.answered(path, body)
         assert answer is None or path not in STEPS

@@ -55,7 +55,7 @@ class Life:
         ledgers = Ledgers()
         parts = service.state, service.registry, service.options, EXPIRY_S, Random(seed)
         self.selections = service.selections = Selections(*parts, *clocks, ledgers)
-        self.selections.bookings.publish = service.told.append
+        self.selections.bookings.steps.subscribe(service.told.append)
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.callers: list[Caller] = []
         self.tracked: list[str] = []  # what the tracker was given

@@ -34,7 +34,7 @@ class Slots(SlotTrackers):
     def __init__(self) -> None:
         super().__init__(EXPIRY_S)
         self.told: list[Lifecycle] = []
-        self.publish = self.told.append
+        self.steps.subscribe(self.told.append)
         self.register(KEY, 7, BLOCK, 0, 2)
 
     def book(

@@ -35,7 +35,7 @@ class Replica:
         self.rng = rng
         self.router_id = router_id
         self.slots = SlotTrackers(EXPIRY_S)
-        self.slots.publish = self._publish
+        self.slots.steps.subscribe(self._publish)
         self.model = ModelSlots(EXPIRY_S)
         self.told: list[Lifecycle] = []
         self.sent: deque[bytes] = deque()  # towards the other replica

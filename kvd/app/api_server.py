@@ -13,7 +13,7 @@ from kvd.config.load import AddressError, Config, StartError
 from kvd.config.parsers import TLS_PREFIX, Bind, Binds, TcpBind
 from kvd.faces.common.monitoring import metrics_route
 from kvd.http.access import AccessLog
-from kvd.http.app import NotFound, build_app, nowhere
+from kvd.http.app import NotFound, build_app
 from kvd.http.auth import Permits, is_local
 from kvd.http.certificates import Terms, load_terms
 from kvd.http.errors import PLAIN, Failures
@@ -54,7 +54,6 @@ class FaceServer:
             memory_families,
             self._refusal_families,
         ]
-        self.not_found: NotFound = nowhere
         self._limits = config.http
         self._reception = Reception(
             Permits(config.policy), self.requests.observe, failures, AccessLog(name)
@@ -130,13 +129,14 @@ class FaceServer:
     async def serve(
         self,
         routes: tuple[Route, ...],
+        not_found: NotFound,
         stop: trio.Event,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = tuple(self._bounded(each) for each in (*routes, metrics_route(self.sources)))
-        app = build_app(routes, self._limits, self._reception, self.not_found)
+        app = build_app(routes, self._limits, self._reception, not_found)
         async with trio.open_nursery() as nursery:
             if self._sockets:
                 front = Front(routes, app, self._limits, self._reception)

@@ -33,6 +33,7 @@ from kvd.fleet_file.targets import (
     SelectionDesk,
     SlotTrackerDesk,
 )
+from kvd.http.app import NotFound
 from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
 from kvd.http.types import Admission, Route
@@ -106,8 +107,10 @@ class Services:
 
     def routes(
         self, known: Known, config: Callable[[], Config]
-    ) -> Iterator[tuple[FaceServer, tuple[Route, ...]]]:
-        """Yields the faces that are served with their routes, and has their metrics complete.
+    ) -> Iterator[tuple[FaceServer, tuple[Route, ...], NotFound]]:
+        """Yields the faces that are served with their routes and what they say of other paths.
+
+        Their metrics are complete then.
 
         `config` returns the settings of the moment, for what is live among them.
         """
@@ -116,8 +119,7 @@ class Services:
         self._add_sources(known, config, dumps)
         directory = Directory(routes)
         for face in self.served:
-            face.not_found = partial(directory.not_found, face)
-            yield face, routes[face]
+            yield face, routes[face], partial(directory.not_found, face)
 
     def _all_routes(
         self, known: Known, dumps: Admission, *, test_endpoints: bool

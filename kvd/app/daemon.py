@@ -46,6 +46,7 @@ from kvd.demo import DemoStats, run_demo
 from kvd.fleet_file.follower import Fleet
 from kvd.http.certificates import Terms
 from kvd.http.listeners import file_remover
+from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
@@ -207,7 +208,7 @@ class _Daemon:
                     begin=self._serving,
                     space=self._waiting,
                 )
-                bounds = self._max_ranks, self._outgoing, config.stale_after_s
+                bounds = ListenerCapacity(self._max_ranks), self._outgoing, config.stale_after_s
                 registry = Registry(self._state, tasks, *bounds)
                 if config.indexer_bind is not None:
                     for worker in config.workers:
@@ -215,8 +216,6 @@ class _Daemon:
                             worker.key, worker.endpoint, worker.block_size, worker.replay_endpoint
                         )
                 self._publishers = publishers = Publishers(self._state, tasks, *bounds)
-                registry.beside = publishers.__len__
-                publishers.beside = registry.__len__
                 self._selections = Selections(
                     self._state,
                     registry,
@@ -469,14 +468,14 @@ class _Daemon:
         """Serves the faces until a signal, then until what is under way is answered."""
         stop = trio.Event()
         async with trio.open_nursery() as serving:
-            for face, routes in self._services.routes(known, lambda: self._config):
+            for face, routes, not_found in self._services.routes(known, lambda: self._config):
                 face.sources.append(self._own_families)
                 face.sources.append(self._outgoing_families)
                 face.sources.append(self._sync.families)
                 if self._fleet is not None:
                     face.sources.append(self._fleet.families)
                 face.log_requests(self._config.access_log)
-                await serving.start(face.serve, routes, stop)
+                await serving.start(face.serve, routes, not_found, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
             self._serving.set()

@@ -9,17 +9,17 @@ several, of other types, models, adapters, block sizes and salts, and several st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import trio
 
 from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
 from kvd.index.registry import Listeners
 from kvd.model import PartitionKey
-from kvd.platform.descriptors import MAX_LISTENERS
 from kvd.telemetry.logs import get_logger
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
@@ -156,7 +156,7 @@ class Publishers:
         self,
         state: State,
         listeners: Listeners,
-        max_listeners: int = MAX_LISTENERS,
+        capacity: ListenerCapacity | None = None,
         outgoing: Outgoing | None = None,
         stale_after_s: float = STALE_AFTER_S,
     ) -> None:
@@ -165,13 +165,12 @@ class Publishers:
         self.outgoing = outgoing or Outgoing()
         self._state = state
         self._listeners = listeners
-        self._max_listeners = max_listeners
+        self._capacity = capacity or ListenerCapacity()
         self._publishers: dict[PublisherKey, Publisher] = {}
         self._leaving: set[PublisherKey] = set()
         self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
         self.left_counts = StreamCounts()  # of listeners that are no more
-        self.refused = 0  # beyond the bound
-        self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
+        self.refused = 0  # at the capacity
 
     def __len__(self) -> int:
         return len(self._publishers)
@@ -202,11 +201,9 @@ class Publishers:
             if key in self._leaving:
                 raise Conflict(f"{key.triple} is being unregistered")
             return
-        if len(self._publishers) + self.beside() >= self._max_listeners:
+        if not self._capacity.has():
             self.refused += 1
-            raise Unavailable(
-                f"there are {self._max_listeners} listeners already, no more can be made"
-            )
+            raise Unavailable(self._capacity.refusal)
         source = self._state.add_source(
             key.partition,
             key.block_size,
@@ -238,6 +235,7 @@ class Publishers:
         )
         self._publishers[key] = Publisher(described, listener, publication, source)
         self._doubtful[key] = self._publishers[key]
+        self._capacity.take()
         self._listeners.start(key, listener)
 
     def look(self) -> Iterator[None]:
@@ -284,6 +282,7 @@ class Publishers:
 
     def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
         del self._publishers[key]
+        self._capacity.give_back()
         self._doubtful.pop(key, None)
         self._leaving.discard(key)
         self._state.remove_source(key.partition, key.block_size, publisher.source)

@@ -10,16 +10,16 @@ again at the same endpoint goes on where it was, and what it missed shows as a g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import trio
 
 from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import Partition, State
-from kvd.model import InstanceId, PartitionKey, RankKey
-from kvd.platform.descriptors import MAX_LISTENERS
+from kvd.model import InstanceId, Observers, PartitionKey, RankKey
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import Outgoing
@@ -64,7 +64,7 @@ class Registry:
         self,
         state: State,
         listeners: Listeners,
-        max_ranks: int = MAX_LISTENERS,
+        capacity: ListenerCapacity | None = None,
         outgoing: Outgoing | None = None,
         stale_after_s: float = STALE_AFTER_S,
     ) -> None:
@@ -72,8 +72,8 @@ class Registry:
         self._stale_after_s = stale_after_s
         self.outgoing = outgoing or Outgoing()
         self._state = state
-        self._max_ranks = max_ranks
-        self.refused_ranks = 0  # beyond max_ranks
+        self._capacity = capacity or ListenerCapacity()
+        self.refused_ranks = 0  # at the capacity
         self._listeners = listeners
         self._ranks: dict[RankKey, Registration] = {}
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
@@ -82,10 +82,9 @@ class Registry:
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
-        self.on_departure: Callable[[], None] | None = None  # called when something has left
-        # Called when the connection to a rank's engine has been made or lost.
-        self.on_link: Callable[[RankKey], None] = lambda key: None
-        self.beside: Callable[[], int] = lambda: 0  # other listeners of the process
+        self.departures: Observers[[]] = Observers()  # told when something has left
+        # Told when the connection to a rank's engine has been made or lost.
+        self.links: Observers[[RankKey]] = Observers()
         self._grown = trio.Event()  # set and replaced by every registration
 
     def __len__(self) -> int:
@@ -157,18 +156,23 @@ class Registry:
                 )
             known.owners.add(owner)
             return
-        if len(self._ranks) + self.beside() >= self._max_ranks:
+        if not self._capacity.has():
             self.refused_ranks += 1
-            raise Unavailable(
-                f"there are {self._max_ranks} ranks already, no more can be listened to"
-            )
+            raise Unavailable(self._capacity.refusal)
         stream = self._state.add_rank(key, block_size)
         expected = self._left.pop((key, endpoint), 0)
         listener = Listener(
-            str(key), endpoint, stream, replay_endpoint, expected, server_key, self._stale_after_s
+            str(key),
+            endpoint,
+            stream,
+            replay_endpoint,
+            expected,
+            server_key,
+            self._stale_after_s,
+            on_link=lambda: self.links.tell(key),
         )
-        listener.on_link = lambda: self.on_link(key)
         self._ranks[key] = Registration(key, listener, {owner})
+        self._capacity.take()
         self._listeners.start(key, listener)
         self._grown.set()
         self._grown = trio.Event()
@@ -194,12 +198,9 @@ class Registry:
             known = self._ranks[rank]
             if known.owners and not (rank.instance_id in leaving and known.owners == {owner}):
                 self._check_beside(known, addresses.get(rank), block_size)
-        others = len(self._ranks) + self.beside()
-        if others + len(addresses) - len(here) > self._max_ranks:
+        if not self._capacity.has(len(addresses) - len(here)):
             self.refused_ranks += 1
-            raise Unavailable(
-                f"there are {self._max_ranks} ranks already, no more can be listened to"
-            )
+            raise Unavailable(self._capacity.refusal)
 
     def _check_beside(
         self, known: Registration, addresses: Addresses | None, block_size: int
@@ -257,8 +258,7 @@ class Registry:
                     if self._is_current(registration):
                         self._remove(registration)
             self._note_left(partitions)
-            if self.on_departure is not None:
-                self.on_departure()
+            self.departures.tell()
 
     async def pause(
         self,
@@ -355,6 +355,7 @@ class Registry:
     def _remove(self, registration: Registration) -> None:
         key, listener = registration.key, registration.listener
         del self._ranks[key]
+        self._capacity.give_back()
         self._state.remove_rank(key)
         self.left_counts.add(listener)
         self._left[key, listener.endpoint] = listener.cursor.expected

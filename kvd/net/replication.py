@@ -16,7 +16,6 @@ keeps them all. Replicas are whom an operator names, on a network of their own.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -70,6 +69,7 @@ class Replication:
         publisher: Publisher,
         apply: Apply,
         counts: ReplicaCounts,
+        router_id: int,
         options: LinkOptions = REPLICA_LINK,
         absent_every_s: float = ABSENT_EVERY_S,
         bind: Bind | None = None,
@@ -78,7 +78,7 @@ class Replication:
     ) -> None:
         self._dialer = dialer or Dialer()
         self._space = space or InboxSpace()
-        self.router_id = secrets.randbelow(2**64 - 1) + 1  # 0 is nobody
+        self.router_id = router_id
         self.counts = counts
         self._context = context
         self._publisher = publisher

@@ -110,15 +110,16 @@ class Participant:
             self._publisher,
             apply,
             self._counts,
+            selections.writer_id,
             self._config.replica_link,
             bind=None if affinity is None else affinity.apply,
             dialer=self._dialer,
             space=self._space,
         )
-        slots.publish = selections.bookings.publish = links.publish
+        slots.steps.subscribe(links.publish)
+        selections.bookings.steps.subscribe(links.publish)
         if affinity is not None:
-            affinity.writer_id = links.router_id
-            affinity.publish = links.publish_binding
+            affinity.bindings.subscribe(links.publish_binding)
         replicas = Replicas(links, self._counts, self._outgoing)
         for endpoint in sync.peers:
             replicas.register(endpoint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvd.model import PartitionKey
+from kvd.model import Observers, PartitionKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.requests import Ask
 from kvd.selection.sessions import MAX_SESSIONS, Binding, Sessions
@@ -35,8 +35,8 @@ class Affinity:
     ) -> None:
         self.sessions: Sessions[Key] = Sessions(ttl_s, max_sessions)
         self.leases: dict[str, tuple[Key, Binding]] = {}  # by reservation id
-        self.publish: Callable[[Bound], None] | None = None  # told of bindings, if set
-        self.writer_id = writer_id
+        self.bindings: Observers[[Bound]] = Observers()  # told of bindings made here
+        self._writer_id = writer_id
         self._fleets = fleets
         self._clock = clock
         self._wall_ns = wall_ns
@@ -58,7 +58,7 @@ class Affinity:
         elif binding is not None and _is_ruled_out(fleet, ask, binding):
             return  # others of the session can go there
         else:
-            binding = self.sessions.bind(key, *rank, self.writer_id, self._wall_ns())
+            binding = self.sessions.bind(key, *rank, self._writer_id, self._wall_ns())
         self.leases[reservation_id] = key, binding
         self._tell(key, binding)
 
@@ -84,9 +84,9 @@ class Affinity:
         return Outcome.APPLIED if taken else Outcome.OLDER
 
     def _tell(self, key: Key, binding: Binding) -> None:
-        if self.publish is not None:
+        if self.bindings.subscribers:
             place = binding.worker_id, binding.dp_rank
-            self.publish(Bound(*key, *place, binding.version))
+            self.bindings.tell(Bound(*key, *place, binding.version))
 
 
 def _key(ask: Ask) -> Key | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
-from kvd.model import PartitionKey
+from kvd.model import Observers, PartitionKey
 from kvd.selection.affinity import Affinity
 from kvd.selection.candidates import Fleet, schedulable
 from kvd.selection.decay import output_weight
@@ -50,7 +50,7 @@ class Bookings:
         answers can be had again.
         """
         self.live: dict[str, Fleet] = {}
-        self.publish: Callable[[Event], None] | None = None  # told of every step, if set
+        self.steps: Observers[[Event]] = Observers()  # told of every step of a reservation
         self._fleets = fleets
         self.expiry_s = expiry_s
         self._clock = clock
@@ -72,7 +72,8 @@ class Bookings:
         if fleet.ledger_block_size == block_size:
             return
         before, fleet.ledger = fleet.ledger.loads, self._ledgers.open(fleet.key, block_size)
-        fleet.ledger.loads.eased, before.eased = before.eased, None
+        fleet.ledger.loads.on_eased(before.eased)
+        before.on_eased(None)
         fleet.ledger_block_size = block_size
 
     def check_new(self, reservation_id: str | None) -> None:
@@ -134,7 +135,7 @@ class Bookings:
         if self._affinity is not None and blocks:
             place = candidate.worker_id, candidate.dp_rank
             self._affinity.booked(fleet, ask, reservation_id, place)
-        if self.publish is not None:
+        if self.steps.subscribers:
             record = fleet.workers[candidate.worker_id]
             hashes = fleet.pool.hold().sequence_hashes if blocks else b""
             where = fleet, record, reservation_id, candidate.dp_rank
@@ -179,7 +180,7 @@ class Bookings:
         if predicts:
             fleet.predict(candidate, now)
         record = fleet.workers[worker_id]
-        if self.publish is not None:
+        if self.steps.subscribers:
             hashes = fleet.pool.hold().sequence_hashes if blocks else b""
             self._tell(fleet, record, reservation_id, dp_rank, Step.ADD, hashes, tokens, expected)
         return record, Receipt(fleet.ledger, reservation_id, now)
@@ -299,7 +300,7 @@ class Bookings:
         return outcome
 
     def _tell_step(self, fleet: Fleet, reservation_id: str, step: Step) -> None:
-        live = None if self.publish is None else fleet.ledger.request(reservation_id)
+        live = fleet.ledger.request(reservation_id) if self.steps.subscribers else None
         if live is not None:
             record = fleet.workers[live.worker_id]
             self._tell(fleet, record, reservation_id, live.dp_rank, step)
@@ -316,10 +317,10 @@ class Bookings:
         output_tokens: int | None = None,
         lora_name: str | None = None,
     ) -> None:
-        if self.publish is not None:
+        if self.steps.subscribers:
             where = fleet.key, record.block_size or 0, reservation_id, record.worker_id, dp_rank
             of_add = hashes, tokens, output_tokens, lora_name
-            self.publish(Event(*where, step, *of_add, Face.SELECTION))
+            self.steps.tell(Event(*where, step, *of_add, Face.SELECTION))
 
 
 def _decayed(fleet: Fleet, reservation_id: str) -> float | None:

@@ -127,7 +127,7 @@ class Choices:
             fleet = self._fleets[held.ask.key]
             fleet.queue.remove(held.waiting)
             if not len(fleet.queue):
-                fleet.ledger.loads.eased = None
+                fleet.ledger.loads.on_eased(None)
             self.held -= 1
         if held.answer is None:
             self._tally.ended(held.ask, Outcome.TIMED_OUT)
@@ -151,7 +151,7 @@ class Choices:
         least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
-        fleet.ledger.loads.eased = partial(self.turn, fleet)  # for what other faces end
+        fleet.ledger.loads.on_eased(partial(self.turn, fleet))  # for what other faces end
         self.held += 1
         self._tally.held(ask)
         return held

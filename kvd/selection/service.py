@@ -51,11 +51,12 @@ class Selections:
         # Predicted blocks are nobody else's business.
         self.state = state if options.uses_kv_events else State()
         self.fleets: dict[PartitionKey, Fleet] = {}
+        self.writer_id = random.randrange(1, 2**64)  # of this process among replicas; 0 is nobody
         self.affinity: Affinity | None = None
         if options.session_affinity_ttl_s is not None:
-            ttl_s, writer_id = options.session_affinity_ttl_s, random.randrange(1, 2**64)
+            ttl_s = options.session_affinity_ttl_s
             self.affinity = Affinity(
-                self.fleets, ttl_s, writer_id, clock, wall_ns, options.max_sessions
+                self.fleets, ttl_s, self.writer_id, clock, wall_ns, options.max_sessions
             )
         self.bookings = Bookings(
             self.fleets,

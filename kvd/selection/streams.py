@@ -1,6 +1,6 @@
 """What the event streams say of the ranks that can be chosen: engines that have gone are not.
 
-    Listener ── joined, lost ──> Registry.on_link ──> Streams ──> Fleet.absent, the pool
+    Listener ── joined, lost ──> Registry.links ──> Streams ──> Fleet.absent, the pool
 
     connection of a rank's stream    what it caches     it is chosen
     made, or paused by request       counts             yes
@@ -46,7 +46,7 @@ class Streams:
         self._options = options
         self._clock = clock
         self._on_change = on_change
-        registry.on_link = self.look
+        registry.links.subscribe(self.look)
 
     def look(self, key: RankKey) -> None:
         """Judges a rank, if it is one of a fleet's, by its connection as it is now."""

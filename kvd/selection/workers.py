@@ -64,7 +64,7 @@ class Workers:
         self._changing = trio.Lock()
         self._blocked: set[int] = set()  # incomplete through no fault of their own
         self._due: deque[int] = deque()  # of these, who is to be judged again
-        registry.on_departure = self._obstacle_gone
+        registry.departures.subscribe(self._obstacle_gone)
 
     async def put(self, record: WorkerRecord, *, new: bool = False) -> Entry:
         """Describes a worker anew; with `new` a known one is a Conflict.

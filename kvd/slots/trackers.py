@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
-from kvd.model import MAX_PARTITIONS, PartitionKey
+from kvd.model import MAX_PARTITIONS, Observers, PartitionKey
 from kvd.slots.shared_loads import Ledgers
 from kvd.wire.early import EarlySteps
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
@@ -80,7 +80,7 @@ class SlotTrackers:
         self.expiry_s = expiry_s
         self.max_trackers = max_trackers
         self._ledgers = ledgers or Ledgers()
-        self.publish: Callable[[Lifecycle], None] | None = None  # told of every step, if set
+        self.steps: Observers[[Lifecycle]] = Observers()  # told of every step of a request
         self.trackers: dict[PartitionKey, Tracker] = {}
         self.early = EarlySteps()
         self.refused_trackers = 0  # at `max_trackers`
@@ -192,7 +192,7 @@ class SlotTrackers:
         rank = tracker.rank(worker_id, dp_rank)
         outcome = tracker.ledger.add(request_id, rank, hashes, tokens, now, retry_key)
         if outcome == ledger.ADDED:
-            if self.publish is not None:
+            if self.steps.subscribers:
                 content = hashes.hashes(), tokens
                 self._tell(tracker, request_id, worker_id, dp_rank, Step.ADD, *content)
             return True
@@ -261,7 +261,7 @@ class SlotTrackers:
 
     def _told(self, tracker: Tracker, request_id: str) -> LiveRequest | None:
         """Returns the request if there is anyone to tell of it."""
-        return None if self.publish is None else tracker.ledger.request(request_id)
+        return tracker.ledger.request(request_id) if self.steps.subscribers else None
 
     def _tell(
         self,
@@ -273,9 +273,9 @@ class SlotTrackers:
         hashes: bytes = b"",
         tokens: int = 0,
     ) -> None:
-        if self.publish is not None:
+        if self.steps.subscribers:
             where = tracker.key, tracker.block_size, request_id, worker_id, dp_rank
-            self.publish(Lifecycle(*where, step, hashes, tokens, face=Face.SLOT_TRACKER))
+            self.steps.tell(Lifecycle(*where, step, hashes, tokens, face=Face.SLOT_TRACKER))
 
 
 def ease(of: Ledger) -> None:

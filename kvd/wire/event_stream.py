@@ -175,8 +175,10 @@ class Listener(StreamCounts):
         "_joined_at",
         "_losses",
         "_named_at",
+        "_on_link",
         "_passed_joins",
         "_paused",
+        "_place",
         "_proving",
         "_quiet",
         "_receiving",
@@ -192,9 +194,7 @@ class Listener(StreamCounts):
         "last_error",
         "last_flaw",
         "name",
-        "on_link",
         "passed",
-        "place",
         "publisher",
         "quiet",
         "quiet_since",
@@ -215,8 +215,12 @@ class Listener(StreamCounts):
         server_key: str | None = None,
         stale_after_s: float = STALE_AFTER_S,
         first: int = 0,
+        on_link: Callable[[], None] = lambda: None,
     ) -> None:
-        """The publisher's first batch has the number `first`, or a lower one."""
+        """The publisher's first batch has the number `first`, or a lower one.
+
+        Calls `on_link` when `connected` has changed.
+        """
         super().__init__()
         self._first = first
         self.stale_after_s = stale_after_s
@@ -259,7 +263,7 @@ class Listener(StreamCounts):
         self.connected = False
         self.disconnected_since: float | None = None  # seconds, monotonic; None = never connected
         self.last_error: str | None = None
-        self.on_link: Callable[[], None] = lambda: None  # called when `connected` has changed
+        self._on_link = on_link
         self._joined = False
         self._receiving = False
         self._failed = False
@@ -269,8 +273,7 @@ class Listener(StreamCounts):
         self._quiet: Quiet | None = None  # as `look` has found it the last time
         self.quiet_since = 0.0  # seconds, monotonic; when that began
         self.quiet: Quiet | None = None  # the same, if it has lasted for `stale_after_s`
-        # Has `pass_over` called when a change's turn among the batches has come; None: at once.
-        self.place: Callable[[Change], None] | None = None
+        self._place: Callable[[Change], None] | None = None  # see `place_changes`
 
     @property
     def addresses(self) -> Addresses:
@@ -664,7 +667,7 @@ class Listener(StreamCounts):
         self._heard_at_join = self.messages + self.refused
         self.disconnected_since = self.last_error = None
         self._changed(Change.JOINED)
-        self.on_link()
+        self._on_link()
 
     def lost_connection(self, why: str, now: float) -> None:
         self.last_error = why
@@ -672,7 +675,7 @@ class Listener(StreamCounts):
             self.losses += 1
             self._disconnected(now)
             self._changed(Change.LOST)
-            self.on_link()
+            self._on_link()
 
     def not_reached(self, why: str) -> None:
         """Notes what an attempt to connect has met."""
@@ -680,7 +683,14 @@ class Listener(StreamCounts):
             self.last_error = why
 
     def _changed(self, change: Change) -> None:
-        (self.place or self.pass_over)(change)
+        (self._place or self.pass_over)(change)
+
+    def place_changes(self, place: Callable[[Change], None] | None) -> None:
+        """Gives changes of the connection to `place`, which calls `pass_over` in their turn.
+
+        None calls that at once again.
+        """
+        self._place = place
 
     def pass_over(self, change: Change) -> None:
         """What comes from here on may be another engine's, or is not all that there was."""

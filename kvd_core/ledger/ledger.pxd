@@ -129,7 +129,7 @@ cdef extern from "ledger/verify.hpp" namespace "kvd::ledger" nogil:
 cdef class Loads:
     cdef shared_ptr[CLoads] c
     cdef object __weakref__
-    cdef public object eased  # see ledger.pyx
+    cdef readonly object eased  # see ledger.pyx
 
 cdef class Ledger:
     cdef CLedger* c

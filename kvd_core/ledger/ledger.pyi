@@ -47,7 +47,9 @@ class LedgerStats(TypedDict):
     refused: dict[str, int]
 
 class Loads:
-    eased: Callable[[], None] | None
+    @property
+    def eased(self) -> Callable[[], None] | None: ...
+    def on_eased(self, eased: Callable[[], None] | None) -> None: ...
 
 class Ledger:
     loads: Final[Loads]

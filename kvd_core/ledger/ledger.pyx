@@ -94,6 +94,10 @@ cdef class Loads:
     def __cinit__(self):
         self.c = make_shared[CLoads]()
 
+    def on_eased(self, eased):
+        """Sets what is to be called when there is less load, or None."""
+        self.eased = eased
+
 
 cdef class Ledger:
     """Live requests of the ranks of one (model, tenant), and the loads that follow from them.

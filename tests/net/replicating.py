@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections import Counter
 from collections.abc import Iterable
 
@@ -97,6 +98,10 @@ class Process:
         await until(lambda: self.ledger.seen[-1].request_id == "ready")
 
 
+def new_router_id() -> int:
+    return secrets.randbelow(2**64 - 1) + 1
+
+
 async def start(
     nursery: trio.Nursery,
     context: zmq.Context,
@@ -109,7 +114,9 @@ async def start(
     ledger = Ledger()
     apply = apply or ledger.apply
     counts = ReplicaCounts()
-    plane = Replication(nursery, context, publisher, apply, counts, options, absent_every_s)
+    plane = Replication(
+        nursery, context, publisher, apply, counts, new_router_id(), options, absent_every_s
+    )
     return Process(ledger, plane, publisher.endpoints[0])
 
 

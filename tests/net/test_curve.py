@@ -10,7 +10,7 @@ import pytest
 import trio
 import zmq
 from listening import HASTY, HASTY_REPLAYS, Listening
-from replicating import HASTY_REPLICA, Ledger, add
+from replicating import HASTY_REPLICA, Ledger, add, new_router_id
 from zmtp_fakes import Publisher, until
 
 from kvd.errors import BadRequest, Conflict
@@ -162,7 +162,14 @@ async def start_process(
     ledger, counts = Ledger(), ReplicaCounts()
     dialer = Dialer(keys=pair)
     plane = Replication(
-        nursery, context, publisher, ledger.apply, counts, HASTY_REPLICA, dialer=dialer
+        nursery,
+        context,
+        publisher,
+        ledger.apply,
+        counts,
+        new_router_id(),
+        HASTY_REPLICA,
+        dialer=dialer,
     )
     return (
         Process(ledger, plane, Replicas(plane, counts), publisher.endpoints[0]),

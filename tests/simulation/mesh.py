@@ -75,7 +75,8 @@ class Replica:
             lambda: 0,
             ledgers,
         )
-        self.slots.publish = self.selections.bookings.publish = self._tell
+        self.slots.steps.subscribe(self._tell)
+        self.selections.bookings.steps.subscribe(self._tell)
         self.faces = {
             Face.SLOT_TRACKER: self.slots.apply,
             Face.SELECTION: self.selections.bookings.apply,

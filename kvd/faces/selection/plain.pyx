@@ -187,7 +187,7 @@ cdef class PlainSelect(PlainPrompt):
         fleet = self.scanned(body, size)
         if fleet is None or not self.plain():
             return None
-        if self.books and (self.bookings.publish is not None or fleet.predictions is not None):
+        if self.books and (self.bookings.steps.subscribers or fleet.predictions is not None):
             return None
         if self.choices.held and fleet.queue.waits(None):
             return None
@@ -312,7 +312,7 @@ cdef class PlainStep(Answerer):
 
     cdef Ledger ledger_of(self, str reservation_id):
         fleet = self.live.get(reservation_id)
-        if fleet is None or self.bookings.publish is not None:
+        if fleet is None or self.bookings.steps.subscribers:
             return None
         if self.choices.held and len(fleet.queue):
             return None

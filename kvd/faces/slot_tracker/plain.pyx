@@ -90,7 +90,7 @@ cdef class PlainAdd(PlainSlots):
         cdef BodyScanner scanner = self.scanner
         cdef CAdmission admission
         cdef uint64_t worker_id, dp_rank, tokens = 0
-        if ledger is None or self.slots.publish is not None or not scanner.core.present(0):
+        if ledger is None or self.slots.steps.subscribers or not scanner.core.present(0):
             return None
         if not (
             id_of(scanner.core.value(kRequestId), &admission.id)
@@ -174,7 +174,7 @@ cdef class PlainLoads(PlainSlots):
 cdef RequestId named(PlainSlots answerer, Ledger ledger) except? 0:
     """Returns the live request that a body of STEP_FIELDS names, kNone if it is to be left."""
     cdef string_view request_id
-    if ledger is None or answerer.slots.publish is not None:
+    if ledger is None or answerer.slots.steps.subscribers:
         return kNone
     if not id_of(answerer.scanner.core.value(kRequestId), &request_id):
         return kNone
