@@ -30,8 +30,8 @@ from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.wire.envelope import Terms
-from kvd.wire.standard_events import Publication
+from kvd.wire.envelope import StreamIdentity
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes, sequence_hashes
 from kvd_core.conductor.conductor import Conductor
 from kvd_core.index.prefix_index import UNFINISHED, IngestCounters, PrefixIndex
@@ -121,7 +121,9 @@ def ingest() -> None:
     def publish() -> None:
         index = PrefixIndex(BLOCK_SIZE, IngestCounters())
         source = Conductor(index).add_source("a", "", "", 0, False)
-        publication = Publication(source, Terms("m", "default", BLOCK_SIZE, "", "", 0, False))
+        publication = StandardEventStream(
+            source, StreamIdentity("m", "default", BLOCK_SIZE, "", "", 0, False)
+        )
         for payload in payloads:
             publication.apply(payload)
         sizes["publisher"] = index.stats()["bytes"]
@@ -196,7 +198,9 @@ def slices() -> None:
     for name, payload in long_batches().items():
         index = PrefixIndex(BLOCK_SIZE, IngestCounters())
         source = Conductor(index).add_source("a", "", "", 0, False)
-        stream = Publication(source, Terms("m", "default", BLOCK_SIZE, "", "", 0, False))
+        stream = StandardEventStream(
+            source, StreamIdentity("m", "default", BLOCK_SIZE, "", "", 0, False)
+        )
         took: list[float] = []
         shown = UNFINISHED
         while shown == UNFINISHED:

@@ -14,7 +14,7 @@ import time
 from contextlib import closing
 
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.http.fast_path import Lane
+from kvd.http.fast_path import FastPath
 from kvd.http.permits import PermitRules
 from kvd.slots.trackers import SlotTrackers
 
@@ -45,7 +45,7 @@ def nanoseconds(held: int) -> float:
     rules = PermitRules()
     others = [(b"other-0123456789-%d" % number, 1) for number in range(held - 1)]
     rules.replace([*others, *([(TOKEN, 1)] if held else [])], [], [])
-    lane = Lane(ROUTES, [], wake, note, note, wake, rules)
+    lane = FastPath(ROUTES, [], wake, note, note, wake, rules)
     lane.lines = lane.created_lines = b"HTTP/1.1 200 OK\r\n"
     shown = b"authorization: Bearer %b\r\n" % TOKEN if held else b""
     common = b"host: 127.0.0.1:8091\r\nuser-agent: bench\r\naccept: */*\r\n"

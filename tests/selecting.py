@@ -17,10 +17,10 @@ from kvd.platform.descriptors import MAX_WAITING
 from kvd.selection.admission import OWNER
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
-from kvd.selection.requests import Ask, Held, Look
+from kvd.selection.requests import Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.selector.settings import Settings
@@ -35,11 +35,11 @@ class Listeners:
     """Listeners that read nothing; ending one takes a while, as long as `slow` is set."""
 
     def __init__(self) -> None:
-        self.running: dict[RankKey, Listener] = {}
+        self.running: dict[RankKey, EventStream] = {}
         self.starts = 0
         self.slow = True
 
-    def start(self, key: RankKey, listener: Listener) -> None:
+    def start(self, key: RankKey, listener: EventStream) -> None:
         if key in self.running:
             raise KeyError(key)
         self.running[key] = listener
@@ -78,19 +78,19 @@ class Service:
             max_waiting=max_waiting,
         )
         self.told: list[Event] = []
-        self.selections.bookings.steps.subscribe(self.told.append)
+        self.selections.reservations.steps.subscribe(self.told.append)
 
     def fleet(self, key: PartitionKey = M) -> Fleet:
         return self.selections.fleets[key]
 
-    def ask(self, key: PartitionKey = M, **members: Any) -> Ask:
+    def ask(self, key: PartitionKey = M, **members: Any) -> SelectRequest:
         settings: Settings = members.pop("settings", self.options.settings)
-        return Ask(key, settings, **members)
+        return SelectRequest(key, settings, **members)
 
     def select(self, blocks: list[int], tokens: int | None = None, **members: Any) -> Any:
         """Selects for a prompt of these blocks; returns what was answered, or the one held."""
-        answer = self.selections.choices.select(self.ask(**members), look(blocks, tokens))
-        return answer if isinstance(answer, Held) else json.loads(answer.answer)
+        answer = self.selections.scheduler.select(self.ask(**members), look(blocks, tokens))
+        return answer if isinstance(answer, QueuedRequest) else json.loads(answer.answer)
 
     def reserve(
         self,
@@ -100,7 +100,7 @@ class Service:
         tokens: int = 0,
         key: PartitionKey = M,
     ) -> None:
-        self.selections.bookings.reserve(
+        self.selections.reservations.reserve(
             key, reservation_id, rank, look(blocks), tokens, predicts=True
         )
 
@@ -138,14 +138,14 @@ class Service:
             assert list(map(fleet.workers.get, sorted(fleet.workers))) == records
             self.check_pool(fleet)
             fleet.ledger.verify()
-            mine = {name: one for name, one in selections.bookings.live.items() if one is fleet}
+            mine = {name: one for name, one in selections.reservations.live.items() if one is fleet}
             assert all(fleet.ledger.request(name) is not None for name in mine)
             assert len(mine) == fleet.ledger.stats()["requests"]
             live |= mine
             held += len(fleet.queue)
             assert fleet.ledger.loads.eased is not None or not len(fleet.queue)
-        assert live.keys() == selections.bookings.live.keys()
-        assert held == selections.choices.held
+        assert live.keys() == selections.reservations.live.keys()
+        assert held == selections.scheduler.held
         if not held:
             assert all(f.ledger.loads.eased is None for f in selections.fleets.values())
         for partition in selections.state.partitions.values():

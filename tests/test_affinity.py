@@ -61,7 +61,7 @@ class Sessions(Service):
         return answer["worker_id"], answer["dp_rank"]
 
     def free(self, reservation_id: str) -> None:
-        self.selections.bookings.free(reservation_id)
+        self.selections.reservations.free(reservation_id)
 
     def said(self) -> list[tuple[str, int, int | None]]:
         said = [(each.session_id, each.worker_id, each.dp_rank) for each in self.bound]
@@ -127,7 +127,7 @@ async def test_the_time_begins_when_the_last_booking_ends(by: str) -> None:
         service.expire()
     else:
         event = Event(M, BLOCK_SIZE, "b", *place, Step.FREE)
-        assert service.selections.bookings.apply(event, service.now) is Outcome.APPLIED
+        assert service.selections.reservations.apply(event, service.now) is Outcome.APPLIED
     assert service.said() == [("s", *place)]
     service.now += TTL_S - 1
     assert service.follow() == place

@@ -134,7 +134,7 @@ def shown(service: Service) -> Any:
         listeners,
         service.listeners.starts,
         loads,
-        set(selections.bookings.live),
+        set(selections.reservations.live),
     )
 
 
@@ -236,7 +236,7 @@ async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted
     service.reserve("b", (1, 1), [1, 2], 8)
     starts = service.listeners.starts
     assert (await service.selections.workers.put(replace(old, **change))).reasons == []
-    assert "".join(sorted(service.selections.bookings.live)) == kept
+    assert "".join(sorted(service.selections.reservations.live)) == kept
     assert service.listeners.starts - starts == restarted
     freed = {event.request_id for event in service.told if event.step is Step.FREE}
     assert freed == {"a", "b"} - set(kept)  # replicas are told
@@ -261,7 +261,9 @@ async def test_a_patch_may_end_a_worker() -> None:
     service = await ready(TWO)
     service.reserve("a", (1, 0), [1, 2], 8)
     entry = await service.selections.workers.patch(1, lambda record: replace(record, endpoint=""))
-    assert entry.reasons and not service.selections.bookings.live and not service.listeners.running
+    assert (
+        entry.reasons and not service.selections.reservations.live and not service.listeners.running
+    )
     service.check()
     entry = await service.selections.workers.patch(
         1, lambda record: replace(record, endpoint="http://x")
@@ -277,11 +279,11 @@ async def test_what_is_deleted_is_gone() -> None:
     service.reserve("a", (1, 0), [1, 2], 8)
     service.reserve("b", (2, 0), [1, 2], 8)
     assert (await service.selections.workers.delete(1)).record == TWO
-    assert set(service.selections.bookings.live) == {"b"}
+    assert set(service.selections.reservations.live) == {"b"}
     with pytest.raises(NotFound):
         await service.selections.workers.delete(1)
     with pytest.raises(NotFound):
-        service.selections.bookings.free("a")
+        service.selections.reservations.free("a")
     service.reserve("a", (2, 0), [1], 4)  # the id is free
     service.check()
     await service.selections.workers.delete(2)
@@ -301,12 +303,12 @@ async def test_bookings_can_be_ended_while_their_worker_changes(
         nursery.start_soon(service.selections.workers.put, replace(TWO, **change))
         for _ in range(later):  # its listeners are about to end
             await trio.lowlevel.checkpoint()
-        service.selections.bookings.prefill_complete("c")
-        service.selections.bookings.free("ab"[len(service.told) > 5])
+        service.selections.reservations.prefill_complete("c")
+        service.selections.reservations.free("ab"[len(service.told) > 5])
         assert service.select([1, 2])["worker_id"] == 1
         await trio.testing.wait_all_tasks_blocked()
         service.check()
-    assert set(service.selections.bookings.live) == {"c"}
+    assert set(service.selections.reservations.live) == {"c"}
 
 
 # ---- the whole catalog of a model
@@ -321,7 +323,7 @@ async def test_a_set_is_idempotent() -> None:
         entries = await service.selections.workers.put_all(M, wanted)
         assert [entry.record for entry in entries] == wanted
         assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
-        assert set(service.selections.bookings.live) == {"b"}
+        assert set(service.selections.reservations.live) == {"b"}
         service.check()
     assert service.listeners.starts == 5
     assert await service.selections.workers.put_all(M, []) == []
@@ -360,7 +362,7 @@ async def test_a_set_may_change_the_block_size() -> None:
     entries = await service.selections.workers.put_all(M, wanted)
     assert [entry.reasons for entry in entries] == [[], [], []]
     assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
-    assert not service.selections.bookings.live
+    assert not service.selections.reservations.live
     service.check()
 
 
@@ -374,7 +376,7 @@ async def test_a_set_without_a_worker_in_common_always_has_someone_to_select(
     answers: list[bytes] = []
 
     async def wait() -> None:
-        answers.append(await service.selections.choices.wait(held))
+        answers.append(await service.selections.scheduler.wait(held))
 
     nursery.start_soon(wait)
     nursery.start_soon(service.selections.workers.put_all, M, [worker(2), worker(3)])
@@ -517,7 +519,7 @@ async def test_a_client_that_goes_away_leaves_no_half_worker(steps: list[tuple[A
         for worker_id in list(service.selections.workers.entries):
             await service.selections.workers.delete(worker_id)
         service.check()
-        assert not service.listeners.running and not service.selections.bookings.live
+        assert not service.listeners.running and not service.selections.reservations.live
         service.now += EXPIRY_S
 
 
@@ -578,7 +580,7 @@ async def test_those_that_wait_get_who_joins(nursery: trio.Nursery) -> None:
     answers: list[bytes] = []
 
     async def wait() -> None:
-        answers.append(await service.selections.choices.wait(held))
+        answers.append(await service.selections.scheduler.wait(held))
 
     nursery.start_soon(wait)
     await service.registry.unregister(1, "m", "t", None)

@@ -169,7 +169,7 @@ async def test_what_waits_ends_in_one_way(
     service.now += 2
     callers[0].scope.cancel()
     await settled()
-    service.selections.choices.stop()
+    service.selections.scheduler.stop()
     assert decisions(service) == {
         ("whole", "QUEUE_FULL"): 1,
         ("whole", "LEFT"): 1,
@@ -190,10 +190,10 @@ async def test_who_waits_too_long_and_who_is_served(
     service.reserve("a", (1, 0), [901], BATCH + 1)
     held = service.select(PROMPT)
     with pytest.raises(Unavailable):
-        await service.selections.choices.wait(held)
+        await service.selections.scheduler.wait(held)
     caller = calls(nursery, service, PROMPT, phase=None)
     await settled()
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
     assert caller.answer
     assert decisions(service) == {("whole", "TIMED_OUT"): 1, ("whole", "SERVED"): 1}
@@ -234,8 +234,8 @@ async def test_reservations_that_end_by_themselves() -> None:
     service.expire()
     service.reserve("gone", (2, 0), [1])
     await service.selections.workers.delete(2)
-    bookings = service.selections.bookings
-    assert (bookings.expired, bookings.removed) == (1, 1)
+    reservations = service.selections.reservations
+    assert (reservations.expired, reservations.removed) == (1, 1)
 
 
 async def test_loads_rank_by_rank_while_there_are_few() -> None:

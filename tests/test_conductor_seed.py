@@ -20,7 +20,7 @@ from publishing import Json, Running, running_conductor
 from kvd.index.partitions import State
 from kvd.model import PartitionKey
 from kvd.wire.envelope import Terms
-from kvd.wire.standard_events import Publication
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes, sequence_hashes
 
 S = 1337  # the seed of hashes, which the page leaves open
@@ -377,7 +377,7 @@ class Published:
         key = PartitionKey(self.terms.model_name, self.terms.tenant_id)
         scope = self.terms.lora_name, self.terms.cache_salt
         source = state.add_source(key, 64, "a", *scope, 0, store=self.terms.store)
-        self.said = Publication(source, self.terms)
+        self.said = StandardEventStream(source, self.terms)
         found = state.sized[(*key, 64)].conductor
         assert found is not None
         self.conductor = found

@@ -18,7 +18,7 @@ from kvd.index.publishers import Publishers
 from kvd.index.registry import INDEXER, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.wire.envelope import Terms
-from kvd.wire.standard_events import Publication
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes
 from kvd_core.conductor.conductor import Source
 from kvd_core.index.prefix_index import UNFINISHED
@@ -43,9 +43,9 @@ class Fleet:
 
     def publisher(
         self, instance: str = "7", *, store: bool = False, rank: int = 0, size: int = BLOCK_SIZE
-    ) -> tuple[Source, Publication]:
+    ) -> tuple[Source, StandardEventStream]:
         source = self.state.add_source(KEY, size, instance, "", "", rank, store=store)
-        return source, Publication(source, Terms("m", "default", size, "", "", rank, store))
+        return source, StandardEventStream(source, Terms("m", "default", size, "", "", rank, store))
 
     def leave(self, source: Source, size: int = BLOCK_SIZE) -> None:
         self.state.remove_source(KEY, size, source)

@@ -25,7 +25,7 @@ from kvd.config.settings import SETTINGS
 from kvd.fleet_file import parse as fleetfile
 from kvd.http.limits import HttpLimits
 from kvd.platform.descriptors import ENOUGH
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 
 PACKAGING = REPOSITORY / "packaging"
@@ -167,7 +167,7 @@ def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -
     path.write_text(text.replace(told, str(tokens)).replace(followed, str(fleet)))
     assert main(["config", "check", "--config", str(path)]) == 0
     heard: dict[str, list[Any]] = {"indexer": [], "selection": []}
-    for each in fleetfile.load(fleet, Outgoing()):
+    for each in fleetfile.load(fleet, EgressPolicy()):
         heard[each.table].append(
             each.wanted.addresses(0)
             if each.table == "selection"

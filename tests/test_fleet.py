@@ -27,19 +27,19 @@ from selecting import Service
 from kvd.config.load import StartError
 from kvd.errors import Conflict
 from kvd.fleet_file import parse as fleetfile
-from kvd.fleet_file.follower import Fleet
+from kvd.fleet_file.follower import FleetFileFollower
 from kvd.fleet_file.targets import (
-    ConductorDesk,
-    IndexerDesk,
-    ReplicaDesk,
-    SelectionDesk,
-    SlotTrackerDesk,
+    ConductorTarget,
+    IndexerTarget,
+    ReplicaTarget,
+    SelectionTarget,
+    SlotTrackerTarget,
 )
 from kvd.index.publishers import Publishers
 from kvd.model import PartitionKey, RankKey
 from kvd.replica_sync.replicas import Replicas
 from kvd.slots.trackers import SlotTrackers
-from kvd.wire.egress import DEFAULT, Outgoing, Places
+from kvd.wire.egress import DEFAULT, AllowedNetworks, EgressPolicy
 from kvd.wire.replica import Replica, ReplicaCounts
 
 M = PartitionKey("m", "default")
@@ -71,15 +71,15 @@ class Faces:
         self.links = Links()
         self.replicas = Replicas(self.links, ReplicaCounts())
         self.path = folder / "fleet.toml"
-        self.fleet = Fleet(
+        self.fleet = FleetFileFollower(
             self.path,
-            Outgoing(),
+            EgressPolicy(),
             {
-                "indexer": IndexerDesk(self.registry),
-                "slot_tracker": SlotTrackerDesk(self.slots),
-                "selection": SelectionDesk(self.workers),
-                "conductor": ConductorDesk(self.publishers),
-                "replica": ReplicaDesk(self.replicas),
+                "indexer": IndexerTarget(self.registry),
+                "slot_tracker": SlotTrackerTarget(self.slots),
+                "selection": SelectionTarget(self.workers),
+                "conductor": ConductorTarget(self.publishers),
+                "replica": ReplicaTarget(self.replicas),
             },
             look_every_s,
         )
@@ -188,7 +188,7 @@ async def test_what_clients_have_registered_is_theirs(tmp_path: Path) -> None:
     entries = [rank(1), tracked(1), worker(2, 2), publisher("a"), replica(1)]
     faces.path.write_text("\n".join(entries))
     ranked, tracking, working, publishing, replicated = (
-        each.wanted for each in fleetfile.load(faces.path, Outgoing())
+        each.wanted for each in fleetfile.load(faces.path, EgressPolicy())
     )
     ranked.register(faces.registry)
     faces.slots.register(*tracking)
@@ -413,7 +413,7 @@ async def test_what_a_refused_reload_has_left_out_waits_for_another_change(
             raise StartError("something elsewhere is wrong")
     with pytest.raises(StartError, match=f"{faces.path}: indexer, entry 1: .*outgoing_allow"):
         async with faces.fleet.reloading():
-            await faces.fleet.prepare(Places())
+            await faces.fleet.prepare(AllowedNetworks())
     for _ in range(10):
         await trio.sleep(faces.fleet._look_every_s)
     assert faces.fleet.reads == {"applied": 1, "refused": 1}

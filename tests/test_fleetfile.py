@@ -9,7 +9,7 @@ import pytest
 from kvd.cli.main import main
 from kvd.faces.indexer import routes as indexer
 from kvd.fleet_file import parse as fleetfile
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 
 RANK = 'instance_id = 1\nmodel_name = "m"\nblock_size = 16\nendpoint = "tcp://10.0.0.1:5557"\n'
 FLEET = f"""
@@ -53,7 +53,7 @@ endpoint = "tcp://10.0.0.9:5600"
 def load(text: str, folder: Path) -> list[fleetfile.Entry]:
     path = folder / "fleet.toml"
     path.write_text(text)
-    return fleetfile.load(path, Outgoing())
+    return fleetfile.load(path, EgressPolicy())
 
 
 def test_entries_of_every_table(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=WRONG[text]):
-        fleetfile.load(path, Outgoing())
+        fleetfile.load(path, EgressPolicy())
 
 
 def test_the_configuration_is_checked_with_its_fleet(

@@ -488,11 +488,11 @@ BOOKINGS = ("/add", "/prefill_complete", "/free", "/register", "/unregister")
 
 def test_clients_that_book_the_same_requests_at_once(kvd: Kvd) -> None:
     with ThreadPoolExecutor(8) as pool:
-        statuses = pool.map(lambda seed: _bookings(kvd, random.Random(seed)), range(8))
+        statuses = pool.map(lambda seed: _reservations(kvd, random.Random(seed)), range(8))
         assert set().union(*statuses) == {200, 201, 404, 409}
 
 
-def _bookings(kvd: Kvd, rng: random.Random) -> set[int]:
+def _reservations(kvd: Kvd, rng: random.Random) -> set[int]:
     with httpx.Client(base_url=kvd.slots.base_url, trust_env=False) as client:
         return {_book(client, rng) for _ in range(50)}
 

@@ -25,7 +25,7 @@ from kvd.http.types import Route
 from kvd.model import PartitionKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.queue import Waiting
-from kvd.selection.requests import Held
+from kvd.selection.requests import QueuedRequest
 from kvd.slots.trackers import SlotTrackers
 from kvd_core.selector.settings import Settings
 from tests.http.serving import Client, Running, open_descriptors, serving
@@ -120,7 +120,7 @@ async def test_who_leaves_right_after_asking_has_reserved_nothing(
 
     routes = selection_routes(service.selections)
     await leave_at_once(routes, LEAVING[leaving], parked, ask)
-    assert not service.selections.bookings.live
+    assert not service.selections.reservations.live
     assert service.fleet().ledger.stats()["requests"] == 0
     service.check()
 
@@ -245,19 +245,19 @@ async def test_sixty_four_clients_that_leave_at_any_moment(seed: int) -> None:
             for caller in callers:
                 nursery.start_soon(caller.run)
         await running.until_empty()
-    live = set(selections.bookings.live)
+    live = set(selections.reservations.live)
     unsure = set[str]().union(*(caller.unsure for caller in callers))
     assert not live & set[str]().union(*(caller.not_booked for caller in callers))
     unheard = live - unsure  # by the server's names
     assert all(len(name) == 36 for name in unheard)
     assert len(unheard) <= sum(caller.unnamed for caller in callers)
-    assert selections.choices.held == 0 and not len(service.fleet().queue)
-    assert selections.bookings.given_back > 0 and min(seen.values()) > 0
+    assert selections.scheduler.held == 0 and not len(service.fleet().queue)
+    assert selections.reservations.given_back > 0 and min(seen.values()) > 0
     for name in live:
-        selections.bookings.free(name)
+        selections.reservations.free(name)
     stats = service.fleet().ledger.stats()
     assert (stats["requests"], stats["blocks"], stats["output_blocks"]) == (0, 0, 0)
     service.check()
     assert open_descriptors() <= descriptors
     gc.collect()
-    assert not any(isinstance(one, Held | Waiting) for one in gc.get_objects())
+    assert not any(isinstance(one, QueuedRequest | Waiting) for one in gc.get_objects())

@@ -19,7 +19,7 @@ from processes import REPOSITORY, clean_environment
 
 from kvd.telemetry import logs
 from kvd.telemetry import stderr as outlet
-from kvd.telemetry.stderr import Outlet
+from kvd.telemetry.stderr import NonBlockingWriter
 
 Written = Callable[[], str]
 
@@ -158,14 +158,14 @@ def notice(count: int) -> bytes:
     return b"lost %d\n" % count
 
 
-Make = Callable[[int], Outlet]
+Make = Callable[[int], NonBlockingWriter]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Makes outlets, which are closed in the end."""
     with ExitStack() as made:
-        yield lambda descriptor: made.enter_context(closing(Outlet(descriptor, notice)))
+        yield lambda descriptor: made.enter_context(closing(NonBlockingWriter(descriptor, notice)))
 
 
 LINE = b"x" * 99 + b"\n"

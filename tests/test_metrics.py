@@ -34,7 +34,7 @@ from kvd.telemetry.metrics import (
     stats_families,
 )
 from kvd.wire.counts import StreamCounts
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
@@ -42,7 +42,7 @@ from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 class Idle:
     """Listeners that read nothing."""
 
-    def start(self, key: RankKey, listener: Listener) -> None:
+    def start(self, key: RankKey, listener: EventStream) -> None:
         pass
 
     async def stop(self, key: RankKey) -> bool:
@@ -106,8 +106,8 @@ def test_nothing_is_announced_before_it_is_hit() -> None:
 
 
 def test_totals_outlive_their_listeners() -> None:
-    def listener() -> Listener:
-        made = Listener("x", "tcp://h:1", NoStream())
+    def listener() -> EventStream:
+        made = EventStream("x", "tcp://h:1", NoStream())
         made.take(3, b"12345")
         made.judge()
         made.settle()
@@ -222,7 +222,7 @@ def test_thousands_of_series_come_in_pieces_with_rests_between() -> None:
     state = State()
     for number in range(1500):
         state.add_rank(RankKey(PartitionKey("m", str(number)), 1, 0), 16)
-    listeners = [Listener("x", "tcp://h:1", NoStream()) for _ in range(5000)]
+    listeners = [EventStream("x", "tcp://h:1", NoStream()) for _ in range(5000)]
 
     def families() -> Iterator[Family | None]:
         yield from listener_families(listeners, StreamCounts(), now=0.0)

@@ -69,7 +69,7 @@ async def test_prefill_goes_by_cache_and_prefill_load() -> None:
     assert [rows[each]["eligible"] for each in (1, 2, 3, 4)] == [True, True, False, False]
     assert (rows[1]["cost"], rows[2]["cost"]) == (5.0, 3.0)
     assert loads(service)[2] == (TOKENS, 1000, 2)  # no blocks of its own
-    service.selections.bookings.prefill_complete("r")
+    service.selections.reservations.prefill_complete("r")
     assert loads(service)[2] == (0, 1000, 2)
 
 
@@ -119,7 +119,7 @@ async def test_selecting_both_books_nothing() -> None:
     service = await disaggregated()
     answer = service.select(PROMPT, phase=Phase.BOTH)
     assert "reservation_id" not in answer and "reservation_id" not in answer["prefill"]
-    assert not service.selections.bookings.live
+    assert not service.selections.reservations.live
 
 
 async def test_one_worker_may_serve_both() -> None:
@@ -133,15 +133,15 @@ async def test_one_worker_may_serve_both() -> None:
 async def test_completion_ends_the_prefill_booking(by: str) -> None:
     service = await disaggregated()
     service.select(PROMPT, phase=Phase.BOTH, reservation_id="r")
-    bookings = service.selections.bookings
-    getattr(bookings, by)("r")
-    assert set(bookings.live) == ({"r"} if by == "prefill_complete" else set())
+    reservations = service.selections.reservations
+    getattr(reservations, by)("r")
+    assert set(reservations.live) == ({"r"} if by == "prefill_complete" else set())
     assert sum(load[0] for load in loads(service).values()) == 0
     if by == "prefill_complete":
-        bookings.prefill_complete("r")
-        bookings.free("r")
+        reservations.prefill_complete("r")
+        reservations.free("r")
     with pytest.raises(NotFound):
-        bookings.free("r")
+        reservations.free("r")
     assert all(load == (0, 0, 0) for load in loads(service).values())
     service.check()
 
@@ -151,12 +151,12 @@ async def test_a_decode_worker_that_leaves_takes_the_prefill_booking_not_along(b
     service = await disaggregated()
     answer = service.select(PROMPT, phase=Phase.BOTH, reservation_id="r")
     await service.selections.workers.delete(answer["worker_id"])
-    bookings = service.selections.bookings
-    assert set(bookings.live) == {"r:prefill"}
-    getattr(bookings, by)("r")
-    assert not bookings.live
+    reservations = service.selections.reservations
+    assert set(reservations.live) == {"r:prefill"}
+    getattr(reservations, by)("r")
+    assert not reservations.live
     with pytest.raises(NotFound):
-        getattr(bookings, by)("r")
+        getattr(reservations, by)("r")
 
 
 async def test_both_are_booked_anew_when_one_worker_has_left() -> None:
@@ -166,14 +166,14 @@ async def test_both_are_booked_anew_when_one_worker_has_left() -> None:
     await service.selections.workers.delete(first["prefill"]["worker_id"])
     assert service.select(PROMPT, **asked) == first  # r lives
     await service.selections.workers.put(batched(first["prefill"]["worker_id"], role=Role.PREFILL))
-    service.selections.bookings.free("r")
+    service.selections.reservations.free("r")
     first = service.select(PROMPT, **asked)
     await service.selections.workers.delete(first["worker_id"])
     with pytest.raises(Conflict):
         service.select(PROMPT, **asked | {"retry": Retry(("r", "k"), b"2")})
     again = service.select(PROMPT, **asked)
     assert again["worker_id"] != first["worker_id"]
-    assert service.selections.bookings.live.keys() == {"r", "r:prefill"}
+    assert service.selections.reservations.live.keys() == {"r", "r:prefill"}
     assert sum(load[2] for load in loads(service).values()) == 2
     service.check()
 
@@ -184,13 +184,13 @@ async def test_what_is_left_of_both_is_given_back(nursery: trio.Nursery) -> None
     service.reserve("b", (2, 0), [902], BATCH + 1)
     caller = calls(nursery, service, PROMPT, phase=Phase.BOTH, reservation_id="r")
     await settled()
-    service.selections.bookings.free("b")
+    service.selections.reservations.free("b")
     await settled()
     await service.selections.workers.delete(caller.answer["worker_id"])
-    assert set(service.selections.bookings.live) == {"a", "r:prefill"}
-    service.selections.choices.take_back(caller.held)  # nobody has heard of it
-    assert set(service.selections.bookings.live) == {"a"}
-    assert service.selections.bookings.given_back == 1
+    assert set(service.selections.reservations.live) == {"a", "r:prefill"}
+    service.selections.scheduler.take_back(caller.held)  # nobody has heard of it
+    assert set(service.selections.reservations.live) == {"a"}
+    assert service.selections.reservations.given_back == 1
     service.check()
 
 
@@ -202,7 +202,7 @@ async def test_either_id_that_lives_is_a_conflict() -> None:
     for name in ("r", "s"):
         with pytest.raises(Conflict):
             service.select(PROMPT, phase=Phase.BOTH, reservation_id=name)
-    assert loads(service) == before and len(service.selections.bookings.live) == 2
+    assert loads(service) == before and len(service.selections.reservations.live) == 2
 
 
 async def test_without_a_prefill_worker_decode_serves_all_of_it() -> None:
@@ -211,7 +211,7 @@ async def test_without_a_prefill_worker_decode_serves_all_of_it() -> None:
     assert answer["prefill"] is None and "phase" not in answer
     assert answer["fallback"] == "decode only: no prefill worker is available"
     assert loads(service)[answer["worker_id"]] == (TOKENS, 3, 1)
-    assert set(service.selections.bookings.live) == {"r"}
+    assert set(service.selections.reservations.live) == {"r"}
     with pytest.raises(Unavailable, match="no prefill worker is available"):
         service.select(PROMPT, phase=Phase.PREFILL)
 
@@ -235,11 +235,11 @@ async def test_both_wait_for_a_prefill_worker_and_hold_nobody_up(nursery: trio.N
     assert service.select(PROMPT, phase=Phase.DECODE)["worker_id"] in (3, 4)
     await settled()
     assert both.answer is None and alone.answer is None
-    assert service.selections.bookings.live.keys() == {"a", "b"}
-    service.selections.bookings.prefill_complete("b")
+    assert service.selections.reservations.live.keys() == {"a", "b"}
+    service.selections.reservations.prefill_complete("b")
     await settled()
     assert both.answer["prefill"]["worker_id"] == alone.answer["worker_id"] == 2
-    assert service.selections.bookings.live.keys() == {"a", "b", "r", "r:prefill"}
+    assert service.selections.reservations.live.keys() == {"a", "b", "r", "r:prefill"}
     service.check()
 
 
@@ -267,16 +267,16 @@ async def test_replicas_hear_of_both_bookings() -> None:
 
     def mirror(of: Service, to: Service) -> None:
         for event in of.told:
-            assert to.selections.bookings.apply(event, to.now) is Outcome.APPLIED
+            assert to.selections.reservations.apply(event, to.now) is Outcome.APPLIED
         of.told.clear()
 
     mirror(service, replica)
     assert loads(replica) == loads(service)
-    replica.selections.bookings.prefill_complete("r")  # on the other one
+    replica.selections.reservations.prefill_complete("r")  # on the other one
     assert [event.step for event in replica.told] == [Step.FREE, Step.PREFILL_COMPLETE]
     mirror(replica, service)
     assert loads(replica) == loads(service)
-    assert service.selections.bookings.live.keys() == {"r"}
+    assert service.selections.reservations.live.keys() == {"r"}
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
@@ -285,7 +285,9 @@ async def test_a_phase_is_reserved_as_it_is_selected(phase: Phase) -> None:
     chosen = one.select(PROMPT, phase=phase, reservation_id="r")
     rank = chosen["worker_id"], chosen["dp_rank"]
     tokens = chosen["effective_prefill_tokens"]
-    two.selections.bookings.reserve(M, "r", rank, look(PROMPT), tokens, predicts=True, phase=phase)
+    two.selections.reservations.reserve(
+        M, "r", rank, look(PROMPT), tokens, predicts=True, phase=phase
+    )
     assert loads(one) == loads(two) and one.told == two.told
 
 
@@ -315,25 +317,27 @@ async def test_replicas_agree_whatever_happens_to_phases(seed: int) -> None:
         at = rng.randrange(2)
         service, other = pair[at], pair[1 - at]
         name = f"r{rng.randrange(12)}{rng.choice(('', '', '', PREFILL_SUFFIX))}"
-        before = loads(service), dict(service.selections.bookings.live)
+        before = loads(service), dict(service.selections.reservations.live)
         try:
             await step(service, name, rng)
         except (Conflict, NotFound):
-            assert (loads(service), dict(service.selections.bookings.live)) == before
+            assert (loads(service), dict(service.selections.reservations.live)) == before
         for event in service.told:
-            assert other.selections.bookings.apply(event, other.now) is Outcome.APPLIED
+            assert other.selections.reservations.apply(event, other.now) is Outcome.APPLIED
         service.told.clear()
         assert loads(service) == loads(other)
-        assert service.selections.bookings.live.keys() == other.selections.bookings.live.keys()
+        assert (
+            service.selections.reservations.live.keys() == other.selections.reservations.live.keys()
+        )
         service.check()
-    for name in list(pair[0].selections.bookings.live):
-        if name in pair[0].selections.bookings.live:
-            pair[0].selections.bookings.free(name)
+    for name in list(pair[0].selections.reservations.live):
+        if name in pair[0].selections.reservations.live:
+            pair[0].selections.reservations.free(name)
     assert all(load == (0, 0, 0) for load in loads(pair[0]).values())
 
 
 async def step(service: Service, name: str, rng: Random) -> None:
-    bookings = service.selections.bookings
+    reservations = service.selections.reservations
     blocks = [10 + number for number in range(rng.randrange(5))] + [rng.getrandbits(50)]
     kind = rng.choice(("select", "select", "reserve", "complete", "free", "free"))
     if kind == "select":
@@ -341,8 +345,8 @@ async def step(service: Service, name: str, rng: Random) -> None:
     elif kind == "reserve":
         phase = rng.choice((None, Phase.PREFILL, Phase.DECODE))
         rank = rng.randint(1, 4), 0
-        bookings.reserve(M, name, rank, look(blocks), 7, predicts=True, phase=phase)
+        reservations.reserve(M, name, rank, look(blocks), 7, predicts=True, phase=phase)
     elif kind == "complete":
-        bookings.prefill_complete(name)
+        reservations.prefill_complete(name)
     else:
-        bookings.free(name)
+        reservations.free(name)

@@ -30,12 +30,12 @@ from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.selection.candidates import schedulable
 from kvd.selection.options import THRESHOLDS, RouterOptions
-from kvd.selection.requests import Ask, Held
+from kvd.selection.requests import QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL, Role, WorkerRecord
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 from kvd.wire.lifecycle import Lifecycle
 from kvd_core.base.draws import Draws
 from kvd_core.base.hashing import sequence_hashes
@@ -68,7 +68,7 @@ TENANTS = st.sampled_from([DEFAULT_TENANT, "other"])
 class Deaf:
     """Listeners that hear nothing."""
 
-    def start(self, key: RankKey, listener: Listener) -> None:
+    def start(self, key: RankKey, listener: EventStream) -> None:
         pass
 
     async def stop(self, key: RankKey) -> bool:
@@ -127,11 +127,13 @@ class Face:
     ) -> None:
         key = PartitionKey(model, DEFAULT_TENANT)
         rank = rank or schedulable(self.selections.fleets, key).pool.candidates[0][:2]
-        self.selections.bookings.reserve(key, reservation_id, rank, look, tokens, predicts=False)
+        self.selections.reservations.reserve(
+            key, reservation_id, rank, look, tokens, predicts=False
+        )
 
     def state(self) -> Any:
         """Everything that a request may change."""
-        live = {name: fleet.key for name, fleet in self.selections.bookings.live.items()}
+        live = {name: fleet.key for name, fleet in self.selections.reservations.live.items()}
         return (live, self.counted()), [
             (
                 fleet.render_loads(),
@@ -379,7 +381,7 @@ def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],
 ) -> None:
     face = Face()
-    face.selections.bookings.steps.subscribe(face.told.append)
+    face.selections.reservations.steps.subscribe(face.told.append)
     for name, body in requests:
         answer = face.answered(name, body)
         assert answer is None or name in (SELECT, PROJECT)
@@ -424,7 +426,10 @@ def test_who_comes_behind_others_is_left_to_wait() -> None:
     face = Face(max_held=1)
     place = PartitionKey("busy", DEFAULT_TENANT)
     assert isinstance(
-        face.selections.choices.select(Ask(place, face.selections.options.settings), look), Held
+        face.selections.scheduler.select(
+            SelectRequest(place, face.selections.options.settings), look
+        ),
+        QueuedRequest,
     )
     busy = [name for name, key in face.state()[0][0].items() if key == place]
     assert not face.answered(COMPLETE, busy[0].encode())
@@ -462,7 +467,7 @@ def test_without_events_the_handler_predicts() -> None:
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
     face = Face()
     assert face.answered(RESERVE, BOOKED)
-    booked = face.selections.bookings.live["c"].ledger.request("c")
+    booked = face.selections.reservations.live["c"].ledger.request("c")
     assert booked is not None and booked.admitted_at == NOW
 
 

@@ -47,12 +47,12 @@ async def test_what_is_booked_counts_as_cached_until_its_time_is_up() -> None:
     service.select([1, 2, 3])
     assert predicted(service) == 0  # a selection is no booking
     booked = service.select([1, 2, 3], reservation_id="r")
-    service.selections.bookings.prefill_complete("r")
+    service.selections.reservations.prefill_complete("r")
     again = service.select([1, 2, 3, 4])
     assert again["worker_id"] == booked["worker_id"]
     assert again["overlap"]["gpu"] == 3 * BLOCK_SIZE
     assert again["effective_prefill_tokens"] == BLOCK_SIZE
-    service.selections.bookings.free("r")
+    service.selections.reservations.free("r")
     service.now += TTL_S - 1
     service.expire()
     assert gpu(service, [1, 2, 3]) == 3

@@ -58,7 +58,7 @@ class Caller:
 
     async def run(self) -> None:
         with self.scope:
-            self.answer = json.loads(await self.service.selections.choices.wait(self.held))
+            self.answer = json.loads(await self.service.selections.scheduler.wait(self.held))
 
 
 def steps(service: Service, name: str) -> list[Step]:
@@ -74,11 +74,11 @@ async def test_a_caller_that_left_before_it_heard_keeps_nothing(nursery: trio.Nu
     nursery.start_soon(caller.run)
     await settled()
     caller.scope.cancel()
-    service.selections.bookings.free("a")  # served, but its task has been told to end
-    assert "r" in service.selections.bookings.live
+    service.selections.reservations.free("a")  # served, but its task has been told to end
+    assert "r" in service.selections.reservations.live
     await settled()
     assert caller.answer is None
-    assert "r" not in service.selections.bookings.live
+    assert "r" not in service.selections.reservations.live
     assert steps(service, "r") == [Step.ADD, Step.FREE]
     service.check()
 
@@ -88,12 +88,12 @@ async def test_a_caller_that_is_served_before_it_leaves_hears(nursery: trio.Nurs
     caller = Caller(service, hold(service, reservation_id="r"))
     nursery.start_soon(caller.run)
     await settled()
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     caller.scope.cancel()
     await settled()
-    assert caller.answer is not None and "r" in service.selections.bookings.live
-    service.selections.choices.take_back(caller.held)  # as its connection does
-    assert "r" not in service.selections.bookings.live
+    assert caller.answer is not None and "r" in service.selections.reservations.live
+    service.selections.scheduler.take_back(caller.held)  # as its connection does
+    assert "r" not in service.selections.reservations.live
     service.check()
 
 
@@ -105,9 +105,9 @@ async def test_what_is_given_back_serves_the_next(nursery: trio.Nursery) -> None
         nursery.start_soon(caller.run)
     await settled()
     first.scope.cancel()
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
-    assert list(service.selections.bookings.live) == ["r2"]
+    assert list(service.selections.reservations.live) == ["r2"]
     assert second.answer is not None
     service.check()
 
@@ -117,13 +117,13 @@ async def test_another_booking_of_the_same_id_is_not_given_back(nursery: trio.Nu
     caller = Caller(service, hold(service, reservation_id="r"))
     nursery.start_soon(caller.run)
     await settled()
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
-    service.selections.bookings.free("r")
+    service.selections.reservations.free("r")
     service.now += 1
     service.reserve("r", (1, 0), [5])
-    service.selections.choices.take_back(caller.held)
-    assert "r" in service.selections.bookings.live
+    service.selections.scheduler.take_back(caller.held)
+    assert "r" in service.selections.reservations.live
     service.check()
 
 
@@ -133,10 +133,10 @@ async def test_selections_without_a_booking_leave_nothing(nursery: trio.Nursery)
     nursery.start_soon(caller.run)
     await settled()
     caller.scope.cancel()
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
-    service.selections.choices.take_back(caller.held)
-    assert not service.selections.bookings.live
+    service.selections.scheduler.take_back(caller.held)
+    assert not service.selections.reservations.live
     service.check()
 
 
@@ -146,7 +146,7 @@ async def test_a_caller_that_goes_at_any_moment_leaves_no_trace() -> None:
 
         async def select(service: Service = service) -> None:
             held = hold(service, reservation_id="r")
-            undo = service.selections.choices
+            undo = service.selections.scheduler
             answer = await undo.wait(held)
             try:
                 await trio.lowlevel.checkpoint()  # its answer is being sent
@@ -158,9 +158,9 @@ async def test_a_caller_that_goes_at_any_moment_leaves_no_trace() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancelling.run, select)
             await settled()
-            service.selections.bookings.free("a")
-        assert ("r" in service.selections.bookings.live) is not cancelling.reached
-        assert service.selections.choices.held == 0
+            service.selections.reservations.free("a")
+        assert ("r" in service.selections.reservations.live) is not cancelling.reached
+        assert service.selections.scheduler.held == 0
         service.check()
 
 
@@ -179,7 +179,7 @@ async def test_the_same_request_has_the_same_answer_and_no_further_effect() -> N
         assert service.select([1, 2], **asked) == first
     assert steps(service, "r") == [Step.ADD]
     assert service.fleet().ledger.stats()["requests"] == 1
-    assert service.selections.bookings.retries.repeated == 3
+    assert service.selections.reservations.retries.repeated == 3
     service.check()
 
 
@@ -188,7 +188,7 @@ async def test_a_retry_without_an_id_gets_the_one_that_was_made() -> None:
     first = service.select([1], reservation_id="made", retry=retry(None))
     again = service.select([1], reservation_id="made anew", retry=retry(None))
     assert again == first and again["reservation_id"] == "made"
-    assert list(service.selections.bookings.live) == ["made"]
+    assert list(service.selections.reservations.live) == ["made"]
 
 
 @pytest.mark.parametrize("other", [retry(content=b"2"), retry(key="other"), retry("r", "k2"), None])
@@ -204,7 +204,7 @@ async def test_a_key_is_that_of_its_reservation() -> None:
     service = await ready()
     service.select([1], reservation_id="r", retry=retry("r"))
     service.select([1], reservation_id="s", retry=retry("s", content=b"2"))
-    assert set(service.selections.bookings.live) == {"r", "s"}
+    assert set(service.selections.reservations.live) == {"r", "s"}
 
 
 @pytest.mark.parametrize("by", ["free", "expire", "delete", "replica"])
@@ -212,19 +212,19 @@ async def test_once_the_booking_has_ended_the_request_is_a_new_one(by: str) -> N
     service = await ready(workers=2)
     first = service.select([1], reservation_id="r", retry=retry())
     if by == "free":
-        service.selections.bookings.free("r")
+        service.selections.reservations.free("r")
     elif by == "expire":
         service.now += EXPIRY_S + 1
         service.expire()
-        assert len(service.selections.bookings.retries) == 0
+        assert len(service.selections.reservations.retries) == 0
     elif by == "delete":
         await service.selections.workers.delete(first["worker_id"])
     else:
         event = Event(M, BLOCK_SIZE, "r", first["worker_id"], 0, Step.FREE)
-        assert service.selections.bookings.apply(event, service.now) is Outcome.APPLIED
+        assert service.selections.reservations.apply(event, service.now) is Outcome.APPLIED
     service.now += 1
     assert service.select([1], reservation_id="r", retry=retry(content=b"2"))
-    assert list(service.selections.bookings.live) == ["r"]
+    assert list(service.selections.reservations.live) == ["r"]
     service.check()
 
 
@@ -232,7 +232,7 @@ async def test_answers_are_forgotten_at_the_bound() -> None:
     service = await ready(replace(OPTIONS, max_retries=2))
     for name in ("a", "b", "c"):
         service.select([1], reservation_id=name, retry=retry(name))
-    kept = service.selections.bookings.retries
+    kept = service.selections.reservations.retries
     assert (len(kept), kept.forgotten) == (2, 1)
     with pytest.raises(Conflict):
         service.select([1], reservation_id="a", retry=retry("a"))
@@ -248,14 +248,14 @@ async def test_both_of_two_that_wait_get_one_booking(nursery: trio.Nursery) -> N
     for caller in callers:
         nursery.start_soon(caller.run)
     await settled()
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
     assert callers[0].answer == callers[1].answer is not None
-    assert list(service.selections.bookings.live) == ["made"]
-    service.selections.choices.take_back(callers[0].held)
-    assert "made" in service.selections.bookings.live  # the other one has it
-    service.selections.choices.take_back(callers[1].held)
-    assert not service.selections.bookings.live
+    assert list(service.selections.reservations.live) == ["made"]
+    service.selections.scheduler.take_back(callers[0].held)
+    assert "made" in service.selections.reservations.live  # the other one has it
+    service.selections.scheduler.take_back(callers[1].held)
+    assert not service.selections.reservations.live
     service.check()
 
 
@@ -268,7 +268,7 @@ async def test_metrics_say_so(nursery: trio.Nursery) -> None:
     nursery.start_soon(caller.run)
     await settled()
     caller.scope.cancel()
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
     for _ in range(3):
         service.select([1, 2], reservation_id="s", session_id="s", retry=retry("s"))
@@ -305,7 +305,7 @@ async def test_output_blocks_fade_towards_the_expected_end(tracks: bool) -> None
     service.select([], 1, reservation_id="r", expected_output_tokens=8 * BLOCK_SIZE)
     loads = []
     for _ in range(10):
-        service.selections.bookings.output_block("r", None)
+        service.selections.reservations.output_block("r", None)
         loads.append(decode_blocks(service))
     weighed = [1, 2, 2, 2, 2, 2, 1, 0, 0, 0]  # n x (1 - n / 8), rounded
     assert loads == (weighed if tracks else list(range(1, 11)))
@@ -316,7 +316,7 @@ async def test_a_given_fraction_goes_before() -> None:
     service = await ready(RouterOptions(tracks_output_blocks=True))
     service.select([], 1, reservation_id="r", expected_output_tokens=1000 * BLOCK_SIZE)
     for _ in range(4):
-        service.selections.bookings.output_block("r", 0.25)
+        service.selections.reservations.output_block("r", 0.25)
     assert decode_blocks(service) == 1
 
 
@@ -324,39 +324,39 @@ async def test_without_an_expectation_they_count_in_full() -> None:
     service = await ready(RouterOptions(tracks_output_blocks=True))
     service.select([], 1, reservation_id="r")
     for _ in range(4):
-        service.selections.bookings.output_block("r", None)
+        service.selections.reservations.output_block("r", None)
     assert decode_blocks(service) == 4
     with pytest.raises(NotFound):
-        service.selections.bookings.output_block("x", None)
+        service.selections.reservations.output_block("x", None)
 
 
 async def test_a_mirrored_booking_fades_as_well() -> None:
     service = await ready(RouterOptions(tracks_output_blocks=True))
     add = Event(M, BLOCK_SIZE, "r", 1, 0, Step.ADD, b"", 0, 2 * BLOCK_SIZE)
-    assert service.selections.bookings.apply(add, service.now) is Outcome.APPLIED
+    assert service.selections.reservations.apply(add, service.now) is Outcome.APPLIED
     for load in (1, 0):
-        service.selections.bookings.output_block("r", None)
+        service.selections.reservations.output_block("r", None)
         assert decode_blocks(service) == load  # a half, rounded away from zero; nothing
 
 
 async def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
     service = await ready()
-    bookings = service.selections.bookings
+    reservations = service.selections.reservations
     add = Event(M, BLOCK_SIZE, "r", 1, 0, Step.ADD, b"", 8, router_id=1)
     freed = replace(add, step=Step.FREE, router_id=2)
-    assert bookings.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
-    assert bookings.apply(add, service.now) is Outcome.ENDED
-    assert not bookings.live
-    assert bookings.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
+    assert reservations.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
+    assert reservations.apply(add, service.now) is Outcome.ENDED
+    assert not reservations.live
+    assert reservations.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
     service.select([1, 2], reservation_id="r")  # whatever replicas say, a client may use it
-    assert bookings.apply(add, service.now) is Outcome.ENDED
-    assert list(bookings.live) == ["r"]
+    assert reservations.apply(add, service.now) is Outcome.ENDED
+    assert list(reservations.live) == ["r"]
 
 
 async def test_what_is_shown() -> None:
     service = await ready()
     service.select([1, 2], reservation_id="r", expected_output_tokens=9)
-    key, live = service.selections.bookings.find("r")
+    key, live = service.selections.reservations.find("r")
     assert (key, live.worker_id, live.blocks, live.expected_output_tokens) == (M, 1, 2, 9)
     with pytest.raises(NotFound):
-        service.selections.bookings.find("x")
+        service.selections.reservations.find("x")

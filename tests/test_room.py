@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from loglines import logged
 
-from kvd.app.index_full_log import QUIET_S, Room
+from kvd.app.index_full_log import QUIET_S, IndexFullLog
 from kvd_core.index.prefix_index import Budget, IngestCounters, PrefixIndex
 
 
 def test_a_full_index_is_said_once_until_there_was_room_for_a_while() -> None:
     budget = Budget(1)
     worker = PrefixIndex(1, IngestCounters(), budget=budget).add_worker(1)
-    room = Room(budget)
+    room = IndexFullLog(budget)
 
     def store(name: int) -> None:
         worker.store(0, [name], [name])

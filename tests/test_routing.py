@@ -108,7 +108,7 @@ async def test_all_modes_wait_while_all_are_busy(mode: RouterMode, nursery: trio
     service.reserve("b", (2, 0), [902], BATCH + 1)
     callers = [calls(nursery, service, [1]) for _ in range(4)]
     await settled()
-    service.selections.bookings.prefill_complete("b")
+    service.selections.reservations.prefill_complete("b")
     await settled()
     assert [caller.answer["worker_id"] for caller in callers] == [2] * 4
 
@@ -134,7 +134,7 @@ async def test_direct_does_not_wait_behind_others(nursery: trio.Nursery) -> None
     calls(nursery, service, [1], constraints=pinned)
     direct = OPTIONS.settings.replace(mode=RouterMode.DIRECT.core)
     assert not isinstance(service.select([1], constraints=pinned, settings=direct), Held)
-    service.selections.choices.stop()
+    service.selections.scheduler.stop()
 
 
 async def test_the_mode_of_a_model_and_of_a_tenant() -> None:

@@ -22,7 +22,7 @@ from selecting import EXPIRY_S, M, Service, worker
 from kvd.faces.selection.routes import selection_routes
 from kvd.selection.options import RouterOptions
 from kvd.selection.queue import Waiting
-from kvd.selection.requests import Held
+from kvd.selection.requests import QueuedRequest
 from kvd_core.base.hashing import local_hashes, sequence_hashes
 from kvd_core.selector.settings import Settings
 from tests.http.serving import Client, Reply, Running, eventually, open_descriptors, serving
@@ -113,7 +113,7 @@ class World:
         """Says whether the service has nothing to do: every client rests, or what it waits for is
         held, and no connection is yet to be taken or to be found closed.
         """
-        held = self.service.selections.choices.held
+        held = self.service.selections.scheduler.held
         stats = self.running.front.stats
         connections = stats.connections_total, stats.connections_open
         all_seen = connections == (self.connected, self.connections)
@@ -132,7 +132,7 @@ class World:
         known = [left, *(caller.live() for caller in self.clients)]
         live = {name: one for some in known for name, one in some.items()}
         assert sum(map(len, known)) == len(live)  # ids are unique
-        assert live.keys() == self.service.selections.bookings.live.keys()
+        assert live.keys() == self.service.selections.reservations.live.keys()
         model = ModelLedger()
         for worker_id, size in self.workers.items():
             for dp_rank in range(size):
@@ -148,7 +148,7 @@ class World:
             (row["worker_id"], row["dp_rank"]): tuple(row.values())[2:] for row in fleet["loads"]
         }
         assert rows == {rank: model.load(rank) for rank in model.ranks}
-        held = self.service.selections.choices.held
+        held = self.service.selections.scheduler.held
         assert fleet["pending_count"] == held
         self.seen["waiting at a rest"] += held
         self.service.check()
@@ -166,17 +166,17 @@ class World:
 
     def end_left(self) -> None:
         """Ends what nobody else would: a rank must not stay busy with it."""
-        bookings = self.service.selections.bookings
-        for name in self.left.keys() & bookings.live.keys():
-            bookings.free(name)
+        reservations = self.service.selections.reservations
+        for name in self.left.keys() & reservations.live.keys():
+            reservations.free(name)
         self.left.clear()
 
     async def end_the_last(self, clients: trio.Nursery) -> None:
         """Ends what those who leave in the last round have booked, until all clients are done."""
-        bookings = self.service.selections.bookings
+        reservations = self.service.selections.reservations
         while clients.child_tasks:
-            for name in self.unsure.keys() & bookings.live.keys():
-                bookings.free(name)
+            for name in self.unsure.keys() & reservations.live.keys():
+                reservations.free(name)
             await trio.sleep(0.002)
 
     def expire(self) -> None:
@@ -363,14 +363,14 @@ async def test_clients_at_once_account_as_the_model(seed: int) -> None:
             await world.end_the_last(nursery)
         world.resolve()
         world.end_left()
-    assert not service.selections.bookings.live and not service.selections.choices.held
+    assert not service.selections.reservations.live and not service.selections.scheduler.held
     assert not service.fleet().queue._lanes
     stats = service.fleet().ledger.stats()
     assert (stats["requests"], stats["blocks"], stats["output_blocks"]) == (0, 0, 0)
     service.check()
     assert open_descriptors() <= descriptors
     gc.collect()
-    assert not any(isinstance(one, Held | Waiting) for one in gc.get_objects())
+    assert not any(isinstance(one, QueuedRequest | Waiting) for one in gc.get_objects())
     for what in (
         "waiting at a rest",
         "gone with its worker",

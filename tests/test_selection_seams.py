@@ -23,7 +23,7 @@ from test_selections import Caller, settled
 from kvd.errors import KvdError
 from kvd.selection.options import THRESHOLDS, RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
-from kvd.selection.requests import Constraints, Held, Retry
+from kvd.selection.requests import Constraints, QueuedRequest, Retry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import Role, WorkerRecord
 from kvd.slots.shared_loads import Ledgers
@@ -55,7 +55,7 @@ class Life:
         ledgers = Ledgers()
         parts = service.state, service.registry, service.options, EXPIRY_S, Random(seed)
         self.selections = service.selections = Selections(*parts, *clocks, ledgers)
-        self.selections.bookings.steps.subscribe(service.told.append)
+        self.selections.reservations.steps.subscribe(service.told.append)
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.callers: list[Caller] = []
         self.tracked: list[str] = []  # what the tracker was given
@@ -105,26 +105,26 @@ class Life:
             explain=rng.random() < 0.3,
             expected_output_tokens=rng.choice((None, 10)),
         )
-        if isinstance(answer, Held):
+        if isinstance(answer, QueuedRequest):
             self.seen["held"] += 1
             self.callers.append(Caller(self.service, answer))
             self.nursery.start_soon(self.callers[-1].run)
 
     def step(self) -> None:
-        rng, bookings = self.rng, self.selections.bookings
+        rng, reservations = self.rng, self.selections.reservations
         kind = rng.choice(
             ("complete", "free", "output", "reserve", "cancel", "track", "untrack", "untrack")
         )
         if kind == "complete":
-            bookings.prefill_complete(self.live(bookings.live))
+            reservations.prefill_complete(self.live(reservations.live))
         elif kind == "free":
-            bookings.free(self.live(bookings.live))
+            reservations.free(self.live(reservations.live))
         elif kind == "output":
-            bookings.output_block(self.name(), rng.choice((None, 0.5)))
+            reservations.output_block(self.name(), rng.choice((None, 0.5)))
         elif kind == "reserve":
             rank = rng.randint(1, 4), 0
             phase = rng.choice((None, Phase.PREFILL, Phase.DECODE))
-            bookings.reserve(M, self.name(), rank, look([1, 2]), 8, predicts=True, phase=phase)
+            reservations.reserve(M, self.name(), rank, look([1, 2]), 8, predicts=True, phase=phase)
         elif kind == "cancel" and self.callers:
             rng.choice(self.callers).scope.cancel()
         elif kind == "track":
@@ -172,7 +172,7 @@ class Life:
         self.service.check()
         affinity = self.selections.affinity
         assert affinity is not None
-        assert affinity.leases.keys() <= self.selections.bookings.live.keys()
+        assert affinity.leases.keys() <= self.selections.reservations.live.keys()
         leases = Counter(id(binding) for _, binding in affinity.leases.values())
         for session in SESSIONS:
             binding = affinity.sessions.find((M, session), self.service.now)
@@ -180,7 +180,7 @@ class Life:
         for held in self.selections.fleets[M].queue:
             self.check_waits(held)
 
-    def check_waits(self, held: Held) -> None:
+    def check_waits(self, held: QueuedRequest) -> None:
         """Nobody could serve it now, or somebody has been taken from it since it came."""
         ask, fleet = held.ask, self.selections.fleets[M]
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
@@ -204,9 +204,9 @@ class Life:
         for caller in self.callers:
             caller.scope.cancel()
         await settled()
-        bookings = self.selections.bookings
-        while bookings.live:
-            bookings.free(next(iter(bookings.live)))
+        reservations = self.selections.reservations
+        while reservations.live:
+            reservations.free(next(iter(reservations.live)))
         for worker_id in [*self.slots.trackers[M].workers] if self.slots.trackers else []:
             self.slots.unregister(M, worker_id)
         self.service.now += EXPIRY_S
@@ -217,7 +217,7 @@ class Life:
             for row in fleet["loads"]:
                 assert not any(row[name] for name in row if name not in ("worker_id", "dp_rank"))
         assert self.selections.affinity is not None and not self.selections.affinity.leases
-        assert len(self.selections.affinity.sessions) == len(bookings.retries) == 0
+        assert len(self.selections.affinity.sessions) == len(reservations.retries) == 0
 
 
 @pytest.mark.parametrize("features", FEATURES)

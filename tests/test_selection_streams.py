@@ -19,7 +19,7 @@ from kvd.selection.requests import Constraints
 from kvd.selection.stats import Unserved
 from kvd.selection.worker_record import Lifecycle
 from kvd.telemetry.metrics import RequestMetrics, render
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 from kvd_core.selector.settings import Settings
 from tests.conformance.engine import Engine
 
@@ -38,7 +38,7 @@ async def serving(*sizes: int, options: RouterOptions | None = None) -> Service:
     return service
 
 
-def stream(service: Service, worker_id: int, dp_rank: int = 0) -> Listener:
+def stream(service: Service, worker_id: int, dp_rank: int = 0) -> EventStream:
     return service.listeners.running[RankKey(M, worker_id, dp_rank)]
 
 
@@ -185,7 +185,7 @@ async def test_who_waits_is_judged_when_somebody_goes_or_comes(nursery: trio.Nur
     pass_by(service, GRACE_S + 1)
     assert "lost their event connections" in str(only_2.answer)
     assert anyone.answer is None  # worker 1 is busy, and there
-    service.selections.bookings.free("busy 2")
+    service.selections.reservations.free("busy 2")
     assert anyone.answer is None  # worker 2 is idle, and not there
     stream(service, 2).joined()
     assert b'"worker_id":2' in anyone.answer

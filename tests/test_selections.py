@@ -25,8 +25,8 @@ from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
 from kvd.selection.queue import QueuePolicy
-from kvd.selection.requests import Constraints, Held
-from kvd.selection.scheduler import Choices
+from kvd.selection.requests import Constraints, QueuedRequest
+from kvd.selection.scheduler import Scheduler
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -58,8 +58,8 @@ async def ready(*records: WorkerRecord, options: RouterOptions = OPTIONS, **boun
 class Caller:
     """A client whose selection is held."""
 
-    def __init__(self, service: Service, held: Held) -> None:
-        assert isinstance(held, Held)
+    def __init__(self, service: Service, held: QueuedRequest) -> None:
+        assert isinstance(held, QueuedRequest)
         self._service = service
         self.held = held
         self.answer: Any = None
@@ -69,7 +69,7 @@ class Caller:
     async def run(self) -> None:
         with self.scope:
             try:
-                self.answer = json.loads(await self._service.selections.choices.wait(self.held))
+                self.answer = json.loads(await self._service.selections.scheduler.wait(self.held))
             except KvdError as error:
                 self.error = error
 
@@ -149,7 +149,7 @@ class Life:
         except Conflict:
             assert name is not None and self.home(name) is not None
         else:
-            if isinstance(answer, Held):
+            if isinstance(answer, QueuedRequest):
                 assert waits or expected == selector_model.BUSY
                 label = name or f"anonymous {self.steps}"
                 if label in self.callers:
@@ -236,19 +236,19 @@ class Life:
 
     def prefill_complete(self) -> None:
         name = self.rng.choice(self.NAMES)
-        self.known(name, lambda: self.service.selections.bookings.prefill_complete(name))
+        self.known(name, lambda: self.service.selections.reservations.prefill_complete(name))
         if home := self.home(name):
             home.prefill_complete(name)
 
     def output_block(self) -> None:
         name, fraction = self.rng.choice(self.NAMES), self.rng.choice((None, 0.0, 0.5, 1.0))
-        self.known(name, lambda: self.service.selections.bookings.output_block(name, fraction))
+        self.known(name, lambda: self.service.selections.reservations.output_block(name, fraction))
         if home := self.home(name):
             home.output_block(name, fraction)
 
     def free(self) -> None:
         name = self.rng.choice(self.NAMES)
-        self.known(name, lambda: self.service.selections.bookings.free(name))
+        self.known(name, lambda: self.service.selections.reservations.free(name))
         if home := self.home(name):
             home.free(name)
 
@@ -261,7 +261,7 @@ class Life:
         event = Event(*place, step, rolling, 40) if step is Step.ADD else Event(*place, step)
         told = len(self.service.told)
         before = self.home(name)
-        outcome = self.service.selections.bookings.apply(event, self.service.now)
+        outcome = self.service.selections.reservations.apply(event, self.service.now)
         assert len(self.service.told) == told or step is not Step.ADD
         ledger = self.ledgers[key]
         if outcome is Outcome.APPLIED and step is Step.ADD:
@@ -309,14 +309,16 @@ class Life:
 
     def check(self) -> None:
         self.service.check()
-        assert self.service.selections.choices.held == len(self.callers)
+        assert self.service.selections.scheduler.held == len(self.callers)
         for key, ledger in self.ledgers.items():
             fleet = self.service.selections.fleets.get(key)
             if fleet is None:
                 assert not ledger.ranks
                 continue
             names = {
-                name for name, of in self.service.selections.bookings.live.items() if of is fleet
+                name
+                for name, of in self.service.selections.reservations.live.items()
+                if of is fleet
             }
             assert names == set(ledger.requests)
             assert {(each.worker_id, each.dp_rank) for each in fleet.pool.candidates} == set(
@@ -338,13 +340,13 @@ async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
         for _ in range(250):
             await life.step(nursery)
             life.check()
-        service.selections.choices.stop()
+        service.selections.scheduler.stop()
         await settled()
         life.collect()
         life.check()
         assert not life.callers and life.served > 0
-    for name in list(service.selections.bookings.live):
-        service.selections.bookings.free(name)
+    for name in list(service.selections.reservations.live):
+        service.selections.reservations.free(name)
     assert all(row.ledger.stats()["blocks"] == 0 for row in service.selections.fleets.values())
 
 
@@ -363,10 +365,10 @@ async def busy_fleet(**settings: Any) -> Service:
 async def test_a_rank_is_busy_above_the_threshold(tokens: int) -> None:
     service = await ready(batched(1))
     service.reserve("a", (1, 0), [901], tokens)
-    assert isinstance(service.select([1]), Held) is (tokens > BATCH)
+    assert isinstance(service.select([1]), QueuedRequest) is (tokens > BATCH)
     await service.selections.workers.put(worker(2))  # without a batch size it never is
     service.reserve("b", (2, 0), [902], 10**6)
-    assert not isinstance(service.select([1], constraints=ONLY[2]), Held)
+    assert not isinstance(service.select([1], constraints=ONLY[2]), QueuedRequest)
 
 
 @pytest.mark.parametrize("by", ["prefill_complete", "free", "replica", "join", "expire"])
@@ -374,14 +376,14 @@ async def test_what_lets_a_held_selection_go(by: str, nursery: trio.Nursery) -> 
     service = await busy_fleet()
     caller = calls(nursery, service, [1, 2], reservation_id="r")
     await settled()
-    assert caller.answer is None and service.selections.choices.held == 1
+    assert caller.answer is None and service.selections.scheduler.held == 1
     if by == "prefill_complete":
-        service.selections.bookings.prefill_complete("b")
+        service.selections.reservations.prefill_complete("b")
     elif by == "free":
-        service.selections.bookings.free("b")
+        service.selections.reservations.free("b")
     elif by == "replica":
         event = Event(M, BLOCK_SIZE, "b", 2, 0, Step.FREE)
-        assert service.selections.bookings.apply(event, service.now) is Outcome.APPLIED
+        assert service.selections.reservations.apply(event, service.now) is Outcome.APPLIED
     elif by == "join":
         await service.selections.workers.put(batched(3))
     else:
@@ -391,7 +393,7 @@ async def test_what_lets_a_held_selection_go(by: str, nursery: trio.Nursery) -> 
     assert caller.answer["worker_id"] in ({3} if by == "join" else {1, 2})
     if by not in ("join", "expire"):
         assert caller.answer["worker_id"] == 2
-    assert "r" in service.selections.bookings.live and service.selections.choices.held == 0
+    assert "r" in service.selections.reservations.live and service.selections.scheduler.held == 0
     service.check()
 
 
@@ -442,11 +444,11 @@ async def test_tokens_are_hashed_by_the_block_size_there_is_when_they_are_served
     await settled()  # nothing is booked any more: the first is served, and keeps the others waiting
     answer = callers["b"].answer
     assert answer["block_size"] == 2 * BLOCK_SIZE
-    assert service.selections.bookings.find("b")[1].blocks == 1
+    assert service.selections.reservations.find("b")[1].blocks == 1
     assert callers["c"].answer is None and callers["c"].error is None
     # One that nobody could serve does not wait behind one that can be.
     assert str(hashed.error) == "the block size of the workers has changed meanwhile"
-    service.selections.bookings.prefill_complete("b")
+    service.selections.reservations.prefill_complete("b")
     await settled()
     assert callers["c"].answer["potential_decode_blocks"] == answer["potential_decode_blocks"]
     assert service.selections.tally.rehashed == 2
@@ -477,12 +479,12 @@ async def test_the_order_of_those_held(policy: QueuePolicy, nursery: trio.Nurser
         callers[name] = calls(nursery, service, [1], reservation_id=name, **urgency)
         service.now += 1
     served: list[str] = []
-    service.selections.bookings.prefill_complete("b")
+    service.selections.reservations.prefill_complete("b")
     while len(served) < len(callers):  # each makes the worker busy, until its prefill is done
         await settled()
         (new,) = (name for name, one in callers.items() if one.answer and name not in served)
         served.append(new)
-        service.selections.bookings.prefill_complete(new)
+        service.selections.reservations.prefill_complete(new)
     by_policy = {
         QueuePolicy.FCFS: ["last, strict", "third, jumps", "first, long", "second, short"],
         QueuePolicy.WSPT: ["last, strict", "third, jumps", "second, short", "first, long"],
@@ -495,7 +497,7 @@ async def test_constrained_ones_block_nobody(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     only_1 = calls(nursery, service, [1], constraints=ONLY[1])
     only_2 = calls(nursery, service, [1], constraints=ONLY[2])
-    service.selections.bookings.free("b")
+    service.selections.reservations.free("b")
     await settled()
     assert only_1.answer is None and only_2.answer["worker_id"] == 2
     assert service.select([5])["worker_id"] == 2
@@ -507,24 +509,24 @@ async def test_only_those_who_wait_for_a_changed_rank_are_asked(
 ) -> None:
     service = await busy_fleet()
     asked: list[Any] = []
-    serve = Choices._serve
+    serve = Scheduler._serve
 
-    def noted(self: Choices, fleet: Fleet, held: Held) -> int:
+    def noted(self: Scheduler, fleet: Fleet, held: QueuedRequest) -> int:
         asked.append(held.ask.constraints)
         return serve(self, fleet, held)
 
-    monkeypatch.setattr(Choices, "_serve", noted)
+    monkeypatch.setattr(Scheduler, "_serve", noted)
     only_1 = calls(nursery, service, [1], constraints=ONLY[1])
     only_2 = calls(nursery, service, [2], constraints=ONLY[2], tokens=400)
     for _ in range(2):  # all are asked once, and told whom they wait for
-        service.selections.choices.turn_all()
+        service.selections.scheduler.drain_queues()
     assert asked == [ONLY[1], ONLY[2]]
-    service.selections.bookings.free("b")
+    service.selections.reservations.free("b")
     assert asked[2:] == [ONLY[2]] and only_2.answer is None  # until it runs
     await settled()
     assert only_2.answer["worker_id"] == 2 and only_1.answer is None
     assert len(asked) == 3
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
     assert only_1.answer["worker_id"] == 1
     service.check()
@@ -540,7 +542,7 @@ async def test_who_is_liked_best_is_not_waited_for(nursery: trio.Nursery) -> Non
     assert service.select([1], affinity=(1, 0))["worker_id"] == 2
     service.reserve("b", (2, 0), [902], BATCH + 1)
     caller = calls(nursery, service, [1], affinity=(1, 0))
-    service.selections.bookings.free("b")
+    service.selections.reservations.free("b")
     await settled()
     assert caller.answer["worker_id"] == 2
 
@@ -554,7 +556,7 @@ async def test_nobody_is_left_to_serve_them(nursery: trio.Nursery) -> None:
     await service.selections.workers.patch(1, lambda record: replace(record, endpoint=""))
     await settled()
     assert anyone.error is not None and anyone.error.status == 503
-    assert service.selections.choices.held == 0 and not service.selections.bookings.live
+    assert service.selections.scheduler.held == 0 and not service.selections.reservations.live
     service.check()
 
 
@@ -564,8 +566,8 @@ async def test_an_id_that_lives_is_a_conflict_at_once(nursery: trio.Nursery) -> 
     second = calls(nursery, service, [1], reservation_id="r")  # nobody has it yet
     with pytest.raises(Conflict):
         service.select([1], reservation_id="a")
-    service.selections.bookings.free("a")
-    service.selections.bookings.free("b")
+    service.selections.reservations.free("a")
+    service.selections.reservations.free("b")
     await settled()
     assert first.answer and second.error is not None and second.error.status == 409
     service.check()
@@ -592,13 +594,13 @@ async def test_so_many_wait_and_no_more(bound: dict[str, Any], nursery: trio.Nur
     callers = [calls(nursery, service, [1]) for _ in range(3)]
     with pytest.raises(Unavailable) as refused:
         service.select([1])
-    assert refused.value.retry_after_s and service.selections.choices.held == 3
+    assert refused.value.retry_after_s and service.selections.scheduler.held == 3
     callers[0].scope.cancel()
     await settled()
     calls(nursery, service, [1])
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     await settled()
-    assert service.selections.choices.held == 0
+    assert service.selections.scheduler.held == 0
     service.check()
 
 
@@ -607,11 +609,11 @@ async def test_nobody_waits_for_ever(autojump_clock: trio.testing.MockClock) -> 
     held = service.select([1], reservation_id="r")
     start = trio.current_time()
     with pytest.raises(Unavailable) as late:
-        await service.selections.choices.wait(held)
+        await service.selections.scheduler.wait(held)
     assert trio.current_time() - start == pytest.approx(OPTIONS.max_wait_s)
-    assert late.value.retry_after_s and service.selections.choices.held == 0
-    service.selections.bookings.free("a")
-    assert "r" not in service.selections.bookings.live
+    assert late.value.retry_after_s and service.selections.scheduler.held == 0
+    service.selections.reservations.free("a")
+    assert "r" not in service.selections.reservations.live
     service.check()
 
 
@@ -621,18 +623,20 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
         told = len(service.told)
 
         async def select(service: Service = service) -> bytes:
-            held = service.selections.choices.select(service.ask(reservation_id="r"), look([1, 2]))
-            assert isinstance(held, Held)
-            return await service.selections.choices.wait(held)
+            held = service.selections.scheduler.select(
+                service.ask(reservation_id="r"), look([1, 2])
+            )
+            assert isinstance(held, QueuedRequest)
+            return await service.selections.scheduler.wait(held)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancelling.run, select)
             await settled()
             cancelled = cancelling.reached
-            service.selections.bookings.free("a")
-        assert ("r" in service.selections.bookings.live) is not cancelled
+            service.selections.reservations.free("a")
+        assert ("r" in service.selections.reservations.live) is not cancelled
         assert len(service.told) - told == (1 if cancelled else 2)
-        assert service.selections.choices.held == len(service.fleet().queue) == 0
+        assert service.selections.scheduler.held == len(service.fleet().queue) == 0
         service.check()
 
 
@@ -653,21 +657,21 @@ async def test_ten_thousand_wait(nursery: trio.Nursery) -> None:
         for number in range(10_000)
     ]
     await settled()
-    assert service.selections.choices.held == 10_000
+    assert service.selections.scheduler.held == 10_000
     for caller in rng.sample(callers, 1000):
         caller.scope.cancel()
     await settled()
-    assert service.selections.choices.held == 9000
-    service.selections.bookings.prefill_complete("a")
-    service.selections.bookings.prefill_complete("b")
-    while service.selections.choices.held:
+    assert service.selections.scheduler.held == 9000
+    service.selections.reservations.prefill_complete("a")
+    service.selections.reservations.prefill_complete("b")
+    while service.selections.scheduler.held:
         await settled()
-        for name in list(service.selections.bookings.live):
-            service.selections.bookings.free(name)
+        for name in list(service.selections.reservations.live):
+            service.selections.reservations.free(name)
     await settled()
     answered = [caller for caller in callers if caller.answer]
     assert len(answered) == 9000 and all(caller.error is None for caller in callers)
-    assert not service.fleet().queue._lanes and not service.selections.bookings.live
+    assert not service.fleet().queue._lanes and not service.selections.reservations.live
     assert service.fleet().ledger.stats()["blocks"] == 0
     service.check()
 
@@ -682,12 +686,12 @@ async def test_stopping_answers_all(nursery: trio.Nursery) -> None:
         for constraints in (None, Constraints(pinned=(3 if key == N else 1, 0)))
         for _ in range(3)
     ]
-    service.selections.choices.stop()
+    service.selections.scheduler.stop()
     with pytest.raises(Unavailable):
         service.select([1])
     await settled()
     assert [caller.error.status if caller.error else None for caller in callers] == [503] * 12
-    service.selections.bookings.free("a")
+    service.selections.reservations.free("a")
     assert service.select([1])["worker_id"] == 1  # who need not wait is served
     service.check()
 
@@ -704,7 +708,7 @@ async def test_what_is_booked_counts_as_cached() -> None:
     assert again["worker_id"] == booked["worker_id"]
     assert again["overlap"]["gpu"] == 3 * BLOCK_SIZE
     assert again["effective_prefill_tokens"] == BLOCK_SIZE
-    service.selections.bookings.free("r")
+    service.selections.reservations.free("r")
     assert service.select([1, 2])["overlap"]["gpu"] == 2 * BLOCK_SIZE
     service.now += 60
     service.reserve("s", (booked["worker_id"], 0), [1])

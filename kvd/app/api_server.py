@@ -14,14 +14,14 @@ from kvd.config.parsers import TLS_PREFIX, Bind, Binds, TcpBind
 from kvd.faces.common.monitoring import metrics_route
 from kvd.http.access import AccessLog
 from kvd.http.app import NotFound, build_app
-from kvd.http.auth import Permits, is_local
-from kvd.http.certificates import Terms, load_terms
+from kvd.http.auth import Authorizer, is_local
+from kvd.http.certificates import TlsCredentials, load_terms
+from kvd.http.context import ServerContext
 from kvd.http.errors import PLAIN, Failures
 from kvd.http.front import Front
 from kvd.http.limits import GAUGES, HttpLimits, HttpStats
 from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
-from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
 from kvd.http.types import LONG_BODY_LIMIT, Route
 from kvd.platform.activation import Passed, address
@@ -35,7 +35,7 @@ from kvd.telemetry.metrics import (
 )
 
 
-class FaceServer:
+class ApiServer:
     """One API on its addresses. `sources` say what /metrics shows; more may be added."""
 
     def __init__(
@@ -55,10 +55,10 @@ class FaceServer:
             self._refusal_families,
         ]
         self._limits = config.http
-        self._reception = Reception(
-            Permits(config.policy), self.requests.observe, failures, AccessLog(name)
+        self._context = ServerContext(
+            Authorizer(config.policy), self.requests.observe, failures, AccessLog(name)
         )
-        self._terms: Terms | None = None  # of TLS, if there is any
+        self._terms: TlsCredentials | None = None  # of TLS, if there is any
         self._servers: list[Front] = []
         self._sockets: list[socket.socket] = []
         self._tls_sockets: list[socket.socket] = []
@@ -82,7 +82,7 @@ class FaceServer:
         if self._tls_sockets:
             assert config.tls is not None  # there is a bind that wants it
             self._terms = read_files(config.tls)
-        self._reception.permits.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
+        self._context.authorizer.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
         self.check_open(config)
 
     def check_open(self, config: Config) -> None:
@@ -106,7 +106,7 @@ class FaceServer:
 
     def admit(self, config: Config) -> None:
         """Has other tokens and names hold from the next request on."""
-        self._reception.permits.follow(config.policy)
+        self._context.authorizer.follow(config.policy)
 
     def limit(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on, for waits that begin and connections that come."""
@@ -114,7 +114,7 @@ class FaceServer:
         for server in self._servers:
             server.limit(limits)
 
-    def secure(self, terms: Terms) -> None:
+    def secure(self, terms: TlsCredentials) -> None:
         """Has other certificates hold for handshakes from now on."""
         if self._terms is not None:
             self._terms = terms
@@ -124,7 +124,7 @@ class FaceServer:
 
     def log_requests(self, on: bool) -> None:
         """Has each request be a line of the log, or none, half a second from now at the latest."""
-        self._reception.access.on = on
+        self._context.access.on = on
 
     async def serve(
         self,
@@ -136,14 +136,14 @@ class FaceServer:
     ) -> None:
         """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
         routes = tuple(self._bounded(each) for each in (*routes, metrics_route(self.sources)))
-        app = build_app(routes, self._limits, self._reception, not_found)
+        app = build_app(routes, self._limits, self._context, not_found)
         async with trio.open_nursery() as nursery:
             if self._sockets:
-                front = Front(routes, app, self._limits, self._reception)
+                front = Front(routes, app, self._limits, self._context)
                 self.stats = front.stats
                 await self._start(nursery, front, self._sockets, stop, "kvd_http", "no TLS")
             if self._terms is not None:
-                server = TlsServer(routes, app, self._terms, self._limits, self._reception)
+                server = TlsServer(routes, app, self._terms, self._limits, self._context)
                 await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
             task_status.started()
 
@@ -169,7 +169,7 @@ class FaceServer:
 
     def _refusal_families(self) -> Iterator[Family]:
         name, help = "kvd_http_refusals_total", "Requests of those who may not ask, by reason"
-        yield by_label(name, "counter", help, "reason", self._reception.permits.refused)
+        yield by_label(name, "counter", help, "reason", self._context.authorizer.refused)
 
 
 async def _open(
@@ -193,7 +193,7 @@ async def _open(
     return sockets
 
 
-def read_files(tls: TlsFiles) -> Terms:
+def read_files(tls: TlsFiles) -> TlsCredentials:
     """Returns what the files say; raises StartError if nobody could be served with them."""
     try:
         return load_terms(tls)

@@ -12,7 +12,7 @@ from functools import partial
 
 import trio
 
-from kvd.app.api_server import FaceServer
+from kvd.app.api_server import ApiServer
 from kvd.config.load import Config
 from kvd.config.parsers import Binds
 from kvd.faces.common import replica_sync
@@ -25,13 +25,13 @@ from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker.metrics import slot_families
-from kvd.fleet_file.follower import Desk
+from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.targets import (
-    ConductorDesk,
-    IndexerDesk,
-    ReplicaDesk,
-    SelectionDesk,
-    SlotTrackerDesk,
+    ConductorTarget,
+    IndexerTarget,
+    ReplicaTarget,
+    SelectionTarget,
+    SlotTrackerTarget,
 )
 from kvd.http.app import NotFound
 from kvd.http.errors import Failures
@@ -49,7 +49,7 @@ from kvd.telemetry.metrics import Family, by_label, counter, gauge
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Components:
     """What the faces answer from."""
 
     state: State
@@ -65,10 +65,10 @@ class Known:
 class Directory:
     """Which face has which path, for those who ask the wrong one."""
 
-    def __init__(self, routes: Mapping[FaceServer, tuple[Route, ...]]) -> None:
+    def __init__(self, routes: Mapping[ApiServer, tuple[Route, ...]]) -> None:
         self._tables = {face: RouteTable(each) for face, each in routes.items()}
 
-    def not_found(self, here: FaceServer, path: bytes) -> str:
+    def not_found(self, here: ApiServer, path: bytes) -> str:
         """Returns what is said of a path that `here` does not have."""
         found = [(face, table.label(path)) for face, table in self._tables.items()]
         others = [(face, label) for face, label in found if label is not None]
@@ -78,23 +78,23 @@ class Directory:
         return f"not found: this is the {here.name} face; {others[0][1]} is on the {faces}"
 
 
-def _described(face: FaceServer) -> str:
+def _described(face: ApiServer) -> str:
     addresses = face.addresses()
     where = f"at {', '.join(addresses)}" if addresses else "which this process does not serve"
     return f"{face.name} face, {where}"
 
 
-class Services:
+class Apis:
     """The four faces; those with an address are served."""
 
     def __init__(self, config: Config) -> None:
-        self.indexer = FaceServer("indexer", "dynamo_kvindexer", config)
-        self.slot_tracker = FaceServer("slot-tracker", "kvd_slot_tracker", config)
-        self.selection = FaceServer("selection", "kvd_selection", config)
-        self.conductor = FaceServer(
+        self.indexer = ApiServer("indexer", "dynamo_kvindexer", config)
+        self.slot_tracker = ApiServer("slot-tracker", "kvd_slot_tracker", config)
+        self.selection = ApiServer("selection", "kvd_selection", config)
+        self.conductor = ApiServer(
             "conductor", "kvd_conductor", config, Failures(conductor.REASONS, FORMS)
         )
-        self.binds: dict[FaceServer, Binds | None] = {
+        self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,
             self.slot_tracker: config.slot_tracker_bind,
             self.selection: config.selection_bind,
@@ -102,12 +102,12 @@ class Services:
         }
 
     @property
-    def served(self) -> list[FaceServer]:
+    def served(self) -> list[ApiServer]:
         return [face for face, binds in self.binds.items() if binds is not None]
 
     def routes(
-        self, known: Known, config: Callable[[], Config]
-    ) -> Iterator[tuple[FaceServer, tuple[Route, ...], NotFound]]:
+        self, known: Components, config: Callable[[], Config]
+    ) -> Iterator[tuple[ApiServer, tuple[Route, ...], NotFound]]:
         """Yields the faces that are served with their routes and what they say of other paths.
 
         Their metrics are complete then.
@@ -122,8 +122,8 @@ class Services:
             yield face, routes[face], partial(directory.not_found, face)
 
     def _all_routes(
-        self, known: Known, dumps: Admission, *, test_endpoints: bool
-    ) -> dict[FaceServer, tuple[Route, ...]]:
+        self, known: Components, dumps: Admission, *, test_endpoints: bool
+    ) -> dict[ApiServer, tuple[Route, ...]]:
         state, registry = known.state, known.registry
         of_replicas = replica_sync.routes(known.replicas)
         return {
@@ -142,7 +142,9 @@ class Services:
             self.conductor: conductor.routes(state, known.publishers),
         }
 
-    def _add_sources(self, known: Known, config: Callable[[], Config], dumps: Admission) -> None:
+    def _add_sources(
+        self, known: Components, config: Callable[[], Config], dumps: Admission
+    ) -> None:
         blocks = partial(indexer.families, known.state, known.registry, dumps)
         slots, selections = known.slots, known.selections
         answered = self.selection.requests
@@ -161,21 +163,21 @@ class Services:
             partial(conductor_listings.families, known.state, known.publishers)
         )
 
-    def desks(self, known: Known) -> dict[str, Desk]:
+    def targets(self, known: Components) -> dict[str, RegistrationTarget]:
         """Returns where entries of the fleet file are registered, by table."""
-        desks: dict[FaceServer, tuple[str, Desk]] = {
-            self.indexer: ("indexer", IndexerDesk(known.registry)),
-            self.slot_tracker: ("slot_tracker", SlotTrackerDesk(known.slots)),
-            self.selection: ("selection", SelectionDesk(known.selections.workers)),
-            self.conductor: ("conductor", ConductorDesk(known.publishers)),
+        targets: dict[ApiServer, tuple[str, RegistrationTarget]] = {
+            self.indexer: ("indexer", IndexerTarget(known.registry)),
+            self.slot_tracker: ("slot_tracker", SlotTrackerTarget(known.slots)),
+            self.selection: ("selection", SelectionTarget(known.selections.workers)),
+            self.conductor: ("conductor", ConductorTarget(known.publishers)),
         }
-        found = dict(desks[face] for face in self.served)
+        found = dict(targets[face] for face in self.served)
         if known.replicas.are_on:
-            found["replica"] = ReplicaDesk(known.replicas)
+            found["replica"] = ReplicaTarget(known.replicas)
         return found
 
 
-def _recovery_families(known: Known) -> Iterator[Family]:
+def _recovery_families(known: Components) -> Iterator[Family]:
     stats = known.recovery
     help = "Attempts to take a peer's state, by outcome"
     name = "kvd_recovery_attempts_total"

@@ -29,7 +29,7 @@ RECEIVE_BYTES = 64 * 1024  # of a verdict, which is shorter, read at once
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReloadResult:
     """What became of a reload."""
 
     changed: tuple[str, ...] = ()  # settings that hold now
@@ -52,7 +52,7 @@ async def listen(path: str) -> socket.socket:
     return sock
 
 
-async def answer(sock: socket.socket, reload: Callable[[], Awaitable[Verdict]]) -> None:
+async def answer(sock: socket.socket, reload: Callable[[], Awaitable[ReloadResult]]) -> None:
     """Reloads for each who connects, and says what came of it, until cancelled."""
 
     async def one(stream: trio.SocketStream) -> None:
@@ -65,7 +65,7 @@ async def answer(sock: socket.socket, reload: Callable[[], Awaitable[Verdict]]) 
     await trio.serve_listeners(one, [listener])
 
 
-def reload(environ: Mapping[str, str]) -> Verdict:
+def reload(environ: Mapping[str, str]) -> ReloadResult:
     """Has the service reload that this command is run for, and waits for what comes of it.
 
     Raises StartError where there is none, or it ends meanwhile.
@@ -87,4 +87,4 @@ def reload(environ: Mapping[str, str]) -> Verdict:
     if not text:
         raise StartError("kvd has ended before it had reloaded")
     said = json.loads(text)
-    return Verdict(tuple(said["changed"]), tuple(said["waiting"]), said["refused"])
+    return ReloadResult(tuple(said["changed"]), tuple(said["waiting"]), said["refused"])

@@ -36,15 +36,15 @@ import trio
 from kvd._version import VERSION
 from kvd.app import control
 from kvd.app.api_server import read_files
-from kvd.app.apis import Known, Services
-from kvd.app.control import Verdict
-from kvd.app.index_full_log import Room
+from kvd.app.apis import Apis, Components
+from kvd.app.control import ReloadResult
+from kvd.app.index_full_log import IndexFullLog
 from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, Prepared, StartError, exposed_secrets
 from kvd.config.reload import Reader, Reloaded
 from kvd.demo import DemoStats, run_demo
-from kvd.fleet_file.follower import Fleet
-from kvd.http.certificates import Terms
+from kvd.fleet_file.follower import FleetFileFollower
+from kvd.http.certificates import TlsCredentials
 from kvd.http.listeners import file_remover
 from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
@@ -60,7 +60,7 @@ from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import LEAST, listeners_within, raise_limit, waiting_within
 from kvd.platform.memory import Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
-from kvd.replica_sync.plane import Participant
+from kvd.replica_sync.plane import ReplicaSync
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
 from kvd.slots.shared_loads import Ledgers
@@ -68,7 +68,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry import logs
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 from kvd_core.zmq.drain import InboxSpace
 
 if TYPE_CHECKING:
@@ -126,22 +126,22 @@ class _Daemon:
         self._max_ranks = max_ranks
         self._max_waiting = max_waiting
         self._state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
-        self._outgoing = Outgoing(config.outgoing)
+        self._outgoing = EgressPolicy(config.outgoing)
         self._keys = None if config.curve.secret is None else KeyPair(config.curve.secret)
         self._dialer = Dialer(
             self._outgoing, config.lookup_s, config.lookup_every_s, keys=self._keys
         )
         self._listeners: ListenerTasks | None = None
         self._waiting = InboxSpace(config.queues_messages, config.queues_bytes)
-        self._sync = Participant(config, self._outgoing, self._dialer, self._keys, self._waiting)
+        self._sync = ReplicaSync(config, self._outgoing, self._dialer, self._keys, self._waiting)
         self._peers = Peers(config.peers, self._outgoing)
         self._recovery = RecoveryStats()
         self._ledgers = Ledgers(config.max_requests, config.max_request_blocks)
         self._slots = SlotTrackers(config.request_expiry_s, self._ledgers, config.max_partitions)
         self._selections: Selections | None = None
         self._publishers: Publishers | None = None
-        self._services = Services(config)
-        self._fleet: Fleet | None = None
+        self._services = Apis(config)
+        self._fleet: FleetFileFollower | None = None
         self._recovered = trio.Event()  # or given up, or there was nobody to recover from
         self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
         self._signalled = trio.Event()
@@ -231,7 +231,7 @@ class _Daemon:
                 if config.selection_bind is not None:
                     for record in config.catalog:
                         await self._selections.workers.put(record)
-                known = Known(
+                known = Components(
                     self._state,
                     registry,
                     self._peers,
@@ -294,7 +294,7 @@ class _Daemon:
         """Says whether the service manager takes kvd for started, and not for stopping."""
         return self._announced and not self._signalled.is_set()
 
-    async def _reload(self) -> Verdict:
+    async def _reload(self) -> ReloadResult:
         """Reloads, one at a time, and keeps the service manager posted."""
         async with self._reloading:
             if self._is_ready():
@@ -305,7 +305,7 @@ class _Daemon:
                 await sdnotify.tell_ready()
             return verdict
 
-    async def _take_over(self) -> Verdict:
+    async def _take_over(self) -> ReloadResult:
         """Takes over what all files say now, or nothing, and says what is wrong with them."""
         try:
             async with nullcontext() if self._fleet is None else self._fleet.reloading():
@@ -313,7 +313,7 @@ class _Daemon:
         except StartError as error:
             self._reloads["refused"] += 1
             log.error("reload_refused", reason=error)
-            return Verdict(refused=str(error))
+            return ReloadResult(refused=str(error))
         for part in parts:  # in one step: no request sees half of it
             part.commit()
         self._reloads["applied"] += 1
@@ -322,7 +322,7 @@ class _Daemon:
         self._warn_of_secrets()
         if waiting:
             log.warning("restart_needed", settings=" ".join(waiting))
-        return Verdict(changed, waiting)
+        return ReloadResult(changed, waiting)
 
     def _warn_of_secrets(self) -> None:
         if paths := exposed_secrets(self._config):
@@ -347,12 +347,12 @@ class _Daemon:
             parts.append(await self._fleet.prepare(config.outgoing))
         return parts, reloaded.waiting
 
-    def _read_again(self, running: Config) -> tuple[Reloaded, Terms | None]:
+    def _read_again(self, running: Config) -> tuple[Reloaded, TlsCredentials | None]:
         reloaded = self._reader.again(running)
         tls = reloaded.config.tls
         return reloaded, None if tls is None else read_files(tls)
 
-    def _follow(self, config: Config, terms: Terms | None) -> None:
+    def _follow(self, config: Config, terms: TlsCredentials | None) -> None:
         """Has the daemon go on with other values of settings that are live, and terms of TLS."""
         self._config = config
         logs.follow(config.log_level, config.log_format)
@@ -389,7 +389,7 @@ class _Daemon:
 
     async def _expire(self) -> None:
         """Looks every second for what is too old, of no use, too full, or never matches."""
-        room = Room(self._state.budget)
+        room = IndexFullLog(self._state.budget)
         unmatched = UnmatchedLog(self._state)
         while True:
             await trio.sleep(EXPIRY_PAUSE_S)
@@ -434,13 +434,13 @@ class _Daemon:
             readiness.recovery = Recovery.DONE if recovered else Recovery.EMPTY
             readiness.recovered_blocks = self._recovery.blocks
 
-    async def _follow_fleet(self, nursery: trio.Nursery, known: Known) -> None:
+    async def _follow_fleet(self, nursery: trio.Nursery, known: Components) -> None:
         """Registers who is in the fleet file, and goes on to follow it."""
         config = self._config
         if config.fleet_file is None:
             return
-        desks = self._services.desks(known)
-        self._fleet = Fleet(config.fleet_file, self._outgoing, desks)
+        targets = self._services.targets(known)
+        self._fleet = FleetFileFollower(config.fleet_file, self._outgoing, targets)
         await self._fleet.read()
         nursery.start_soon(self._fleet.run)
 
@@ -464,7 +464,7 @@ class _Daemon:
         stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}
         yield by_label(name, "counter", help, "at", stages)
 
-    async def _serve(self, known: Known) -> None:
+    async def _serve(self, known: Components) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
         stop = trio.Event()
         async with trio.open_nursery() as serving:
@@ -488,7 +488,7 @@ class _Daemon:
                 await self._run_demo(f"http://{self._services.indexer.addresses()[0]}")
             await self._signalled.wait()
             if self._selections is not None:
-                self._selections.choices.stop()
+                self._selections.scheduler.stop()
             self._recovered.set()  # nobody waits for it any more
             stop.set()
 

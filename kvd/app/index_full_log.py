@@ -14,7 +14,7 @@ WAITING = "hashes of one model without tokens or a parent"
 log = get_logger(__name__)
 
 
-class Room:
+class IndexFullLog:
     """Follows what a budget refuses, and logs when that begins and ends."""
 
     def __init__(self, budget: Budget) -> None:

@@ -22,7 +22,7 @@ from kvd.config import load as config
 from kvd.config import parsers, settings
 from kvd.config.file import render
 from kvd.telemetry import logs
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
 
 log = logs.get_logger(__name__)
@@ -32,7 +32,7 @@ EXIT_NOT_DONE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
-Told = tuple[str, int]  # what a command writes to standard output, and its exit code
+CommandResult = tuple[str, int]  # what a command writes to standard output, and its exit code
 
 
 class Parser(argparse.ArgumentParser):
@@ -247,15 +247,15 @@ def load_config(given: Mapping[str, object], *, demo: bool = False) -> config.Co
         from kvd.fleet_file import parse  # here, as only those with such a file need to load it
 
         with config.reading(loaded.fleet_file, "fleet_file"):
-            parse.load(loaded.fleet_file, Outgoing(loaded.outgoing))
+            parse.load(loaded.fleet_file, EgressPolicy(loaded.outgoing))
     return loaded
 
 
-def write_docs(given: Mapping[str, object]) -> Told:
+def write_docs(given: Mapping[str, object]) -> CommandResult:
     return "\n".join(render_page()) + "\n", 0
 
 
-def check_config(given: Mapping[str, object]) -> Told:
+def check_config(given: Mapping[str, object]) -> CommandResult:
     loaded = load_config(given)
     if loaded.tls is not None:
         from kvd.app.api_server import read_files  # here, as only those with TLS need to load it
@@ -266,7 +266,7 @@ def check_config(given: Mapping[str, object]) -> Told:
     return "ok\n", 0
 
 
-def show_config(given: Mapping[str, object]) -> Told:
+def show_config(given: Mapping[str, object]) -> CommandResult:
     load_config(given)
     held = config.resolve(given, os.environ)
     return render({name: (said.value, said.source) for name, said in held.items()}), 0
@@ -324,7 +324,7 @@ def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     return binds | {name: getattr(args, name) for name in own}
 
 
-def show_status(given: Mapping[str, object]) -> Told:
+def show_status(given: Mapping[str, object]) -> CommandResult:
     from kvd.cli import status
 
     told = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
@@ -361,7 +361,7 @@ def add_reload(commands: Any) -> None:
     parser.set_defaults(given=no_settings, config=None, demo=False, command=reload)
 
 
-def reload(given: Mapping[str, object]) -> Told:
+def reload(given: Mapping[str, object]) -> CommandResult:
     from kvd.app import control
 
     verdict = control.reload(os.environ)

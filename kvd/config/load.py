@@ -43,7 +43,7 @@ from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import THRESHOLDS, RouterOptions
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
-from kvd.wire.egress import Outgoing, Places
+from kvd.wire.egress import AllowedNetworks, EgressPolicy
 from kvd.wire.urls import masked, parse_url
 from kvd_core.selector.settings import Settings
 
@@ -153,7 +153,7 @@ class Config:
     max_dumps: int
     queues_messages: int  # of all engines and replicas; 0 is no bound
     queues_bytes: int
-    outgoing: Places
+    outgoing: AllowedNetworks
     lookup_s: float
     lookup_every_s: float
     fleet_file: Path | None
@@ -275,7 +275,7 @@ def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool 
 
 def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool = False) -> Config:
     """Returns the configuration of these values, one for every setting; raises `StartError`."""
-    outgoing = Outgoing(values["outgoing_allow"])
+    outgoing = EgressPolicy(values["outgoing_allow"])
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
     if not any(binds.values()):
         raise StartError("every face is off")
@@ -404,7 +404,7 @@ def _readable_by_all(path: Path) -> bool:
         return False  # gone since it was read, or closed to us: reading it says so
 
 
-def _check_demo(binds: Binds | None, policy: Policy, outgoing: Outgoing) -> None:
+def _check_demo(binds: Binds | None, policy: Policy, outgoing: EgressPolicy) -> None:
     """Raises StartError if the demo could not use the indexer's first address, or it the demo's."""
     first = None if binds is None else binds.each[0]
     if not isinstance(first, TcpBind) or first.tls:
@@ -464,7 +464,7 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
     )
 
 
-def _peers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[str, ...]:
+def _peers(values: Mapping[str, Any], outgoing: EgressPolicy) -> tuple[str, ...]:
     peers: tuple[str, ...] = values["peers"] or ()
     for url in peers:
         try:
@@ -492,7 +492,7 @@ def _key_file(
         return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
 
 
-def _replica_sync(values: Mapping[str, Any], outgoing: Outgoing) -> ReplicaSync | None:
+def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaSync | None:
     port, peers = values["replica_sync_port"], values["replica_sync_peers"]
     if port is None:
         if peers:
@@ -536,7 +536,7 @@ def _replays(values: Mapping[str, Any]) -> ReplayOptions:
     )
 
 
-def _workers(values: Mapping[str, Any], outgoing: Outgoing) -> tuple[StaticWorker, ...]:
+def _workers(values: Mapping[str, Any], outgoing: EgressPolicy) -> tuple[StaticWorker, ...]:
     entries: tuple[str, ...] | None = values["workers"]
     if entries is None:
         return ()
@@ -590,7 +590,7 @@ def _record(worker_id: int, ranks: dict[int, StaticWorker]) -> WorkerRecord:
 
 
 def _worker_entry(
-    entry: str, outgoing: Outgoing
+    entry: str, outgoing: EgressPolicy
 ) -> tuple[int, int, tuple[str, str | None, str | None]]:
     """Splits `id[:rank]=endpoint[;replay endpoint][;URL]`; blanks around the parts do not count.
 

@@ -18,7 +18,7 @@ from kvd.model import is_name
 from kvd.selection.options import RouterMode
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
-from kvd.wire.egress import Places, parse_places
+from kvd.wire.egress import AllowedNetworks, parse_places
 from kvd.wire.endpoints import check_replica_endpoint
 from kvd.wire.hosts import literal
 from kvd.wire.urls import parse_url
@@ -376,7 +376,7 @@ def _each_once(text: str) -> tuple[str, ...]:
     return peers
 
 
-def parse_outgoing(text: str) -> Places:
+def parse_outgoing(text: str) -> AllowedNetworks:
     """Splits, and reads networks and the words for some; none at all is no outgoing connection."""
     return parse_places(parse_list(text))
 

@@ -33,7 +33,7 @@ from kvd.fleet_file import parse as fleetfile
 from kvd.fleet_file.parse import Entry
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label
-from kvd.wire.egress import Outgoing, Places
+from kvd.wire.egress import AllowedNetworks, EgressPolicy
 
 # A changed file counts when it is the same at two looks: an editor may still be writing it.
 LOOK_EVERY_S = 1.0
@@ -47,7 +47,7 @@ log = get_logger(__name__)
 Signature = tuple[int, ...] | str  # of a file, or why it cannot be read
 
 
-class Desk(Protocol):
+class RegistrationTarget(Protocol):
     """Where the entries of one table are registered. What it returns stands for a registration."""
 
     def in_place(self, before: Any, after: Any) -> bool:
@@ -67,7 +67,7 @@ class Desk(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Registered:
     """What was registered for an entry, and what stands for it."""
 
     wanted: Any
@@ -86,21 +86,21 @@ class Written:
         return {(each.table, each.key): each.wanted for each in self.entries}
 
 
-class Fleet:
+class FleetFileFollower:
     """The entries of one file on the desks that are open."""
 
     def __init__(
         self,
         path: Path,
-        outgoing: Outgoing,
-        desks: dict[str, Desk],
+        outgoing: EgressPolicy,
+        targets: dict[str, RegistrationTarget],
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._path = path
         self._outgoing = outgoing
-        self._desks = desks
+        self._desks = targets
         self._look_every_s = look_every_s
-        self._held: dict[tuple[str, Hashable], Held] = {}
+        self._held: dict[tuple[str, Hashable], Registered] = {}
         self._failed: dict[tuple[str, Hashable], str] = {}  # and why
         self._elsewhere = 0  # entries of faces that are off
         self._asked = trio.Event()
@@ -150,7 +150,7 @@ class Fleet:
         finally:
             self._reloading = False
 
-    async def prepare(self, allowed: Places) -> Prepared:
+    async def prepare(self, allowed: AllowedNetworks) -> Prepared:
         """Reads the file for connections to these places; raises StartError."""
         try:
             written = await self._written(allowed)
@@ -165,14 +165,14 @@ class Fleet:
         self._taken, self._applied = written, written.signature
         self._asked.set()
 
-    async def _written(self, allowed: Places) -> Written:
+    async def _written(self, allowed: AllowedNetworks) -> Written:
         """Reads the file; raises StartError that names it and what is wrong."""
         signature = await _signature(self._path)
         entries: list[Entry] = []
         try:
             rows = await trio.to_thread.run_sync(self._rows, abandon_on_cancel=True)
             # The file is checked with a rule of its own, which counts nothing.
-            for entry in fleetfile.entries(rows, Outgoing(allowed)):
+            for entry in fleetfile.entries(rows, EgressPolicy(allowed)):
                 entries.append(entry)
                 if len(entries) % SLICE_ENTRIES == 0:
                     await trio.lowlevel.checkpoint()
@@ -229,10 +229,10 @@ class Fleet:
                 del self._held[name]
 
     async def _remove(self, name: tuple[str, Hashable]) -> None:
-        held, desk = self._held.pop(name), self._desks[name[0]]
-        if desk.holds(held.wanted, held.known):  # still: others may have been removed before it
+        held, target = self._held.pop(name), self._desks[name[0]]
+        if target.holds(held.wanted, held.known):  # still: others may have been removed before it
             with contextlib.suppress(NotFound):  # a client is faster
-                await desk.remove(held.wanted)
+                await target.remove(held.wanted)
 
     async def _add(self, name: tuple[str, Hashable], entry: Entry) -> None:
         try:
@@ -241,7 +241,7 @@ class Fleet:
             self._failed[name] = str(error)
             log.warning("fleet_entry_failed", entry=entry, reason=error)
         else:
-            self._held[name] = Held(entry.wanted, known)
+            self._held[name] = Registered(entry.wanted, known)
 
     def families(self) -> Iterator[Family]:
         """Yields what metrics say."""

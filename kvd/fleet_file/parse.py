@@ -34,7 +34,7 @@ from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.index.publishers import Described
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import check_server_key
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 
 MAX_BYTES = 8 * 1024 * 1024  # 40,000 ranks have room, twice of what can be listened to
 
@@ -68,17 +68,17 @@ class Table:
     members: tuple[str, ...]
     read: Callable[[bytes], Any]
     key: Callable[[Any], Hashable]
-    check: Callable[[Any, Outgoing], None]
+    check: Callable[[Any, EgressPolicy], None]
 
 
-def _check_listened(wanted: indexer.Rank | Described, outgoing: Outgoing) -> None:
+def _check_listened(wanted: indexer.Rank | Described, outgoing: EgressPolicy) -> None:
     outgoing.check_replica_endpoint(wanted.endpoint)
     if wanted.replay_endpoint is not None:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
     check_server_key(wanted.server_key)
 
 
-def _check_worker(wanted: WorkerRecord, outgoing: Outgoing) -> None:
+def _check_worker(wanted: WorkerRecord, outgoing: EgressPolicy) -> None:
     for endpoint in (wanted.kv_events_endpoint, *wanted.kv_events_endpoints.values()):
         if endpoint:
             outgoing.check_replica_endpoint(endpoint)
@@ -87,7 +87,7 @@ def _check_worker(wanted: WorkerRecord, outgoing: Outgoing) -> None:
     check_server_key(wanted.curve_server_key)
 
 
-def _check_replica(wanted: replica_sync.Peer, outgoing: Outgoing) -> None:
+def _check_replica(wanted: replica_sync.Peer, outgoing: EgressPolicy) -> None:
     outgoing.check_replica_endpoint(wanted.endpoint)
     check_server_key(wanted.server_key)
 
@@ -117,7 +117,7 @@ TABLES = {
 }
 
 
-def load(path: Path, outgoing: Outgoing) -> list[Entry]:
+def load(path: Path, outgoing: EgressPolicy) -> list[Entry]:
     """Returns the entries of a file; raises OSError, and ValueError that names what is wrong."""
     return list(entries(rows(read(path)), outgoing))
 
@@ -146,7 +146,7 @@ def _rows(document: dict[str, Any]) -> Iterator[Row]:
             yield Row(table, number, members)
 
 
-def entries(written: list[Row], outgoing: Outgoing) -> Iterator[Entry]:
+def entries(written: list[Row], outgoing: EgressPolicy) -> Iterator[Entry]:
     """Yields what the entries mean; ValueError names table, entry and member."""
     seen: dict[tuple[str, Hashable], Entry] = {}
     for row in written:
@@ -160,7 +160,7 @@ def entries(written: list[Row], outgoing: Outgoing) -> Iterator[Entry]:
         yield entry
 
 
-def _entry(row: Row, outgoing: Outgoing) -> Entry:
+def _entry(row: Row, outgoing: EgressPolicy) -> Entry:
     table = TABLES[row.table]
     for name in row.members:
         if name not in table.members:

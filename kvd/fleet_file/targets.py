@@ -24,14 +24,14 @@ from kvd.wire.replica import Replica
 log = get_logger(__name__)
 
 
-class _Desk:
+class _Target:
     """Changes nothing in place."""
 
     def in_place(self, before: Any, after: Any) -> bool:
         return False
 
 
-class IndexerDesk(_Desk):
+class IndexerTarget(_Target):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
@@ -48,7 +48,7 @@ class IndexerDesk(_Desk):
         await self._registry.unregister(instance_id, model_name, tenant_id, dp_rank)
 
 
-class SlotTrackerDesk(_Desk):
+class SlotTrackerTarget(_Target):
     def __init__(self, slots: SlotTrackers) -> None:
         self._slots = slots
 
@@ -67,7 +67,7 @@ class SlotTrackerDesk(_Desk):
         return None if tracker is None else tracker.workers.get(wanted.worker_id)
 
 
-class SelectionDesk:
+class SelectionTarget:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
@@ -88,7 +88,7 @@ class SelectionDesk:
         await self._workers.delete(wanted.worker_id)
 
 
-class ConductorDesk(_Desk):
+class ConductorTarget(_Target):
     def __init__(self, publishers: Publishers) -> None:
         self._publishers = publishers
 
@@ -117,7 +117,7 @@ class ConductorDesk(_Desk):
         )
 
 
-class ReplicaDesk(_Desk):
+class ReplicaTarget(_Target):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 

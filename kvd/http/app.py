@@ -15,10 +15,10 @@ from werkzeug.exceptions import HTTPException
 
 from kvd.http.answer import answer
 from kvd.http.asgi import KNOWN, AsgiApp
+from kvd.http.context import ServerContext
 from kvd.http.errors import INTERNAL_ERROR, Failures
 from kvd.http.limits import HttpLimits
 from kvd.http.middleware import admitted, logged, observed
-from kvd.http.reception import Reception
 from kvd.http.table import Found, RouteTable
 from kvd.http.types import Headers, Request, Response, Route
 
@@ -32,11 +32,11 @@ def nowhere(path: bytes) -> str:
 def build_app(
     routes: tuple[Route, ...],
     limits: HttpLimits,
-    reception: Reception,
+    context: ServerContext,
     not_found: NotFound = nowhere,
 ) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
-    failures = reception.failures
+    failures = context.failures
     table = RouteTable(routes)
     app = QuartTrio(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = max(route.body_limit for route in routes)
@@ -60,9 +60,9 @@ def build_app(
 
     app.register_error_handler(HTTPException, render_exception)
     served = admitted(app, table, failures)
-    if reception.observe is not None:
-        served = observed(served, table, reception.observe)
-    return logged(served, table, reception.access)
+    if context.observe is not None:
+        served = observed(served, table, context.observe)
+    return logged(served, table, context.access)
 
 
 async def _answered(found: Found, failures: Failures) -> quart.Response:

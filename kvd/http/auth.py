@@ -45,7 +45,7 @@ class Policy:
     allowed_origins: tuple[str, ...] = ()
 
 
-class Permits:
+class Authorizer:
     """The rules of one face, and how often they have refused a request, by reason."""
 
     def __init__(self, policy: Policy) -> None:

@@ -15,20 +15,20 @@ _PEM = re.compile(rb"-----BEGIN [^-]*CERTIFICATE-----(.*?)-----END", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class TlsCredentials:
     """What handshakes are made by; others take their place as a whole."""
 
     context: ssl.SSLContext
     authorities: frozenset[bytes] | None  # certificates that let clients in; None takes anybody
 
-    def admit_all_of(self, before: Terms) -> bool:
+    def admit_all_of(self, before: TlsCredentials) -> bool:
         """Returns whether everybody may connect who could by `before`."""
         if self.authorities is None:
             return True
         return before.authorities is not None and before.authorities <= self.authorities
 
 
-def load_terms(files: TlsFiles) -> Terms:
+def load_terms(files: TlsFiles) -> TlsCredentials:
     """Reads the files; raises ValueError, which names them, if nobody could be served with them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -43,7 +43,7 @@ def load_terms(files: TlsFiles) -> Terms:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot use {files.certfile} with {files.keyfile}: {error}") from None
     if files.client_ca is None:
-        return Terms(context, None)
+        return TlsCredentials(context, None)
     try:
         said = files.client_ca.read_bytes()  # once: what is compared is what holds
         context.load_verify_locations(cadata=said.decode("ascii", "ignore"))
@@ -51,7 +51,9 @@ def load_terms(files: TlsFiles) -> Terms:
         raise ValueError(f"cannot use {files.client_ca}: {error}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     # The context does not tell of those that are no authorities but stand for themselves.
-    return Terms(context, frozenset(b"".join(block.split()) for block in _PEM.findall(said)))
+    return TlsCredentials(
+        context, frozenset(b"".join(block.split()) for block in _PEM.findall(said))
+    )
 
 
 def _ask_nobody() -> str:

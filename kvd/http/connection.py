@@ -21,10 +21,10 @@ from kvd.http.access import rendered
 from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
+from kvd.http.context import ServerContext
 from kvd.http.errors import Refusal
-from kvd.http.fast_path import Lane, Leftover, has_left
+from kvd.http.fast_path import FastPath, Handoff, has_left
 from kvd.http.head import HEAD_END, Head, HeadParser
-from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Transport
@@ -55,24 +55,24 @@ class Service:
         self,
         table: RouteTable,
         app: AsgiApp,
-        reception: Reception,
+        context: ServerContext,
     ) -> None:
         self.table = table
         self.app = app
-        self.reception = reception
-        self.failures = reception.failures
+        self.context = context
+        self.failures = context.failures
         self._too_long = self.failures.response(503, "the request took too long")
-        self.lane = Lane(
+        self.fast_path = FastPath(
             table.plain(),
             table.plain_patterns(),
             Connection.serve_parked,
             Connection.note_answered,
             Connection.log_answered,
             Connection.wake,
-            reception.permits.rules,
+            context.authorizer.rules,
         )
-        self.observe = reception.observe
-        self.access = reception.access
+        self.observe = context.observe
+        self.access = context.access
 
     def serve(
         self, shared: Shared, head: Head, found: Found, body: bytes
@@ -134,7 +134,7 @@ class Connection(Transport):
         self._service = service
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
-        self._outcome: Leftover | Exception | None = None  # what it was woken with
+        self._outcome: Handoff | Exception | None = None  # what it was woken with
 
     async def run(self) -> None:
         """Serves the connection and closes its socket; raises nothing but cancellation."""
@@ -152,7 +152,7 @@ class Connection(Transport):
 
     async def _open(self) -> bool:
         """Gets ready for the first request; returns False if there will be none."""
-        self._service.lane.add(self.fd)
+        self._service.fast_path.add(self.fd)
         return True
 
     def serve_parked(
@@ -181,7 +181,7 @@ class Connection(Transport):
         access = self._service.access
         return rendered(access.note(route.method, route.path, status, seconds, size, headers))
 
-    def wake(self, outcome: Leftover | Exception) -> None:
+    def wake(self, outcome: Handoff | Exception) -> None:
         """Ends the parked state of a connection that the lane has given up."""
         assert self._task is not None
         self._outcome = outcome
@@ -208,10 +208,10 @@ class Connection(Transport):
                 return False
         return True
 
-    async def _park(self) -> Leftover:
+    async def _park(self) -> Handoff:
         """Leaves the connection to the lane until that gives it back."""
-        lane = self._service.lane
-        outcome = lane.park(self, self.fd)
+        fast_path = self._service.fast_path
+        outcome = fast_path.park(self, self.fd)
         if outcome is not None:
             await trio.lowlevel.checkpoint()
         else:
@@ -224,7 +224,7 @@ class Connection(Transport):
         return outcome
 
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
-        self._service.lane.unpark(self.fd)
+        self._service.fast_path.unpark(self.fd)
         return trio.lowlevel.Abort.SUCCEEDED
 
     async def _read_head(self) -> Head | None:
@@ -347,9 +347,9 @@ class Connection(Transport):
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""
-        refusal = self._service.reception.permits.refusal(head.headers, route, self.checks_host)
+        refusal = self._service.context.authorizer.refusal(head.headers, route, self.checks_host)
         if refusal is not None:
-            self._service.reception.note_refused(head.method, route, refusal, head.headers)
+            self._service.context.note_refused(head.method, route, refusal, head.headers)
             raise refusal
         self.note_granted(Scope.ANY if route is None else route.scope)
 
@@ -359,13 +359,13 @@ class Connection(Transport):
                 raise Refusal(415, "the body must not be compressed", _UNENCODED)
             return await read_body(self, head, route.body_limit)
         except Refusal as refusal:
-            self._service.reception.note_refused(head.method, route, refusal, head.headers)
+            self._service.context.note_refused(head.method, route, refusal, head.headers)
             raise
 
     async def _serve_app(self, head: Head, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
         self.rest()
-        known = self._service.reception.permits.knows(head.headers, self.checks_host)
+        known = self._service.context.authorizer.knows(head.headers, self.checks_host)
         exchange = AsgiExchange(self, head, body, known=known)
         await exchange.run(self._service.app)
         self.shared.stats.handler_bugs += exchange.writer.status == 500

@@ -39,7 +39,7 @@ cdef class Answerer:
     cdef undoing(self)
 
 
-cdef class Lane:
+cdef class FastPath:
     cdef int _epoll
     cdef char* _buffer
     cdef dict _routes, _parked

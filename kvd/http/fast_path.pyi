@@ -3,7 +3,7 @@ from typing import Any, NamedTuple
 
 from kvd.http.permits import PermitRules
 
-class Leftover(NamedTuple):
+class Handoff(NamedTuple):
     received: bytes
     unsent: bytes
     persists: bool
@@ -22,7 +22,7 @@ NOTHING: int
 ALL: int
 SOME: int
 
-class Lane:
+class FastPath:
     lines: bytes | None
     created_lines: bytes | None
     logged: bool
@@ -36,18 +36,18 @@ class Lane:
         ],
         note: Callable[[Any, Any, int, float], None],
         log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],
-        wake: Callable[[Any, Leftover | Exception], None],
+        wake: Callable[[Any, Handoff | Exception], None],
         permits: PermitRules,
     ) -> None: ...
     def fileno(self) -> int: ...
     def add(self, fd: int) -> None: ...
-    def park(self, connection: object, fd: int) -> Leftover | Exception | None: ...
+    def park(self, connection: object, fd: int) -> Handoff | Exception | None: ...
     def unpark(self, fd: int) -> None: ...
     def turn(self, budget_ns: int) -> int: ...
     def close(self) -> None: ...
 
 def serve_between(
-    lanes: list[Lane],
+    fast_paths: list[FastPath],
     others: int,
     runnable: Sized,
     seconds: float,

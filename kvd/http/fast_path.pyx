@@ -34,7 +34,7 @@ from posix.unistd cimport close
 
 import os
 
-from kvd.http.permits cimport Pass
+from kvd.http.permits cimport Verdict
 
 cdef extern from "<sys/epoll.h>" nogil:
     enum:
@@ -85,7 +85,7 @@ cdef extern from "<stdio.h>" nogil:
 # What a connection's task is woken with: `received` bytes not consumed, `unsent` bytes of a
 # response, whether the connection may carry another request (not after the client's end), and what
 # is to be called if the response cannot be sent, or None.
-Leftover = namedtuple("Leftover", ("received", "unsent", "persists", "undo"), defaults=(None,))
+Handoff = namedtuple("Leftover", ("received", "unsent", "persists", "undo"), defaults=(None,))
 
 _LEFT = object()  # not answered here
 
@@ -172,7 +172,7 @@ cdef class Answerer:
         raise NotImplementedError
 
 
-cdef class Lane:
+cdef class FastPath:
     """The parked connections of one listener."""
 
     def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None,
@@ -241,7 +241,7 @@ cdef class Lane:
                 self._parked[fd] = connection
                 return None
             left -= 1
-        return Leftover(b"", b"", True)
+        return Handoff(b"", b"", True)
 
     def unpark(self, int fd):
         """Gives a connection back to its task."""
@@ -283,7 +283,7 @@ cdef class Lane:
         if got < 0:
             return None if self._dry else OSError(errno, os.strerror(errno))
         if got == 0:
-            return Leftover(b"", b"", False)
+            return Handoff(b"", b"", False)
         # A full buffer may hide more behind it, of which the set will not tell.
         cdef Text captured
         if got < kBuffer and read_plain_head(self._buffer, got, self._head):
@@ -301,12 +301,12 @@ cdef class Lane:
                 outcome = self._answer(connection, fd, route, captured)
                 if outcome is not _LEFT:
                     return outcome
-        return Leftover(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
+        return Handoff(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
 
     cdef bint _granted(self, connection, route):
         return self._permits.core.judge(
             self._head.claims, route.scope, connection.checks_host
-        ) == Pass.granted
+        ) == Verdict.granted
 
     cdef _find(self, Text* captured):
         """Returns the route with a placeholder that the head's path is of, None if there is none."""
@@ -402,10 +402,10 @@ cdef class Lane:
             return OSError(failure, os.strerror(failure))
         sent = max(sent, 0)
         unsent = PyBytes_FromStringAndSize(data + sent, size - sent)
-        return Leftover(b"", unsent, persists, undo if unsent else None)
+        return Handoff(b"", unsent, persists, undo if unsent else None)
 
 
-def serve_between(list lanes not None, int others, runnable not None, double seconds,
+def serve_between(list fast_paths not None, int others, runnable not None, double seconds,
                   double linger_s, int64_t budget_ns):
     """Serves lanes for as long as they alone have something to do.
 
@@ -429,8 +429,8 @@ def serve_between(list lanes not None, int others, runnable not None, double sec
         if ready <= 0:
             break
         done = kNothing
-        for lane in lanes:
-            done = max(done, (<Lane?>lane)._turn(budget_ns))
+        for fast_path in fast_paths:
+            done = max(done, (<FastPath?>fast_path)._turn(budget_ns))
         if done == kNothing:
             return served, True
         served = True

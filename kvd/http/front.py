@@ -20,10 +20,10 @@ import trio
 from kvd.http.asgi import AsgiApp
 from kvd.http.auth import is_local
 from kvd.http.connection import Connection, Service
+from kvd.http.context import ServerContext
 from kvd.http.fast_path import SOME
 from kvd.http.idle_poll import interlude
 from kvd.http.limits import HttpLimits
-from kvd.http.reception import Reception
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
@@ -45,12 +45,12 @@ class Front(Server[Connection]):
         routes: tuple[Route, ...],
         app: AsgiApp,
         limits: HttpLimits,
-        reception: Reception,
+        context: ServerContext,
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, reception)
-        self._busy_body = reception.failures.body(503, "too many connections")
+        self._service = Service(RouteTable(routes), app, context)
+        self._busy_body = context.failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
     def limit(self, limits: HttpLimits) -> None:
@@ -75,16 +75,16 @@ class Front(Server[Connection]):
                 nursery.start_soon(self._sweep)
                 nursery.start_soon(self._run_lane)
         finally:
-            self._service.lane.close()
+            self._service.fast_path.close()
 
     async def _run_lane(self) -> None:
         """Serves what comes on parked connections."""
-        lane = self._service.lane
-        with interlude(lane, TURN_NS) as between:
+        fast_path = self._service.fast_path
+        with interlude(fast_path, TURN_NS) as between:
             while True:
-                await trio.lowlevel.wait_readable(lane.fileno())
+                await trio.lowlevel.wait_readable(fast_path.fileno())
                 between.warm = True
-                while lane.turn(TURN_NS) == SOME:
+                while fast_path.turn(TURN_NS) == SOME:
                     await trio.lowlevel.checkpoint()
 
     async def _sweep(self) -> None:
@@ -92,10 +92,10 @@ class Front(Server[Connection]):
         while True:
             date_line = _date_line()
             self._shared.sweep(trio.current_time(), date_line)
-            self._service.lane.logged = self._service.access.on
+            self._service.fast_path.logged = self._service.access.on
             if not self._shared.stopping:
-                self._service.lane.lines = start_lines(200, JSON) + date_line
-                self._service.lane.created_lines = start_lines(201, JSON) + date_line
+                self._service.fast_path.lines = start_lines(200, JSON) + date_line
+                self._service.fast_path.created_lines = start_lines(201, JSON) + date_line
             for connection in self._running:
                 if connection.deadline <= self._shared.now:
                     connection.expire()
@@ -103,5 +103,5 @@ class Front(Server[Connection]):
 
     async def _drain(self) -> None:
         self._shared.stopping = True
-        self._service.lane.lines = None  # every response says now that the connection ends
+        self._service.fast_path.lines = None  # every response says now that the connection ends
         await super()._drain()

@@ -24,14 +24,14 @@ from typing import NoReturn
 import trio
 from trio._core import _run
 
-from kvd.http.fast_path import Lane, serve_between
+from kvd.http.fast_path import FastPath, serve_between
 
 LINGER_S = 0.05  # without a request: clients that ask less often than that wake trio
 
-_current: trio.lowlevel.RunVar[Interlude | None] = trio.lowlevel.RunVar("interlude", None)
+_current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("interlude", None)
 
 
-class Interlude(trio.abc.Instrument):
+class IdlePoller(trio.abc.Instrument):
     """One for all lanes of a run of trio."""
 
     def __init__(self, budget_ns: int) -> None:
@@ -41,7 +41,7 @@ class Interlude(trio.abc.Instrument):
         self._runnable = runner.runq
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
-        self.lanes: list[Lane] = []
+        self.fast_paths: list[FastPath] = []
         self.warm = False  # a request has been served since the last stay without any
 
     def before_io_wait(self, timeout: float) -> None:
@@ -51,7 +51,7 @@ class Interlude(trio.abc.Instrument):
         awake = False
         try:
             self.warm, awake = serve_between(
-                self.lanes, self._others, self._runnable, timeout, LINGER_S, self._budget_ns
+                self.fast_paths, self._others, self._runnable, timeout, LINGER_S, self._budget_ns
             )
         except Exception as error:
             # Trio would log a bug in here and go on without the instrument.
@@ -61,22 +61,22 @@ class Interlude(trio.abc.Instrument):
 
 
 @contextmanager
-def interlude(lane: Lane, budget_ns: int) -> Iterator[Interlude]:
-    """Has `lane` served between the passes of this run of trio, for the time of the context.
+def interlude(fast_path: FastPath, budget_ns: int) -> Iterator[IdlePoller]:
+    """Has `fast_path` served between the passes of this run of trio, for the time of the context.
 
     No row of requests takes much longer than `budget_ns` nanoseconds.
     """
     here = _current.get()
     if here is None:
-        here = Interlude(budget_ns)
+        here = IdlePoller(budget_ns)
         _current.set(here)
         trio.lowlevel.add_instrument(here)
-    here.lanes.append(lane)
+    here.fast_paths.append(fast_path)
     try:
         yield here
     finally:
-        here.lanes.remove(lane)
-        if not here.lanes:
+        here.fast_paths.remove(fast_path)
+        if not here.fast_paths:
             trio.lowlevel.remove_instrument(here)
             _current.set(None)
 

@@ -22,9 +22,9 @@
 
 namespace kvd {
 
-enum class Pass : int { granted, missing, malformed, unknown, scope, host, origin };
+enum class Verdict : int { granted, missing, malformed, unknown, scope, host, origin };
 
-class Permits {
+class Authorizer {
  public:
   static constexpr size_t kMaxToken = 128;  // bytes of a token
 
@@ -44,11 +44,11 @@ class Permits {
   void add_origin(const char* origin, size_t size) { origins_.emplace_back(origin, size); }
 
   // Judges a request for a route of this scope, 0 for one that is open to all.
-  Pass judge(const Claims& claims, unsigned scope, bool checks_host) const {
-    if (scope == 0) return Pass::granted;
-    if (claims.origin.times && !listed(origins_, claims.origin)) return Pass::origin;
+  Verdict judge(const Claims& claims, unsigned scope, bool checks_host) const {
+    if (scope == 0) return Verdict::granted;
+    if (claims.origin.times && !listed(origins_, claims.origin)) return Verdict::origin;
     if (!tokens_.empty()) return judge_token(claims.authorization, scope);
-    return checks_host && !good_host(claims.host) ? Pass::host : Pass::granted;
+    return checks_host && !good_host(claims.host) ? Verdict::host : Verdict::granted;
   }
 
  private:
@@ -65,11 +65,11 @@ class Permits {
     return token;
   }
 
-  Pass judge_token(const Claim& claim, unsigned scope) const {
-    if (claim.times == 0) return Pass::missing;
+  Verdict judge_token(const Claim& claim, unsigned scope) const {
+    if (claim.times == 0) return Verdict::missing;
     Text text;
-    if (claim.times > 1 || !bearer(claim.value, text)) return Pass::malformed;
-    if (text.size > kMaxToken) return Pass::unknown;
+    if (claim.times > 1 || !bearer(claim.value, text)) return Verdict::malformed;
+    if (text.size > kMaxToken) return Verdict::unknown;
     const Token shown = padded(text);
     unsigned scopes = 0, known = 0;
     for (const Token& token : tokens_) {
@@ -79,8 +79,8 @@ class Permits {
       known |= same;
       scopes |= token.scopes & (0u - same);
     }
-    if (!known) return Pass::unknown;
-    return scopes & scope ? Pass::granted : Pass::scope;
+    if (!known) return Verdict::unknown;
+    return scopes & scope ? Verdict::granted : Verdict::scope;
   }
 
   // Finds the token in `Bearer TOKEN`; returns false for any other form.

@@ -13,18 +13,18 @@ cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
 
 
 cdef extern from "http/permits.hpp" namespace "kvd" nogil:
-    enum class Pass(int):
+    enum class Verdict(int):
         granted
 
-    cppclass Permits:
+    cppclass Authorizer:
         void clear()
         void add_token(const char* text, size_t size, unsigned scopes)
         void add_host(const char* name, size_t size)
         void add_origin(const char* origin, size_t size)
         # `scope`: of the route, as bits, 0 if it is open; `checks_host`: whether a page's own name
         # could lead to this listener.
-        Pass judge(const Claims& claims, unsigned scope, cbool checks_host)
+        Verdict judge(const Claims& claims, unsigned scope, cbool checks_host)
 
 
 cdef class PermitRules:
-    cdef Permits core
+    cdef Authorizer core

@@ -17,11 +17,11 @@ import trio
 
 from kvd.http.asgi import AsgiApp
 from kvd.http.auth import is_local
-from kvd.http.certificates import Terms
+from kvd.http.certificates import TlsCredentials
 from kvd.http.connection import Connection, Service
+from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.reception import Reception
 from kvd.http.transport import RECEIVE_BYTES, Phase, Shared
 from kvd.http.types import Route
 
@@ -38,14 +38,14 @@ class TlsServer(Front):
         self,
         routes: tuple[Route, ...],
         app: AsgiApp,
-        terms: Terms,
+        terms: TlsCredentials,
         limits: HttpLimits,
-        reception: Reception,
+        context: ServerContext,
     ) -> None:
-        super().__init__(routes, app, limits, reception)
+        super().__init__(routes, app, limits, context)
         self.terms = terms
 
-    def renew(self, terms: Terms) -> None:
+    def renew(self, terms: TlsCredentials) -> None:
         """Has other terms hold for handshakes from now on.
 
         If they do not take all clients that the old ones took, no connection that is there carries
@@ -93,7 +93,7 @@ class TlsConnection(Connection):
         shared: Shared,
         service: Service,
         checks_host: bool,
-        terms: Terms,
+        terms: TlsCredentials,
     ) -> None:
         super().__init__(sock, shared, service, checks_host)
         self._terms = terms

@@ -8,7 +8,7 @@ from typing import Any
 from kvd.index.partitions import State
 from kvd.telemetry.metrics import BREATH, Family, by_label, counter, gauge
 from kvd.wire.counts import StreamCounts
-from kvd.wire.event_stream import Listener, ListenerStatus, Quiet, StreamHealth
+from kvd.wire.event_stream import EventStream, ListenerStatus, Quiet, StreamHealth
 from kvd.wire.replay import ReplayEnd
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
@@ -38,7 +38,7 @@ LISTENER_COUNTERS = {
 
 
 def listener_families(
-    listeners: Iterable[Listener], left: StreamCounts, now: float
+    listeners: Iterable[EventStream], left: StreamCounts, now: float
 ) -> Iterator[Family | None]:
     """Sums up `listeners` at the moment `now`; `left` counts for those that are no more."""
     totals = StreamCounts()

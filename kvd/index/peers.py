@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvd.errors import NotFound, Unavailable
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 
 # A fleet has two or three replicas. The bound keeps a client from storing texts here.
 MAX_PEERS = 1024
@@ -17,9 +17,9 @@ MAX_PEERS = 1024
 class Peers:
     """Base URLs in the order they were named, each once."""
 
-    def __init__(self, urls: Iterable[str] = (), outgoing: Outgoing | None = None) -> None:
+    def __init__(self, urls: Iterable[str] = (), outgoing: EgressPolicy | None = None) -> None:
         """Without a rule about addresses the default one holds."""
-        self._outgoing = outgoing or Outgoing()
+        self._outgoing = outgoing or EgressPolicy()
         self._urls = dict.fromkeys(urls)
         self.refused = 0  # registrations beyond MAX_PEERS
 

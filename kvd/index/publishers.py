@@ -23,11 +23,11 @@ from kvd.model import PartitionKey
 from kvd.telemetry.logs import get_logger
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
-from kvd.wire.envelope import Terms
-from kvd.wire.event_stream import STALE_AFTER_S, Listener
-from kvd.wire.standard_events import Publication
+from kvd.wire.envelope import StreamIdentity
+from kvd.wire.event_stream import STALE_AFTER_S, EventStream
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.conductor.conductor import Source
 
 log = get_logger(__name__)
@@ -144,8 +144,8 @@ class Publisher:
     """One registration, its listener, and what its events have said."""
 
     described: Described
-    listener: Listener
-    publication: Publication
+    listener: EventStream
+    publication: StandardEventStream
     source: Source
 
 
@@ -157,12 +157,12 @@ class Publishers:
         state: State,
         listeners: Listeners,
         capacity: ListenerCapacity | None = None,
-        outgoing: Outgoing | None = None,
+        outgoing: EgressPolicy | None = None,
         stale_after_s: float = STALE_AFTER_S,
     ) -> None:
         """Without a rule about addresses the default one holds."""
         self._stale_after_s = stale_after_s
-        self.outgoing = outgoing or Outgoing()
+        self.outgoing = outgoing or EgressPolicy()
         self._state = state
         self._listeners = listeners
         self._capacity = capacity or ListenerCapacity()
@@ -213,7 +213,7 @@ class Publishers:
             key.dp_rank,
             store=described.is_store,
         )
-        terms = Terms(
+        terms = StreamIdentity(
             key.model_name,
             key.tenant_id,
             key.block_size,
@@ -222,9 +222,9 @@ class Publishers:
             key.dp_rank,
             described.is_store,
         )
-        publication = Publication(source, terms)
+        publication = StandardEventStream(source, terms)
         endpoint, replay_endpoint, server_key = described.addresses
-        listener = Listener(
+        listener = EventStream(
             str(key),
             endpoint,
             publication,

@@ -22,9 +22,9 @@ from kvd.index.partitions import Partition, State
 from kvd.model import InstanceId, Observers, PartitionKey, RankKey
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
-from kvd.wire.event_stream import STALE_AFTER_S, Listener, ListenerStatus
+from kvd.wire.event_stream import STALE_AFTER_S, EventStream, ListenerStatus
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
@@ -41,7 +41,7 @@ INDEXER = "indexer"  # the face that registers unless another one says so
 class Listeners(Protocol):
     """What runs listeners; `kvd.net` provides it."""
 
-    def start(self, key: Hashable, listener: Listener) -> None:
+    def start(self, key: Hashable, listener: EventStream) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
 
     async def stop(self, key: Hashable) -> bool:
@@ -53,7 +53,7 @@ class Registration:
     """One rank as it was registered, and its listener."""
 
     key: RankKey
-    listener: Listener
+    listener: EventStream
     owners: set[str]  # faces that have registered it; without any it is being removed
 
 
@@ -65,12 +65,12 @@ class Registry:
         state: State,
         listeners: Listeners,
         capacity: ListenerCapacity | None = None,
-        outgoing: Outgoing | None = None,
+        outgoing: EgressPolicy | None = None,
         stale_after_s: float = STALE_AFTER_S,
     ) -> None:
         """Without a rule about addresses the default one holds."""
         self._stale_after_s = stale_after_s
-        self.outgoing = outgoing or Outgoing()
+        self.outgoing = outgoing or EgressPolicy()
         self._state = state
         self._capacity = capacity or ListenerCapacity()
         self.refused_ranks = 0  # at the capacity
@@ -93,7 +93,7 @@ class Registry:
     def find(self, key: RankKey) -> Registration | None:
         return self._ranks.get(key)
 
-    def find_listener(self, key: RankKey) -> Listener | None:
+    def find_listener(self, key: RankKey) -> EventStream | None:
         found = self._ranks.get(key)
         return None if found is None else found.listener
 
@@ -161,7 +161,7 @@ class Registry:
             raise Unavailable(self._capacity.refusal)
         stream = self._state.add_rank(key, block_size)
         expected = self._left.pop((key, endpoint), 0)
-        listener = Listener(
+        listener = EventStream(
             str(key),
             endpoint,
             stream,

@@ -1,7 +1,7 @@
 """What an engine has sent and its listener has not taken yet, with the connections it came over.
 
-    SUB socket ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> Listener.take
-    its monitor ── hear ────> places among its messages ─────────────> Listener.pass_over
+    SUB socket ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> EventStream.take
+    its monitor ── hear ────> places among its messages ─────────────> EventStream.pass_over
 
 libzmq's own queue has no bound: with one, and heartbeats, it ends the process (`kvd.net.zsocket`).
 So the socket is emptied in every turn, also while nothing can be applied, into an inbox that has
@@ -10,9 +10,10 @@ newest, and shows as a gap.
 
 A connection that is lost or made changes what a batch means: it may be another engine's. Batches
 that have come before wait longer than the news does. So a change has its place among the messages,
-and the listener hears of it when it gets there (`Listener.place_changes`). libzmq tells the monitor
-of a connection before it hands over that connection's first message. So what was taken in before a
-connection was heard of is not that one's; what is taken in and then followed by the news may be.
+and the stream hears of it when it gets there (`EventStream.place_changes`). libzmq tells the
+monitor of a connection before it hands over that connection's first message. So what was taken in
+before a connection was heard of is not that one's; what is taken in and then followed by the news
+may be.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvd_core.zmq.drain import Inbox, fill
 
 if TYPE_CHECKING:
     from kvd.net.link import Link, LinkOptions
-    from kvd.wire.event_stream import Listener
+    from kvd.wire.event_stream import EventStream
     from kvd_core.zmq.drain import InboxSpace
 
 # Of all streams of the process, unless a setting says otherwise.
@@ -39,7 +40,7 @@ class Backlog:
 
     __slots__ = ("_changes", "_inbox", "_listener", "_lost", "_taking_in", "idle")
 
-    def __init__(self, listener: Listener, space: InboxSpace, options: LinkOptions) -> None:
+    def __init__(self, listener: EventStream, space: InboxSpace, options: LinkOptions) -> None:
         self._listener = listener
         self._inbox = Inbox(space, options.queue_messages, options.queue_bytes)
         self._changes: deque[tuple[int, Change]] = deque()  # each before the message of that place

@@ -64,7 +64,7 @@ class KeyPair:
         }
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Lets in who has one of the `keys`, which may be set anew. One in a context."""
 
     def __init__(self, context: Context, keys: Iterable[str]) -> None:

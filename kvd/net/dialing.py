@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from kvd.net.curve import KeyPair, Options
-from kvd.wire.egress import Outgoing, refusal
+from kvd.wire.egress import EgressPolicy, refusal
 from kvd.wire.endpoints import host_and_port, tcp_endpoint
 from kvd.wire.hosts import literal
 
@@ -48,13 +48,13 @@ class Dialer:
 
     def __init__(
         self,
-        outgoing: Outgoing | None = None,
+        outgoing: EgressPolicy | None = None,
         lookup_s: float = LOOKUP_S,
         look_again_s: float = LOOK_AGAIN_S,
         keys: KeyPair | None = None,
     ) -> None:
         """Without a rule the default one holds; without keys they are made when needed."""
-        self.outgoing = outgoing or Outgoing()
+        self.outgoing = outgoing or EgressPolicy()
         self._keys = keys
         self.lookup_s = lookup_s
         self.look_again_s = look_again_s

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvd.net.replay import Replayer
     from kvd.net.turns import Turns
     from kvd.net.zsocket import Context
-    from kvd.wire.event_stream import Listener
+    from kvd.wire.event_stream import EventStream
 
 log = get_logger(__name__)
 
@@ -40,7 +40,7 @@ ASK_AGAIN_S = 1.0  # between two questions to an engine that is idle, whatever t
 
 
 async def run_listener(
-    listener: Listener,
+    listener: EventStream,
     context: Context,
     ready: trio.Event,
     options: LinkOptions,
@@ -83,7 +83,7 @@ class _Reader:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: EventStream,
         backlog: Backlog,
         ready: trio.Event,
         replayer: Replayer,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvd.net.link import LinkOptions
     from kvd.net.zsocket import Context
-    from kvd.wire.event_stream import Listener
+    from kvd.wire.event_stream import EventStream
 
 HEALTH_EVERY_S = 1.0  # how long a change of health may last unsaid; shorter ones are not said
 HEALTH_SLICE = 256  # listeners looked at between two checkpoints, 0.4 ms
@@ -60,7 +60,7 @@ class ListenerTasks:
         self._space = space or InboxSpace()
         self._replayer = Replayer(context, options, replays or ReplayOptions(), self._dialer)
         self._turns = Turns()
-        self._health: dict[Listener, StreamHealth] = {}  # as last said
+        self._health: dict[EventStream, StreamHealth] = {}  # as last said
         self._prober = Prober(nursery, self._dialer, options.connect_timeout_s)
         nursery.start_soon(self._watch_health, health_every_s)
 
@@ -68,7 +68,7 @@ class ListenerTasks:
         """Has other limits of replays hold from now on."""
         self._replayer.follow(replays)
 
-    def start(self, key: Hashable, listener: Listener) -> None:
+    def start(self, key: Hashable, listener: EventStream) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
         self._tasks.start(key, partial(self._run, listener))
 
@@ -83,7 +83,7 @@ class ListenerTasks:
         async with self._entrance:
             pass
 
-    async def _run(self, listener: Listener) -> None:
+    async def _run(self, listener: EventStream) -> None:
         self._health[listener] = StreamHealth.RECOVERING
         try:
             if self._begin is not None:
@@ -120,7 +120,7 @@ class ListenerTasks:
                 self._look_at_quiet(listener)
         self._prober.start(trio.current_time())
 
-    def _look_at_quiet(self, listener: Listener) -> None:
+    def _look_at_quiet(self, listener: EventStream) -> None:
         now = trio.current_time()
         self._prober.look(listener, now)
         quiet = listener.look(now)
@@ -133,7 +133,7 @@ class ListenerTasks:
                 error=listener.last_error,
             )
 
-    def _say_health(self, listener: Listener) -> None:
+    def _say_health(self, listener: EventStream) -> None:
         before, now = self._health[listener], listener.health(trio.current_time())
         if before is now:
             return

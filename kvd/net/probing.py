@@ -1,7 +1,7 @@
 """Finds out why an engine cannot be reached: libzmq tries again without a word about what it met.
 
 not connected for AFTER_S ──> one plain connection to the same address, closed at once
-                                └─ errno, or nothing in time ──> Listener.not_reached
+                                └─ errno, or nothing in time ──> EventStream.not_reached
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvd.wire.event_stream import ListenerStatus
 
 if TYPE_CHECKING:
     from kvd.net.dialing import Dialer
-    from kvd.wire.event_stream import Listener
+    from kvd.wire.event_stream import EventStream
 
 AFTER_S = 1.0  # without a connection; engines that are started again are back sooner, or take long
 AGAIN_S = 10.0  # between two probes of one engine
@@ -35,10 +35,12 @@ class Prober:
         self._nursery = nursery
         self._dialer = dialer
         self._timeout_s = timeout_s
-        self._due: dict[Listener, float] = {}  # when a listener is to be probed, monotonic seconds
+        self._due: dict[
+            EventStream, float
+        ] = {}  # when a listener is to be probed, monotonic seconds
         self._under_way = 0
 
-    def look(self, listener: Listener, now: float) -> None:
+    def look(self, listener: EventStream, now: float) -> None:
         """Takes note of a listener as it is now."""
         # A failed one says by itself why: its name or address is of no use.
         if listener.connected or listener.status is ListenerStatus.FAILED:
@@ -46,7 +48,7 @@ class Prober:
         else:
             self._due.setdefault(listener, now + AFTER_S)
 
-    def forget(self, listener: Listener) -> None:
+    def forget(self, listener: EventStream) -> None:
         self._due.pop(listener, None)
 
     def start(self, now: float) -> None:
@@ -58,7 +60,7 @@ class Prober:
             self._under_way += 1
             self._nursery.start_soon(self._probe, listener)
 
-    async def _probe(self, listener: Listener) -> None:
+    async def _probe(self, listener: EventStream) -> None:
         try:
             why = await self._met(listener.endpoint)
         finally:

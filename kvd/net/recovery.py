@@ -26,7 +26,7 @@ from kvd.net.dialing import Dialer
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
 from kvd.telemetry.logs import get_logger
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, JSON_DUMP, RECOVERING_HEADER
-from kvd.wire.event_stream import Listener, StreamHealth
+from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
 ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
@@ -196,7 +196,7 @@ def _settle_heard(
             state.settle(*instance)
 
 
-def _is_heard(listener: Listener, now: float) -> bool:
+def _is_heard(listener: EventStream, now: float) -> bool:
     """Whether a batch has come over the present connection, and all that it had replayed."""
     known = listener.health(now) in (StreamHealth.EXACT, StreamHealth.DEGRADED)
     return known and listener.connected

@@ -2,7 +2,7 @@
 
 Each request has a DEALER socket of its own, which ends with it: what an earlier request left
 unanswered can never answer a later one. Nothing a server does, or fails to do, lasts longer than
-`total_s` or goes anywhere but through `Listener.take_replayed`.
+`total_s` or goes anywhere but through `EventStream.take_replayed`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvd.wire.replay import ReplayEnd, read_answer, request
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
-    from kvd.wire.event_stream import Listener
+    from kvd.wire.event_stream import EventStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Replayer:
         self.options = options
         self._turns.total_tokens = options.at_once
 
-    async def fetch(self, listener: Listener) -> ReplayEnd:
+    async def fetch(self, listener: EventStream) -> ReplayEnd:
         """Has `listener` take what it wants to be replayed; returns why no more of it came."""
         end = ReplayEnd.LATE
         with trio.move_on_after(self.options.total_s) as patience:
@@ -72,7 +72,7 @@ class Replayer:
                     end = await self._ask(listener, room)
         return listener.replay_ended(ReplayEnd.LATE if patience.cancelled_caught else end)
 
-    async def _ask(self, listener: Listener, room: _Room) -> ReplayEnd:
+    async def _ask(self, listener: EventStream, room: _Room) -> ReplayEnd:
         try:
             endpoint = await self._dialer.endpoint(listener.replay_endpoint or "")
             options = asking_options(endpoint, self._link)
@@ -109,7 +109,7 @@ class _Room:
 class _Answer:
     """What comes back for one request."""
 
-    def __init__(self, dealer: ZSocket, listener: Listener, idle_s: float, room: _Room) -> None:
+    def __init__(self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Room) -> None:
         self._dealer = dealer
         self._listener = listener
         self._idle_s = idle_s

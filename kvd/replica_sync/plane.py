@@ -17,7 +17,7 @@ import trio
 from kvd.config.load import AddressError, Config, StartError
 from kvd.http.auth import is_loopback
 from kvd.http.listeners import split_host_port
-from kvd.net.curve import Doorkeeper, KeyPair
+from kvd.net.curve import KeyPair, ZapAuthenticator
 from kvd.net.dialing import Dialer
 from kvd.net.link import NO_CURVE
 from kvd.net.publisher import Publisher, open_publisher
@@ -26,7 +26,7 @@ from kvd.replica_sync.replicas import Replicas, apply_once
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import Family, counter
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
 from kvd.wire.replica import ReplicaCounts
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from kvd_core.zmq.drain import InboxSpace
 
 
-class Participant:
+class ReplicaSync:
     """This process's part in it; none without a port, or without a face that accounts."""
 
     def __init__(
         self,
         config: Config,
-        outgoing: Outgoing,
+        outgoing: EgressPolicy,
         dialer: Dialer,
         keys: KeyPair | None,
         space: InboxSpace,
@@ -53,7 +53,7 @@ class Participant:
         self._space = space
         self._counts = ReplicaCounts()
         self._publisher: Publisher | None = None
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper: ZapAuthenticator | None = None
 
     async def open(self, context: Context) -> None:
         """Opens the port; raises StartError."""
@@ -64,7 +64,7 @@ class Participant:
         curve = NO_CURVE
         if self._keys is not None and config.curve.replicas is not None:
             curve = self._keys.server()
-            self._doorkeeper = Doorkeeper(context, config.curve.replicas)
+            self._doorkeeper = ZapAuthenticator(context, config.curve.replicas)
         try:
             self._publisher = await open_publisher(
                 context, sync.host, sync.port, config.replica_link, curve
@@ -98,7 +98,7 @@ class Participant:
             return Replicas(None, self._counts, self._outgoing)
         if self._doorkeeper is not None:
             nursery.start_soon(self._doorkeeper.run)
-        faces = {Face.SLOT_TRACKER: slots.apply, Face.SELECTION: selections.bookings.apply}
+        faces = {Face.SLOT_TRACKER: slots.apply, Face.SELECTION: selections.reservations.apply}
 
         def apply(event: Lifecycle) -> Outcome:
             return apply_once(event, trio.current_time(), faces)
@@ -117,7 +117,7 @@ class Participant:
             space=self._space,
         )
         slots.steps.subscribe(links.publish)
-        selections.bookings.steps.subscribe(links.publish)
+        selections.reservations.steps.subscribe(links.publish)
         if affinity is not None:
             affinity.bindings.subscribe(links.publish_binding)
         replicas = Replicas(links, self._counts, self._outgoing)

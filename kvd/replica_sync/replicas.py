@@ -17,7 +17,7 @@ from typing import Protocol
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
 from kvd.wire.curve import check_server_key
-from kvd.wire.egress import Outgoing
+from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import check_endpoint
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
 from kvd.wire.replica import Replica, ReplicaCounts
@@ -63,10 +63,10 @@ class Replicas:
     """The registered replicas; `links` is None where replica sync is off."""
 
     def __init__(
-        self, links: Links | None, counts: ReplicaCounts, outgoing: Outgoing | None = None
+        self, links: Links | None, counts: ReplicaCounts, outgoing: EgressPolicy | None = None
     ) -> None:
         """Without a rule about addresses the default one holds."""
-        self._outgoing = outgoing or Outgoing()
+        self._outgoing = outgoing or EgressPolicy()
         self._links = links
         self._counts = counts
         self._replicas: dict[str, Replica] = {}

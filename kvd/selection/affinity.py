@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from kvd.model import Observers, PartitionKey
 from kvd.selection.candidates import Fleet
-from kvd.selection.requests import Ask
+from kvd.selection.requests import SelectRequest
 from kvd.selection.sessions import MAX_SESSIONS, Binding, Sessions
 from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Outcome
@@ -41,13 +41,15 @@ class Affinity:
         self._clock = clock
         self._wall_ns = wall_ns
 
-    def target(self, ask: Ask) -> tuple[int, int | None] | None:
+    def target(self, ask: SelectRequest) -> tuple[int, int | None] | None:
         """Returns the worker and dp rank that a request should go to, None without a session."""
         key = _key(ask)
         binding = None if key is None else self.sessions.find(key, self._clock())
         return None if binding is None else (binding.worker_id, binding.dp_rank)
 
-    def booked(self, fleet: Fleet, ask: Ask, reservation_id: str, rank: tuple[int, int]) -> None:
+    def booked(
+        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, rank: tuple[int, int]
+    ) -> None:
         """Binds a request's session to where it was booked, or keeps it bound."""
         key = _key(ask)
         if key is None:
@@ -89,14 +91,14 @@ class Affinity:
             self.bindings.tell(Bound(*key, *place, binding.version))
 
 
-def _key(ask: Ask) -> Key | None:
+def _key(ask: SelectRequest) -> Key | None:
     pinned = ask.constraints is not None and ask.constraints.pinned is not None
     if ask.session_id is None or pinned or ask.affinity is not None:
         return None
     return ask.key, ask.session_id
 
 
-def _is_ruled_out(fleet: Fleet, ask: Ask, binding: Binding) -> bool:
+def _is_ruled_out(fleet: Fleet, ask: SelectRequest, binding: Binding) -> bool:
     """Says whether a request's constraints keep it from a rank that is there."""
     record = fleet.workers.get(binding.worker_id)
     if record is None or ask.constraints is None:

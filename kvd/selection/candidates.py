@@ -14,7 +14,7 @@ from kvd.selection.options import RouterOptions
 from kvd.selection.phases import Phase, serves
 from kvd.selection.predictions import Predictions
 from kvd.selection.queue import SelectionQueue
-from kvd.selection.requests import Constraints, Held
+from kvd.selection.requests import Constraints, QueuedRequest
 from kvd.selection.stats import Outcome, Unserved
 from kvd.selection.worker_record import WorkerRecord
 from kvd_core.base.hashing import sequence_hashes
@@ -48,7 +48,7 @@ class Fleet:
         self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
         self.workers: dict[int, WorkerRecord] = {}
         self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
-        self.queue: SelectionQueue[Held] = SelectionQueue(options.queue_policy)
+        self.queue: SelectionQueue[QueuedRequest] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None
         self._former: Pool | None = None  # whose turns the next one goes on with
         self._masks: dict[Phase | None, bytes | None] = {}

@@ -36,7 +36,7 @@ class Constraints:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SelectRequest:
     """One selection, beside its prompt."""
 
     key: PartitionKey
@@ -69,7 +69,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Choice:
     """A candidate, and how it was weighed."""
 
     at: int  # in the fleet's pool
@@ -79,20 +79,20 @@ class Chosen:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class QueuedRequest:
     """A selection that waits; `done` is set with its answer, or its failure."""
 
-    ask: Ask
+    ask: SelectRequest
     prompt: Prompt
     block_size: int  # tokens, by which the prompt was hashed
     done: trio.Event = field(default_factory=trio.Event)
     answer: bytes | KvdError | None = None
-    waiting: Waiting[Held] | None = None
+    waiting: Waiting[QueuedRequest] | None = None
     receipt: Receipt | None = None  # of what is booked with the answer
     again: Look | None = None  # at its tokens, by any block size; None: it came hashed
 
-    def settle(self, answer: Answered | KvdError) -> None:
-        if isinstance(answer, Answered):
+    def settle(self, answer: SelectReply | KvdError) -> None:
+        if isinstance(answer, SelectReply):
             self.answer, self.receipt = answer.answer, answer.receipt
         else:
             self.answer = answer
@@ -132,7 +132,7 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class SelectReply:
     """An answer, and what is booked with it."""
 
     answer: bytes

@@ -15,7 +15,7 @@ from kvd.selection.candidates import Fleet, schedulable
 from kvd.selection.decay import output_weight
 from kvd.selection.options import MAX_RETRIES
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
-from kvd.selection.requests import Ask, Chosen, Look, Receipt
+from kvd.selection.requests import Choice, Look, Receipt, SelectRequest
 from kvd.selection.retries import Retries
 from kvd.selection.worker_record import WorkerRecord
 from kvd.slots.shared_loads import Ledgers
@@ -29,7 +29,7 @@ from kvd_core.ledger.ledger import Ledger, LiveRequest
 EXPIRY_SLICE = 64  # requests expired between two rests
 
 
-class Bookings:
+class Reservations:
     """The live reservations of all fleets."""
 
     def __init__(
@@ -81,7 +81,9 @@ class Bookings:
         if reservation_id is not None and reservation_id in self.live:
             raise Conflict(f"reservation {reservation_id} already exists")
 
-    def book(self, fleet: Fleet, ask: Ask, reservation_id: str, chosen: Chosen) -> Receipt:
+    def book(
+        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, chosen: Choice
+    ) -> Receipt:
         """Books the prompt that the pool has looked at; raises what `_admitted` does."""
         now = self._clock()
         tokens = self._add(fleet, ask, reservation_id, chosen, now)
@@ -89,7 +91,7 @@ class Bookings:
         return Receipt(fleet.ledger, reservation_id, now)
 
     def book_both(
-        self, fleet: Fleet, ask: Ask, reservation_id: str, decode: Chosen, prefill: Chosen
+        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, decode: Choice, prefill: Choice
     ) -> Receipt:
         """Does the same for two phases, or neither: prefill has an id of its own."""
         now, prefill_id = self._clock(), reservation_id + PREFILL_SUFFIX
@@ -103,7 +105,9 @@ class Bookings:
         self._added(fleet, ask, prefill_id, prefill, tokens, now)
         return Receipt(fleet.ledger, reservation_id, now, prefill_id)
 
-    def _add(self, fleet: Fleet, ask: Ask, reservation_id: str, chosen: Chosen, now: float) -> int:
+    def _add(
+        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, chosen: Choice, now: float
+    ) -> int:
         """Returns the tokens that the booking counts."""
         pool, tokens = fleet.pool, 0
         if chosen.settings.members["track_prefill"]:
@@ -122,9 +126,9 @@ class Bookings:
     def _added(
         self,
         fleet: Fleet,
-        ask: Ask,
+        ask: SelectRequest,
         reservation_id: str,
-        chosen: Chosen,
+        chosen: Choice,
         tokens: int,
         now: float,
     ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvd.errors import Conflict
 from kvd.selection.options import MAX_RETRIES
-from kvd.selection.requests import Answered, Retry
+from kvd.selection.requests import Retry, SelectReply
 
 Name = tuple[str | None, str]  # the reservation id as given, the key
 
@@ -22,12 +22,12 @@ class Retries:
         self._max_answers = max_answers
         self.repeated = 0
         self.forgotten = 0  # at the bound
-        self._answers: dict[Name, tuple[bytes, Answered]] = {}  # oldest booking first
+        self._answers: dict[Name, tuple[bytes, SelectReply]] = {}  # oldest booking first
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def find(self, retry: Retry | None) -> Answered | None:
+    def find(self, retry: Retry | None) -> SelectReply | None:
         """Returns the answer that the same request has had, while what it booked lives.
 
         Raises Conflict for another request under the same key.
@@ -56,7 +56,7 @@ class Retries:
         assert receipt is not None
         return None if receipt.lives() else receipt.left()
 
-    def note(self, retry: Retry | None, answered: Answered) -> None:
+    def note(self, retry: Retry | None, answered: SelectReply) -> None:
         """Remembers the answer of a booking that has just been made."""
         if retry is None:
             return

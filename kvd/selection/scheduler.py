@@ -19,8 +19,8 @@ from kvd.selection.candidates import Fleet, members_json, schedulable
 from kvd.selection.options import RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
 from kvd.selection.queue import ANYONE, Urgency
-from kvd.selection.requests import Answered, Ask, Chosen, Held, Look
-from kvd.selection.reservations import Bookings
+from kvd.selection.requests import Choice, Look, QueuedRequest, SelectReply, SelectRequest
+from kvd.selection.reservations import Reservations
 from kvd.selection.stats import Outcome, Tally, Unserved
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
@@ -48,14 +48,14 @@ _OTHER_SIZE = "the block size of the workers has changed meanwhile"
 _STOPPING = "the service is stopping"
 
 
-class Choices:
+class Scheduler:
     """The selections of all fleets."""
 
     def __init__(
         self,
         fleets: Mapping[PartitionKey, Fleet],
         options: RouterOptions,
-        bookings: Bookings,
+        reservations: Reservations,
         draws: Draws,
         clock: Callable[[], float],
         tally: Tally,
@@ -70,13 +70,13 @@ class Choices:
         self._tally = tally
         self._fleets = fleets
         self._options = options
-        self._bookings = bookings
+        self._reservations = reservations
         self._draws = draws
         self._clock = clock
         self._affinity = affinity
         self._stopping = False
 
-    def select(self, ask: Ask, look: Look) -> Answered | Held:
+    def select(self, ask: SelectRequest, look: Look) -> SelectReply | QueuedRequest:
         """Selects, and books if asked to; returns the answer, or the selection held.
 
         Raises Unserved without anyone eligible or with all of them overloaded, BadRequest for
@@ -89,9 +89,9 @@ class Choices:
             self._tally.failed(ask, error)
             raise
 
-    def _select(self, ask: Ask, look: Look) -> Answered | Held:
-        if (rest := self._bookings.retries.rest(ask.retry)) is not None:
-            self._bookings.free(rest)  # its other worker has left, and it is booked anew
+    def _select(self, ask: SelectRequest, look: Look) -> SelectReply | QueuedRequest:
+        if (rest := self._reservations.retries.rest(ask.retry)) is not None:
+            self._reservations.free(rest)  # its other worker has left, and it is booked anew
         if (again := self._again(ask)) is not None:
             return again
         fleet = schedulable(self._fleets, ask.key)
@@ -106,7 +106,7 @@ class Choices:
                 return answered
         return self._hold(fleet, ask)
 
-    async def wait(self, held: Held) -> bytes:
+    async def wait(self, held: QueuedRequest) -> bytes:
         """Returns the answer of a selection that is held, once there is one; raises as `select`.
 
         Whatever ends the wait, the selection is in no queue afterwards. What was booked with an
@@ -136,18 +136,18 @@ class Choices:
             raise held.answer
         return held.answer
 
-    def take_back(self, held: Held) -> None:
+    def take_back(self, held: QueuedRequest) -> None:
         """Ends what is booked with an answer that its client cannot be given."""
         if held.receipt is not None:
-            self._bookings.take_back(held.receipt)
+            self._reservations.take_back(held.receipt)
 
-    def _hold(self, fleet: Fleet, ask: Ask) -> Held:
+    def _hold(self, fleet: Fleet, ask: SelectRequest) -> QueuedRequest:
         if self._stopping:
             raise Unserved(Outcome.STOPPING, _STOPPING)
         if self.held >= min(self._options.max_held, self._max_waiting):
             text = f"{self.held} selections wait already"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
-        held = Held(ask, fleet.pool.hold(), fleet.pool.block_size)
+        held = QueuedRequest(ask, fleet.pool.hold(), fleet.pool.block_size)
         least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
@@ -156,13 +156,13 @@ class Choices:
         self._tally.held(ask)
         return held
 
-    def _again(self, ask: Ask) -> Answered | None:
-        again = self._bookings.retries.find(ask.retry)
+    def _again(self, ask: SelectRequest) -> SelectReply | None:
+        again = self._reservations.retries.find(ask.retry)
         if again is not None:
             self._tally.ended(ask, Outcome.REPEATED)
         return again
 
-    def _serve_one(self, fleet: Fleet, ask: Ask) -> Answered | None:
+    def _serve_one(self, fleet: Fleet, ask: SelectRequest) -> SelectReply | None:
         """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
         if ask.phase is Phase.BOTH:
             answered = self._serve_both(fleet, ask)
@@ -172,22 +172,22 @@ class Choices:
             return None
         self._tally.served(ask, fleet.pool)
         if answered.receipt is not None:
-            self._bookings.retries.note(ask.retry, answered)
+            self._reservations.retries.note(ask.retry, answered)
         return answered
 
     def _serve_phase(
-        self, fleet: Fleet, ask: Ask, phase: Phase | None, more: bytes = b""
-    ) -> Answered | None:
+        self, fleet: Fleet, ask: SelectRequest, phase: Phase | None, more: bytes = b""
+    ) -> SelectReply | None:
         chosen = self._choose(fleet, ask, phase)
         if chosen is None:
             return None
         receipt = None
         if ask.reservation_id is not None:
-            receipt = self._bookings.book(fleet, ask, ask.reservation_id, chosen)
+            receipt = self._reservations.book(fleet, ask, ask.reservation_id, chosen)
         self._tally.chosen(fleet.pool, chosen)
-        return Answered(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
+        return SelectReply(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
 
-    def _serve_both(self, fleet: Fleet, ask: Ask) -> Answered | None:
+    def _serve_both(self, fleet: Fleet, ask: SelectRequest) -> SelectReply | None:
         """Does the same for both phases: a decode worker's answer with a prefill worker's in it.
 
         Without a prefill worker the one who decodes serves all of it, and the answer says why.
@@ -207,13 +207,13 @@ class Choices:
         prefill_id = receipt = None
         if ask.reservation_id is not None:
             prefill_id = ask.reservation_id + PREFILL_SUFFIX
-            receipt = self._bookings.book_both(fleet, ask, ask.reservation_id, decode, prefill)
+            receipt = self._reservations.book_both(fleet, ask, ask.reservation_id, decode, prefill)
         for chosen in (prefill, decode):
             self._tally.chosen(fleet.pool, chosen)
         inner = b'"prefill":%b,' % self._answer(fleet, ask, prefill, prefill_id)
-        return Answered(self._answer(fleet, ask, decode, ask.reservation_id, inner), receipt)
+        return SelectReply(self._answer(fleet, ask, decode, ask.reservation_id, inner), receipt)
 
-    def _choose(self, fleet: Fleet, ask: Ask, phase: Phase | None) -> Chosen | None:
+    def _choose(self, fleet: Fleet, ask: SelectRequest, phase: Phase | None) -> Choice | None:
         """Chooses for the prompt that the pool has looked at; None if all are busy."""
         settings = in_phase(ask.settings, phase)
         eligible = fleet.eligible(ask.constraints_in(phase), phase)
@@ -234,9 +234,11 @@ class Choices:
             raise Unserved(Outcome.NOT_ELIGIBLE, _NOBODY[phase])
         if chosen == selector.OVERLOADED:
             raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
-        return Chosen(chosen, settings, phase, fleet.pool.best(settings, eligible))
+        return Choice(chosen, settings, phase, fleet.pool.best(settings, eligible))
 
-    def _follow(self, fleet: Fleet, ask: Ask, settings: Settings, eligible: bytes | None) -> int:
+    def _follow(
+        self, fleet: Fleet, ask: SelectRequest, settings: Settings, eligible: bytes | None
+    ) -> int:
         """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
 
         Once one is not busy the session's is taken, busy or not, as on the original.
@@ -247,16 +249,16 @@ class Choices:
             return selector.NONE
         return fleet.pool.choose(settings.replace(queue_threshold=None), wanted, self._draws.next())
 
-    def _check_new(self, ask: Ask) -> None:
-        self._bookings.check_new(ask.reservation_id)
+    def _check_new(self, ask: SelectRequest) -> None:
+        self._reservations.check_new(ask.reservation_id)
         if ask.phase is Phase.BOTH and ask.reservation_id is not None:
-            self._bookings.check_new(ask.reservation_id + PREFILL_SUFFIX)
+            self._reservations.check_new(ask.reservation_id + PREFILL_SUFFIX)
 
     def _answer(
         self,
         fleet: Fleet,
-        ask: Ask,
-        chosen: Chosen,
+        ask: SelectRequest,
+        chosen: Choice,
         reservation_id: str | None,
         more: bytes = b"",
     ) -> bytes:
@@ -298,9 +300,9 @@ class Choices:
         """Serves all that can be served now, whatever it is that has changed."""
         for fleet in self._fleets.values():
             fleet.queue.wake()
-        self.turn_all()
+        self.drain_queues()
 
-    def turn_all(self) -> None:
+    def drain_queues(self) -> None:
         """Serves all that changes of workers and loads have made servable."""
         if self.held:
             for fleet in self._fleets.values():
@@ -330,7 +332,7 @@ class Choices:
                 self._tally.failed(held.ask, error)
                 held.settle(error)
 
-    def _serve(self, fleet: Fleet, held: Held) -> int:
+    def _serve(self, fleet: Fleet, held: QueuedRequest) -> int:
         """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
         ask = held.ask
         try:
@@ -353,7 +355,7 @@ class Choices:
         held.settle(answered)
         return 0
 
-    def _look_again(self, fleet: Fleet, held: Held) -> None:
+    def _look_again(self, fleet: Fleet, held: QueuedRequest) -> None:
         if held.block_size == fleet.pool.block_size:
             fleet.pool.look_again(held.prompt)
             return
@@ -362,14 +364,14 @@ class Choices:
         held.prompt, held.block_size = fleet.pool.hold(), fleet.pool.block_size
         self._tally.rehashed += 1
 
-    def _all_busy(self, fleet: Fleet, ask: Ask) -> bool:
+    def _all_busy(self, fleet: Fleet, ask: SelectRequest) -> bool:
         """Says so where no look at the prompt is needed, which costs a walk of the index."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = fleet.eligible(ask.constraints_in(phase), phase)
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
 
 
-def _load(fleet: Fleet, chosen: Chosen, busy: float | None) -> dict[str, int | None]:
+def _load(fleet: Fleet, chosen: Choice, busy: float | None) -> dict[str, int | None]:
     """Returns what a chosen rank works on, and what its worker has room for; None is unknown.
 
     Says whether it prefills more than so many batches, if that is given.
@@ -387,7 +389,7 @@ def _load(fleet: Fleet, chosen: Chosen, busy: float | None) -> dict[str, int | N
     return load
 
 
-def _awaited(fleet: Fleet, ask: Ask) -> int:
+def _awaited(fleet: Fleet, ask: SelectRequest) -> int:
     """Returns the bits of the pool's ranks whose loads decide whether a selection can be served."""
     awaited = 0
     for phase in (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,):
@@ -398,7 +400,7 @@ def _awaited(fleet: Fleet, ask: Ask) -> int:
     return awaited
 
 
-def _check_constraints(ask: Ask) -> None:
+def _check_constraints(ask: SelectRequest) -> None:
     constraints = ask.constraints
     pinned = None if constraints is None else constraints.pinned
     if ask.settings.members["mode"] == DIRECT and (pinned is None or ask.phase is Phase.BOTH):

@@ -13,8 +13,8 @@ from kvd.selection.affinity import Affinity
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
 from kvd.selection.readiness import Readiness
-from kvd.selection.reservations import Bookings
-from kvd.selection.scheduler import Choices
+from kvd.selection.reservations import Reservations
+from kvd.selection.scheduler import Scheduler
 from kvd.selection.stats import Tally
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
@@ -58,11 +58,11 @@ class Selections:
             self.affinity = Affinity(
                 self.fleets, ttl_s, self.writer_id, clock, wall_ns, options.max_sessions
             )
-        self.bookings = Bookings(
+        self.reservations = Reservations(
             self.fleets,
             expiry_s,
             clock,
-            lambda fleet: self.choices.turn(fleet),
+            lambda fleet: self.scheduler.turn(fleet),
             ledgers or Ledgers(),
             self.affinity,
             decays=options.tracks_output_blocks,
@@ -70,10 +70,10 @@ class Selections:
         )
         self.tally = Tally()
         self.counts = self.tally.counts
-        self.choices = Choices(
+        self.scheduler = Scheduler(
             self.fleets,
             options,
-            self.bookings,
+            self.reservations,
             self.draws,
             clock,
             self.tally,
@@ -81,14 +81,14 @@ class Selections:
             registry,
             self.affinity,
         )
-        self.tuning = Tuning(self.fleets, options.settings, self.choices.ask_all)
-        self.streams = Streams(self.fleets, registry, options, clock, self.choices.turn)
+        self.tuning = Tuning(self.fleets, options.settings, self.scheduler.ask_all)
+        self.streams = Streams(self.fleets, registry, options, clock, self.scheduler.turn)
         self.workers = Workers(
             self.fleets,
             self.state,
             registry,
             options,
-            self.bookings,
+            self.reservations,
             self.tuning,
             self.streams,
             self._workers_changed,
@@ -97,11 +97,11 @@ class Selections:
     def _workers_changed(self) -> None:
         if not self.readiness.enough:
             self.readiness.note(sum(len(fleet.workers) for fleet in self.fleets.values()))
-        self.choices.turn_all()
+        self.scheduler.drain_queues()
 
     def tend(self, now: float) -> Iterator[None]:
         """Does what is due; rests at every yield."""
-        yield from self.bookings.expire(now)
+        yield from self.reservations.expire(now)
         yield from self.streams.look_again()
         while self.workers.reconsider():
             yield
@@ -125,7 +125,7 @@ class Selections:
         self.options.max_held = options.max_held
         self.options.max_wait_s = options.max_wait_s
         self.options.max_fleets = options.max_fleets
-        self.bookings.expiry_s = expiry_s
+        self.reservations.expiry_s = expiry_s
         for fleet in self.fleets.values():
             fleet.queue.reorder(options.queue_policy)
         self.tuning.reload(options.settings)

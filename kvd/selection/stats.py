@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from kvd.errors import Conflict, KvdError, Unavailable
 from kvd.selection.phases import Phase
-from kvd.selection.requests import Ask, Chosen
+from kvd.selection.requests import Choice, SelectRequest
 from kvd.telemetry.metrics import BUCKETS, Histogram
 from kvd_core.selector.choice_counts import ChoiceCounts
 from kvd_core.selector.selector import Pool
@@ -55,22 +55,22 @@ class Tally:
         self.fallbacks = 0  # requests for both phases that one worker serves
         self.rehashed = 0  # prompts that waited until the block size was another one
 
-    def served(self, ask: Ask, pool: Pool) -> None:
+    def served(self, ask: SelectRequest, pool: Pool) -> None:
         """Counts one as served, with the prompt that the pool has looked at."""
         self.counts.serve(ask.settings, POSITIONS[ask.phase], pool)
 
-    def chosen(self, pool: Pool, chosen: Chosen) -> None:
+    def chosen(self, pool: Pool, chosen: Choice) -> None:
         """Counts a choice for the prompt that the pool has looked at."""
         phase = POSITIONS[chosen.phase]
         self.counts.choose(pool, chosen.settings, chosen.at, chosen.best, phase)
 
-    def held(self, ask: Ask) -> None:
+    def held(self, ask: SelectRequest) -> None:
         self.counts.hold(ask.settings, POSITIONS[ask.phase])
 
-    def ended(self, ask: Ask, outcome: Outcome) -> None:
+    def ended(self, ask: SelectRequest, outcome: Outcome) -> None:
         self.counts.end(ask.settings, POSITIONS[ask.phase], outcome)
 
-    def failed(self, ask: Ask, error: KvdError) -> None:
+    def failed(self, ask: SelectRequest, error: KvdError) -> None:
         self.ended(ask, _outcome_of(error))
 
 

@@ -24,7 +24,7 @@ from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.candidates import Absence, Fleet
 from kvd.selection.options import RouterOptions
-from kvd.wire.event_stream import Listener, ListenerStatus
+from kvd.wire.event_stream import EventStream, ListenerStatus
 
 LOOK_SLICE = 64  # absent ranks looked at between two rests
 
@@ -63,7 +63,7 @@ class Streams:
         if (before is None or before.reachable) != (after is None or after.reachable):
             self._on_change(fleet)
 
-    def _absence(self, listener: Listener | None, known: Absence | None) -> Absence | None:
+    def _absence(self, listener: EventStream | None, known: Absence | None) -> Absence | None:
         """Returns what is wrong with a connection, None for nothing."""
         if listener is None or listener.connected or listener.status is ListenerStatus.PAUSED:
             return None

@@ -26,12 +26,12 @@ from kvd.model import PartitionKey, RankKey
 from kvd.selection.admission import OWNER, Admission, Entry
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
-from kvd.selection.reservations import Bookings
+from kvd.selection.reservations import Reservations
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
 from kvd.selection.worker_record import Lifecycle, WorkerRecord
 from kvd.wire.endpoints import Addresses
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 
 RECONSIDERED = 64  # workers judged again between two rests, each against all ranks of its fleet
 
@@ -45,7 +45,7 @@ class Workers:
         state: State,
         registry: Registry,
         options: RouterOptions,
-        bookings: Bookings,
+        reservations: Reservations,
         tuning: Tuning,
         streams: Streams,
         on_change: Callable[[], None],
@@ -56,7 +56,7 @@ class Workers:
         self._state = state
         self._registry = registry
         self._options = options
-        self._bookings = bookings
+        self._reservations = reservations
         self._tuning = tuning
         self._streams = streams
         self._on_change = on_change
@@ -187,7 +187,7 @@ class Workers:
         """Says what is wrong with the event connections of a worker, by dp rank."""
         return self._streams.reasons(entry.record.key, entry.record.worker_id)
 
-    def listeners(self, entry: Entry) -> dict[int, Listener]:
+    def listeners(self, entry: Entry) -> dict[int, EventStream]:
         """Returns who listens to a worker, by dp rank."""
         record = entry.record
         found = {
@@ -291,7 +291,7 @@ class Workers:
             return
         if fleet.predictions is not None:
             self._state.remove_rank(RankKey(record.key, record.worker_id, dp_rank))
-        self._bookings.drop_rank(fleet, record, dp_rank, rank)
+        self._reservations.drop_rank(fleet, record, dp_rank, rank)
 
     def _join(self, record: WorkerRecord) -> None:
         """Listens to a worker's ranks and makes them selectable; raises what `register` does."""
@@ -301,7 +301,7 @@ class Workers:
             self._fleets[record.key] = Fleet(record.key, self._options, self._state, settings)
         fleet = self._fleets[record.key]
         assert record.block_size is not None  # or it could not be scheduled
-        self._bookings.open_ledger(fleet, record.block_size)
+        self._reservations.open_ledger(fleet, record.block_size)
         if self._options.uses_kv_events:
             heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)
             for dp_rank in record.ranks:

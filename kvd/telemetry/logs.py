@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvd.telemetry.stderr import Outlet
+from kvd.telemetry.stderr import NonBlockingWriter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMS = ("logfmt", "json")
@@ -121,7 +121,7 @@ class LineHandler(logging.Handler):
     def __init__(self, descriptor: int, style: Style) -> None:
         super().__init__()
         self.style = style
-        self.outlet = Outlet(descriptor, self._notice)
+        self.outlet = NonBlockingWriter(descriptor, self._notice)
 
     def emit(self, record: logging.LogRecord) -> None:
         info = record.exc_info

@@ -35,7 +35,7 @@ PIPE_BUF = 4096  # bytes that a writable pipe takes without waiting, on Linux
 Put = Callable[[bytes], int]  # returns how many bytes were taken; raises BlockingIOError for none
 
 
-class Outlet:
+class NonBlockingWriter:
     """The lines of one process on their way to `descriptor`."""
 
     def __init__(self, descriptor: int, notice: Callable[[int], bytes]) -> None:

@@ -26,7 +26,7 @@ by one, decide:
                                               nothing the engines do makes even one
 
 Where batches name their publisher, that decides: another one is another engine, whatever the number
-(`Listener.meet`), and the same one never is, so what it says with a number that was passed is old.
+(`EventStream.meet`), and the same one never is: what it says with a number that was passed is old.
 
 Whatever else comes between them, a duplicate too, ends a row. A restart that was none costs a
 replay from 0; one not seen would credit a dead cache, so what is in doubt counts as one.

@@ -45,7 +45,7 @@ PRIVATE = "private"
 IPC = "ipc"
 
 
-class Places(tuple[str, ...]):
+class AllowedNetworks(tuple[str, ...]):
     """Words and networks in their usual form; as a text, what the setting says."""
 
     __slots__ = ()
@@ -54,7 +54,7 @@ class Places(tuple[str, ...]):
         return ",".join(self)
 
 
-DEFAULT = Places((PRIVATE, IPC))
+DEFAULT = AllowedNetworks((PRIVATE, IPC))
 
 PRIVATE_NETWORKS = tuple(
     Network.of(text)
@@ -101,7 +101,7 @@ EMBEDDING = tuple(
 )
 
 
-class Outgoing:
+class EgressPolicy:
     """What may be connected to, and how often something else was named or found.
 
     `allowed` is what the setting says; a reload may say something else.
@@ -109,12 +109,12 @@ class Outgoing:
 
     __slots__ = ("_networks", "allowed", "ipc", "refused_connections", "refused_names")
 
-    def __init__(self, allowed: Places = DEFAULT) -> None:
+    def __init__(self, allowed: AllowedNetworks = DEFAULT) -> None:
         self.refused_names = 0  # as they were written
         self.refused_connections = 0  # as they were resolved
         self.allow(allowed)
 
-    def allow(self, allowed: Places) -> None:
+    def allow(self, allowed: AllowedNetworks) -> None:
         """Lets other places be connected to from now on."""
         self.allowed = allowed
         self.ipc = IPC in self.allowed
@@ -206,9 +206,9 @@ def refusal(host: object) -> str:
     return f"{host} is not in outgoing_allow"
 
 
-def parse_places(texts: Iterable[str]) -> Places:
+def parse_places(texts: Iterable[str]) -> AllowedNetworks:
     """Returns the setting of these texts; ValueError says what would be good."""
-    return Places(dict.fromkeys(map(_parse_place, texts)))
+    return AllowedNetworks(dict.fromkeys(map(_parse_place, texts)))
 
 
 def _parse_place(text: str) -> str:

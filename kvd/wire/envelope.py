@@ -54,7 +54,7 @@ _CONTENT = (  # members of an event beside its envelope, and what tells it from 
 Stream = tuple[str, str, int, str | None, int | None]
 
 
-class Terms(NamedTuple):
+class StreamIdentity(NamedTuple):
     """What a registration says of all its publisher's events."""
 
     model_name: str
@@ -106,7 +106,7 @@ class Foreign(Exception):
 class Envelopes:
     """Reads those of one publisher's events; knows its backends by their names."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: StreamIdentity) -> None:
         self._terms = terms
         self._backends: dict[str, int] = {"": 0}
         self._named = 0  # the highest number; none is given twice

@@ -90,7 +90,7 @@ class StreamHealth(StrEnum):
     """How far the index can be believed for a stream, worst first."""
 
     STALE = "stale"  # disconnected for longer than `stale_after_s`
-    DEGRADED = "degraded"  # batches are lost or were not understood; `Listener.loss` says which
+    DEGRADED = "degraded"  # batches are lost or were not understood; `EventStream.loss` says which
     # No batch since the connection was made, a gap is being replayed, or a long batch applied.
     RECOVERING = "recovering"
     EXACT = "exact"  # every batch of this engine process has been applied
@@ -149,7 +149,7 @@ class Stream(Protocol):
         """Says why nothing that comes is of use as it is registered, "" if something is."""
 
 
-class Listener(StreamCounts):
+class EventStream(StreamCounts):
     """One (worker, rank) stream: every batch that continues it goes to `stream`.
 
     `name` is for logs. `expected` is the number to continue from where a worker registers again:

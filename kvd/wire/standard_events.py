@@ -24,7 +24,16 @@ from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 from kvd.wire import kv_events
-from kvd.wire.envelope import CLEARED, CPU, GPU, REMOVED, Envelopes, Foreign, StandardEvent, Terms
+from kvd.wire.envelope import (
+    CLEARED,
+    CPU,
+    GPU,
+    REMOVED,
+    Envelopes,
+    Foreign,
+    StandardEvent,
+    StreamIdentity,
+)
 from kvd.wire.event_order import EventOrder, put_in_order
 from kvd.wire.kv_events import MARK, U32_MAX, Event, Unread
 from kvd_core.conductor.conductor import Source
@@ -52,10 +61,10 @@ _Value = TypeVar("_Value")
 _Event = StandardEvent | ValueError | Foreign | Unread
 
 
-class Publication:
+class StandardEventStream:
     """One publisher's events, as one registration takes them (a listener's stream)."""
 
-    def __init__(self, source: Source, terms: Terms) -> None:
+    def __init__(self, source: Source, terms: StreamIdentity) -> None:
         self._source = source
         self._terms = terms
         self._envelopes = Envelopes(terms)

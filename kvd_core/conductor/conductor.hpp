@@ -114,7 +114,7 @@ class Conductor final : public Placements {
   // ---- events (conductor/events.hpp)
 
   // `settle` has to follow.
-  Outcome store(Source* source, RankId id, const Told& e);
+  Outcome store(Source* source, RankId id, const StoredBlocks& e);
 
   // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns how
   // far it has come, kNone when they are refused because the index is full. `settle` has to follow.
@@ -212,7 +212,7 @@ class Conductor final : public Placements {
   bool settle(Steps& steps) override {
     while (steps.left() && !(looked_at_ == waiting_.size() && work_.empty())) {
       if (looked_at_ != waiting_.size()) {
-        const Loose loose = waiting_[looked_at_++];
+        const Waiter loose = waiting_[looked_at_++];
         look_at(loose);
         steps.take(kStepsALook + looked_up());
       } else {
@@ -223,7 +223,7 @@ class Conductor final : public Placements {
       }
     }
     if (looked_at_ != waiting_.size() || !work_.empty()) return false;
-    if (waiting_.capacity() > kWaitingKept) std::vector<Loose>().swap(waiting_), looked_at_ = 0;
+    if (waiting_.capacity() > kWaitingKept) std::vector<Waiter>().swap(waiting_), looked_at_ = 0;
     prune(steps);
     return true;
   }
@@ -236,7 +236,7 @@ class Conductor final : public Placements {
 
  private:
   enum class Kind : uint8_t { CREDIT, ALIAS, CHILD };
-  struct Loose {  // a parked block, by one thing that it waits for
+  struct Waiter {  // a parked block, by one thing that it waits for
     RankId rank;
     uint64_t name;
     uint64_t stamp;
@@ -291,12 +291,12 @@ class Conductor final : public Placements {
   BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space, bool any_space) const;
   size_t looked_up();
   BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space, bool any_space) const;
-  uint64_t standard_parent(const Source& source, RankId id, const Told& e, uint64_t space) const;
+  uint64_t standard_parent(const Source& source, RankId id, const StoredBlocks& e, uint64_t space) const;
   uint64_t parked_sequence(const Source& source, RankId id, uint64_t hash, uint64_t space) const;
 
   // ---- placing (conductor/events.hpp)
 
-  void hash_tokens(const Told& e, uint64_t space);
+  void hash_tokens(const StoredBlocks& e, uint64_t space);
   bool affords(RankId id, const Store& s, BlockId below);
   void put(RankId id, const Store& s, BlockId below);
   void adopt(RankId id, uint64_t name, BlockId block, LayerMask layers);
@@ -307,22 +307,22 @@ class Conductor final : public Placements {
   // ---- what waits (conductor/waiting.hpp)
 
   bool can_wait(uint32_t n) const;
-  void park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above);
+  void park_run(Source& source, RankId id, const StoredBlocks& e, const Store& s, uint64_t above);
   void set_aside(Source& source, RankId id, uint64_t hash, const Store& one, uint64_t sequence,
                  bool by_engine);
   void settle_own(RankId id, uint64_t name);
   uint64_t behind(uint64_t key) const;
-  void enter(uint64_t key, const Loose& loose);
+  void enter(uint64_t key, const Waiter& loose);
   void await(uint64_t key);
   void announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine);
   Parked* parked_at(RankId id, uint64_t name) const;
-  const Parked* parked_of(const Loose& loose) const;
+  const Parked* parked_of(const Waiter& loose) const;
   bool has_entry(RankId id, uint64_t name, uint64_t key) const;
   void look_again(uint64_t key);
-  void look_at(const Loose& loose);
-  void try_credit(Source& source, const Loose& loose, const Parked& parked);
-  void try_behind_parent(Source& source, const Loose& loose, const Parked& parked);
-  void take_out(const Loose& loose);
+  void look_at(const Waiter& loose);
+  void try_credit(Source& source, const Waiter& loose, const Parked& parked);
+  void try_behind_parent(Source& source, const Waiter& loose, const Parked& parked);
+  void take_out(const Waiter& loose);
   bool place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below);
   void prune(Steps& steps);
   void drop_stale(uint64_t key);
@@ -336,10 +336,10 @@ class Conductor final : public Placements {
   Instance* common_ = nullptr;   // of kCommonKey
   std::vector<Source*> owners_;  // by rank; null for a worker's
   std::vector<Medium> media_;  // beyond the tiers, in the order of their layers
-  std::unordered_multimap<uint64_t, Loose, KeyedHash> loose_;
+  std::unordered_multimap<uint64_t, Waiter, KeyedHash> loose_;
   KeyedHash hash_;               // of keys under which children wait
   std::vector<uint64_t> work_;   // keys whose meaning has changed
-  std::vector<Loose> waiting_;   // what waited for one of them, to be looked at
+  std::vector<Waiter> waiting_;   // what waited for one of them, to be looked at
   size_t looked_at_ = 0;         // so many of these have been
   std::vector<uint64_t> stale_;  // scratch of `prune`
   size_t prune_at_ = 0;          // bucket of `loose_` that it was at last

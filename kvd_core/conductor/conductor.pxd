@@ -30,7 +30,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
         uint64_t asked_before       # of its instance's, before it came
         uint64_t matched            # questions whose first block it held
 
-    cppclass CTold "kvd::Told":
+    cppclass CStoredBlocks "kvd::StoredBlocks":
         const uint64_t* hashes
         uint32_t n
         cbool has_parent
@@ -58,7 +58,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
         void link(CInstance*, CWorker*) except +
         RankId holder(CSource*, uint32_t, cbool, uint32_t) except +
         LayerId medium(const string&, const string&) except +
-        COutcome store(CSource*, RankId, const CTold&) except +
+        COutcome store(CSource*, RankId, const CStoredBlocks&) except +
         uint32_t store_named(
             CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool, CSteps&
         ) except +

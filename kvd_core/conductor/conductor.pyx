@@ -266,7 +266,7 @@ cdef class Source:
         cdef vector[uint32_t] said = tokens
         cdef vector[uint32_t] begin
         cdef vector[uint64_t] mm
-        cdef CTold told
+        cdef CStoredBlocks told
         cdef uint32_t size = self.conductor.index.c.block_size()
         cdef LayerId layer = self.conductor.layer(medium)
         cdef RankId id = self.holder(backend, rank)

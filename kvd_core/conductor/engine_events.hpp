@@ -199,7 +199,7 @@ class EngineEvents {
   // Stores blocks with their tokens; returns whether they are kept.
   bool store(const StoredEvent& e, uint32_t from, uint32_t to, RankId id, LayerId layer,
              std::string_view adapter, Steps& steps) {
-    Told told{};
+    StoredBlocks told{};
     told.hashes = e.hashes + from;
     told.n = to - from;
     told.has_parent = from != 0 || e.has_parent;

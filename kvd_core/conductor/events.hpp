@@ -28,7 +28,7 @@
 
 namespace kvd {
 
-inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Told& e) {
+inline Conductor::Outcome Conductor::store(Source* source, RankId id, const StoredBlocks& e) {
   if (!index_.has_room(id, e.n)) return Outcome::FULL;
   index_.make_room(id, e.n);
   index_.ranks_[id].settling = !e.by_engine;
@@ -124,7 +124,7 @@ inline void Conductor::clear(Source* source, RankId id, LayerMask mask, uint64_t
 
 // ---- placing
 
-inline void Conductor::hash_tokens(const Told& e, uint64_t space) {
+inline void Conductor::hash_tokens(const StoredBlocks& e, uint64_t space) {
   const size_t size = index_.block_size();
   const uint64_t seed = kBaseSeed + space, own = sequences().seed();
   locals_.resize(e.n);

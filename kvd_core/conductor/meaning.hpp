@@ -130,7 +130,7 @@ inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uin
 
 // The sequence hash of a parent that no name leads to, 0 unknown: the hash itself where the event
 // follows the standard, or where somebody holds a block of that hash; else a parked block's.
-inline uint64_t Conductor::standard_parent(const Source& source, RankId id, const Told& e,
+inline uint64_t Conductor::standard_parent(const Source& source, RankId id, const StoredBlocks& e,
                                            uint64_t space) const {
   if (sequences().next(e.parent, plain_[0]) == e.hashes[0]) return e.parent;
   return parked_sequence(source, id, e.parent, space);
@@ -143,7 +143,7 @@ inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint
   bool clear = true;
   const auto range = loose_.equal_range(sequences().key(space, hash));
   for (auto it = range.first; it != range.second; ++it) {
-    const Loose& loose = it->second;
+    const Waiter& loose = it->second;
     const Parked* parked = parked_of(loose);
     if (parked == nullptr || parked->hash != hash || parked->sequence == 0) continue;
     if (loose.rank == id) return parked->sequence;

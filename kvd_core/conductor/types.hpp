@@ -97,7 +97,7 @@ struct Instance {
 };
 
 // A stored event, understood.
-struct Told {
+struct StoredBlocks {
   const uint64_t* hashes;
   uint32_t n;
   bool has_parent;

@@ -73,7 +73,7 @@ inline bool Conductor::can_wait(uint32_t n) const {
 }
 
 // Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
-inline void Conductor::park_run(Source& source, RankId id, const Told& e, const Store& s, uint64_t above) {
+inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e, const Store& s, uint64_t above) {
   for (uint32_t i = 0; i < s.n; ++i) {
     const uint32_t slot = index_.ranks_[id].names.find(s.names[i], keys());
     if (slot != Names::kAbsent) {
@@ -142,7 +142,7 @@ inline void Conductor::settle_own(RankId id, uint64_t name) {
 // beginning that has not been heard: nobody who asks what the key means is to meet them.
 inline uint64_t Conductor::behind(uint64_t key) const { return hash_(key); }
 
-inline void Conductor::enter(uint64_t key, const Loose& loose) {
+inline void Conductor::enter(uint64_t key, const Waiter& loose) {
   loose_.emplace(key, loose);
   if (loose_.size() != kGrowsTo) return;
   loose_.max_load_factor(kMostALoose);
@@ -178,7 +178,7 @@ inline Parked* Conductor::parked_at(RankId id, uint64_t name) const {
   return it == rank.rare->parked.end() ? nullptr : &it->second;
 }
 
-inline const Parked* Conductor::parked_of(const Loose& loose) const {
+inline const Parked* Conductor::parked_of(const Waiter& loose) const {
   const Parked* parked = parked_at(loose.rank, loose.name);
   return parked != nullptr && parked->stamp == loose.stamp ? parked : nullptr;
 }
@@ -202,10 +202,10 @@ inline void Conductor::look_again(uint64_t key) {
   }
   // All at once: erasing one of many equal keys walks over those before it.
   loose_.erase(range.first, range.second);
-  for (const Loose& each : waiting_) enter(key, each);
+  for (const Waiter& each : waiting_) enter(key, each);
 }
 
-inline void Conductor::look_at(const Loose& loose) {
+inline void Conductor::look_at(const Waiter& loose) {
   const Parked* parked = parked_of(loose);
   Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
   if (parked == nullptr || source == nullptr) return;
@@ -216,7 +216,7 @@ inline void Conductor::look_at(const Loose& loose) {
   }
 }
 
-inline void Conductor::try_credit(Source& source, const Loose& loose, const Parked& parked) {
+inline void Conductor::try_credit(Source& source, const Waiter& loose, const Parked& parked) {
   BlockId block = kNone;
   if (!parked.has_content) block = meaning(source, loose.rank, parked.hash, parked.space, parked.by_engine);
   if (block == kNone) block = sequences().find(sequences().key(parked.space, parked.sequence));
@@ -229,7 +229,7 @@ inline void Conductor::try_credit(Source& source, const Loose& loose, const Park
   announce(source, was.space, was.hash, was.by_engine);
 }
 
-inline void Conductor::try_behind_parent(Source& source, const Loose& loose, const Parked& parked) {
+inline void Conductor::try_behind_parent(Source& source, const Waiter& loose, const Parked& parked) {
   BlockId below = meaning(source, loose.rank, parked.parent, parked.space, parked.by_engine);
   uint64_t above = 0;
   if (below == kNone) {
@@ -283,7 +283,7 @@ inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint6
 inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below) {
   const auto range = loose_.equal_range(key);
   for (auto it = range.first; it != range.second; ++it) {
-    const Loose loose = it->second;
+    const Waiter loose = it->second;
     const Parked* parked = parked_of(loose);
     const Source* source = owner(loose.rank);
     if (loose.kind != Kind::CREDIT || parked == nullptr || source == nullptr) continue;
@@ -300,7 +300,7 @@ inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint6
   return false;
 }
 
-inline void Conductor::take_out(const Loose& loose) {
+inline void Conductor::take_out(const Waiter& loose) {
   index_.forget_parked(loose.rank, index_.ranks_[loose.rank].rare->parked.find(loose.name));
   ++index_.tally_.unparked;
 }

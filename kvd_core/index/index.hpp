@@ -305,7 +305,7 @@ class Index {
 
   static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry
   static constexpr size_t kExceptionBytes = 48;  // one hash node
-  static constexpr size_t kRaritiesBytes = sizeof(Rarities) + 576;  // an empty deque's memory
+  static constexpr size_t kRaritiesBytes = sizeof(RareState) + 576;  // an empty deque's memory
 
   // Steps of a sweep: slots passed, blocks freed, members of a set copied, each in one of them;
   // and what a chain costs besides. Measured: together they keep a step below 0.1 us.
@@ -388,11 +388,11 @@ class Index {
 
   void park_run(RankId id, const Store& s);
   void park(RankId id, uint64_t name, LayerId layer, const Store* content);
-  static void wait_for_parent(Rarities& rare, Parked& p);
-  static void wait_no_more(Rarities& rare, Parked& p);
+  static void wait_for_parent(RareState& rare, Parked& p);
+  static void wait_no_more(RareState& rare, Parked& p);
   void bound_parked();
   bool is_parked(const ParkedQueue::Entry& entry) const;
-  void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, Rarities::Hash>::iterator it);
+  void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it);
   bool unpark(RankId id, uint64_t name, LayerId layer);
   void drop_parked(RankId id, LayerMask mask);
   void settle(RankId id);
@@ -404,7 +404,7 @@ class Index {
   void pass_on(RankId from, RankId to);
   bool lies_within(RankId id, LayerMask mask) const;
   void clear_names(RankId id, LayerMask mask);
-  static void clear_rarities(Rarities& rare, LayerMask mask);
+  static void clear_rarities(RareState& rare, LayerMask mask);
   size_t leave_chain(RankId id, NodeId node, LayerMask mask);
   void sweep_retired(Steps& steps);
   bool sweep_rarities(RankId id, Steps& steps);

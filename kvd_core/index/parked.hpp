@@ -47,7 +47,7 @@ inline void Index::park_run(RankId id, const Store& s) {
 
 // `content` is null when only the name is known.
 inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* content) {
-  Rarities& rare = ranks_[id].rarities();
+  RareState& rare = ranks_[id].rarities();
   auto it = rare.parked.find(name);
   if (it == rare.parked.end()) {
     it = rare.parked.emplace(name, Parked{false, 0, 0, 0, 0, ++stamp_}).first;
@@ -72,14 +72,14 @@ inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* co
   bound_parked();
 }
 
-inline void Index::wait_for_parent(Rarities& rare, Parked& p) {
+inline void Index::wait_for_parent(RareState& rare, Parked& p) {
   Parked*& newest = rare.waiting[p.parent];
   p.older = newest;
   if (newest != nullptr) newest->newer = &p;
   newest = &p;
 }
 
-inline void Index::wait_no_more(Rarities& rare, Parked& p) {
+inline void Index::wait_no_more(RareState& rare, Parked& p) {
   if (p.older != nullptr) p.older->newer = p.newer;
   if (p.newer != nullptr) {
     p.newer->older = p.older;
@@ -111,8 +111,8 @@ inline bool Index::is_parked(const ParkedQueue::Entry& entry) const {
 }
 
 inline void Index::forget_parked(RankId id,
-                                 std::unordered_map<uint64_t, Parked, Rarities::Hash>::iterator it) {
-  Rarities& rare = *ranks_[id].rare;
+                                 std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it) {
+  RareState& rare = *ranks_[id].rare;
   if (it->second.has_content && !ranks_[id].published) wait_no_more(rare, it->second);
   --parked_;
   rare.parked.erase(it);

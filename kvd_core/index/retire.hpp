@@ -121,7 +121,7 @@ inline void Index::clear_names(RankId id, LayerMask mask) {
   }
 }
 
-inline void Index::clear_rarities(Rarities& rare, LayerMask mask) {
+inline void Index::clear_rarities(RareState& rare, LayerMask mask) {
   for (auto* counts : {&rare.copies, &rare.shared}) {
     for (auto it = counts->begin(); it != counts->end();) {
       it = (mask >> it->first.layer & 1) != 0 ? counts->erase(it) : std::next(it);
@@ -166,7 +166,7 @@ inline void Index::sweep_retired(Steps& steps) {
 
 inline bool Index::sweep_rarities(RankId id, Steps& steps) {
   if (ranks_[id].rare == nullptr) return true;
-  Rarities& rare = *ranks_[id].rare;
+  RareState& rare = *ranks_[id].rare;
   return empty_out(rare.copies, steps) && empty_out(rare.shared, steps) &&
          empty_out(rare.parked, steps) && empty_out(rare.waiting, steps);
 }

@@ -172,7 +172,7 @@ class ParkedQueue {
 };
 
 // What few ranks have, or have little of.
-struct Rarities {
+struct RareState {
   struct Key {  // of a name or a block, and a layer
     uint64_t id;
     LayerId layer;
@@ -220,13 +220,13 @@ struct Rank : RankTraits {
   static constexpr size_t kCounters = kFirstGroupLayer + kTierLayers + 1;
 
   Names names;
-  std::unique_ptr<Rarities> rare;
+  std::unique_ptr<RareState> rare;
   uint64_t held[kCounters] = {};
   uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
   bool live = false;      // false: retired, invisible, waiting for its sweep
 
-  Rarities& rarities() {
-    if (rare == nullptr) rare = std::make_unique<Rarities>();
+  RareState& rarities() {
+    if (rare == nullptr) rare = std::make_unique<RareState>();
     return *rare;
   }
   bool has_shared() const { return rare != nullptr && !rare->shared.empty(); }

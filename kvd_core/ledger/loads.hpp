@@ -194,7 +194,7 @@ class Loads {
     for (NodeId id = at.node; id != kRoot;) {
       const Node& node = trie_.node(id);
       if (node.passages.size() != given) {
-        for (const Passage& passage : node.passages) {
+        for (const RankRef& passage : node.passages) {
           if (out[passage.rank] == 0) out[passage.rank] = depth;
         }
         given = node.passages.size();

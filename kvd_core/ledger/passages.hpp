@@ -24,36 +24,36 @@ namespace kvd::ledger {
 
 using RankId = uint32_t;
 
-struct Passage {
+struct RankRef {
   RankId rank;
   uint32_t requests;  // live ones of the rank
   double weight;      // of each block, 1 unless a fraction was given
 };
 
 // The owner keeps count of all buffers' bytes: what changes it is told where.
-class Passages {
+class RankRefs {
  public:
-  Passages() = default;
-  Passages(const Passages&) = delete;
-  Passages& operator=(const Passages&) = delete;
-  ~Passages() {
+  RankRefs() = default;
+  RankRefs(const RankRefs&) = delete;
+  RankRefs& operator=(const RankRefs&) = delete;
+  ~RankRefs() {
     if (capacity_ != 1) std::free(at_.many);
   }
 
   uint32_t size() const { return size_; }
-  const Passage* begin() const { return capacity_ == 1 ? &at_.one : at_.many; }
-  const Passage* end() const { return begin() + size_; }
-  size_t bytes() const { return capacity_ == 1 ? 0 : capacity_ * sizeof(Passage); }
+  const RankRef* begin() const { return capacity_ == 1 ? &at_.one : at_.many; }
+  const RankRef* end() const { return begin() + size_; }
+  size_t bytes() const { return capacity_ == 1 ? 0 : capacity_ * sizeof(RankRef); }
 
   // The rank's passage, or null.
-  Passage* find(RankId rank) {
-    Passage* at = place(rank);
+  RankRef* find(RankId rank) {
+    RankRef* at = place(rank);
     return at != data() + size_ && at->rank == rank ? at : nullptr;
   }
 
   // One more request of the rank; true when it is the rank's first.
   bool enter(RankId rank, size_t& bytes) {
-    Passage* at = place(rank);
+    RankRef* at = place(rank);
     if (at != data() + size_ && at->rank == rank) {
       ++at->requests;
       return false;
@@ -61,16 +61,16 @@ class Passages {
     const auto index = static_cast<size_t>(at - data());
     if (size_ == capacity_) resize(capacity_ == 1 ? 4 : capacity_ + capacity_ / 2, bytes);
     at = data() + index;
-    std::memmove(at + 1, at, (size_ - index) * sizeof(Passage));
+    std::memmove(at + 1, at, (size_ - index) * sizeof(RankRef));
     *at = {rank, 1, 1.0};
     ++size_;
     return true;
   }
 
   // One request of the rank less, which must pass; true when it was the last.
-  bool leave(Passage* at, size_t& bytes) {
+  bool leave(RankRef* at, size_t& bytes) {
     if (--at->requests != 0) return false;
-    std::memmove(at, at + 1, static_cast<size_t>(data() + size_ - at - 1) * sizeof(Passage));
+    std::memmove(at, at + 1, static_cast<size_t>(data() + size_ - at - 1) * sizeof(RankRef));
     --size_;
     if (capacity_ != 1 && (size_ <= 1 || size_ < capacity_ / 4)) {
       resize(size_ <= 1 ? 1 : capacity_ / 2, bytes);
@@ -78,10 +78,10 @@ class Passages {
     return true;
   }
 
-  void copy(const Passages& other, size_t& bytes) {
+  void copy(const RankRefs& other, size_t& bytes) {
     resize(other.size_ <= 1 ? 1 : other.size_, bytes);
     size_ = other.size_;
-    std::memcpy(data(), other.begin(), size_ * sizeof(Passage));
+    std::memcpy(data(), other.begin(), size_ * sizeof(RankRef));
   }
 
   void clear(size_t& bytes) {
@@ -90,20 +90,20 @@ class Passages {
   }
 
   // Whether each of the same ranks has the same weight here and there.
-  bool weighs_like(const Passages& other) const {
-    const Passage* there = other.begin();
-    for (const Passage& here : *this) {
+  bool weighs_like(const RankRefs& other) const {
+    const RankRef* there = other.begin();
+    for (const RankRef& here : *this) {
       if (here.weight != (there++)->weight) return false;
     }
     return true;
   }
 
  private:
-  Passage* data() { return capacity_ == 1 ? &at_.one : at_.many; }
+  RankRef* data() { return capacity_ == 1 ? &at_.one : at_.many; }
 
-  Passage* place(RankId rank) {
+  RankRef* place(RankId rank) {
     return std::lower_bound(data(), data() + size_, rank,
-                            [](const Passage& passage, RankId r) { return passage.rank < r; });
+                            [](const RankRef& passage, RankId r) { return passage.rank < r; });
   }
 
   // `capacity` >= size_; 1 means inside.
@@ -111,12 +111,12 @@ class Passages {
     if (capacity == capacity_) return;
     const size_t before = this->bytes();
     if (capacity == 1) {
-      Passage* many = at_.many;
+      RankRef* many = at_.many;
       if (size_ != 0) at_.one = many[0];
       std::free(many);
     } else {
-      Passage* many = static_cast<Passage*>(take_heap(capacity * sizeof(Passage)));
-      std::memcpy(many, data(), size_ * sizeof(Passage));
+      RankRef* many = static_cast<RankRef*>(take_heap(capacity * sizeof(RankRef)));
+      std::memcpy(many, data(), size_ * sizeof(RankRef));
       if (capacity_ != 1) std::free(at_.many);
       at_.many = many;
     }
@@ -125,8 +125,8 @@ class Passages {
   }
 
   union {
-    Passage one;
-    Passage* many;
+    RankRef one;
+    RankRef* many;
   } at_;
   uint32_t size_ = 0;
   uint32_t capacity_ = 1;

@@ -55,7 +55,7 @@ struct Node {
   uint32_t ends;       // live requests that end here
   uint32_t children;
   NodeId child_xor;
-  Passages passages;
+  RankRefs passages;
 
   uint32_t& free_link() { return len; }
 };
@@ -141,7 +141,7 @@ class Trie {
     for (NodeId id = end, parent; id != kRoot; id = parent) {
       Node& node = nodes_[id];
       parent = node.parent;
-      Passage* passage = node.passages.find(rank);
+      RankRef* passage = node.passages.find(rank);
       const double weight = passage->weight;
       if (node.passages.leave(passage, heap_)) {
         --passages_;
@@ -163,7 +163,7 @@ class Trie {
     for (NodeId id = end, parent; id != kRoot; id = parent) {
       Node& node = nodes_[id];
       parent = node.parent;
-      Passage* passage = node.passages.find(rank);
+      RankRef* passage = node.passages.find(rank);
       if (passage->requests != 1) return;
       changed(node.len, passage->weight);
       passage->weight = weight;

@@ -105,8 +105,8 @@ class Verifier {
     require(node.passages.size() >= 1, "trie 2: some request passes through a node");
     require(node.passages.size() > 1 || node.passages.bytes() == 0,
             "passages: one needs no buffer");
-    const Passage* last = nullptr;
-    for (const Passage& passage : node.passages) {
+    const RankRef* last = nullptr;
+    for (const RankRef& passage : node.passages) {
       require(last == nullptr || last->rank < passage.rank, "passages: ranks ascend");
       require(passage.weight >= 0 && passage.weight <= 1, "passages: weights are fractions");
       const auto counted = passing_.find({id, passage.rank});

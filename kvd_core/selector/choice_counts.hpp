@@ -88,7 +88,7 @@ struct ChoiceCounts {
   // A candidate of `pool` was chosen for its prompt; `best` is what Pool::best says.
   void choose(const Pool& pool, const Settings& settings, size_t at, uint32_t best, size_t phase) {
     ChoiceSums& sums = choices[phase];
-    const Standing& standing = pool.standing(at);
+    const CandidateState& standing = pool.standing(at);
     const Scale scale = pool.scale(settings);
     const uint64_t isl = pool.prompt().isl_tokens;
     const uint64_t saved = std::min(scale.cached_tokens(standing), isl);

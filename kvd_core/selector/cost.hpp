@@ -57,23 +57,23 @@ class Scale {
                            settings.prefill_tokens_threshold_frac}) != Settings::kOff &&
                  settings.mode != DIRECT) {}
 
-  uint64_t cached_tokens(const Standing& c) const { return tokens(cached(c)); }
+  uint64_t cached_tokens(const CandidateState& c) const { return tokens(cached(c)); }
 
-  uint64_t effective_tokens(const Standing& c) const {
+  uint64_t effective_tokens(const CandidateState& c) const {
     const uint64_t cached = cached_tokens(c);
     return isl_ > cached ? isl_ - cached : 0;
   }
 
   // Blocks in use with the prompt on top.
-  uint64_t decode_blocks(const Standing& c) const { return c.decode_blocks + (blocks_ - c.live); }
+  uint64_t decode_blocks(const CandidateState& c) const { return c.decode_blocks + (blocks_ - c.live); }
 
   // The same, counting a last block that is not full.
-  uint64_t occupied_blocks(const Standing& c) const {
+  uint64_t occupied_blocks(const CandidateState& c) const {
     const uint64_t started = isl_ / block_size_ + (isl_ % block_size_ != 0);
     return c.decode_blocks + (std::max(blocks_, started) - c.live);
   }
 
-  Terms terms(const Standing& c) const {
+  Terms terms(const CandidateState& c) const {
     Terms t;
     const Cached used = cached(c);
     t.cached_tokens = tokens(used);
@@ -98,12 +98,12 @@ class Scale {
   bool is_blind() const { return s_.mode != KV && s_.mode != DIRECT; }
 
   // New work waits while all candidates are.
-  bool is_busy(const Candidate& c, const Standing& at) const {
+  bool is_busy(const Candidate& c, const CandidateState& at) const {
     return s_.mode != DIRECT && exceeds(at.prefill_tokens, s_.queue_threshold, c.max_batch_tokens);
   }
 
   // It gets no new work.
-  bool is_overloaded(const Candidate& c, const Standing& at) const {
+  bool is_overloaded(const Candidate& c, const CandidateState& at) const {
     return rejects_ &&
            (real(at.prefill_tokens) > s_.prefill_tokens_threshold ||
             exceeds(at.prefill_tokens, s_.prefill_tokens_threshold_frac, c.max_batch_tokens) ||
@@ -118,7 +118,7 @@ class Scale {
   };
 
   // What of the cached blocks the prompt can use.
-  Cached cached(const Standing& c) const {
+  Cached cached(const CandidateState& c) const {
     if (uint64_t{c.device} + c.host + c.disk <= usable_) return {c.device, c.host, c.disk};
     const auto device = static_cast<uint32_t>(std::min<uint64_t>(c.device, usable_));
     const auto host = static_cast<uint32_t>(std::min<uint64_t>(c.host, usable_ - device));

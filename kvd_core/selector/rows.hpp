@@ -38,7 +38,7 @@ class Rows {
     uint32_t gpu = 0, cpu = 0, disk = 0;
     const Candidate& candidate = pool_.candidate(at);
     for (uint32_t i = candidate.first; i < pool_.end_of_worker(candidate); ++i) {
-      const Standing& rank = pool_.standing(i);
+      const CandidateState& rank = pool_.standing(i);
       gpu = std::max(gpu, rank.device);
       cpu = std::max(cpu, rank.device + rank.host);
       disk = std::max(disk, rank.device + rank.host + rank.disk);
@@ -56,7 +56,7 @@ class Rows {
   }
 
   char* overlaps(char* to) const {
-    return rows(to, [](char* end, const Standing& at) {
+    return rows(to, [](char* end, const CandidateState& at) {
       end = put(put(end, ",\"device_blocks\":"), uint64_t{at.device});
       end = put(put(end, ",\"host_pinned_blocks\":"), uint64_t{at.device} + at.host);
       end = put(put(end, ",\"disk_blocks\":"), uint64_t{at.device} + at.host + at.disk);
@@ -68,7 +68,7 @@ class Rows {
 
   char* loads(char* to, const Settings& settings) const {
     const Scale scale = pool_.scale(settings);
-    return rows(to, [&](char* end, const Standing& at) {
+    return rows(to, [&](char* end, const CandidateState& at) {
       const uint64_t added = settings.track_prefill ? scale.effective_tokens(at) : 0;
       end = put(put(end, ",\"potential_prefill_tokens\":"), at.prefill_tokens + added);
       end = put(put(end, ",\"potential_decode_blocks\":"), scale.decode_blocks(at));

@@ -76,7 +76,7 @@ class Pool {
   size_t size() const { return candidates_.size(); }
   uint32_t block_size() const { return block_size_; }
   const Candidate& candidate(size_t i) const { return candidates_[i]; }
-  const Standing& standing(size_t i) const { return standings_[i]; }
+  const CandidateState& standing(size_t i) const { return standings_[i]; }
   // Of the first candidate that does not sort before (worker, dp rank); size() if all do.
   size_t position(uint64_t worker_id, uint32_t dp_rank) const {
     const auto before = [&](const Candidate& c) {
@@ -132,7 +132,7 @@ class Pool {
     find_loads();
     remembers_ = true;
     seen_.clear();
-    for (const Standing& at : standings_) seen_.emplace_back(at);
+    for (const CandidateState& at : standings_) seen_.emplace_back(at);
   }
 
   // Says of each candidate, by 1 or 0, whether that is other than what was remembered. False where
@@ -217,7 +217,7 @@ class Pool {
       const Worker* worker = caches(candidates_[i]);
       const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
       if (id == kNone) continue;
-      Standing& at = standings_[i];
+      CandidateState& at = standings_[i];
       const uint32_t host = at.device + at.host, disk = host + at.disk;
       at.device = static_cast<uint32_t>(predicted.reach(id, chained_, at.device));
       at.host = std::max(host, at.device) - at.device;
@@ -250,7 +250,7 @@ class Pool {
     const ledger::Owners mine = ledger_.bit();
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const Candidate& candidate = candidates_[i];
-      Standing& standing = standings_[i];
+      CandidateState& standing = standings_[i];
       standing.present = false;
       if (!loads.is_of(candidate.booked, mine)) continue;
       const ledger::Rank& rank = loads.rank(candidate.booked);
@@ -361,9 +361,9 @@ class Pool {
   };
 
   struct Seen {
-    explicit Seen(const Standing& at)
+    explicit Seen(const CandidateState& at)
         : prefill_tokens(at.prefill_tokens), decode_blocks(at.decode_blocks), present(at.present) {}
-    bool differs(const Standing& at) const {
+    bool differs(const CandidateState& at) const {
       return prefill_tokens != at.prefill_tokens || decode_blocks != at.decode_blocks ||
              present != at.present;
     }
@@ -377,7 +377,7 @@ class Pool {
   Turn last_;          // what `choose` has made of it
   Prompt prompt_;
   std::vector<Candidate> candidates_;
-  std::vector<Standing> standings_;  // one a candidate
+  std::vector<CandidateState> standings_;  // one a candidate
   std::vector<int32_t> overlaps_;    // one a candidate, signed: SSE2 compares no others
   std::vector<uint32_t> depths_;     // by rank of the ledger
   std::vector<uint64_t> chained_;    // scratch of `foresee`

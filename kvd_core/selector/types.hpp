@@ -77,7 +77,7 @@ struct Candidate {
 };
 
 // What a look found about a candidate, in blocks unless said otherwise.
-struct Standing {
+struct CandidateState {
   uint32_t device = 0;  // of the prompt, cached
   uint32_t host = 0;    // further ones, behind those
   uint32_t disk = 0;    // further ones, behind those; disk and external
@@ -89,7 +89,7 @@ struct Standing {
 };
 
 // Blocks of the prompt that are cached on any tier.
-inline uint32_t overlap_of(const Standing& at) { return at.device + at.host + at.disk; }
+inline uint32_t overlap_of(const CandidateState& at) { return at.device + at.host + at.disk; }
 
 // A prompt as the index and the ledger ask for it.
 struct Prompt {

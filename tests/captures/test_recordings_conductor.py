@@ -9,8 +9,8 @@ from recording import NAMES, Question, Recording, Tally, load
 
 from kvd.index.partitions import State
 from kvd.model import PartitionKey, RankKey
-from kvd.wire.envelope import Terms
-from kvd.wire.standard_events import Publication
+from kvd.wire.envelope import StreamIdentity
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes
 from tests.models.conductor_model import sequence_hashes
 
@@ -33,11 +33,11 @@ class Fed:
     def __init__(self, recording: Recording) -> None:
         self.block_size = size = recording.block_size
         state = State()
-        self.publications: dict[tuple[int, int], Publication] = {}
+        self.publications: dict[tuple[int, int], StandardEventStream] = {}
         for instance, rank in recording.ranks:
             source = state.add_source(KEY, size, f"w{instance}", "", "", rank, store=False)
-            terms = Terms(*KEY, size, "", "", rank, False)
-            self.publications[instance, rank] = Publication(source, terms)
+            terms = StreamIdentity(*KEY, size, "", "", rank, False)
+            self.publications[instance, rank] = StandardEventStream(source, terms)
         conductor = state.sized[(*KEY, size)].conductor
         self.conductor = conductor
         for message in recording.messages:
@@ -83,7 +83,7 @@ def test_window_groups_and_copies_are_the_same_across_faces(name: str) -> None:
     takers: dict[tuple[int, int], list[Callable[[bytes], object]]] = {}
     for instance, rank in recording.ranks:
         source = published.add_source(KEY, size, str(instance), "", "", rank, store=False)
-        publication = Publication(source, Terms(*KEY, size, "", "", rank, False))
+        publication = StandardEventStream(source, StreamIdentity(*KEY, size, "", "", rank, False))
         stream = registered.add_rank(RankKey(KEY, instance, rank), size)
         takers[instance, rank] = [publication.apply, stream.apply]
     for message in recording.messages:

@@ -19,13 +19,13 @@ from narrow import narrow_stream
 from kvd.errors import NotFound
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
-from kvd.http.auth import Permits, Policy
+from kvd.http.auth import Authorizer, Policy
 from kvd.http.certificates import load_terms
+from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
 from kvd.http.options import TlsFiles
-from kvd.http.reception import Reception
 from kvd.http.tls import TlsServer
 from kvd.http.types import Request, Response, Route, Scope
 
@@ -288,12 +288,12 @@ async def serving(
         assert seconds >= 0
         running.observed.append((method, path, status))
 
-    reception = Reception(Permits(policy), observe, access=access or AccessLog())
-    app = build_app(routes, limits, reception)
-    running = Running(Front(routes, app, limits, reception), listeners[0].getsockname())
+    context = ServerContext(Authorizer(policy), observe, access=access or AccessLog())
+    app = build_app(routes, limits, context)
+    running = Running(Front(routes, app, limits, context), listeners[0].getsockname())
     if TLS.certificates is not None:
         terms = load_terms(TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem"))
-        running.front = TlsServer(routes, app, terms, limits, reception)
+        running.front = TlsServer(routes, app, terms, limits, context)
         running.trust = ssl.create_default_context(cafile=TLS.certificates / "cert.pem")
         running.trust.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF  # on with some builds of Python
     front = running.front

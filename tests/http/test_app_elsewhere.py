@@ -15,14 +15,14 @@ from hypercorn.typing import ASGIFramework
 from serving import ECHO_LIMIT, PATIENT, PUBLIC, ROUTES, Client, serving
 
 from kvd.http.app import build_app
-from kvd.http.auth import Permits
-from kvd.http.reception import Reception
+from kvd.http.auth import Authorizer
+from kvd.http.context import ServerContext
 
 
 @asynccontextmanager
 async def under_hypercorn() -> AsyncIterator[Client]:
     """Runs the application of `serving` under hypercorn and connects a client to it."""
-    app = build_app(ROUTES, PATIENT, Reception(Permits(PUBLIC)))
+    app = build_app(ROUTES, PATIENT, ServerContext(Authorizer(PUBLIC)))
     config = Config()
     config.bind = ["127.0.0.1:0"]
     config.accesslog = config.errorlog = None

@@ -21,7 +21,7 @@ from kvd.config.settings import MAX_DUMPS
 from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.indexer import routes as indexer
 from kvd.http.app import build_app
-from kvd.http.reception import Reception
+from kvd.http.context import ServerContext
 from kvd.http.types import Admission
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
@@ -56,7 +56,7 @@ class Daemon:
             *indexer.routes(self.state, self.registry, Peers(), dumps, test_endpoints=True),
             metrics_route([families]),
         )
-        self.app = build_app(self.routes, PATIENT, Reception())
+        self.app = build_app(self.routes, PATIENT, ServerContext())
 
     @property
     def dumps(self) -> Admission:

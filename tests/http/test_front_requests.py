@@ -11,9 +11,9 @@ import trio
 from serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, serving
 
 from kvd.http.app import build_app
+from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.reception import Reception
 from kvd.http.types import Request, Response, Route
 
 pytestmark = pytest.mark.usefixtures("layers")
@@ -316,9 +316,9 @@ async def test_absolute_targets_are_taken_as_paths() -> None:
 
 def test_a_table_of_routes_that_cannot_be_served_is_a_mistake() -> None:
     route = Route("GET", "/a", lambda request: Response(200, b""))
-    app = build_app((route,), HttpLimits(), Reception())
+    app = build_app((route,), HttpLimits(), ServerContext())
     with pytest.raises(ValueError, match="two routes for GET /a"):
-        Front((route, route), app, HttpLimits(), Reception())
+        Front((route, route), app, HttpLimits(), ServerContext())
 
 
 class Unwilling(list[tuple[str, str, int]]):

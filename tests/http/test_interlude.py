@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from kvd.http.fast_path import Lane
+from kvd.http.fast_path import FastPath
 from kvd.http.idle_poll import interlude
 from kvd.http.permits import PermitRules
 from kvd.http.types import Request, Response, Route
@@ -128,16 +128,16 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
         assert await trio.to_thread.run_sync(client, running)
 
 
-def lane_of(wake: Any) -> Lane:
-    return Lane({}, [], print, print, print, wake, PermitRules())
+def lane_of(wake: Any) -> FastPath:
+    return FastPath({}, [], print, print, print, wake, PermitRules())
 
 
 async def test_the_instrument_goes_with_the_last_lane() -> None:
     with interlude(lane_of(print), 1) as here:
         with interlude(lane_of(print), 1) as same:
             assert same is here
-            assert len(here.lanes) == 2
-        assert len(here.lanes) == 1
+            assert len(here.fast_paths) == 2
+        assert len(here.fast_paths) == 1
     with pytest.raises(KeyError):
         trio.lowlevel.remove_instrument(here)
     with interlude(lane_of(print), 1) as another:
@@ -150,13 +150,13 @@ def test_a_bug_between_passes_ends_the_run() -> None:
 
     async def main() -> None:
         one, other = socket.socketpair()
-        lane = lane_of(wake)
-        with one, other, interlude(lane, 10**6) as here:
-            lane.add(other.fileno())
-            assert lane.park(object(), other.fileno()) is None
+        fast_path = lane_of(wake)
+        with one, other, interlude(fast_path, 10**6) as here:
+            fast_path.add(other.fileno())
+            assert fast_path.park(object(), other.fileno()) is None
             here.warm = True
             one.send(b"no request")
-            await trio.lowlevel.wait_readable(lane.fileno())
+            await trio.lowlevel.wait_readable(fast_path.fileno())
             await trio.sleep_forever()
 
     with pytest.raises(trio.TrioInternalError) as caught:

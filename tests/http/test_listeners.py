@@ -14,11 +14,11 @@ from serving import ROUTES, Client
 
 from kvd.config.load import StartError, load
 from kvd.http.app import build_app
+from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import file_remover, open_listeners, split_host_port
 from kvd.http.options import UnixRights
-from kvd.http.reception import Reception
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,9 @@ async def test_a_host_that_does_not_resolve_is_named() -> None:
 
 async def test_a_unix_socket_serves_its_owner_and_group(tmp_path: Path) -> None:
     path = tmp_path / "kvd.sock"
-    front = Front(ROUTES, build_app(ROUTES, HttpLimits(), Reception()), HttpLimits(), Reception())
+    front = Front(
+        ROUTES, build_app(ROUTES, HttpLimits(), ServerContext()), HttpLimits(), ServerContext()
+    )
     stop = trio.Event()
     listeners = await open_listeners(f"unix:{path}")
     assert stat.S_IMODE(path.stat().st_mode) == 0o660

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import SOON, Running, serving
 
-from kvd.app.api_server import FaceServer
+from kvd.app.api_server import ApiServer
 from kvd.config import tokens
 from kvd.config.load import StartError, load
 from kvd.config.parsers import Binds, parse_face_binds, parse_outgoing
-from kvd.http.auth import Permits, Policy, Token, is_loopback
+from kvd.http.auth import Authorizer, Policy, Token, is_loopback
 from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 from kvd.http.types import Request, Response, Route, Scope
 from kvd.platform.activation import Passed
@@ -36,7 +36,7 @@ def judged(rules: PermitRules, shown: bytes, scope: Scope = Scope.READ) -> str:
 
 
 def test_a_token_is_good_for_its_scopes_alone() -> None:
-    rules = Permits(HELD).rules
+    rules = Authorizer(HELD).rules
     verdicts = {scope: judged(rules, SECRET, scope) for scope in Scope}
     assert verdicts == {
         Scope.READ: "granted",
@@ -178,7 +178,7 @@ async def opened(
     """Opens a face and closes it again; returns where it listened."""
     config = load({"indexer_bind": parse_face_binds(bind), **values}, {})
     assert isinstance(config.indexer_bind, Binds)
-    face = FaceServer("indexer", "kvd", config)
+    face = ApiServer("indexer", "kvd", config)
     with ExitStack() as stack:
         await face.open(stack, config, config.indexer_bind, passed or Passed())
         return face.addresses()

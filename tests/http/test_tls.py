@@ -26,7 +26,7 @@ from serving import (
     serving,
 )
 
-from kvd.http.certificates import Terms, load_terms
+from kvd.http.certificates import TlsCredentials, load_terms
 from kvd.http.options import TlsFiles
 from kvd.http.tls import TlsServer
 
@@ -242,11 +242,11 @@ async def test_there_is_no_second_handshake() -> None:
 # ---- other terms
 
 
-def _terms(certificate: Path, authority: Path | None) -> Terms:
+def _terms(certificate: Path, authority: Path | None) -> TlsCredentials:
     return load_terms(TlsFiles(certificate / "cert.pem", certificate / "key.pem", authority))
 
 
-def _renew(running: Running, terms: Terms) -> None:
+def _renew(running: Running, terms: TlsCredentials) -> None:
     assert isinstance(running.front, TlsServer)
     running.front.renew(terms)
 

@@ -12,7 +12,7 @@ from kvd.net.link import LinkOptions
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.turns import Turns
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 
 # Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
 HASTY = LinkOptions(
@@ -65,7 +65,7 @@ class Listening:
     def __init__(self, endpoint: str, replay_endpoint: str | None = None) -> None:
         self.stream = Applied()
         self.applied = self.stream.batches
-        self.listener = Listener("1:0", endpoint, self.stream, replay_endpoint)
+        self.listener = EventStream("1:0", endpoint, self.stream, replay_endpoint)
         self.ready = trio.Event()
         self.scope = trio.CancelScope()
         self.ended = trio.Event()

@@ -14,7 +14,7 @@ from replicating import HASTY_REPLICA, Ledger, add, new_router_id
 from zmtp_fakes import Publisher, until
 
 from kvd.errors import BadRequest, Conflict
-from kvd.net.curve import Doorkeeper, KeyPair
+from kvd.net.curve import KeyPair, ZapAuthenticator
 from kvd.net.dialing import Dialer
 from kvd.net.listener import run_listener
 from kvd.net.publisher import open_publisher
@@ -152,11 +152,11 @@ class Process:
 
 async def start_process(
     nursery: trio.Nursery, context: zmq.Context, secret: str | None, keys: set[str] | None
-) -> tuple[Process, Doorkeeper | None]:
+) -> tuple[Process, ZapAuthenticator | None]:
     pair = None if secret is None else KeyPair(secret)
     doorkeeper, curve = None, {}
     if pair is not None and keys is not None:
-        doorkeeper, curve = Doorkeeper(context, keys), pair.server()
+        doorkeeper, curve = ZapAuthenticator(context, keys), pair.server()
         nursery.start_soon(doorkeeper.run)
     publisher = await open_publisher(context, "127.0.0.1", 0, HASTY_REPLICA, curve)
     ledger, counts = Ledger(), ReplicaCounts()

@@ -20,7 +20,7 @@ from kvd.index.publishers import Described, Narrowing, Publishers
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.listeners import ListenerTasks
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 
 KEY = PartitionKey("m", "default")
 BLOCK = 4
@@ -46,13 +46,13 @@ class Daemon:
         self.server = ReplayServer(context, three_frames)
         nursery.start_soon(self.server.run)
 
-    def publisher(self) -> Listener:
+    def publisher(self) -> EventStream:
         """Registers the engine on the conductor's face."""
         at, asked = self.engine.endpoint, self.server.endpoint
         self.publishers.register(Described(at, asked, "x", "m", "", "default", "a", BLOCK, 0, ""))
         return next(iter(self.publishers)).listener
 
-    def worker(self) -> Listener:
+    def worker(self) -> EventStream:
         """Registers the engine on the indexer's face."""
         self.registry.register(
             RankKey(KEY, 1, 0), self.engine.endpoint, BLOCK, self.server.endpoint

@@ -14,7 +14,7 @@ from zmtp_fakes import Publisher, until
 
 from kvd.net.replay import Replayer
 from kvd.wire.cursor import Verdict
-from kvd.wire.event_stream import UNKNOWN, Listener
+from kvd.wire.event_stream import UNKNOWN, EventStream
 from kvd.wire.replay import ReplayEnd, read_answer
 
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
@@ -59,11 +59,11 @@ class Applied(list[bytes]):
         return ""
 
 
-def make(*said: tuple[int, bytes], replay: bool = True) -> tuple[Listener, Applied]:
+def make(*said: tuple[int, bytes], replay: bool = True) -> tuple[EventStream, Applied]:
     """Returns a listener that has heard these batches: numbers and publishers."""
     stream = Applied()
     server = "tcp://127.0.0.1:2" if replay else None
-    listener = Listener("1:0", "tcp://127.0.0.1:1", stream, server)  # type: ignore[arg-type]
+    listener = EventStream("1:0", "tcp://127.0.0.1:1", stream, server)  # type: ignore[arg-type]
     listener.connecting()
     listener.receiving()
     listener.joined()
@@ -76,14 +76,14 @@ def text(seq: int, publisher: bytes = b"") -> bytes:
     return b"%d of %s" % (seq, publisher.hex()[:2].encode())
 
 
-def hear(listener: Listener, seq: int, publisher: bytes) -> Verdict | None:
+def hear(listener: EventStream, seq: int, publisher: bytes) -> Verdict | None:
     """Has it hear a live batch; returns what it is judged to be, None where it is applied."""
     if publisher != listener.speaker:
         listener.meet(publisher)
     return listener.judge() if listener.take(seq, text(seq, publisher)) else None
 
 
-def replayed(listener: Listener, seqs: range, publisher: bytes) -> ReplayEnd:
+def replayed(listener: EventStream, seqs: range, publisher: bytes) -> ReplayEnd:
     """Has it read an answer of these batches, with the end."""
     listener.answer_begins()
     for seq in seqs:
@@ -92,7 +92,7 @@ def replayed(listener: Listener, seqs: range, publisher: bytes) -> ReplayEnd:
     return listener.replay_ended(ReplayEnd.MARKER)
 
 
-def break_off(listener: Listener) -> None:
+def break_off(listener: EventStream) -> None:
     listener.lost_connection("gone", 0.0)
     listener.joined()
 

@@ -16,7 +16,7 @@ from zmtp_fakes import Publisher, until
 from kvd.index.partitions import State
 from kvd.index.publishers import Described, Narrowing, Publishers
 from kvd.net.listeners import ListenerTasks
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 
 ALL = Narrowing("default", "a")
 
@@ -94,7 +94,7 @@ class Slow:
         self._told: set[Hashable] = set()
         self.told_at_ends: list[int] = []
 
-    def start(self, key: Hashable, listener: Listener) -> None:
+    def start(self, key: Hashable, listener: EventStream) -> None:
         pass
 
     async def stop(self, key: Hashable) -> bool:

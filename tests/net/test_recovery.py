@@ -32,7 +32,7 @@ from kvd.net.recovery import (
     settle,
 )
 from kvd.wire.dump import BINARY_DUMP, wants_binary
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.http.serving import serving
 
@@ -47,9 +47,9 @@ class Idle:
     """Listeners that read nothing."""
 
     def __init__(self) -> None:
-        self.listeners: dict[RankKey, Listener] = {}
+        self.listeners: dict[RankKey, EventStream] = {}
 
-    def start(self, key: RankKey, listener: Listener) -> None:
+    def start(self, key: RankKey, listener: EventStream) -> None:
         self.listeners[key] = listener
 
     async def stop(self, key: RankKey) -> None:

@@ -76,10 +76,10 @@ class Replica:
             ledgers,
         )
         self.slots.steps.subscribe(self._tell)
-        self.selections.bookings.steps.subscribe(self._tell)
+        self.selections.reservations.steps.subscribe(self._tell)
         self.faces = {
             Face.SLOT_TRACKER: self.slots.apply,
-            Face.SELECTION: self.selections.bookings.apply,
+            Face.SELECTION: self.selections.reservations.apply,
         }
 
     async def register(self) -> None:
@@ -100,12 +100,12 @@ class Replica:
 
     def knows(self, request: Request) -> bool:
         if request.face is Face.SELECTION:
-            return request.name in self.selections.bookings.live
+            return request.name in self.selections.reservations.live
         return self.slots.tracker(*KEY).ledger.request(request.name) is not None
 
     def take(self, request: Request, step: str) -> None:
         """Takes a client's step, as far as it can be taken here."""
-        bookings, tracker = self.selections.bookings, self.slots.tracker(*KEY)
+        reservations, tracker = self.selections.reservations, self.slots.tracker(*KEY)
         on_slots = request.face is Face.SLOT_TRACKER
         tokens = len(request.blocks) * BLOCK_SIZE
         if step == "add":
@@ -116,13 +116,15 @@ class Replica:
                 assert self.slots.add(tracker, request.name, *booking)
             else:
                 prompt = look(request.blocks), tokens
-                bookings.reserve(KEY, request.name, (request.worker, 0), *prompt, predicts=False)
+                reservations.reserve(
+                    KEY, request.name, (request.worker, 0), *prompt, predicts=False
+                )
             return
         taken = {
             ("complete", True): partial(self.slots.prefill_complete, tracker),
-            ("complete", False): bookings.prefill_complete,
+            ("complete", False): reservations.prefill_complete,
             ("free", True): partial(self.slots.free, tracker),
-            ("free", False): bookings.free,
+            ("free", False): reservations.free,
         }[step, on_slots]
         known = self.knows(request)
         try:

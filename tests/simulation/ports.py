@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import kvd.wire.losses
 from kvd.model import PartitionKey, RankKey
 from kvd.wire.cursor import Verdict
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import SEQ_BYTES, ReplayEnd, read_answer
 from kvd_core.base.hashing import local_hashes
 from kvd_core.events.decoder import publisher
@@ -72,7 +72,7 @@ class PortLife:
         self.worker.register(KEY.dp_rank)
         endpoint = "tcp://127.0.0.1:2" if self.has_replay else None
         stream = self.worker.stream(KEY.dp_rank)
-        self.listener = Listener("1:0", "tcp://127.0.0.1:1", stream, endpoint, expected)
+        self.listener = EventStream("1:0", "tcp://127.0.0.1:1", stream, endpoint, expected)
         self.listener.connecting()
         self.listener.receiving()
         self.listener.joined()

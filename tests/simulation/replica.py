@@ -31,7 +31,7 @@ from kvd.net.fetch import FetchError
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, recover, settle
-from kvd.wire.event_stream import Listener, StreamHealth
+from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
 from tests.simulation.network import Network, SimulatedZSocket, Wire, fill, fill_frames
@@ -53,7 +53,7 @@ class Tap:
         self._wire = wire
         self._stream = stream
         self._engine = engine
-        self.listener: Listener | None = None
+        self.listener: EventStream | None = None
         self.last: tuple[int, int] | None = None  # process and number of the last batch
         self._at_pause: int | None = None  # since then: the process that was noticed until it
         self._unanswered = 0  # replays until then,

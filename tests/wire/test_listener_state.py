@@ -9,7 +9,7 @@ from kvd.wire.event_stream import (
     MAX_HOLES_SHOWN,
     STALE_AFTER_S,
     UNKNOWN,
-    Listener,
+    EventStream,
     ListenerStatus,
 )
 from kvd.wire.replay import ReplayEnd, read_answer, request
@@ -58,17 +58,17 @@ class Applied(list[bytes]):
         return dropped
 
 
-def make(expected: int = 0, replay: bool = False) -> tuple[Listener, Applied]:
+def make(expected: int = 0, replay: bool = False) -> tuple[EventStream, Applied]:
     stream = Applied()
     replay_endpoint = "tcp://127.0.0.1:5558" if replay else None
-    listener = Listener("1:0", "tcp://127.0.0.1:5557", stream, replay_endpoint, expected)
+    listener = EventStream("1:0", "tcp://127.0.0.1:5557", stream, replay_endpoint, expected)
     listener.connecting()
     listener.receiving()
     listener.joined()
     return listener, stream
 
 
-def feed(listener: Listener, *batches: tuple[int, bytes]) -> list[str]:
+def feed(listener: EventStream, *batches: tuple[int, bytes]) -> list[str]:
     """Feeds batches as the listener's task does when no replay brings anything."""
     lost = []
     for seq, payload in batches:
@@ -77,20 +77,20 @@ def feed(listener: Listener, *batches: tuple[int, bytes]) -> list[str]:
     return lost
 
 
-def replay(listener: Listener, batch: bytes) -> ReplayEnd | None:
+def replay(listener: EventStream, batch: bytes) -> ReplayEnd | None:
     """Has all that is wanted replayed, up to the end."""
     ends = (listener.take_replayed(seq, batch % seq) for seq in listener.wanted())
     return next(filter(None, ends), None)
 
 
-def answer(listener: Listener, seqs: list[int]) -> ReplayEnd:
+def answer(listener: EventStream, seqs: list[int]) -> ReplayEnd:
     """Has some batches replayed in one answer, and the end."""
     listener.answer_begins()
     ends = (listener.take_replayed(seq, b"%d" % seq) for seq in seqs)
     return next(filter(None, ends), ReplayEnd.MARKER)
 
 
-def health(listener: Listener, now: float = 0.0) -> str:
+def health(listener: EventStream, now: float = 0.0) -> str:
     return listener.health(now)
 
 
@@ -323,7 +323,7 @@ def test_an_answer_without_the_proof_degrades(seqs: list[int]) -> None:
     assert applied == [b"0", b"1", *(b"%d" % seq for seq in seqs), b"last"]
 
 
-def forget_the_engine() -> tuple[Listener, Applied]:
+def forget_the_engine() -> tuple[EventStream, Applied]:
     """Two batches, a new connection, and a replay server that has forgotten them."""
     listener, applied = make(replay=True)
     feed(listener, (0, b"0"), (1, b"1"))
@@ -531,7 +531,7 @@ def test_after_a_lost_connection_the_next_batch_tells() -> None:
 
 
 def test_active_needs_a_worker_and_an_open_gate() -> None:
-    listener = Listener("1:0", "tcp://127.0.0.1:5557", Applied())
+    listener = EventStream("1:0", "tcp://127.0.0.1:5557", Applied())
     assert listener.status is ListenerStatus.PENDING
     listener.connecting()
     listener.joined()
@@ -541,7 +541,7 @@ def test_active_needs_a_worker_and_an_open_gate() -> None:
 
 
 def test_a_lost_connection_is_remembered_but_stays_active() -> None:
-    listener = Listener("1:0", "tcp://127.0.0.1:5557", Applied())
+    listener = EventStream("1:0", "tcp://127.0.0.1:5557", Applied())
     listener.connecting()
     listener.receiving()
     listener.lost_connection("handshake failed", 1.0)

@@ -8,10 +8,10 @@ import pytest
 from kvd.index.partitions import State
 from kvd.model import PartitionKey
 from kvd.wire.cursor import Verdict
-from kvd.wire.envelope import Terms
-from kvd.wire.event_stream import Listener, Stream
+from kvd.wire.envelope import StreamIdentity
+from kvd.wire.event_stream import EventStream, Stream
 from kvd.wire.losses import HEARD_AFTER, Losses
-from kvd.wire.standard_events import Publication
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.index.prefix_index import ALL_TIERS, IngestCounters, PrefixIndex
 
 GPU, CPU, STORAGE, EXTERNAL = 1, 2, 4, 8
@@ -84,7 +84,7 @@ class Port:
             worker = PrefixIndex(BLOCK, IngestCounters()).add_worker(1)
             worker.register(0)
             stream = worker.stream(0)
-        self.listener = Listener("1:0", "tcp://127.0.0.1:1", stream, None, expected)
+        self.listener = EventStream("1:0", "tcp://127.0.0.1:1", stream, None, expected)
         self.listener.connecting()
         self.listener.receiving()
         self.listener.joined()
@@ -175,9 +175,9 @@ def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
 @pytest.mark.parametrize("standard", [False, True])
 def test_no_clear_ends_what_a_publisher_of_a_conductor_has_lost(standard: bool) -> None:
     """It speaks for backends and ranks that are known by its events alone."""
-    terms = Terms("m", "default", BLOCK, "", "", 0, store=False)
+    terms = StreamIdentity("m", "default", BLOCK, "", "", 0, store=False)
     source = State().add_source(PartitionKey("m", "default"), BLOCK, "a", "", "", 0, store=False)
-    port = Port(stream=Publication(source, terms))
+    port = Port(stream=StandardEventStream(source, terms))
     where = {"tenant_id": "default", "backend_id": "w", "dp_rank": 0}
     cleared = {"event_type": "cleared", "event_id": 3, **where} if standard else ALL_CLEARED
     assert port.say(0, 0, stored(1)) == "exact"

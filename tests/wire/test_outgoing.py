@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadRequest
-from kvd.wire.egress import Outgoing, parse_places
+from kvd.wire.egress import EgressPolicy, parse_places
 from kvd.wire.hosts import literal, normal
 
 PRIVATE = [
@@ -119,7 +119,7 @@ def endpoint(host: str) -> str:
     return f"tcp://[{host}]:5557" if ":" in host else f"tcp://{host}:5557"
 
 
-def passes(outgoing: Outgoing, text: str) -> bool:
+def passes(outgoing: EgressPolicy, text: str) -> bool:
     try:
         outgoing.check_endpoint(text)
     except BadRequest:
@@ -129,14 +129,14 @@ def passes(outgoing: Outgoing, text: str) -> bool:
 
 @pytest.mark.parametrize("host", PRIVATE)
 def test_private_addresses_may_be_connected_to(host: str) -> None:
-    Outgoing().check_endpoint(endpoint(host))
-    Outgoing().check_replay_endpoint(endpoint(host))
-    Outgoing().check_replica_endpoint(endpoint(host))
+    EgressPolicy().check_endpoint(endpoint(host))
+    EgressPolicy().check_replay_endpoint(endpoint(host))
+    EgressPolicy().check_replica_endpoint(endpoint(host))
 
 
 @pytest.mark.parametrize("host", [*PUBLIC, *NEVER, *HIDDEN])
 def test_others_may_not(host: str) -> None:
-    outgoing = Outgoing()
+    outgoing = EgressPolicy()
     checks = (
         outgoing.check_endpoint,
         outgoing.check_replay_endpoint,
@@ -155,45 +155,45 @@ def test_others_may_not(host: str) -> None:
 def test_odd_spellings_are_nobodys_address(host: str) -> None:
     for allowed in (["private"], ["0.0.0.0/0", "::/0", "fe80::/10"]):
         with pytest.raises(BadRequest, match=r"no address in the form|no IPv6 addr|zone ids"):
-            Outgoing(parse_places(allowed)).check_endpoint(endpoint(host))
+            EgressPolicy(parse_places(allowed)).check_endpoint(endpoint(host))
 
 
 @pytest.mark.parametrize("host", NO_NAMES)
 def test_what_no_name_consists_of(host: str) -> None:
     with pytest.raises(BadRequest, match=r"is no host name|no address in the form"):
-        Outgoing().check_endpoint(endpoint(host))
+        EgressPolicy().check_endpoint(endpoint(host))
 
 
 @pytest.mark.parametrize("host", ["a", "localhost", "w-0.ns.svc.cluster.local.", "a_b"])
 def test_names_pass_until_they_are_resolved(host: str) -> None:
-    Outgoing(parse_places([])).check_endpoint(endpoint(host))
+    EgressPolicy(parse_places([])).check_endpoint(endpoint(host))
 
 
 def test_brackets_are_for_ipv6() -> None:
     for host in ("10.0.0.1", "localhost", "x"):
-        assert not passes(Outgoing(), f"tcp://[{host}]:5557")
+        assert not passes(EgressPolicy(), f"tcp://[{host}]:5557")
 
 
 @pytest.mark.parametrize("host", [*NEVER, *HIDDEN])
 def test_everything_does_not_mean_what_nobody_means(host: str) -> None:
-    outgoing = Outgoing(parse_places(["0.0.0.0/0", "::/0"]))
+    outgoing = EgressPolicy(parse_places(["0.0.0.0/0", "::/0"]))
     assert not passes(outgoing, endpoint(host))
     assert all(passes(outgoing, endpoint(each)) for each in (*PRIVATE, *PUBLIC))
 
 
 @pytest.mark.parametrize("host", NEVER)
 def test_who_is_named_exactly_is_meant(host: str) -> None:
-    assert passes(Outgoing(parse_places([host])), endpoint(host))
+    assert passes(EgressPolicy(parse_places([host])), endpoint(host))
 
 
 @pytest.mark.parametrize("host", HIDDEN)
 def test_a_named_metadata_address_is_meant_in_its_other_forms_too(host: str) -> None:
     everything = ["::/0", "169.254.169.254", "8.8.8.8"]
-    assert passes(Outgoing(parse_places(everything)), endpoint(host))
+    assert passes(EgressPolicy(parse_places(everything)), endpoint(host))
 
 
 def test_a_network_inside_a_special_one_means_no_address_that_is_special_beyond() -> None:
-    outgoing = Outgoing(parse_places(["169.254.0.0/16"]))
+    outgoing = EgressPolicy(parse_places(["169.254.0.0/16"]))
     assert passes(outgoing, endpoint("169.254.7.1"))
     assert not passes(outgoing, endpoint("169.254.169.254"))
 
@@ -202,13 +202,13 @@ def test_a_network_inside_a_special_one_means_no_address_that_is_special_beyond(
     "host", ["2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b::10.0.0.1", "::a00:1"]
 )
 def test_a_private_address_inside_of_another_one_is_named_by_itself(host: str) -> None:
-    assert not passes(Outgoing(parse_places(["::/0"])), endpoint(host))
-    assert passes(Outgoing(parse_places(["::/0", "private"])), endpoint(host))
-    assert passes(Outgoing(parse_places(["::/0"])), endpoint("64:ff9b::808:808"))
+    assert not passes(EgressPolicy(parse_places(["::/0"])), endpoint(host))
+    assert passes(EgressPolicy(parse_places(["::/0", "private"])), endpoint(host))
+    assert passes(EgressPolicy(parse_places(["::/0"])), endpoint("64:ff9b::808:808"))
 
 
 def test_what_is_said_replaces_the_default() -> None:
-    outgoing = Outgoing(parse_places(["203.0.113.0/24"]))
+    outgoing = EgressPolicy(parse_places(["203.0.113.0/24"]))
     assert passes(outgoing, endpoint("203.0.113.9"))
     assert not any(passes(outgoing, endpoint(each)) for each in PRIVATE)
     assert not passes(outgoing, "ipc:///run/engine.sock")
@@ -234,7 +234,7 @@ def test_places_in_their_usual_form() -> None:
     "url", ["http://[::1", "http:169.254.169.254", "//", "x", "http://h:99999", ""]
 )
 def test_what_is_no_url_is_left_to_whoever_fetches_it(url: str) -> None:
-    Outgoing().check_url(url)
+    EgressPolicy().check_url(url)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_what_is_no_url_is_left_to_whoever_fetches_it(url: str) -> None:
 )
 def test_urls_to_forbidden_places(url: str) -> None:
     with pytest.raises(BadRequest, match=r"^invalid URL"):
-        Outgoing().check_url(url)
+        EgressPolicy().check_url(url)
 
 
 PARTS = st.one_of(
@@ -311,7 +311,7 @@ def test_no_library_reads_an_address_where_we_read_a_name(host: str) -> None:
 
 def test_of_a_names_addresses_the_allowed_ones_are_left() -> None:
     found = ["169.254.169.254", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "fd01::1", "8.8.8.8"]
-    assert Outgoing().allowed_of(found) == ["10.0.0.1", "fd01::1"]
+    assert EgressPolicy().allowed_of(found) == ["10.0.0.1", "fd01::1"]
 
 
 def test_literals() -> None:

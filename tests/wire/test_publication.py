@@ -12,10 +12,10 @@ import pytest
 
 from kvd.index.partitions import State
 from kvd.model import PartitionKey
-from kvd.wire.envelope import MAX_BACKENDS, Terms
+from kvd.wire.envelope import MAX_BACKENDS, StreamIdentity
 from kvd.wire.event_order import MAX_BEHIND, MAX_STREAMS
 from kvd.wire.kv_events import MAX_BYTES, MAX_EVENTS, MAX_TEXT_BYTES
-from kvd.wire.standard_events import Publication
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.conductor.conductor import Source
 from kvd_core.index.prefix_index import FLAWED
 from tests.applying import apply_whole
@@ -31,7 +31,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.state = State()
-        self.sources: dict[Publication, Source] = {}
+        self.sources: dict[StandardEventStream, Source] = {}
 
     def add(
         self,
@@ -42,10 +42,10 @@ class Fleet:
         lora: str = "",
         salt: str = "",
         key: PartitionKey = KEY,
-    ) -> Publication:
+    ) -> StandardEventStream:
         source = self.state.add_source(key, 4, instance, lora, salt, rank, store=store)
-        terms = Terms(key.model_name, key.tenant_id, 4, lora, salt, rank, store)
-        made = Publication(source, terms)
+        terms = StreamIdentity(key.model_name, key.tenant_id, 4, lora, salt, rank, store)
+        made = StandardEventStream(source, terms)
         self.sources[made] = source
         return made
 
@@ -92,7 +92,7 @@ def removed(hashes: list[Any], **members: Any) -> dict[str, Any]:
     return event("removed", seq_hashes=hashes, **members)
 
 
-def tell(publication: Publication, *events: Any, rank: int | None = None) -> int:
+def tell(publication: StandardEventStream, *events: Any, rank: int | None = None) -> int:
     return apply_whole(publication, msgpack.packb([0.5, list(events), rank]))
 
 

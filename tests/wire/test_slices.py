@@ -11,10 +11,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvd.wire.envelope import Terms
-from kvd.wire.event_stream import Listener
+from kvd.wire.envelope import StreamIdentity
+from kvd.wire.event_stream import EventStream
 from kvd.wire.kv_events import MAX_CONTAINERS, MAX_EVENT_BYTES, MAX_JSON_BYTES
-from kvd.wire.standard_events import Publication
+from kvd.wire.standard_events import StandardEventStream
 from kvd_core.conductor.conductor import Conductor
 from kvd_core.index.prefix_index import FLAWED, UNFINISHED, IngestCounters, PrefixIndex, Stream
 from tests.applying import apply_whole
@@ -32,11 +32,11 @@ class Publishers:
     def __init__(self, slice_steps: int) -> None:
         self.index = PrefixIndex(SIZE, IngestCounters())
         self.conductor = Conductor(self.index)
-        self.streams: list[Publication | Stream] = []
+        self.streams: list[StandardEventStream | Stream] = []
         for instance, store in (("a", False), ("a", True), ("b", False)):
             source = self.conductor.add_source(instance, "", "", 0, store)
-            terms = Terms("m", "default", SIZE, "", "", 0, store)
-            self.streams.append(Publication(source, terms))
+            terms = StreamIdentity("m", "default", SIZE, "", "", 0, store)
+            self.streams.append(StandardEventStream(source, terms))
         worker = self.index.add_worker(9)
         worker.register(0)
         self.streams.append(worker.stream(0))
@@ -46,7 +46,7 @@ class Publishers:
     def state(self) -> dict[str, Any]:
         names = "events orphans mismatches ignored bad unlocated conflicts"
         counted = attrgetter(*names.split(), "order.gaps", "order.stale", "order.beginnings")
-        counts = [counted(each) for each in self.streams if isinstance(each, Publication)]
+        counts = [counted(each) for each in self.streams if isinstance(each, StandardEventStream)]
         rows = [self.conductor.match_tokens(TOKENS, *scope) for scope in SCOPES]
         rows += [self.conductor.match_hashes(STANDARD, *scope) for scope in SCOPES]
         stats = {name: n for name, n in self.index.stats().items() if name != "bytes"}
@@ -124,11 +124,15 @@ def test_slices_change_nothing(seed: int) -> None:
     assert slices > 100
 
 
-def one(store: bool = False) -> tuple[PrefixIndex, Conductor, Publication]:
+def one(store: bool = False) -> tuple[PrefixIndex, Conductor, StandardEventStream]:
     index = PrefixIndex(SIZE, IngestCounters())
     conductor = Conductor(index)
     source = conductor.add_source("a", "", "", 0, store)
-    return index, conductor, Publication(source, Terms("m", "default", SIZE, "", "", 0, store))
+    return (
+        index,
+        conductor,
+        StandardEventStream(source, StreamIdentity("m", "default", SIZE, "", "", 0, store)),
+    )
 
 
 def stored(hashes: list[int], **members: Any) -> bytes:
@@ -299,8 +303,8 @@ def test_reading_is_bounded() -> None:
 # ---- a listener's part
 
 
-def listening(stream: Publication) -> Listener:
-    listener = Listener("a", "tcp://127.0.0.1:5557", stream, "tcp://127.0.0.1:5558")
+def listening(stream: StandardEventStream) -> EventStream:
+    listener = EventStream("a", "tcp://127.0.0.1:5557", stream, "tcp://127.0.0.1:5558")
     listener.connecting()
     listener.receiving()
     listener.joined()
@@ -347,13 +351,13 @@ def test_a_held_batch_and_a_replayed_one_may_be_long() -> None:
 
 
 def test_a_bug_in_a_slice_ends_the_batch() -> None:
-    class Broken(Publication):
+    class Broken(StandardEventStream):
         def go_on(self) -> int:
             raise ZeroDivisionError
 
     index = PrefixIndex(SIZE, IngestCounters())
     source = Conductor(index).add_source("a", "", "", 0, False)
-    stream = Broken(source, Terms("m", "default", SIZE, "", "", 0, False))
+    stream = Broken(source, StreamIdentity("m", "default", SIZE, "", "", 0, False))
     listener = listening(stream)
     assert listener.take(0, engine_stored([1], PROMPT[:SIZE])) is False
     listener.unfinished = 0

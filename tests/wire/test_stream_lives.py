@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from kvd.wire.cursor import Verdict
-from kvd.wire.event_stream import Listener
+from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 
 STEPS = 400
@@ -67,7 +67,7 @@ class Life:
         self.on_the_way: deque[tuple[int, bytes]] = deque()
         self.applied = Applied()
         endpoint = "tcp://127.0.0.1:2" if replays else None
-        self.listener = Listener("1:0", "tcp://127.0.0.1:1", self.applied, endpoint)
+        self.listener = EventStream("1:0", "tcp://127.0.0.1:1", self.applied, endpoint)
         self.connect()
 
     def connect(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvd.index.partitions import Partition
 from kvd.index.registry import Registration
-from kvd.wire.event_stream import Listener, ListenerStatus, StreamHealth
+from kvd.wire.event_stream import EventStream, ListenerStatus, StreamHealth
 
 # Ranks looked at or written between two rests: at most about 1 ms.
 SLICE_RANKS = 64
@@ -66,7 +66,7 @@ def _instance(partition: Partition, ranks: list[Registration], now: float) -> It
 
 
 def _by_rank(
-    name: str, ranks: list[Registration], show: Callable[[Listener], object]
+    name: str, ranks: list[Registration], show: Callable[[EventStream], object]
 ) -> Iterator[bytes]:
     """Yields a member whose value is an object with a member for each rank."""
     separator = f', "{name}": {{'
@@ -87,7 +87,7 @@ def matching(partition: Partition) -> dict[str, int | str]:
     return shown
 
 
-def stream_members(listener: Listener, now: float) -> Iterator[tuple[str, object]]:
+def stream_members(listener: EventStream, now: float) -> Iterator[tuple[str, object]]:
     """Yields members that say how a rank's stream is."""
     yield "endpoint", listener.endpoint
     yield "status", listener.status

@@ -9,16 +9,16 @@ from kvd.telemetry.metrics import BREATH, Family, counter, gauge
 
 
 def booking_families(selections: Selections) -> Iterator[Family | None]:
-    bookings = selections.bookings
-    retries = bookings.retries
-    yield gauge("kvd_selection_reservations", "Live reservations", len(bookings.live))
+    reservations = selections.reservations
+    retries = reservations.retries
+    yield gauge("kvd_selection_reservations", "Live reservations", len(reservations.live))
     help = "Bookings ended because their client left before its answer"
-    yield counter("kvd_selection_given_back_total", help, bookings.given_back)
+    yield counter("kvd_selection_given_back_total", help, reservations.given_back)
     help = "Reservations dropped for their age"
-    yield counter("kvd_selection_expired_total", help, bookings.expired)
+    yield counter("kvd_selection_expired_total", help, reservations.expired)
     help = "Reservations that went with their rank"
-    yield counter("kvd_selection_removed_total", help, bookings.removed)
-    early = bookings.early
+    yield counter("kvd_selection_removed_total", help, reservations.removed)
+    early = reservations.early
     help = "Ends heard before their reservations from replicas, which none has met yet"
     yield gauge("kvd_selection_early_ends", help, len(early))
     help = "Of these, forgotten at the bound"

@@ -85,7 +85,7 @@ def choice_families(
     help = "Prompts hashed again, as the block size changed while they waited"
     yield counter("kvd_selection_rehashed_total", help, tally.rehashed)
     help = "Selections that wait until a rank is not busy"
-    yield gauge("kvd_selection_waiting", help, selections.choices.held)
+    yield gauge("kvd_selection_waiting", help, selections.scheduler.held)
     help = "Time that selections waited, however that ended"
     bounds = [f"{bound:.4f}" for bound in BUCKETS]
     waits = list(histogram_samples(bounds, tally.waits.buckets, tally.waits.sum))

@@ -30,7 +30,7 @@ from kvd.faces.selection.prompts import PROMPT, look_for, look_later
 from kvd.http.types import Request, Response
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
-from kvd.selection.requests import Ask, Constraints, Held
+from kvd.selection.requests import Constraints, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
@@ -75,25 +75,25 @@ async def select_and_reserve(request: Request, *, selections: Selections) -> Res
 
 
 async def _selected(
-    request: Request, selections: Selections, members: bodies.Members, ask: Ask
+    request: Request, selections: Selections, members: bodies.Members, ask: SelectRequest
 ) -> Response:
-    answer = selections.choices.select(ask, look_for(selections, SELECT, members))
-    if isinstance(answer, Held):
+    answer = selections.scheduler.select(ask, look_for(selections, SELECT, members))
+    if isinstance(answer, QueuedRequest):
         answer.again = look_later(selections, members, request.body)
-        undo = partial(selections.choices.take_back, answer)
-        return Response(200, await selections.choices.wait(answer), undo=undo)
+        undo = partial(selections.scheduler.take_back, answer)
+        return Response(200, await selections.scheduler.wait(answer), undo=undo)
     if answer.receipt is None:
         return Response(200, answer.answer)
     return booked(200, answer.answer, answer.receipt, selections)
 
 
-def _ask(selections: Selections, members: bodies.Members) -> Ask:
+def _ask(selections: Selections, members: bodies.Members) -> SelectRequest:
     required, preferred = _taints(members)
     constraints = Constraints(_allowed(members), _rank(members, "pinned_worker"), required)
     selection_id = bodies.optional_text(members, "selection_id")
     settings, advisory = settings_of(selections, members), optional_flag(members, "advisory")
     hints = _hints(members)
-    return Ask(
+    return SelectRequest(
         place(members),
         settings.replace(queue_threshold=None) if advisory else settings,
         phase=phase_of(members, tuple(Phase)),

@@ -75,7 +75,7 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
 
 def booked(status: int, answer: bytes, receipt: Receipt, selections: Selections) -> Response:
     """Returns the response that tells of a booking, which ends if it does not reach its client."""
-    return Response(status, answer, undo=partial(selections.bookings.take_back, receipt))
+    return Response(status, answer, undo=partial(selections.reservations.take_back, receipt))
 
 
 def bounded_id(text: str, longest: int = MAX_REQUEST_ID_BYTES) -> str:

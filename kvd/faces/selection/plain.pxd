@@ -14,7 +14,7 @@ from kvd_core.selector.settings cimport Settings
 cdef class PlainPrompt(Answerer):
     cdef BodyScanner scanner
     cdef object selections   # kvd.selection.service.Selections, or like it
-    cdef object bookings, choices   # its parts
+    cdef object reservations, scheduler   # its parts
     cdef dict fleets         # its fleets by (model, tenant)
     cdef bint reuses         # prompts given as tokens may share blocks in use
     cdef str model, tenant   # the default ones
@@ -45,7 +45,7 @@ cdef class PlainLoads(PlainPrompt):
 
 cdef class PlainStep(Answerer):
     cdef object selections
-    cdef object bookings, choices   # its parts
+    cdef object reservations, scheduler   # its parts
     cdef dict live
     cdef dict leases         # of sessions, by reservation id: their end is told
     cdef string prefill             # scratch: the id of a booking

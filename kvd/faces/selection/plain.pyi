@@ -7,8 +7,8 @@ from kvd_core.json.scan import BodyScanner
 
 class Selections(Protocol):
     options: Any
-    bookings: Any
-    choices: Any
+    reservations: Any
+    scheduler: Any
     affinity: Any
     clock: Callable[[], float]
     @property

@@ -104,8 +104,8 @@ cdef class PlainPrompt(Answerer):
             raise ValueError(f"not the members of such a request: {scanner.field_names}")
         self.scanner = scanner
         self.selections = selections
-        self.bookings = selections.bookings
-        self.choices = selections.choices
+        self.reservations = selections.reservations
+        self.scheduler = selections.scheduler
         self.fleets = selections.fleets
         self.reuses = selections.options.assumes_kv_reuse
         self.model = model
@@ -180,16 +180,16 @@ cdef class PlainSelect(PlainPrompt):
         super().__init__(scanner, selections, model, tenant)
         self.draws = selections.draws
         self.counts = selections.counts
-        self.live = selections.bookings.live
+        self.live = selections.reservations.live
         self.books = books
 
     cdef bytes answer(self, const char* body, size_t size, Text captured):
         fleet = self.scanned(body, size)
         if fleet is None or not self.plain():
             return None
-        if self.books and (self.bookings.steps.subscribers or fleet.predictions is not None):
+        if self.books and (self.reservations.steps.subscribers or fleet.predictions is not None):
             return None
-        if self.choices.held and fleet.queue.waits(None):
+        if self.scheduler.held and fleet.queue.waits(None):
             return None
         cdef const Value* wanted = &self.scanner.core.value(kReservationId)
         cdef bint drawn = self.books and unset(wanted[0])
@@ -273,7 +273,7 @@ cdef class PlainSelect(PlainPrompt):
         return True
 
     cdef undoing(self):
-        return self.bookings.undoing(self.booked_in, self.booked_as, self.booked_at)
+        return self.reservations.undoing(self.booked_in, self.booked_as, self.booked_at)
 
     cdef bytes opening(self, str reservation_id):
         cdef const Value* selection = &self.scanner.core.value(kSelectionId)
@@ -304,17 +304,17 @@ cdef class PlainStep(Answerer):
     def __init__(self, selections not None):
         """Takes the selections."""
         self.selections = selections
-        self.bookings = selections.bookings
-        self.choices = selections.choices
-        self.live = selections.bookings.live
+        self.reservations = selections.reservations
+        self.scheduler = selections.scheduler
+        self.live = selections.reservations.live
         self.leases = {} if selections.affinity is None else selections.affinity.leases
         self.bodiless = True
 
     cdef Ledger ledger_of(self, str reservation_id):
         fleet = self.live.get(reservation_id)
-        if fleet is None or self.bookings.steps.subscribers:
+        if fleet is None or self.reservations.steps.subscribers:
             return None
-        if self.choices.held and len(fleet.queue):
+        if self.scheduler.held and len(fleet.queue):
             return None
         return fleet.ledger
 

@@ -18,7 +18,7 @@ from kvd.faces.selection.plain import PlainPrompt
 from kvd.faces.selection.prompts import PROMPT, look_reserved
 from kvd.http.types import Request, Response
 from kvd.selection.phases import Phase
-from kvd.selection.requests import Answered
+from kvd.selection.requests import SelectReply
 from kvd.selection.service import Selections
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import MAX_ISL_TOKENS
@@ -47,7 +47,7 @@ def reserve(request: Request, *, selections: Selections) -> Response:
         given = bodies.text(members, "selection_id")
     reservation_id = bounded_id(given)
     retry = retry_of(request, reservation_id)
-    if (again := selections.bookings.retries.find(retry)) is not None:
+    if (again := selections.reservations.retries.find(retry)) is not None:
         assert again.receipt is not None
         return booked(200, again.answer, again.receipt, selections)
     rank = (
@@ -62,7 +62,7 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     phase = phase_of(members, (Phase.PREFILL, Phase.DECODE))
     predicts = "token_ids" in members or "block_hashes" in members
     expected = bodies.optional_uint(members, "expected_output_tokens", bodies.U32_MAX)
-    record, receipt = selections.bookings.reserve(
+    record, receipt = selections.reservations.reserve(
         key,
         reservation_id,
         rank,
@@ -81,14 +81,14 @@ def reserve(request: Request, *, selections: Selections) -> Response:
         "endpoint": record.endpoint,
     }
     rendered = bodies.render(answer)
-    selections.bookings.retries.note(retry, Answered(rendered, receipt))
+    selections.reservations.retries.note(retry, SelectReply(rendered, receipt))
     return booked(201, rendered, receipt, selections)
 
 
 def show_reservation(request: Request, *, selections: Selections) -> Response:
     """Shows what is booked under an id."""
     reservation_id = bodies.segment(request)
-    key, live = selections.bookings.find(reservation_id)
+    key, live = selections.reservations.find(reservation_id)
     row = {
         "reservation_id": reservation_id,
         "model_name": key.model_name,
@@ -107,7 +107,7 @@ def show_reservation(request: Request, *, selections: Selections) -> Response:
 
 
 def prefill_complete(request: Request, *, selections: Selections) -> Response:
-    selections.bookings.prefill_complete(bodies.segment(request))
+    selections.reservations.prefill_complete(bodies.segment(request))
     return Response(200, OK)
 
 
@@ -119,10 +119,10 @@ def output_block(request: Request, *, selections: Selections) -> Response:
             fraction = number(members, "decay_fraction")
             if not 0 <= fraction <= 1:
                 raise BadRequest("decay_fraction must be from 0 to 1")
-    selections.bookings.output_block(bodies.segment(request), fraction)
+    selections.reservations.output_block(bodies.segment(request), fraction)
     return Response(200, OK)
 
 
 def free(request: Request, *, selections: Selections) -> Response:
-    selections.bookings.free(bodies.segment(request))
+    selections.reservations.free(bodies.segment(request))
     return Response(200, OK)

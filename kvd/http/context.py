@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvd.http.access import AccessLog
-from kvd.http.auth import Permits, Policy
+from kvd.http.auth import Authorizer, Policy
 from kvd.http.errors import PLAIN, Failures, Refusal
 from kvd.http.types import Headers, Observer, Route
 
 
-def _open_to_all() -> Permits:
-    return Permits(Policy())
+def _open_to_all() -> Authorizer:
+    return Authorizer(Policy())
 
 
 @dataclass(frozen=True, slots=True)
-class Reception:
+class ServerContext:
     """Who may ask, who is told of requests, and in which words they are refused."""
 
-    permits: Permits = field(default_factory=_open_to_all)
+    authorizer: Authorizer = field(default_factory=_open_to_all)
     observe: Observer | None = None
     failures: Failures = PLAIN
     access: AccessLog = field(default_factory=AccessLog)
