@@ -191,12 +191,16 @@ class Pool {
       case KV:
       case DIRECT: break;
     }
+    if (!scale.decays()) {
+      const double credit = scale.device_credit();
+      const auto cost = [&](uint32_t i) { return scale.terms(standings_[i], credit).cost; };
+      return by_cost(cost, settings.temperature, random, factors);
+    }
     const uint64_t least = least_prefill(scale);
-    const auto cost = [&](uint32_t i) { return scale.terms(standings_[i], least).cost; };
-    if (factors == nullptr && settings.temperature == 0) return lowest(cost, random);
-    weights_.clear();
-    for (const uint32_t i : open_) weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
-    return settings.temperature == 0 ? lowest_weight(random) : drawn(settings.temperature, random);
+    const auto cost = [&](uint32_t i) {
+      return scale.terms(standings_[i], scale.device_credit(standings_[i], least)).cost;
+    };
+    return by_cost(cost, settings.temperature, random, factors);
   }
 
  private:
@@ -295,12 +299,20 @@ class Pool {
     return 0;
   }
 
-  // Of those that are open; O(candidates) if it is of account.
+  // Of those that are open, if it is of account: O(candidates).
   uint64_t least_prefill(const Scale& scale) const {
     uint64_t least = UINT64_MAX;
     if (!scale.decays()) return least;
     for (const uint32_t i : open_) least = std::min(least, standings_[i].prefill_tokens);
     return least;
+  }
+
+  template <class Cost>
+  int64_t by_cost(Cost&& cost, double temperature, uint64_t random, const double* factors) {
+    if (factors == nullptr && temperature == 0) return lowest(cost, random);
+    weights_.clear();
+    for (const uint32_t i : open_) weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
+    return temperature == 0 ? lowest_weight(random) : drawn(temperature, random);
   }
 
   int64_t next_in_turn(int line) {

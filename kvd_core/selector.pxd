@@ -66,7 +66,8 @@ cdef extern from "selector_cost.hpp" namespace "kvd::selector" nogil:
     cppclass CScale "kvd::selector::Scale":
         uint64_t decode_blocks(const CStanding&)
         uint64_t effective_tokens(const CStanding&)
-        CTerms terms(const CStanding&, uint64_t)
+        double device_credit(const CStanding&, uint64_t)  # the latter as of least_prefill
+        CTerms terms(const CStanding&, double)
         cbool is_busy(const CCandidate&, const CStanding&)
         cbool is_overloaded(const CCandidate&, const CStanding&)
 

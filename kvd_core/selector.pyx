@@ -370,7 +370,8 @@ cdef class Pool:
         cdef double factor = 1 if factors == NULL else factors[i]
         cdef const CCandidate* c = &self.c.candidate(i)
         cdef const CStanding* s = &self.c.standing(i)
-        cdef CTerms t = self.c.scale(settings.c).terms(s[0], least_prefill)
+        cdef double credit = self.c.scale(settings.c).device_credit(s[0], least_prefill)
+        cdef CTerms t = self.c.scale(settings.c).terms(s[0], credit)
         return Explained(
             c.worker_id,
             c.dp_rank,

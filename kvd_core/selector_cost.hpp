@@ -60,7 +60,6 @@ class Scale {
         blocks_(prompt.sequence.size()),
         usable_(settings.last_token ? (std::max<uint64_t>(isl_, 1) - 1) / block_size : UINT64_MAX),
         device_credit_(settings.overlap_weight == 0 ? 0 : settings.device_credit),
-        decays_(settings.credit_decay != 0 && settings.track_prefill),
         rejects_(std::min({settings.decode_blocks_threshold, settings.prefill_tokens_threshold,
                            settings.prefill_tokens_threshold_frac}) != Settings::kOff &&
                  settings.mode != DIRECT) {}
@@ -80,16 +79,25 @@ class Scale {
     return c.decode_blocks + (std::max(blocks_, started()) - c.live);
   }
 
-  // What others prefill is of account.
-  bool decays() const { return decays_; }
+  // The device credit of a rank depends on what others prefill.
+  bool decays() const { return s_.credit_decay != 0 && s_.track_prefill; }
 
-  // `least`: the fewest prefill tokens of those that may be chosen, if it `decays`.
-  Terms terms(const Standing& c, uint64_t least) const {
+  // Of all ranks, unless it decays.
+  double device_credit() const { return device_credit_; }
+
+  // `least`: the fewest prefill tokens of those that may be chosen; UINT64_MAX unless it decays.
+  double device_credit(const Standing& c, uint64_t least) const {
+    if (c.prefill_tokens <= least) return device_credit_;
+    const double excess = real(c.prefill_tokens - least) / real(block_size_);
+    return device_credit_ * (1 / (1 + s_.credit_decay * (excess / real(std::max<uint64_t>(started(), 1)))));
+  }
+
+  Terms terms(const Standing& c, double device_credit) const {
     Terms t;
     const Cached used = cached(c);
     t.cached_tokens = tokens(used);
     t.effective_tokens = isl_ > t.cached_tokens ? isl_ - t.cached_tokens : 0;
-    t.credit = device_credit(c, least) * real(used.device) + s_.host_credit * real(used.host) +
+    t.credit = device_credit * real(used.device) + s_.host_credit * real(used.host) +
                s_.disk_credit * real(used.disk);
     t.raw = 0;
     t.prefill = 0;
@@ -144,12 +152,6 @@ class Scale {
     return {device, host, static_cast<uint32_t>(usable_ - device - host)};
   }
 
-  double device_credit(const Standing& c, uint64_t least) const {
-    if (!decays_ || c.prefill_tokens <= least) return device_credit_;
-    const double excess = real(c.prefill_tokens - least) / real(block_size_);
-    return device_credit_ * (1 / (1 + s_.credit_decay * (excess / real(std::max<uint64_t>(started(), 1)))));
-  }
-
   // Blocks of the prompt, with a last one that is not full.
   uint64_t started() const { return isl_ / block_size_ + (isl_ % block_size_ != 0); }
 
@@ -169,7 +171,6 @@ class Scale {
   uint64_t blocks_;
   uint64_t usable_;  // blocks
   double device_credit_;
-  bool decays_;
   bool rejects_;  // there is a busy threshold, and it is heeded
 };
 
