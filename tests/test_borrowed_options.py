@@ -102,3 +102,45 @@ def test_requests_of_a_worker_weigh_beside_its_blocks(
 def test_the_credit_of_the_device_can_be_said() -> None:
     said = load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "0.5"})
     assert said.router.settings.members["device_credit"] == 0.5
+
+
+@pytest.mark.parametrize("said", ["-0.1", "nan", "inf"])
+def test_a_decay_of_the_credit_is_finite_and_not_negative(said: str) -> None:
+    variable = "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY"
+    with pytest.raises(StartError, match=f"{variable}='{said}'"):
+        load({}, {variable: said})
+
+
+@pytest.mark.parametrize(("decay", "chosen"), [("0", 1), ("1", 2)])
+def test_the_credit_of_the_device_decays_with_the_load(
+    tmp_path: Path, decay: str, chosen: int
+) -> None:
+    flags = ["--router-kv-overlap-score-credit=1.5"]
+    flags += [f"--router-kv-overlap-score-credit-decay={decay}"]
+    environ = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
+    prompt = list(range(32))
+    with (
+        running_kvd(tmp_path, *flags, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        for worker_id in (1, 2):
+            row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}
+            client.post("/workers", json=row).raise_for_status()
+        # Worker 1 caches the prompt, as predicted, and has 28 other tokens to prefill; worker 2
+        # caches its first quarter.
+        for name, worker_id, tokens in (("a", 1, prompt), ("b", 2, prompt[:8])):
+            body = {"token_ids": tokens, "pinned_worker": {"worker_id": worker_id, "dp_rank": 0}}
+            body["reservation_id"] = name
+            client.post("/select_and_reserve", json=body).raise_for_status()
+            client.delete(f"/reservations/{name}").raise_for_status()
+        booked = {"worker_id": 1, "dp_rank": 0, "sequence_hashes": [], "isl_tokens": 28}
+        booked |= {"selection_id": "c", "effective_prefill_tokens": 28}
+        client.post("/reservations", json=booked).raise_for_status()
+        # kvd answers the first by itself, the second by its handler: both weigh alike.
+        for members in ({}, {"explain": True}):
+            selected = client.post("/select", json={"token_ids": prompt, **members}).json()
+            assert selected["worker_id"] == chosen
+        first, second = selected["candidates"]
+        assert first["credit_blocks"] == (12.0 if decay == "0" else 1.5 * (1 / 1.875) * 8)
+        assert second["credit_blocks"] == 1.5 * 2
+        assert (first["raw_prefill_blocks"], second["raw_prefill_blocks"]) == (15.0, 8.0)

@@ -86,6 +86,8 @@ class Face:
             temperature=temperature,
             queue_threshold=2.0,
             active_prefill_tokens_threshold=10_000,
+            credit_decay=1.0,
+            decode_busy_threshold=0.5,
         )
         options = RouterOptions(weighing, max_held=max_held, **more)
         state = State()

@@ -190,6 +190,32 @@ def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
         assert (load["prefill_token_capacity"], load["prefill_busy"]) == (None, False)
 
 
+def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
+    environ = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
+    environ["DYN_ROUTER_CONDITIONAL_DISAGG_DECODE_BUSY_THRESHOLD"] = "0.25"
+    with (
+        running_kvd(tmp_path, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        put(client, 1, max_num_batched_tokens=1000, total_kv_blocks=32)
+        # A quarter of its blocks is not too much; a block that is begun counts.
+        for tokens, busy in ((32, False), (33, True)):
+            for members in ({}, {"advisory": True}):  # by kvd's short way, and by its handler
+                question = {"token_ids": [1] * tokens, **members}
+                answer = client.post("/select", json=question).json()
+                assert answer["decode_busy"] is busy
+                assert list(answer).index("decode_busy") == 1 + list(answer).index(
+                    "potential_decode_blocks"
+                )
+        answer = client.post("/select_and_reserve", json={"token_ids": [2] * 24}).json()
+        assert (answer["potential_decode_blocks"], answer["decode_busy"]) == (6, False)
+        answer = client.post("/select", json={"token_ids": [3] * 12}).json()
+        assert (answer["potential_decode_blocks"], answer["decode_busy"]) == (9, True)
+        row = {"worker_id": 1, "block_size": 4, "endpoint": "http://w"}
+        client.post("/workers", json=row).raise_for_status()  # nobody says how many it has
+        assert "decode_busy" not in client.post("/select", json=question).json()
+
+
 @pytest.mark.parametrize("enforcement", ["required", "preferred"])
 def test_domains_of_transfers_are_kept_and_change_no_choice(
     client: httpx.Client, enforcement: str

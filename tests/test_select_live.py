@@ -47,6 +47,29 @@ SETUPS = {
         Settings(device_credit=0.7),
         override={"overlap_score_credit": 0.7},
     ),
+    "credit decay": Setup(
+        {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY": "1.7"},
+        Settings(credit_decay=1.7),
+    ),
+    "all credits, decay, queue": Setup(
+        {
+            "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "1.3",
+            "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY": "0.35",
+            "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "2.3",
+            "DYN_ROUTER_HOST_CACHE_HIT_WEIGHT": "0.6",
+            "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT": "0.3",
+            "DYN_ROUTER_QUEUE_THRESHOLD": "0.5",
+        },
+        Settings(
+            device_credit=1.3,
+            credit_decay=0.35,
+            overlap_weight=2.3,
+            host_credit=0.6,
+            disk_credit=0.3,
+            queue_threshold=0.5,
+        ),
+        (4, 10, 14),
+    ),
     "no prefill": Setup(
         {"DYN_ROUTER_TRACK_PREFILL_TOKENS": "false"}, Settings(track_prefill=False)
     ),
@@ -56,6 +79,10 @@ SETUPS = {
             "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "0",
         },
         Settings(track_prefill=False, overlap_weight=0),
+    ),
+    "decode busy": Setup(
+        {"DYN_ROUTER_CONDITIONAL_DISAGG_DECODE_BUSY_THRESHOLD": "0.5"},
+        Settings(decode_busy_threshold=0.5),
     ),
     "queue": Setup(
         {"DYN_ROUTER_QUEUE_THRESHOLD": "0.5"}, Settings(queue_threshold=0.5), (4, 5, 16)

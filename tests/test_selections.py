@@ -173,13 +173,14 @@ class Life:
                 )
         settings = ModelSettings(queue_threshold=1.0)
         prompt = ModelPrompt(len(blocks) * BLOCK_SIZE, len(blocks), BLOCK_SIZE)
-        chosen = ModelPool(ranks, prompt).choose(settings, None, 0)
+        pool = ModelPool(ranks, prompt)
+        chosen = pool.choose(settings, None, 0)
         if chosen < 0:
             return chosen
-        open_ = [rank for rank in ranks if not selector_model.is_overloaded(rank, settings)]
+        least = pool.least_prefill(settings, None)
         costs = {
-            (rank.worker_id, rank.dp_rank): selector_model.terms(rank, settings, prompt)[4]
-            for rank in open_
+            (rank.worker_id, rank.dp_rank): selector_model.terms(rank, settings, prompt, least)[4]
+            for rank in (ranks[i] for i in pool.open(settings, None))
         }
         return {rank for rank, cost in costs.items() if cost == min(costs.values())}
 

@@ -175,7 +175,14 @@ def not_answering(opened: ExitStack, folder: Path) -> tuple[str, str]:
     return f"tcp://127.0.0.1:{full.getsockname()[1]}", f"timed out after {CONNECT_S} s"
 
 
-@pytest.mark.parametrize("at", [refusing, missing, not_answering], ids=lambda at: at.__name__)
+def without_route(opened: ExitStack, folder: Path) -> tuple[str, str]:
+    """Returns loopback's broadcast address, to which the kernel knows no way for TCP, at once."""
+    return "tcp://127.255.255.255:5557", "Network is unreachable"
+
+
+@pytest.mark.parametrize(
+    "at", [refusing, missing, not_answering, without_route], ids=lambda at: at.__name__
+)
 def test_an_engine_that_cannot_be_reached_is_said(
     fleet: Fleet,
     capsys: Capture,

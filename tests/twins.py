@@ -31,6 +31,7 @@ COMPARED = (
     "overlap",
     "effective_prefill_tokens",
     "potential_decode_blocks",
+    "decode_busy",  # where it is told
 )
 
 Json = dict[str, Any]
@@ -110,7 +111,7 @@ class Twin:
     def _worker(self, number: int) -> list[Candidate]:
         worker_id = self.rng.getrandbits(40)
         first, count = self.rng.choice((0, 0, 5)), self.rng.randint(1, 3)
-        batch = self.rng.choice((100, 2000))
+        batch, total = self.rng.choice((100, 2000)), self.rng.choice((None, 30, 200))
         engines = {}
         for dp_rank in range(first, first + count):
             engines[dp_rank] = Engine(f"{number}/{dp_rank}")
@@ -125,6 +126,7 @@ class Twin:
             data_parallel_start_rank=first,
             data_parallel_size=count,
             max_num_batched_tokens=batch,
+            total_kv_blocks=total,
             kv_events_endpoints={rank: engine.endpoint("pub") for rank, engine in engines.items()},
         ):
             assert answer["lifecycle"] == "schedulable", answer
@@ -138,7 +140,7 @@ class Twin:
                 stream.apply(pack(batch_))
                 engine.publish({"seq": seq, "batch": batch_})
             booked = self.ledger.add_rank(worker_id, dp_rank)
-            ranks.append(Candidate(worker_id, dp_rank, worker, booked, batch))
+            ranks.append(Candidate(worker_id, dp_rank, worker, booked, batch, total or 0))
         return ranks
 
     def _batches(self) -> Iterator[list[Any]]:
@@ -264,7 +266,7 @@ class Twin:
         lowest = min(row.cost for row in rows)
         cheapest = [row for row in rows if row.cost == lowest]
         self.unique += len(cheapest) == 1
-        chosen = self._chosen(tokens, members, settings, len(cheapest) == 1)
+        chosen = self._chosen(tokens, members, settings, mask, len(cheapest) == 1)
         assert chosen[:2] in [row[:2] for row in cheapest], (chosen, rows)
         return chosen
 
@@ -276,7 +278,7 @@ class Twin:
         return self.setup.settings.replace(track_prefill=tracks), {"track_prefill_tokens": tracks}
 
     def _chosen(
-        self, tokens: list[int], members: Json, settings: Settings, only_one: bool
+        self, tokens: list[int], members: Json, settings: Settings, mask: bytes, only_one: bool
     ) -> Explained:
         """Returns the rank that Dynamo chooses, and maybe books; kvd does the same if it must."""
         books, name = self.rng.random() < 0.3, self.new_name()
@@ -287,18 +289,18 @@ class Twin:
         at = self.pool.find(theirs["worker_id"], theirs["dp_rank"])
         assert at is not None, theirs
         rank = self.pool.candidates[at]
-        if not only_one:  # kvd would take any of them: that one, then
-            pinned = {"worker_id": rank.worker_id, "dp_rank": rank.dp_rank}
-            body |= {"pinned_worker": pinned}
-        body |= {
-            "router_config_override": {**self.setup.override, **members["router_config_override"]}
-        }
+        override = {**self.setup.override, **members["router_config_override"]}
+        if not only_one:  # kvd would take any of them: that one, then, even if it is busy
+            body |= {"pinned_worker": {"worker_id": rank.worker_id, "dp_rank": rank.dp_rank}}
+            override |= {"router_mode": "direct"}
+        body |= {"router_config_override": override}
         ours = self.kvd.ask("POST", path, body)
         expected = json.loads(b"{" + self.pool.render_choice(at, settings) + b"}")
         expected |= {"worker_id": rank.worker_id, "dp_rank": rank.dp_rank}
         for answer in (theirs, ours):
-            assert {member: answer[member] for member in COMPARED} == expected, answer
-        row = self.pool.explained(at, settings)
+            told = {member: answer[member] for member in COMPARED if member in answer}
+            assert told == expected, answer
+        row = self.pool.explained(at, settings, mask)
         if books:
             rolling = sequence_hashes(local_hashes(tokens, self.block_size))
             counted = row.effective_prefill_tokens if settings.members["track_prefill"] else 0

@@ -434,6 +434,7 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
             mode=values["router_mode"].core,
             overlap_weight=values["router_kv_overlap_score_weight"],
             device_credit=values["router_kv_overlap_score_credit"],
+            credit_decay=values["router_kv_overlap_score_credit_decay"],
             active_request_weight=values["router_decode_active_request_weight"],
             host_credit=values["router_host_cache_hit_weight"],
             disk_credit=values["router_disk_cache_hit_weight"],
@@ -442,6 +443,9 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
             track_active_blocks=values["router_track_active_blocks"],
             last_token=values["router_last_token"],
             queue_threshold=thresholds.pop("router_queue_threshold"),
+            decode_busy_threshold=_unless_off(
+                values["router_conditional_disagg_decode_busy_threshold"]
+            ),
             **thresholds,
         ),
         values["router_queue_policy"],

@@ -177,6 +177,14 @@ ROUTER_SETTINGS = (
         live=True,
     ),
     _dynamo(
+        "router_conditional_disagg_decode_busy_threshold",
+        parsers.parse_threshold,
+        OFF,
+        "SHARE",
+        "of a worker's blocks in use, above which answers call it decode_busy",
+        live=True,
+    ),
+    _dynamo(
         "router_kv_overlap_score_weight",
         parsers.parse_weight,
         1.0,
@@ -191,6 +199,14 @@ ROUTER_SETTINGS = (
         1.0,
         "CREDIT",
         "of a block that is saved when it is cached on the device",
+        live=True,
+    ),
+    _dynamo(
+        "router_kv_overlap_score_credit_decay",
+        parsers.parse_weight,
+        0.0,
+        "DECAY",
+        "of that credit, as a worker prefills more than the others; 1 halves it at one prompt more",
         live=True,
     ),
     _dynamo(
@@ -942,7 +958,6 @@ WITHOUT_EFFECT = {
     "router-reset-states": _NO_NATS,
     "router-snapshot-threshold": _NO_NATS,
     "event-plane": "events come over ZMQ",
-    "router-kv-overlap-score-credit-decay": "the credit does not follow the load",
     "selection-cache-ttl-secs": _NO_CACHE,
     "selection-cache-max-entries": _NO_CACHE,
     "selection-cache-max-bytes": _NO_CACHE,

@@ -1,6 +1,6 @@
 """Who is registered on the conductor face, and the listener of every registered publisher.
 
-    register ──> State.add_source ──> Publication ──> Listener ──> Listeners.start
+    register ──> State.add_source ──> StandardEventStream ──> EventStream ──> Listeners.start
     unregister ──> Listeners.stop, awaited ──> State.remove_source
 
 A publisher is an engine's rank or a store, as a router names it: `instance|tenant|rank` may have

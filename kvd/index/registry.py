@@ -1,6 +1,6 @@
 """Who is registered on the indexer face, and the listener of every registered rank.
 
-    register ──> State.add_rank ──> Listener ──> Listeners.start     (net: a supervised task)
+    register ──> State.add_rank ──> EventStream ──> Listeners.start     (net: a supervised task)
     unregister ──> Listeners.stop, awaited ──> State.remove_rank
 
 A rank's place in its engine's event stream outlives the registration: a worker that is registered

@@ -2,8 +2,8 @@
 
     Selections                                                      service
       ├ workers: worker id ──> record, lifecycle, reasons           the catalog, and its changes
-      ├ choices: select, wait, stop                                 who serves, at once or later
-      ├ bookings: reservation id ──> Fleet                          ids are unique service-wide
+      ├ scheduler: select, wait, stop                               who serves, at once or later
+      ├ reservations: reservation id ──> Fleet                      ids are unique service-wide
       └ fleets: (model, tenant) ──> Fleet                           shared by the three
                                      ├ pool     kvd_core: the ranks that can be chosen
                                      ├ ledger   kvd_core: their live requests

@@ -1,6 +1,6 @@
 """What the event streams say of the ranks that can be chosen: engines that have gone are not.
 
-    Listener ── joined, lost ──> Registry.links ──> Streams ──> Fleet.absent, the pool
+    EventStream ── joined, lost ──> Registry.links ──> Streams ──> Fleet.absent, the pool
 
     connection of a rank's stream    what it caches     it is chosen
     made, or paused by request       counts             yes

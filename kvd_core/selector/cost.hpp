@@ -14,6 +14,13 @@
 // The device credit is a preference of the cost only: what a rank will not have to compute, and so
 // the tokens that are booked, does not follow it. Weight 0 makes the device credit 0.
 //
+// With a decay above 0, and prefill tracking, the device credit of a rank is
+//
+//   credit x (1 / (1 + decay x (((its prefill tokens - least) / block size) / blocks of the prompt)))
+//
+// with the least prefill tokens of those that may be chosen, and a last block that is not full
+// counted. Credits of the tiers below do not decay.
+//
 // With `last_token` a prompt finds cached what lies before the block of its last token: engines compute
 // that token to have something to go on from, and with it all of its block. So a prompt of whole
 // blocks that is cached to its end has one block to compute.
@@ -69,16 +76,28 @@ class Scale {
 
   // The same, counting a last block that is not full.
   uint64_t occupied_blocks(const CandidateState& c) const {
-    const uint64_t started = isl_ / block_size_ + (isl_ % block_size_ != 0);
-    return c.decode_blocks + (std::max(blocks_, started) - c.live);
+    return c.decode_blocks + (std::max(blocks_, started()) - c.live);
   }
 
-  Terms terms(const CandidateState& c) const {
+  // The device credit of a rank depends on what others prefill.
+  bool decays() const { return s_.credit_decay != 0 && s_.track_prefill; }
+
+  // Of all ranks, unless it decays.
+  double device_credit() const { return device_credit_; }
+
+  // `least`: the fewest prefill tokens of those that may be chosen; UINT64_MAX unless it decays.
+  double device_credit(const CandidateState& c, uint64_t least) const {
+    if (c.prefill_tokens <= least) return device_credit_;
+    const double excess = real(c.prefill_tokens - least) / real(block_size_);
+    return device_credit_ * (1 / (1 + s_.credit_decay * (excess / real(std::max<uint64_t>(started(), 1)))));
+  }
+
+  Terms terms(const CandidateState& c, double device_credit) const {
     Terms t;
     const Cached used = cached(c);
     t.cached_tokens = tokens(used);
     t.effective_tokens = isl_ > t.cached_tokens ? isl_ - t.cached_tokens : 0;
-    t.credit = device_credit_ * real(used.device) + s_.host_credit * real(used.host) +
+    t.credit = device_credit * real(used.device) + s_.host_credit * real(used.host) +
                s_.disk_credit * real(used.disk);
     t.raw = 0;
     t.prefill = 0;
@@ -100,6 +119,14 @@ class Scale {
   // New work waits while all candidates are.
   bool is_busy(const Candidate& c, const CandidateState& at) const {
     return s_.mode != DIRECT && exceeds(at.prefill_tokens, s_.queue_threshold, c.max_batch_tokens);
+  }
+
+  // Answers say whether its blocks in use, with the prompt on top, are more than the threshold.
+  bool tells_decode_busy(const Candidate& c) const {
+    return s_.decode_busy_threshold != Settings::kOff && c.total_blocks > 0;
+  }
+  bool is_decode_busy(const Candidate& c, const CandidateState& at) const {
+    return exceeds(occupied_blocks(at), s_.decode_busy_threshold, c.total_blocks);
   }
 
   // It gets no new work.
@@ -124,6 +151,9 @@ class Scale {
     const auto host = static_cast<uint32_t>(std::min<uint64_t>(c.host, usable_ - device));
     return {device, host, static_cast<uint32_t>(usable_ - device - host)};
   }
+
+  // Blocks of the prompt, with a last one that is not full.
+  uint64_t started() const { return isl_ / block_size_ + (isl_ % block_size_ != 0); }
 
   uint64_t tokens(const Cached& c) const {
     if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;

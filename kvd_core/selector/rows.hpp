@@ -52,7 +52,10 @@ class Rows {
     to = put(to, "},\"effective_prefill_tokens\":");
     to = put(to, scale.effective_tokens(pool_.standing(at)));
     to = put(to, ",\"potential_decode_blocks\":");
-    return put(to, scale.occupied_blocks(pool_.standing(at)));
+    to = put(to, scale.occupied_blocks(pool_.standing(at)));
+    if (!scale.tells_decode_busy(candidate)) return to;
+    to = put(to, ",\"decode_busy\":");
+    return put(to, scale.is_decode_busy(candidate, pool_.standing(at)) ? "true" : "false");
   }
 
   char* overlaps(char* to) const {
@@ -77,8 +80,8 @@ class Rows {
   }
 
  private:
-  // The names and braces of a choice are 115 bytes, and it has six numbers beside its ranks.
-  static constexpr size_t kChoice = 128 + 6 * kMaxDigits;
+  // The names and braces of a choice are 135 bytes, and it has six numbers beside its ranks.
+  static constexpr size_t kChoice = 160 + 6 * kMaxDigits;
   static constexpr size_t kMaxRank = 4 + 2 * kMaxDigits;
   // The names of the longer kind of row are 172 bytes, and it has seven numbers.
   static constexpr size_t kMaxRow = 192 + 7 * kMaxDigits;

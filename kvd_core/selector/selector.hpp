@@ -167,6 +167,14 @@ class Pool {
     return least;
   }
 
+  // What the terms of a candidate need of the others: the fewest prefill tokens of those that may be
+  // chosen.
+  uint64_t least_prefill(const Settings& settings, const uint8_t* mask) {
+    const Scale scale = this->scale(settings);
+    if (scale.decays()) find_open(scale, mask);
+    return least_prefill(scale);
+  }
+
   // The index of a candidate or a Refusal. `mask` has a byte for each candidate, 0 for those that
   // must not be chosen; null for none. `random` is uniform. `factors` has a number for each
   // candidate that its cost is multiplied with; null for 1.
@@ -183,11 +191,16 @@ class Pool {
       case KV:
       case DIRECT: break;
     }
-    const auto cost = [&](uint32_t i) { return scale.terms(standings_[i]).cost; };
-    if (factors == nullptr && settings.temperature == 0) return lowest(cost, random);
-    weights_.clear();
-    for (const uint32_t i : open_) weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
-    return settings.temperature == 0 ? lowest_weight(random) : drawn(settings.temperature, random);
+    if (!scale.decays()) {
+      const double credit = scale.device_credit();
+      const auto cost = [&](uint32_t i) { return scale.terms(standings_[i], credit).cost; };
+      return by_cost(cost, settings.temperature, random, factors);
+    }
+    const uint64_t least = least_prefill(scale);
+    const auto cost = [&](uint32_t i) {
+      return scale.terms(standings_[i], scale.device_credit(standings_[i], least)).cost;
+    };
+    return by_cost(cost, settings.temperature, random, factors);
   }
 
  private:
@@ -284,6 +297,22 @@ class Pool {
     if (blind ? idle_.empty() : all_busy) return BUSY;
     if (blind) open_.swap(idle_);
     return 0;
+  }
+
+  // Of those that are open, if it is of account: O(candidates).
+  uint64_t least_prefill(const Scale& scale) const {
+    uint64_t least = UINT64_MAX;
+    if (!scale.decays()) return least;
+    for (const uint32_t i : open_) least = std::min(least, standings_[i].prefill_tokens);
+    return least;
+  }
+
+  template <class Cost>
+  int64_t by_cost(Cost&& cost, double temperature, uint64_t random, const double* factors) {
+    if (factors == nullptr && temperature == 0) return lowest(cost, random);
+    weights_.clear();
+    for (const uint32_t i : open_) weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
+    return temperature == 0 ? lowest_weight(random) : drawn(temperature, random);
   }
 
   int64_t next_in_turn(int line) {

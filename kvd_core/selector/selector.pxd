@@ -65,7 +65,9 @@ cdef extern from "selector/cost.hpp" namespace "kvd::selector" nogil:
 
     cppclass CScale "kvd::selector::Scale":
         uint64_t decode_blocks(const CStanding&)
-        CTerms terms(const CStanding&)
+        uint64_t effective_tokens(const CStanding&)
+        double device_credit(const CStanding&, uint64_t)  # the latter as of least_prefill
+        CTerms terms(const CStanding&, double)
         cbool is_busy(const CCandidate&, const CStanding&)
         cbool is_overloaded(const CCandidate&, const CStanding&)
 
@@ -90,6 +92,7 @@ cdef extern from "selector/selector.hpp" namespace "kvd::selector" nogil:
         void remember() except +                # the loads of now
         cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
         uint64_t least_effective_tokens(const CSettings&, const uint8_t*)
+        uint64_t least_prefill(const CSettings&, const uint8_t*) except +  # what terms need of others
         void set_heard(size_t, cbool)
         void set_reachable(size_t, cbool)
         void take_back()                        # the last choice of ROUND_ROBIN
@@ -131,6 +134,8 @@ cdef class Pool:
                               Settings settings)
     # Notes the prompt as cached by a candidate, if its index keeps predictions.
     cdef int foretell(self, size_t candidate, double now) except -1
+    cdef row(self, size_t candidate, Settings settings, const uint8_t* mask, const double* factors,
+             uint64_t least_prefill)
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
     cdef const double* factors_of(self, bytes factors) except? NULL
     cdef size_t at(self, Py_ssize_t candidate) except? 0

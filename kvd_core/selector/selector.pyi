@@ -119,7 +119,11 @@ class Pool:
         self, settings: Settings, eligible: bytes | None = None, factors: bytes | None = None
     ) -> list[Explained]: ...
     def explained(
-        self, candidate: int, settings: Settings, eligible: bool = True, factor: float = 1
+        self,
+        candidate: int,
+        settings: Settings,
+        eligible: bytes | None = None,
+        factors: bytes | None = None,
     ) -> Explained: ...
     def render_choice(self, candidate: int, settings: Settings) -> bytes: ...
     def render_answer(

@@ -320,7 +320,7 @@ cdef class Pool:
     def effective_prefill_tokens(self, Py_ssize_t candidate, Settings settings not None):
         """Tokens that a candidate would have to prefill: what a booking counts. O(1)."""
         cdef const CStanding* standing = &self.c.standing(self.at(candidate))
-        return self.c.scale(settings.c).terms(standing[0]).effective_tokens
+        return self.c.scale(settings.c).effective_tokens(standing[0])
 
     def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None,
              expected_output=None, *, bint blocks=True):
@@ -348,23 +348,30 @@ cdef class Pool:
         return 0
 
     def explain(self, Settings settings not None, bytes eligible=None, bytes factors=None):
-        """All terms of the cost of all candidates, as Explained; blocks unless named otherwise."""
+        """All terms of the cost of all candidates, as Explained; blocks unless named otherwise.
+
+        `eligible` and `factors` as of `choose`.
+        """
         cdef const uint8_t* mask = self.mask_of(eligible)
         cdef const double* liked = self.factors_of(factors)
-        return [
-            self.explained(
-                i, settings, mask == NULL or mask[i] != 0, 1 if liked == NULL else liked[i]
-            )
-            for i in range(len(self))
-        ]
+        cdef uint64_t least = self.c.least_prefill(settings.c, mask)
+        return [self.row(i, settings, mask, liked, least) for i in range(self.c.size())]
 
-    def explained(self, Py_ssize_t candidate, Settings settings not None, bint eligible=True,
-                  double factor=1):
-        """The same of one candidate, whose cost is multiplied with `factor`."""
+    def explained(self, Py_ssize_t candidate, Settings settings not None, bytes eligible=None,
+                  bytes factors=None):
+        """The same of one candidate."""
         cdef size_t i = self.at(candidate)
+        cdef const uint8_t* mask = self.mask_of(eligible)
+        cdef uint64_t least = self.c.least_prefill(settings.c, mask)
+        return self.row(i, settings, mask, self.factors_of(factors), least)
+
+    cdef row(self, size_t i, Settings settings, const uint8_t* mask, const double* factors,
+             uint64_t least_prefill):
+        cdef double factor = 1 if factors == NULL else factors[i]
         cdef const CCandidate* c = &self.c.candidate(i)
         cdef const CStanding* s = &self.c.standing(i)
-        cdef CTerms t = self.c.scale(settings.c).terms(s[0])
+        cdef double credit = self.c.scale(settings.c).device_credit(s[0], least_prefill)
+        cdef CTerms t = self.c.scale(settings.c).terms(s[0], credit)
         return Explained(
             c.worker_id,
             c.dp_rank,
@@ -383,7 +390,7 @@ cdef class Pool:
             t.prefill,
             t.decode,
             t.cost * factor,
-            eligible and s.present,
+            s.present and (mask == NULL or mask[i] != 0),
             self.c.scale(settings.c).is_overloaded(c[0], s[0]),
             self.c.scale(settings.c).is_busy(c[0], s[0]),
             factor,

@@ -21,12 +21,14 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
         double device_credit                  # of a cached block
         double host_credit
         double disk_credit                    # disk and external
+        double credit_decay                   # of the device credit, with the prefill load
         double active_request_weight          # of a request that the rank has, beside its blocks
         double temperature                    # 0: the lowest cost
         double queue_threshold                # of max_num_batched_tokens, infinite: off
         double decode_blocks_threshold        # of total_kv_blocks, infinite: off
         double prefill_tokens_threshold       # tokens, infinite: off
         double prefill_tokens_threshold_frac  # of max_num_batched_tokens, infinite: off
+        double decode_busy_threshold          # of total_kv_blocks, infinite: answers do not say
         CMode mode
         int line                              # of turns, below kLines
         cbool track_prefill

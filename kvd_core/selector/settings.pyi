@@ -21,6 +21,7 @@ class Settings:
         device_credit: float = ...,
         host_credit: float = ...,
         disk_credit: float = ...,
+        credit_decay: float = ...,
         active_request_weight: float = ...,
         temperature: float = ...,
         track_prefill: bool = ...,
@@ -30,6 +31,7 @@ class Settings:
         active_decode_blocks_threshold: float | None = ...,
         active_prefill_tokens_threshold: float | None = ...,
         active_prefill_tokens_threshold_frac: float | None = ...,
+        decode_busy_threshold: float | None = ...,
     ) -> None: ...
     members: Final[Mapping[str, float | None]]
     def replace(self, **changes: float | None) -> Settings: ...

@@ -21,6 +21,7 @@ cdef dict DEFAULTS = {
     "device_credit": 1.0,
     "host_credit": 0.75,
     "disk_credit": 0.25,
+    "credit_decay": 0.0,
     "active_request_weight": 0.0,
     "temperature": 0.0,
     "track_prefill": True,
@@ -30,6 +31,7 @@ cdef dict DEFAULTS = {
     "active_decode_blocks_threshold": None,
     "active_prefill_tokens_threshold": None,
     "active_prefill_tokens_threshold_frac": None,
+    "decode_busy_threshold": None,
 }
 cdef dict HIGHEST = {"host_credit": 1.0, "disk_credit": 1.0}
 
@@ -44,6 +46,7 @@ cdef class Settings:
         terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is busy above `queue_threshold` times its
         max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
         total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
+        Above `decode_busy_threshold` of its total_kv_blocks answers call a rank `decode_busy`.
         Turns of ROUND_ROBIN are those of one of LINES.
         ValueError for what is outside; TypeError for a name that is none of these.
         """
@@ -60,6 +63,7 @@ cdef class Settings:
         self.c.device_credit = self.number("device_credit")
         self.c.host_credit = self.number("host_credit")
         self.c.disk_credit = self.number("disk_credit")
+        self.c.credit_decay = self.number("credit_decay")
         self.c.active_request_weight = self.number("active_request_weight")
         self.c.temperature = self.number("temperature")
         self.c.track_prefill = self.members["track_prefill"]
@@ -69,6 +73,7 @@ cdef class Settings:
         self.c.decode_blocks_threshold = self.threshold("active_decode_blocks_threshold")
         self.c.prefill_tokens_threshold = self.threshold("active_prefill_tokens_threshold")
         self.c.prefill_tokens_threshold_frac = self.threshold("active_prefill_tokens_threshold_frac")
+        self.c.decode_busy_threshold = self.threshold("decode_busy_threshold")
 
     def replace(self, **changes):
         """Returns the same settings but for `changes`, by the names of the constructor."""

@@ -49,12 +49,14 @@ struct Settings {
   double device_credit = 1;
   double host_credit = 0.75;
   double disk_credit = 0.25;
+  double credit_decay = 0;  // of the device credit, with what a rank prefills beyond the others
   double active_request_weight = 0;
   double temperature = 0;
   double queue_threshold = kOff;          // of max_num_batched_tokens
   double decode_blocks_threshold = kOff;  // of total_kv_blocks
   double prefill_tokens_threshold = kOff;
   double prefill_tokens_threshold_frac = kOff;  // of max_num_batched_tokens
+  double decode_busy_threshold = kOff;          // of total_kv_blocks: what answers call busy
   Mode mode = KV;
   int line = 0;  // of turns, below kLines
   bool track_prefill = true;

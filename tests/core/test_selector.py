@@ -223,6 +223,48 @@ def test_credit_changes_the_choice_and_not_the_tokens() -> None:
     assert fleet.pool.effective_prefill_tokens(0, DEFAULTS.replace(overlap_weight=0)) == 32
 
 
+def test_observed_decay_of_the_device_credit() -> None:
+    """The credit falls with what a rank prefills beyond whoever of the eligible prefills least."""
+    plans = {
+        (worker_id, 0): RankPlan(tiers, [(0, 1, tokens, False)])
+        for worker_id, tiers, tokens in (
+            (1, (0, 0, 0, 0), 41),
+            (2, (5, 2, 2, 0), 101),
+            (3, (0, 0, 0, 0), 13),
+            (4, (0, 0, 0, 0), 160),
+        )
+    }
+    fleet = Fleet(plans)
+    fleet.look(9, isl_tokens=150)
+    decay = DEFAULTS.replace(credit_decay=0.7)
+    for workers, cost in (
+        ([1, 2, 3, 4], 20.0773916967509),
+        ([1, 2], 19.72710396039604),
+        ([2, 4], 18.6875),
+        ([2], 18.6875),
+    ):
+        mask = fleet.pool.mask(workers)
+        assert fleet.pool.choose(decay, mask, 0) == 1
+        assert fleet.pool.explained(1, decay, mask).cost == cost
+    # Without prefill tracking there is no load to decay with.
+    for settings_ in (decay.replace(track_prefill=False), DEFAULTS.replace(track_prefill=False)):
+        assert fleet.pool.explained(1, settings_).cost == 3.0
+
+
+def test_decay_sends_prompts_to_idle_ranks() -> None:
+    plans = {
+        (1, 0): RankPlan((8, 0, 0, 0), [(0, 0, 112, False)]),
+        (2, 0): RankPlan((2, 0, 0, 0)),
+    }
+    fleet = Fleet(plans)
+    fleet.look(8)
+    assert fleet.pool.choose(DEFAULTS, None, 0) == 1
+    assert [row.cost for row in fleet.pool.explain(DEFAULTS)] == [15.0, 14.0]
+    generous = DEFAULTS.replace(device_credit=1.5)
+    assert fleet.pool.choose(generous, None, 0) == 0
+    assert fleet.pool.choose(generous.replace(credit_decay=1), None, 0) == 1
+
+
 def test_cached_blocks_beyond_the_prompt_count_as_prompt() -> None:
     fleet = one(4)
     fleet.look(4, isl_tokens=10)
@@ -696,6 +738,9 @@ def test_wrong_pools_are_refused() -> None:
         {"device_credit": float("inf")},
         {"host_credit": 1.01},
         {"disk_credit": -0.5},
+        {"credit_decay": -0.1},
+        {"credit_decay": float("nan")},
+        {"decode_busy_threshold": -1},
         {"temperature": -1},
         {"queue_threshold": -1},
         {"active_decode_blocks_threshold": -0.1},
@@ -745,6 +790,7 @@ MODEL_SETTINGS = st.builds(
     device_credit=WEIGHTS,
     host_credit=UNIT,
     disk_credit=UNIT,
+    credit_decay=st.sampled_from([0.0, 0.7, 1.0, 1e18]),
     temperature=st.just(0.0) | WEIGHTS,
     active_request_weight=st.sampled_from([0.0, 0.5, 3.0]),
     track_prefill=st.booleans(),
@@ -754,6 +800,7 @@ MODEL_SETTINGS = st.builds(
     active_decode_blocks_threshold=THRESHOLDS,
     active_prefill_tokens_threshold=THRESHOLDS,
     active_prefill_tokens_threshold_frac=THRESHOLDS,
+    decode_busy_threshold=THRESHOLDS,
 )
 
 
@@ -785,7 +832,8 @@ def test_selector_equals_model(
     factor = st.sampled_from([0.0, 1.0, 2.5]) | st.floats(0.36, 2.72)
     likes = data.draw(st.none() | st.lists(factor, min_size=len(plans), max_size=len(plans)))
     factors = None if likes is None else array("d", likes).tobytes()
-    check_terms(fleet.pool, model, chosen_settings, model_settings)
+    check_terms(fleet.pool, model, chosen_settings, model_settings, None)
+    check_terms(fleet.pool, model, chosen_settings, model_settings, mask)
     assert fleet.pool.least_prefill_tokens(chosen_settings, None) == min(
         effective_tokens(rank, model_settings, model.prompt) for rank in model.ranks
     )
@@ -800,8 +848,13 @@ def test_selector_equals_model(
             assert b"{" + members + b"}" == compact(model.overlap(chosen, model_settings))
 
 
-def check_terms(pool: Pool, model: ModelPool, s: Settings, model_settings: ModelSettings) -> None:
-    for row, rank in zip(pool.explain(s), model.ranks, strict=True):
+def check_terms(
+    pool: Pool, model: ModelPool, s: Settings, model_settings: ModelSettings, mask: bytes | None
+) -> None:
+    least = model.least_prefill(model_settings, mask)
+    rows = pool.explain(s, mask)
+    assert [pool.explained(i, s, mask) for i in range(len(rows))] == rows
+    for i, (row, rank) in enumerate(zip(rows, model.ranks, strict=True)):
         assert row[:9] == (
             *(rank.worker_id, rank.dp_rank, rank.device, rank.host, rank.disk, rank.live),
             *(rank.prefill_tokens, rank.decode_blocks, rank.requests),
@@ -811,9 +864,9 @@ def check_terms(pool: Pool, model: ModelPool, s: Settings, model_settings: Model
             effective_tokens(rank, model_settings, model.prompt),
             potential_decode_blocks(rank, model.prompt),
         )
-        assert row[12:17] == terms(rank, model_settings, model.prompt)
+        assert row[12:17] == terms(rank, model_settings, model.prompt, least)
         assert row[17:] == (
-            True,
+            mask is None or mask[i] != 0,
             is_overloaded(rank, model_settings),
             is_busy(rank, model_settings),
             1.0,

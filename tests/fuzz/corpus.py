@@ -20,6 +20,15 @@ BODIES = (
     b'{"h":[' + b", ".join(b"%d" % (i << 55) for i in range(100)) + b"]}",
     b' { "t" : [ 1 , 2 ] } ',
 )
+# Where msgpack has another form of a number or a text.
+EDGES = (
+    json.dumps([2**bits + by for bits in (7, 8, 16, 32, 64) for by in (-1, 0)]).encode(),
+    json.dumps([-1, -(2**63), -(2**63) - 1, 5e-324, 1e308]).encode(),
+    b"[-0,-0.0,1e400,-1e400,1e-400,-1e-400]",
+    json.dumps({"a" * length: "b" * length for length in (31, 32, 255, 256)}).encode(),
+    b"[" * 64 + b"]" * 64,
+    b"[" * 65 + b"]" * 65,
+)
 
 
 def payloads() -> Iterator[bytes]:
@@ -44,6 +53,13 @@ def noise(length: int = 400) -> Iterator[bytes]:
         yield random.Random(seed).randbytes(length)
 
 
+def texts() -> Iterator[bytes]:
+    """Yields JSON texts, each whole and in pieces of 1 and 5 bytes."""
+    for body in (*BODIES, *EDGES):
+        yield b"\0" + body
+        yield b"\2\0\4" + body
+
+
 def step(kind: int, payload: bytes) -> bytes:
     return struct.pack("<BH", kind, len(payload)) + payload
 
@@ -58,6 +74,7 @@ if __name__ == "__main__":
     root = Path(sys.argv[1])
     write(root / "decoder", payloads())
     write(root / "scan", iter(BODIES))
+    write(root / "repack", texts())
     write(root / "index", lives())
     write(root / "ledger", noise())
     write(root / "conductor", noise(2000))

@@ -38,6 +38,7 @@ class ModelSettings:
     device_credit: float = 1.0
     host_credit: float = 0.75
     disk_credit: float = 0.25
+    credit_decay: float = 0.0
     active_request_weight: float = 0.0
     temperature: float = 0.0
     track_prefill: bool = True
@@ -47,6 +48,7 @@ class ModelSettings:
     active_decode_blocks_threshold: float | None = None
     active_prefill_tokens_threshold: float | None = None
     active_prefill_tokens_threshold_frac: float | None = None
+    decode_busy_threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,38 @@ def potential_decode_blocks(rank: ModelRank, prompt: ModelPrompt) -> int:
     return rank.decode_blocks + max(0, prompt.blocks - rank.live)
 
 
+def started_blocks(prompt: ModelPrompt) -> int:
+    return -(-prompt.isl_tokens // prompt.block_size)
+
+
 def occupied_blocks(rank: ModelRank, prompt: ModelPrompt) -> int:
-    started = -(-prompt.isl_tokens // prompt.block_size)
-    return rank.decode_blocks + max(started, prompt.blocks) - rank.live
+    return rank.decode_blocks + max(started_blocks(prompt), prompt.blocks) - rank.live
+
+
+def decayed(
+    credit: float, rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
+) -> float:
+    """Returns the credit of a rank that prefills more than the `least` of those to choose from."""
+    if not s.track_prefill or rank.prefill_tokens <= least:
+        return credit
+    excess = float(rank.prefill_tokens - least) / float(prompt.block_size)
+    return credit * (
+        1.0 / (1.0 + s.credit_decay * (excess / float(max(1, started_blocks(prompt)))))
+    )
 
 
 def terms(
-    rank: ModelRank, s: ModelSettings, prompt: ModelPrompt
+    rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
 ) -> tuple[float, float, float, float, float]:
-    """Returns raw prefill blocks, credit, prefill cost, decode cost and what both are together."""
+    """Returns raw prefill blocks, credit, prefill cost, decode cost and what both are together.
+
+    `least` are the prefill tokens of whoever of those that may be chosen has fewest.
+    """
     requests = s.active_request_weight * float(rank.requests)
     device_credit = s.device_credit if s.overlap_weight else 0.0
     device, host, disk = usable(rank, s, prompt)
-    credit = device_credit * device + s.host_credit * host + s.disk_credit * disk
+    per_block = decayed(device_credit, rank, s, prompt, least)
+    credit = per_block * device + s.host_credit * host + s.disk_credit * disk
     decode = float(potential_decode_blocks(rank, prompt)) if s.track_active_blocks else 0.0
     if s.track_prefill:
         tokens = rank.prefill_tokens + effective_tokens(rank, s, prompt)
@@ -135,6 +156,18 @@ class ModelPool:
         self.prompt = prompt
         self.turns = [0] * len(ranks)  # when each was last chosen
 
+    def open(self, s: ModelSettings, eligible: bytes | None) -> list[int]:
+        """Returns who may be chosen; those that are busy only where that is not looked at."""
+        allowed = (i for i in range(len(self.ranks)) if eligible is None or eligible[i])
+        open_ = [i for i in allowed if not is_overloaded(self.ranks[i], s)]
+        idle = [i for i in open_ if not is_busy(self.ranks[i], s)]
+        return open_ if s.mode in (KV, DIRECT) or not idle else idle
+
+    def least_prefill(self, s: ModelSettings, eligible: bytes | None) -> int:
+        """Returns the prefill tokens of whoever has fewest, of those that may be chosen."""
+        tokens = (self.ranks[i].prefill_tokens for i in self.open(s, eligible))
+        return min(tokens, default=2**64)
+
     def choose(
         self,
         s: ModelSettings,
@@ -142,17 +175,13 @@ class ModelPool:
         random: int,
         factors: Sequence[float] | None = None,
     ) -> int:
-        allowed = [i for i in range(len(self.ranks)) if eligible is None or eligible[i]]
-        open_ = [i for i in allowed if not is_overloaded(self.ranks[i], s)]
-        if not allowed:
+        if not self.ranks or (eligible is not None and not any(eligible)):
             return NONE
+        open_ = self.open(s, eligible)
         if not open_:
             return OVERLOADED
-        idle = [i for i in open_ if not is_busy(self.ranks[i], s)]
-        if not idle:
+        if all(is_busy(self.ranks[i], s) for i in open_):
             return BUSY
-        if s.mode not in (KV, DIRECT):
-            open_ = idle
         if s.mode == ROUND_ROBIN:
             chosen = min(open_, key=lambda i: self.turns[i])
             self.turns[chosen] = max(self.turns) + 1
@@ -163,7 +192,8 @@ class ModelPool:
             values = [float(self.ranks[i].requests) for i in open_]
         else:
             liked = factors or [1.0] * len(self.ranks)
-            values = [terms(self.ranks[i], s, self.prompt)[4] * liked[i] for i in open_]
+            least = self.least_prefill(s, eligible)
+            values = [terms(self.ranks[i], s, self.prompt, least)[4] * liked[i] for i in open_]
             if s.temperature > 0:
                 return drawn(open_, values, s.temperature, random)
         return any_of([i for i, v in zip(open_, values, strict=True) if v == min(values)], random)
@@ -172,6 +202,11 @@ class ModelPool:
         size = self.prompt.block_size
         ranks = [rank for rank in self.ranks if rank.worker_id == self.ranks[chosen].worker_id]
         disk = max(rank.device + rank.host + rank.disk for rank in ranks)
+        chosen_rank, threshold = self.ranks[chosen], s.decode_busy_threshold
+        occupied = occupied_blocks(chosen_rank, self.prompt)
+        busy: dict[str, object] = {}
+        if threshold is not None and chosen_rank.total_kv_blocks:
+            busy = {"decode_busy": above(occupied, threshold, chosen_rank.total_kv_blocks)}
         return {
             "overlap": {
                 "longest_matched": disk * size,
@@ -180,8 +215,9 @@ class ModelPool:
                 "cpu": max(rank.device + rank.host for rank in ranks) * size,
                 "disk": disk * size,
             },
-            "effective_prefill_tokens": effective_tokens(self.ranks[chosen], s, self.prompt),
-            "potential_decode_blocks": occupied_blocks(self.ranks[chosen], self.prompt),
+            "effective_prefill_tokens": effective_tokens(chosen_rank, s, self.prompt),
+            "potential_decode_blocks": occupied,
+            **busy,
         }
 
     def overlap_rows(self) -> list[dict[str, int | None]]:

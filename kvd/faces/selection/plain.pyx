@@ -259,9 +259,7 @@ cdef class PlainSelect(PlainPrompt):
         admission.blocks = pool.c.prompt().sequence.size()
         admission.tokens = 0
         if settings.c.track_prefill:
-            admission.tokens = (
-                pool.c.scale(settings.c).terms(pool.c.standing(candidate)).effective_tokens
-            )
+            admission.tokens = pool.c.scale(settings.c).effective_tokens(pool.c.standing(candidate))
         admission.now = self.selections.clock()
         if natural(self.scanner.core.value(kOutputTokens), U32_MAX, &expected):
             admission.expected = <uint32_t>min(expected, U32_MAX - 1)
