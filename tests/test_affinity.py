@@ -19,7 +19,7 @@ from selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
 from kvd.model import PartitionKey
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES, Affinity
 from kvd.selection.options import RouterOptions
-from kvd.selection.requests import Constraints, Held
+from kvd.selection.requests import Constraints, QueuedRequest
 from kvd.wire.affinity import Bound, Version
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -57,7 +57,7 @@ class Sessions(Service):
         return self.select([10_000 * self.names + at for at in range(blocks)], **members)
 
     def _place(self, answer: Any) -> Place:
-        assert not isinstance(answer, Held)
+        assert not isinstance(answer, QueuedRequest)
         return answer["worker_id"], answer["dp_rank"]
 
     def free(self, reservation_id: str) -> None:
@@ -206,7 +206,7 @@ async def test_its_rank_is_taken_though_busy_while_another_is_not() -> None:
     for number, other in enumerate([*service.others(place), (place[0], 1 - place[1])]):
         service.reserve(f"other {number}", other, [1], BATCH + 1)
     held = service.select([5], session_id="s")
-    assert isinstance(held, Held)
+    assert isinstance(held, QueuedRequest)
     service.free("other 0")  # anyone's end lets it go, to where it is bound
     answered = held.answer
     assert isinstance(answered, bytes) and f'"worker_id":{place[0]},'.encode() in answered

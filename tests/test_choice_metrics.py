@@ -19,7 +19,7 @@ from kvd.errors import BadRequest, Conflict, KvdError, Unavailable
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
-from kvd.selection.requests import Constraints, Held, Retry
+from kvd.selection.requests import Constraints, QueuedRequest, Retry
 from kvd.selection.stats import PHASES, Outcome
 from kvd.selection.worker_record import Role
 from kvd.telemetry.metrics import RequestMetrics, render
@@ -203,7 +203,7 @@ async def test_both_phases_are_one_request_and_two_choices() -> None:
     service = await disaggregated()
     cache(service, 1, 2)
     cache(service, 3, 4)
-    assert not isinstance(service.select(PROMPT, phase=Phase.BOTH), Held)
+    assert not isinstance(service.select(PROMPT, phase=Phase.BOTH), QueuedRequest)
     service.select(PROMPT, phase=Phase.DECODE)
     assert decisions(service) == {("both", "SERVED"): 1, ("decode", "SERVED"): 1}
     found = samples(service)

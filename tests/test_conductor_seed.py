@@ -19,7 +19,7 @@ from publishing import Json, Running, running_conductor
 
 from kvd.index.partitions import State
 from kvd.model import PartitionKey
-from kvd.wire.envelope import Terms
+from kvd.wire.envelope import StreamIdentity
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes, sequence_hashes
 
@@ -372,7 +372,7 @@ class Published:
     def __init__(self, **terms: Any) -> None:
         usual = {"model_name": "llama-3.1-8b", "tenant_id": "default", "block_size": 64,
                  "lora_name": "", "cache_salt": "", "dp_rank": 0, "store": False}  # fmt: skip
-        self.terms = Terms(**(usual | terms))
+        self.terms = StreamIdentity(**(usual | terms))
         state = State()
         key = PartitionKey(self.terms.model_name, self.terms.tenant_id)
         scope = self.terms.lora_name, self.terms.cache_salt

@@ -17,7 +17,7 @@ from kvd.index.partitions import State, number_of
 from kvd.index.publishers import Publishers
 from kvd.index.registry import INDEXER, Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.wire.envelope import Terms
+from kvd.wire.envelope import StreamIdentity
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes
 from kvd_core.conductor.conductor import Source
@@ -45,7 +45,9 @@ class Fleet:
         self, instance: str = "7", *, store: bool = False, rank: int = 0, size: int = BLOCK_SIZE
     ) -> tuple[Source, StandardEventStream]:
         source = self.state.add_source(KEY, size, instance, "", "", rank, store=store)
-        return source, StandardEventStream(source, Terms("m", "default", size, "", "", rank, store))
+        return source, StandardEventStream(
+            source, StreamIdentity("m", "default", size, "", "", rank, store)
+        )
 
     def leave(self, source: Source, size: int = BLOCK_SIZE) -> None:
         self.state.remove_source(KEY, size, source)

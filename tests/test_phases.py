@@ -14,7 +14,7 @@ from test_selections import BATCH, batched, calls, ready, settled
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.selection.options import RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
-from kvd.selection.requests import Constraints, Held, Retry
+from kvd.selection.requests import Constraints, QueuedRequest, Retry
 from kvd.selection.worker_record import Role
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.base.hashing import sequence_hashes
@@ -296,7 +296,7 @@ async def test_roles_can_change() -> None:
     await service.selections.workers.put(batched(1, role=Role.DECODE))
     await service.selections.workers.put(batched(2, role=Role.DECODE))
     assert service.select(PROMPT, phase=Phase.BOTH)["prefill"] is None
-    assert not isinstance(service.select(PROMPT), Held)
+    assert not isinstance(service.select(PROMPT), QueuedRequest)
     assert service.fleet().whole is None
 
 

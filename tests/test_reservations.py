@@ -15,7 +15,7 @@ from selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
 from kvd.errors import Conflict, NotFound
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.selection.options import RouterOptions
-from kvd.selection.requests import Held, Retry
+from kvd.selection.requests import QueuedRequest, Retry
 from kvd.telemetry.metrics import render
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -41,16 +41,16 @@ async def busy(options: RouterOptions = OPTIONS) -> Service:
     return service
 
 
-def hold(service: Service, **members: Any) -> Held:
+def hold(service: Service, **members: Any) -> QueuedRequest:
     held = service.select([1, 2], **members)
-    assert isinstance(held, Held)
+    assert isinstance(held, QueuedRequest)
     return held
 
 
 class Caller:
     """A client whose selection is held."""
 
-    def __init__(self, service: Service, held: Held) -> None:
+    def __init__(self, service: Service, held: QueuedRequest) -> None:
         self.service = service
         self.held = held
         self.scope = trio.CancelScope()

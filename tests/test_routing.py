@@ -15,7 +15,7 @@ from test_selections import BATCH, batched, calls, ready, settled
 from kvd.errors import BadRequest, NotFound, Unavailable
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
-from kvd.selection.requests import Constraints, Held
+from kvd.selection.requests import Constraints, QueuedRequest
 from kvd.selection.worker_record import Role
 from kvd_core.selector.settings import Settings
 
@@ -133,7 +133,7 @@ async def test_direct_does_not_wait_behind_others(nursery: trio.Nursery) -> None
     pinned = Constraints(pinned=(1, 0))
     calls(nursery, service, [1], constraints=pinned)
     direct = OPTIONS.settings.replace(mode=RouterMode.DIRECT.core)
-    assert not isinstance(service.select([1], constraints=pinned, settings=direct), Held)
+    assert not isinstance(service.select([1], constraints=pinned, settings=direct), QueuedRequest)
     service.selections.scheduler.stop()
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 
-from kvd.http.authorizer import VERDICTS, PermitRules
 from kvd.http.errors import Refusal
+from kvd.http.permits import VERDICTS, PermitRules
 from kvd.http.types import Headers, Route, Scope
 
 GRANTED = VERDICTS.index("granted")

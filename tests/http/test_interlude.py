@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import trio
-from kvd.http.authorizer import PermitRules
 
 from kvd.http.fast_path import FastPath
 from kvd.http.idle_poll import interlude
+from kvd.http.permits import PermitRules
 from kvd.http.types import Request, Response, Route
 from tests.http.serving import PATIENT, ROUTES, Running, serving
 
