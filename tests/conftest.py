@@ -15,8 +15,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from processes import Server, clean_environment, find_free_port
-from publishing import Running, running_conductor
+
+from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.publishing import Running, running_conductor
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"
 

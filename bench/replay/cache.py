@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 
-from .trace import BLOCK_SIZE, tokens_of
+from bench.replay.trace import BLOCK_SIZE, tokens_of
 
 Event = list[Any]
 

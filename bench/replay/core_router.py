@@ -6,12 +6,11 @@ from array import array
 from collections.abc import Sequence
 from random import Random
 
+from bench.replay.trace import BLOCK_SIZE, Prompts, Request
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from kvd_core.ledger.ledger import ADDED, Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
-
-from .trace import BLOCK_SIZE, Prompts, Request
 
 
 class CoreRouter:

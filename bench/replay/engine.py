@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from .cache import Cache, Lease
-from .trace import BLOCK_SIZE, Request
+from bench.replay.cache import Cache, Lease
+from bench.replay.trace import BLOCK_SIZE, Request
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import zmq
 from errors import BenchError
 from servers import Server
 
-from .core_router import CoreRouter
-from .trace import BLOCK_SIZE, Prompts, Request
+from bench.replay.core_router import CoreRouter
+from bench.replay.trace import BLOCK_SIZE, Prompts, Request
 
 TOPIC = b"kv-events"
 PATIENCE_S = 20.0  # until events have been applied, or an engine has a subscriber

@@ -8,9 +8,9 @@ from functools import partial
 from math import inf
 from typing import Protocol
 
-from .cache import Cache
-from .engine import Engine, Job, Speed
-from .trace import Request
+from bench.replay.cache import Cache
+from bench.replay.engine import Engine, Job, Speed
+from bench.replay.trace import Request
 
 
 class Router(Protocol):

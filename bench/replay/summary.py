@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from math import ceil
 from statistics import fmean, pstdev
 
-from .simulation import Outcome
+from bench.replay.simulation import Outcome
 
 TITLES = (
     "policy",

@@ -6,11 +6,21 @@ import json
 from collections.abc import Iterable
 
 import pytest
-from recording import NAMES, Answer, Message, Question, Rank, Recording, Tally, judge, load
 
 from kvd_core.base.hashing import eagle_hashes
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Stream, Worker
 from kvd_core.json.scan import BodyScanner
+from tests.captures.recording import (
+    NAMES,
+    Answer,
+    Message,
+    Question,
+    Rank,
+    Recording,
+    Tally,
+    judge,
+    load,
+)
 
 QUERY = BodyScanner({"token_ids": "u32"})
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"})

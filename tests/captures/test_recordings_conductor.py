@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from recording import NAMES, Question, Recording, Tally, load
 
 from kvd.index.partitions import State
 from kvd.model import PartitionKey, RankKey
 from kvd.wire.envelope import StreamIdentity
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes
+from tests.captures.recording import NAMES, Question, Recording, Tally, load
 from tests.models.conductor_model import sequence_hashes
 
 KEY = PartitionKey("m", "default")

@@ -9,9 +9,10 @@ import httpx
 import msgpack
 import pytest
 import zmq
-from processes import Server
-from recording import Answer, Question, Rank, Recording, Tally, judge, load
-from running import running_kvd
+
+from tests.captures.recording import Answer, Question, Rank, Recording, Tally, judge, load
+from tests.support.processes import Server
+from tests.support.running import running_kvd
 
 DEADLINE_MS = 20_000  # to subscribe, which takes milliseconds
 LAST_TOKEN = 2**32 - 1  # occurs in no recording

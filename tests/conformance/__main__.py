@@ -15,9 +15,9 @@ from pathlib import Path
 
 import httpx
 
-from .failure import Failure
-from .runner import Scenario, load_all, play
-from .steps import Target
+from tests.conformance.failure import Failure
+from tests.conformance.runner import Scenario, load_all, play
+from tests.conformance.steps import Target
 
 FOLDER = Path(__file__).parent
 FACES = ("indexer", "slot_tracker", "selection", "conductor")

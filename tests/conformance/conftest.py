@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import Server, clean_environment, find_free_port
 
-from .steps import Target
+from tests.conformance.steps import Target
+from tests.support.processes import Server, clean_environment, find_free_port
 
 COMMANDS = {
     "indexer": "indexer",

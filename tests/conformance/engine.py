@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from .failure import BadScenario, Failure, wait_until
+from tests.conformance.failure import BadScenario, Failure, wait_until
 
 DEFAULT_TOPIC = "kv-events"
 SUBSCRIPTION_WITHIN_S = 10.0

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from .failure import BadScenario, show
+from tests.conformance.failure import BadScenario, show
 
 Mode = Literal["exact", "subset", "unordered"]
 

@@ -6,8 +6,8 @@ import re
 import secrets
 from typing import Any
 
-from .engine import Engine, free_port
-from .servers import FakeHttp, Spawned
+from tests.conformance.engine import Engine, free_port
+from tests.conformance.servers import FakeHttp, Spawned
 
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.:-]*)\}")
 WHOLE_ID = re.compile(r"\{id:\d+\}")

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from .failure import BadScenario, show
-from .matcher import ABSENT, Mode, difference
+from tests.conformance.failure import BadScenario, show
+from tests.conformance.matcher import ABSENT, Mode, difference
 
 METRIC = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?(?:[ \t]+(\S+))?", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from .failure import Failure
-from .steps import Stage, Step, Target
+from tests.conformance.failure import Failure
+from tests.conformance.steps import Stage, Step, Target
 
 
 @dataclass(frozen=True)

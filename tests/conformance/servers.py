@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 
-from .engine import free_port
-from .failure import Failure, wait_until
-from .matcher import difference
+from tests.conformance.engine import free_port
+from tests.conformance.failure import Failure, wait_until
+from tests.conformance.matcher import difference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOP_WITHIN_S = 5.0

@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 
-from .engine import Engine
-from .failure import BadScenario, Failure, show, wait_until
-from .matcher import difference
-from .names import Names
-from .packed import PackedDialect
-from .responses import unmet
-from .servers import FakeHttp, Spawned
+from tests.conformance.engine import Engine
+from tests.conformance.failure import BadScenario, Failure, show, wait_until
+from tests.conformance.matcher import difference
+from tests.conformance.names import Names
+from tests.conformance.packed import PackedDialect
+from tests.conformance.responses import unmet
+from tests.conformance.servers import FakeHttp, Spawned
 
 Step = dict[str, Any]
 

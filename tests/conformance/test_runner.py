@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from .failure import BadScenario, Failure
-from .matcher import difference
-from .responses import unmet
-from .steps import Stage, Step, Target
+from tests.conformance.failure import BadScenario, Failure
+from tests.conformance.matcher import difference
+from tests.conformance.responses import unmet
+from tests.conformance.steps import Stage, Step, Target
 
 
 @pytest.mark.parametrize(

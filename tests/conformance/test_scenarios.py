@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .packed import PackedDialect
-from .runner import Scenario, load_all, play
-from .steps import Target
+from tests.conformance.packed import PackedDialect
+from tests.conformance.runner import Scenario, load_all, play
+from tests.conformance.steps import Target
 
 SCENARIOS = load_all(Path(__file__).parent.glob("*/*.json"))
 

@@ -32,7 +32,7 @@ EDGES = (
 
 
 def payloads() -> Iterator[bytes]:
-    for line in (TESTS / "data/engine_batches.jsonl").read_text().splitlines():
+    for line in (TESTS / "support/data/engine_batches.jsonl").read_text().splitlines():
         yield bytes.fromhex(json.loads(line)["payload"])
 
 

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import trio
 
 from kvd.model import RankKey
-from tests.agreement import check_agreement
 from tests.simulation.agenda import Agenda
 from tests.simulation.engine import Engine
 from tests.simulation.network import Network, Port
 from tests.simulation.replica import PeerAccess, Replica, simulated
+from tests.support.agreement import check_agreement
 
 
 class Fleet:

@@ -32,7 +32,7 @@ from kvd.wire.early import EARLY_STEPS_S
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Face, Lifecycle, Outcome, decode, encode
 from kvd_core.json.scan import BodyScanner
-from tests.selecting import BLOCK_SIZE, Listeners, look, worker
+from tests.support.selecting import BLOCK_SIZE, Listeners, look, worker
 
 KEY = PartitionKey("m", "t")
 WORKERS = (1, 2)

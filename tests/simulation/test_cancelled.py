@@ -14,7 +14,6 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
-from cancelling import every_checkpoint
 
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey, RankKey
@@ -30,6 +29,7 @@ from tests.simulation.fleet import Fleet, check_replica
 from tests.simulation.network import Wire
 from tests.simulation.oracle import Oracle
 from tests.simulation.replica import Replica
+from tests.support.cancelling import every_checkpoint
 
 KEYS = [
     RankKey(PartitionKey("model", tenant), instance_id, dp_rank)

@@ -1,0 +1,151 @@
+"""The access log: a line for each request, whichever way it goes, and nothing clients say in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.http.access import AccessLog, echoed, rendered
+from tests.support.loglines import logged
+from tests.support.serving import ECHO_LIMIT, Client, serving
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+SECRET = "hunter2"
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """The lines of the access log, without what differs from run to run."""
+    with ExitStack() as stack:
+        written = stack.enter_context(logged("error", "json"))
+
+        def found() -> list[dict[str, Any]]:
+            assert SECRET not in written()
+            rows = [json.loads(line) for line in written().splitlines()]
+            rows = [row for row in rows if row["logger"] == "kvd.access"]
+            for row in rows:
+                assert row.pop("ts") and row.pop("duration_ms") >= 0
+                assert row.pop("level") == "info" and row.pop("event") == "request"
+                assert row.pop("logger") == "kvd.access"
+            return rows
+
+        yield found
+
+
+def turned_on(face: str = "test") -> AccessLog:
+    access = AccessLog(face)
+    access.on = True
+    return access
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "label", "status"),
+    [
+        ("POST", "/query?token=hunter2", "/query", 200),  # a handler, in the lane
+        ("GET", "/named/hunter2/state", "/named/{name}/state", 200),
+        ("GET", "/waiting?1", "/waiting", 200),  # asynchronous
+        ("GET", "/app/describe", "/app/describe", 200),  # the application
+        ("GET", "/counted", "/counted", 200),  # in chunks
+        ("HEAD", "/describe", "/describe", 200),
+        ("GET", "/missing", "/missing", 404),
+        ("GET", "/bug", "/bug", 500),
+        ("GET", "/nowhere/hunter2", "-", 404),
+        ("DELETE", "/query", "/query", 405),
+        ("GET", "/broken", "/broken", 200),
+    ],
+)
+async def test_each_request_is_a_line_and_carries_its_id_back(
+    lines: Lines, method: str, path: str, label: str, status: int
+) -> None:
+    size = len(b"begun")
+    async with serving(access=turned_on()) as running, running.client() as client:
+        sent = method, path, b"{}" if method == "POST" else b""
+        ids = {"traceparent": PARENT, "x_request_id": "r-1", "authorization": SECRET}
+        if path == "/broken":
+            with pytest.raises(Exception):  # noqa: B017 the answer breaks off
+                await client.request(*sent, **ids)
+        else:
+            reply = await client.request(*sent, **ids)
+            assert reply.status == status
+            assert reply.headers["x-request-id"] == "r-1"
+            size = len(reply.body)
+        await running.until(connections_total=1)
+    (row,) = lines()
+    assert row == {
+        "face": "test",
+        "method": method,
+        "path": label,
+        "status": status,
+        "bytes": size,
+        "trace_id": TRACE,
+        "request_id": "r-1",
+    }
+
+
+async def test_a_refused_body_is_a_line(lines: Lines) -> None:
+    async with serving(access=turned_on()) as running:
+        for path in ("/echo", "/app/echo"):
+            async with running.client() as client:
+                body = b"x" * (ECHO_LIMIT + 1)
+                assert (await client.request("POST", path, body)).status == 413
+            assert lines()[-1] == {
+                "face": "test",
+                "method": "POST",
+                "path": path,
+                "status": 413,
+                "bytes": 0,
+            }
+
+
+async def test_without_it_there_is_no_line_and_no_id(lines: Lines) -> None:
+    async with serving(access=AccessLog("test")) as running, running.client() as client:
+        for path in ("/describe", "/app/describe"):
+            reply = await client.request("GET", path, x_request_id="r-1")
+            assert reply.status == 200 and "x-request-id" not in reply.headers
+    assert lines() == []
+
+
+async def ask(client: Client, **headers: str) -> None:
+    assert (await client.request("GET", "/describe", **headers)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("parent", "trace"),
+    [
+        (PARENT, TRACE),
+        (f"cc-{TRACE}-00f067aa0ba902b7-01-what-comes-later", TRACE),
+        (f"{PARENT}-more", None),  # not in this version
+        (PARENT.upper(), None),
+        (f"ff-{TRACE}-00f067aa0ba902b7-01", None),
+        (f"00-{'0' * 32}-00f067aa0ba902b7-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE}-00f067aa0ba902b7", None),
+        ("x" * 55, None),
+    ],
+)
+async def test_a_trace_counts_in_its_proper_form_only(
+    lines: Lines, parent: str, trace: str | None
+) -> None:
+    async with serving(access=turned_on()) as running, running.client() as client:
+        await ask(client, traceparent=parent)
+    assert lines()[0].get("trace_id") == trace
+
+
+@given(st.binary(max_size=140))
+def test_no_id_adds_a_header_or_more_than_itself(value: bytes) -> None:
+    headers = [(b"host", b"kvd"), (b"x-request-id", value)]
+    line = rendered(echoed(headers))
+    if echoed(headers):
+        assert line == b"x-request-id: " + value + b"\r\n"
+        assert 1 <= len(value) <= 128 and not set(value) & set(b' \r\n\0"')
+    else:
+        assert line == b""

@@ -1,0 +1,266 @@
+"""A bound that is reached refuses what is over it, counts it, and lifts by itself."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections import Counter
+from contextlib import AsyncExitStack, ExitStack
+
+import pytest
+import trio
+
+from kvd.http.auth import Policy, Token
+from kvd.http.transport import Phase
+from kvd.http.types import Request, Response, Route, Scope
+from tests.support.loglines import logged
+from tests.support.serving import (
+    ROUTES,
+    Client,
+    Running,
+    echo,
+    eventually,
+    open_descriptors,
+    serving,
+)
+
+BODY_TO_COME = (
+    b"POST /echo HTTP/1.1\r\nhost: kvd\r\ncontent-type: application/json\r\n"
+    b"content-length: 9\r\n\r\n"
+)
+
+
+async def test_connections_over_the_bound_are_answered_503() -> None:
+    """While all that there are have a request under way."""
+    async with serving(connections=200) as running:
+        with ExitStack() as opened:
+            sockets = [opened.enter_context(_connect(running)) for _ in range(200)]
+            for sock in sockets:
+                sock.sendall(BODY_TO_COME)
+            await running.until(requests=200)
+            for sock in [opened.enter_context(_connect(running)) for _ in range(70)]:
+                client = _client(sock)
+                reply = await client.read_reply()
+                assert (reply.status, reply.persists()) == (503, False)
+                assert reply.body == b'{"error": "too many connections"}'
+            stats = running.front.stats
+            assert (stats.connections_refused, stats.connections_displaced) == (70, 0)
+            for sock in sockets:
+                sock.sendall(b"x" * 9)
+                assert (await _client(sock).read_reply()).body == b"x" * 9
+        await running.until_empty()
+        async with running.client() as client:
+            assert (await client.request("GET", "/health")).status == 200
+
+
+async def test_who_is_missed_least_makes_way(layers: str) -> None:
+    """Strangers between requests, then without one, then others between requests; oldest first."""
+    open_route = Route("GET", "/open", echo, hot=True, scope=Scope.OPEN)
+    routes = (*ROUTES, open_route)
+    async with (
+        serving(routes=routes, connections=8) as running,
+        AsyncExitStack() as opened,
+    ):
+
+        async def come(ask: str = "") -> Client:
+            client = await opened.enter_async_context(running.client())
+            if ask:
+                assert (await client.request("GET", ask)).status == 200
+            elif layers == "tls":
+                await client.send(b"")  # shakes hands
+            return client
+
+        stats, total = running.front.stats, 0
+
+        async def expect(gone: Client) -> None:
+            """One more comes, with a request under way: this one goes for it."""
+            nonlocal total
+            busy = await come()
+            await busy.send(BODY_TO_COME)
+            total += 1
+            await running.until(connections_displaced=total)
+            assert await gone.read_to_end() == b""
+
+        known = [await come("/describe"), await come("/app/describe")]
+        new = [await come(), await come()]
+        begun = await come()
+        await begun.send(b"GET /describe HTTP/1.1\r\n")
+        await eventually(lambda: _phases(running)[Phase.HEAD] == 1)
+        strangers = [await come("/open"), await come("/open"), await come("/open")]
+        for gone in (*strangers, *new, begun, *known):
+            await expect(gone)
+        assert (stats.connections_open, stats.connections_displaced) == (8, 8)
+        async with running.client() as late:
+            assert await late.read_to_end() != b"" or layers == "tls"  # refused
+        assert stats.connections_refused == 1
+        assert stats.idle_timeouts == stats.head_timeouts == 0
+
+
+def _phases(running: Running) -> Counter[Phase]:
+    return Counter(connection.phase for connection in running.front._running)
+
+
+async def test_a_crowd_of_strangers_shuts_nobody_out(layers: str) -> None:
+    """As many as there may be, whatever they have sent, and more of them all the time."""
+    openings = (
+        b"",
+        b"GET /open HTTP/1.1\r\n\r\n",
+        b"GET",
+        b"POST /echo HTTP/1.1\r\ncontent-length: 9\r\n\r\n",  # without a token
+        b"GET /open HTTP/1.1\r\ncontent-length: 9\r\n\r\n",
+    )
+    open_route = Route("GET", "/open", echo, hot=True, scope=Scope.OPEN)
+    holder = {"authorization": "Bearer 0123456789abcdef"}
+    policy = Policy((Token("t", Scope.ANY, b"0123456789abcdef"),))
+    async with (
+        serving(routes=(*ROUTES, open_route), policy=policy, connections=20) as running,
+        AsyncExitStack() as opened,
+        running.client() as operator,
+    ):
+        assert (await operator.request("GET", "/describe", **holder)).status == 200
+        for number in range(60):
+            client = await opened.enter_async_context(running.client())
+            await client.send(openings[number % len(openings)])
+            await running.until(connections_total=2 + number)
+            if number % 10 == 9:
+                assert (await operator.request("GET", "/app/describe", **holder)).status == 200
+                async with running.client() as late:
+                    assert (await late.request("GET", "/describe", **holder)).status == 200
+                    running.front.stats.connections_total -= 1  # not of the crowd
+        assert running.front.stats.connections_refused == 0
+
+
+async def test_strangers_who_came_later_still_go_before_anybody_known() -> None:
+    """Those who were strangers when they were last looked for have left by themselves meanwhile."""
+    holder = {"authorization": "Bearer 0123456789abcdef"}
+    policy = Policy((Token("t", Scope.ANY, b"0123456789abcdef"),))
+    async with (
+        serving(policy=policy, connections=4) as running,
+        running.client() as operator,
+        AsyncExitStack() as later,
+    ):
+        stats = running.front.stats
+        assert (await operator.request("GET", "/describe", **holder)).status == 200
+
+        async def come(opened: AsyncExitStack) -> None:
+            total = stats.connections_total + 1
+            await opened.enter_async_context(running.client())
+            await running.until(connections_total=total)
+
+        async with AsyncExitStack() as first:
+            for _ in range(3):
+                await come(first)
+            await come(later)
+            assert stats.connections_displaced == 1
+        await eventually(lambda: stats.connections_open == 2)
+        for _ in range(3):
+            await come(later)
+        assert stats.connections_displaced == 2
+        assert (await operator.request("GET", "/describe", **holder)).status == 200
+
+
+async def test_those_who_wait_take_nobody_s_place() -> None:
+    """Waiting must not use up what ends the waiting; who has waited counts again."""
+    released = trio.Event()
+
+    async def hold(request: Request) -> Response:
+        await released.wait()
+        return Response(200, b"late", b"text/plain")
+
+    routes = (*ROUTES, Route("GET", "/hold", hold, hot=True))
+    async with serving(routes=routes, connections=10) as running, AsyncExitStack() as opened:
+        stats = running.front.stats
+        crowd = []
+        for number in range(1, 41):
+            crowd.append(await opened.enter_async_context(running.client()))
+            await crowd[-1].send(b"GET /hold HTTP/1.1\r\nhost: kvd\r\n\r\n")
+            await eventually(lambda number=number: stats.connections_waiting == number)
+        for path in ("/describe", "/app/describe"):
+            async with running.client() as operator:
+                assert (await operator.request("GET", path)).status == 200
+        released.set()
+        for client in crowd:
+            assert (await client.read_reply()).body == b"late"
+        assert stats.connections_waiting == stats.connections_refused == 0
+        async with running.client() as client:  # one that has waited makes way
+            assert (await client.request("GET", "/describe")).status == 200
+        assert (stats.connections_refused, stats.connections_displaced) == (0, 1)
+
+
+def _client(sock: socket.socket) -> Client:
+    return Client(trio.SocketStream(trio.socket.from_stdlib_socket(sock)))
+
+
+def _connect(running: Running) -> socket.socket:
+    """Connects by the backlog alone, without letting the server run."""
+    return socket.create_connection(running.address)
+
+
+async def test_a_shortage_of_descriptors_pauses_accepting() -> None:
+    async with serving() as running, running.client() as early:
+        assert (await early.request("GET", "/health")).status == 200
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with ExitStack() as opened:
+            lines = opened.enter_context(logged())
+            sockets = [opened.enter_context(_connect(running)) for _ in range(40)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 10, hard))
+            try:
+                await running.until(accept_pauses=2)
+                assert lines().count("event=accept_paused") == 1
+                assert running.front.stats.connections_open < 40
+                assert (await early.request("GET", "/health")).status == 200
+                for sock in sockets[:30]:  # as they leave, the others come in
+                    sock.close()
+                await running.until(connections_total=41)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            last = _client(sockets[-1])
+            assert (await last.request("GET", "/health")).status == 200
+
+
+NEEDS_NONE = ("GET /describe", "GET /app/describe", "DELETE /gone/a", "POST /nowhere", "PUT /echo")
+
+
+@pytest.mark.parametrize("what", NEEDS_NONE)
+async def test_a_body_that_nobody_needs_is_not_waited_for(what: str, layers: str) -> None:
+    """Nor kept: the answer is there before it, and the connection ends with it."""
+    async with serving() as running:
+        for length in ("content-length: 100000000", "transfer-encoding: chunked"):
+            for expecting in ("", "expect: 100-continue\r\n"):
+                async with running.client() as client:
+                    head = f"{what} HTTP/1.1\r\nhost: kvd\r\n{length}\r\n{expecting}\r\n"
+                    await client.send(head.encode())
+                    reply = await client.read_reply()
+                    assert reply.status in (200, 404, 405) and not reply.persists()
+                    await client.send(b"x" * 1000)  # it is read away, as long as it lasts
+                    await client.stream.send_eof()
+                    assert await client.read_to_end() == b""
+        assert running.front._shared.body_bytes == 0
+
+
+@pytest.mark.parametrize("what", NEEDS_NONE)
+async def test_a_body_that_nobody_needs_and_is_there_is_passed_over(what: str) -> None:
+    async with serving() as running, running.client() as client:
+        for _ in range(3):
+            head = f"{what} HTTP/1.1\r\nhost: kvd\r\ncontent-length: 2\r\n\r\n"
+            await client.send(head.encode() + b"{}GET /describe HTTP/1.1\r\nhost: kvd\r\n\r\n")
+            reply = await client.read_reply()
+            assert reply.status in (200, 404, 405) and reply.persists()
+            assert reply.status != 200 or reply.body[-2:] in (b" 0", b"a")  # bytes that were seen
+            assert (await client.read_reply()).body == b"GET /describe b'' 0"
+
+
+@pytest.mark.parametrize("path", ["/query", "/app/query"])
+async def test_a_compressed_body_is_not_read(path: str, layers: str) -> None:
+    async with serving() as running:
+        async with running.client() as client:
+            assert (
+                await client.request("POST", path, b"{}", content_encoding="identity")
+            ).persists()
+            head = f"POST {path} HTTP/1.1\r\nhost: kvd\r\ncontent-length: 5\r\n"
+            await client.send(f"{head}content-encoding: gzip\r\n\r\n".encode())
+            reply = await client.read_reply()
+            assert (reply.status, reply.persists()) == (415, False)
+            assert reply.headers["accept-encoding"] == "identity"
+            assert reply.body == b'{"error": "the body must not be compressed"}'
+        assert running.front.stats.encoded == 1

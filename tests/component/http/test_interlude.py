@@ -1,0 +1,166 @@
+"""What the lanes serve between two passes of trio."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Event as ThreadEvent
+from typing import Any
+
+import pytest
+import trio
+
+from kvd.http.fast_path import FastPath
+from kvd.http.idle_poll import interlude
+from kvd.http.permits import PermitRules
+from kvd.http.types import Request, Response, Route
+from tests.support.serving import PATIENT, ROUTES, Running, serving
+
+REQUEST = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
+MANY = 300
+
+# No deadline of a front comes in between.
+CALM: dict[str, float] = dict.fromkeys(
+    ("head_seconds", "body_seconds", "send_seconds", "idle_seconds", "linger_seconds"), 1000.0
+)
+
+
+class Passes(trio.abc.Instrument):
+    """Counts how often trio has waited for I/O."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def after_io_wait(self, timeout: float) -> None:
+        self.count += 1
+
+
+@contextmanager
+def passes() -> Iterator[Passes]:
+    counted = Passes()
+    trio.lowlevel.add_instrument(counted)
+    try:
+        yield counted
+    finally:
+        trio.lowlevel.remove_instrument(counted)
+
+
+def ask(running: Running, request: bytes, times: int, until: ThreadEvent | None = None) -> int:
+    """Sends a request again and again on one connection, from a thread; returns how often."""
+    with socket.create_connection(running.address, timeout=10) as sock:
+        asked = 0
+        while asked < times and not (until is not None and until.is_set()):
+            sock.sendall(request)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+            asked += 1
+        return asked
+
+
+async def test_requests_one_by_one_do_not_wake_trio() -> None:
+    async with serving(**CALM) as running:
+        with passes() as counted:
+            assert await trio.to_thread.run_sync(ask, running, REQUEST, MANY) == MANY
+        assert running.front.stats.requests == MANY
+        assert counted.count < MANY / 3
+
+
+async def test_two_listeners_share_the_interludes() -> None:
+    async with serving(**CALM) as one, serving(**CALM) as other:
+        with passes() as counted:
+            for _ in range(2):
+                for running in (one, other):
+                    assert await trio.to_thread.run_sync(ask, running, REQUEST, MANY) == MANY
+        assert one.front.stats.requests == other.front.stats.requests == 2 * MANY
+        assert counted.count < 4 * MANY / 3
+
+
+async def test_a_deadline_is_not_late() -> None:
+    """Requests go on until a sleeping task has woken often enough."""
+    async with serving(**CALM) as running, trio.open_nursery() as nursery:
+        slept = ThreadEvent()
+        nursery.start_soon(
+            partial(trio.to_thread.run_sync, ask, running, REQUEST, 10**9, slept),
+        )
+        for _ in range(20):
+            await trio.sleep(0.001)
+        slept.set()
+
+
+async def test_other_descriptors_are_not_held_up() -> None:
+    async with serving(**CALM) as running, trio.open_nursery() as nursery:
+        heard = ThreadEvent()
+        nursery.start_soon(
+            partial(trio.to_thread.run_sync, ask, running, REQUEST, 10**9, heard),
+        )
+        one, other = trio.socket.socketpair()
+        with one, other:
+            for _ in range(20):
+                await one.send(b"x")
+                assert await other.recv(1) == b"x"
+        heard.set()
+
+
+async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
+    """The client asks for nothing more until that task has run."""
+    wanted, ran = trio.Event(), ThreadEvent()
+
+    def want(request: Request) -> Response:
+        wanted.set()
+        return Response(200, b"")
+
+    def client(running: Running) -> bool:
+        with socket.create_connection(running.address, timeout=10) as sock:
+            for path in (b"/health", b"/want"):  # the first one warms up
+                sock.sendall(REQUEST.replace(b"/health", path))
+                assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+            return ran.wait(10)
+
+    routes = (*ROUTES, Route("GET", "/want", want, hot=True))
+    async with serving(PATIENT, routes, **CALM) as running, trio.open_nursery() as nursery:
+
+        async def wait() -> None:
+            await wanted.wait()
+            ran.set()
+
+        nursery.start_soon(wait)
+        assert await trio.to_thread.run_sync(client, running)
+
+
+def lane_of(wake: Any) -> FastPath:
+    return FastPath({}, [], print, print, print, wake, PermitRules())
+
+
+async def test_the_instrument_goes_with_the_last_lane() -> None:
+    with interlude(lane_of(print), 1) as here:
+        with interlude(lane_of(print), 1) as same:
+            assert same is here
+            assert len(here.fast_paths) == 2
+        assert len(here.fast_paths) == 1
+    with pytest.raises(KeyError):
+        trio.lowlevel.remove_instrument(here)
+    with interlude(lane_of(print), 1) as another:
+        assert another is not here
+
+
+def test_a_bug_between_passes_ends_the_run() -> None:
+    def wake(connection: object, outcome: object) -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        one, other = socket.socketpair()
+        fast_path = lane_of(wake)
+        with one, other, interlude(fast_path, 10**6) as here:
+            fast_path.add(other.fileno())
+            assert fast_path.park(object(), other.fileno()) is None
+            here.warm = True
+            one.send(b"no request")
+            await trio.lowlevel.wait_readable(fast_path.fileno())
+            await trio.sleep_forever()
+
+    with pytest.raises(trio.TrioInternalError) as caught:
+        trio.run(main)
+    cause = caught.value.__cause__
+    assert isinstance(cause, BaseExceptionGroup)
+    assert cause.split(ZeroDivisionError)[1] is None

@@ -1,0 +1,84 @@
+"""The fast lane under a front: whatever comes how, every request is answered once and in order."""
+
+from __future__ import annotations
+
+import trio
+
+from tests.support.serving import TEST_SECONDS, Client, serving
+
+LANE_BUFFER = 256 * 1024  # bytes the lane receives at once (kvd/http/fast_path.pyx)
+
+
+def request(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: kvd\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def test_requests_in_any_pieces_are_answered_in_order() -> None:
+    bodies = [b"%03d" % number for number in range(40)]
+    data = b"".join(request("/echo", body) for body in bodies)
+    async with serving() as running, running.client() as client:
+        for size in (1, 7, 83, 84, 85, 600, len(data)):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_send_in_pieces, client, data, size)
+                for body in bodies:
+                    assert (await client.read_reply()).body == body
+        assert running.front.stats.requests == 7 * len(bodies)
+
+
+async def _send_in_pieces(client: Client, data: bytes, size: int) -> None:
+    for at in range(0, len(data), size):
+        await client.send(data[at : at + size])
+        await trio.lowlevel.checkpoint()
+
+
+async def test_requests_as_long_as_the_buffer_hide_nothing_behind_them() -> None:
+    """An edge-triggered set says nothing of bytes that were there before the last receive."""
+    for excess in (-1, 0, 1):
+        head = len(request("/query", b"")) + len(str(LANE_BUFFER)) - 1
+        long = request("/query", b"x" * (LANE_BUFFER - head + excess))
+        assert len(long) == LANE_BUFFER + excess
+        async with serving() as running, running.client() as client:
+            await client.send(long + request("/echo", b"abc"))
+            assert (await client.read_reply()).status == 200
+            assert (await client.read_reply()).body == b"abc"
+
+
+async def test_the_last_request_before_the_end_is_answered() -> None:
+    async with serving() as running:
+        async with running.client() as client:
+            await client.send(request("/echo", b"abc"))
+            await client.stream.send_eof()
+            assert (await client.read_reply()).body == b"abc"
+            assert await client.read_to_end() == b""
+        assert running.front.stats.client_gone == 0
+
+
+async def test_a_half_closed_connection_ends_after_its_answer() -> None:
+    """The request and the end of the stream may come in one edge, however often it is parked."""
+    async with serving() as running:
+        for _ in range(20):
+            async with running.client() as client:
+                assert (await client.request("POST", "/echo", b"abc")).status == 200
+                await client.send(request("/echo", b"abc"))
+                await client.stream.send_eof()
+                assert (await client.read_reply()).body == b"abc"
+                with trio.fail_after(TEST_SECONDS):
+                    assert await client.read_to_end() == b""
+
+
+async def test_busy_connections_leave_room_for_others() -> None:
+    """Sixteen clients that never pause, and one that asks for something slower."""
+    async with serving() as running, trio.open_nursery() as nursery:
+        for _ in range(16):
+            nursery.start_soon(_ask_for_ever, running)
+        async with running.client() as client:
+            for _ in range(5):
+                assert (await client.request("GET", "/app/describe")).status == 200
+        nursery.cancel_scope.cancel()
+
+
+async def _ask_for_ever(running: object) -> None:
+    async with running.client() as client:  # type: ignore[attr-defined]
+        while True:
+            assert (await client.request("POST", "/echo", b"abc")).body == b"abc"

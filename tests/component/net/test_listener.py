@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import errno
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import trio
+import zmq
+
+from kvd.net.turns import MAX_TURN_MESSAGES, ROUND_NS
+from tests.support.listening import Listening
+from tests.support.zmtp_fakes import (
+    NOT_MY_FAULT_S,
+    ChildPublisher,
+    Fake,
+    Publisher,
+    open_descriptors,
+    reserved_endpoint,
+    serve_fake,
+    shake_hands,
+    until,
+)
+
+Publish = Callable[..., Publisher]
+Listen = Callable[..., Listening]
+
+
+async def test_batches_are_applied_in_order(publish: Publish, listen: Listen) -> None:
+    worker = publish()
+    listening = listen(worker.endpoint)
+    await worker.subscribed()
+    await until(listening.is_("active"))
+    worker.send(b"a", b"", b"c" * 100_000)
+    await until(lambda: len(listening.applied) == 3)
+    assert listening.applied == [b"a", b"", b"c" * 100_000]
+    listener = listening.listener
+    assert (listener.messages, listener.payload_bytes, listener.gaps, listener.stale) == (
+        3,
+        100_001,
+        0,
+        0,
+    )
+    assert (listener.connected, listener.joins, listener.last_error) == (True, 1, None)
+
+
+async def test_a_worker_may_come_up_later(publish: Publish, listen: Listen) -> None:
+    with reserved_endpoint() as endpoint:
+        listening = listen(endpoint)
+        descriptors = open_descriptors()
+        await until(lambda: open_descriptors() != descriptors)  # attempts are under way
+        assert listening.is_("pending")()
+        worker = publish(endpoint)
+        await worker.subscribed()
+        worker.send(b"a")
+        await until(lambda: listening.applied == [b"a"])
+        await until(listening.is_("active"))
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://[::1]:0", "ipc://{tmp_path}/kv.sock"])
+async def test_other_kinds_of_endpoints(
+    publish: Publish, listen: Listen, tmp_path: Path, endpoint: str
+) -> None:
+    worker = publish(endpoint.format(tmp_path=tmp_path))
+    listening = listen(worker.endpoint)
+    await worker.subscribed()
+    worker.send(b"a")
+    await until(lambda: listening.applied == [b"a"])
+    await until(listening.is_("active"))
+
+
+async def test_the_end_of_a_subscription_is_said(nursery: trio.Nursery, listen: Listen) -> None:
+    said = bytearray()
+    over = trio.Event()
+
+    async def talk(stream: trio.SocketStream) -> None:
+        await shake_hands(stream)
+        async for part in stream:
+            said.extend(part)
+        over.set()
+
+    fake: Fake = await nursery.start(serve_fake, talk)
+    listening = listen(fake.endpoint)
+    subscribed, unsubscribed = b"\0\1\1", b"\0\1\0"  # ZMTP 3.0: flags, size, what to do
+    await until(lambda: said == subscribed)
+    await listening.stop()
+    await over.wait()
+    assert said == subscribed + unsubscribed
+
+
+async def test_gaps_and_stale_batches_are_counted(publish: Publish, listen: Listen) -> None:
+    worker = publish()
+    listening = listen(worker.endpoint)
+    await worker.subscribed()
+    for seq in (0, 1, 4, 4, 2, 5, 10):
+        worker.seq = seq
+        worker.send(b"%d" % seq)
+    await until(lambda: listening.listener.messages == 7)
+    assert listening.applied == [b"0", b"1", b"4", b"5", b"10"]
+    listener = listening.listener
+    assert (listener.gaps, listener.lost, listener.stale) == (2, 6, 2)
+
+
+async def test_wrong_shapes_are_counted_and_leave_the_stream_alone(
+    publish: Publish, listen: Listen
+) -> None:
+    worker = publish()
+    listening = listen(worker.endpoint)
+    await worker.subscribed()
+    worker.send(b"a")
+    worker.send_frames(b"kv")
+    worker.send_frames(b"kv", bytes(8))
+    worker.send_frames(b"kv", bytes(4), b"x")
+    worker.send_frames(b"kv", bytes(8), b"x", b"")
+    worker.send(b"b")
+    await until(lambda: listening.listener.messages == 2)
+    assert listening.applied == [b"a", b"b"]
+    assert listening.listener.bad_frames == {"frame_count": 3, "sequence_length": 1}
+    assert (listening.listener.gaps, listening.listener.status) == (0, "active")
+
+
+async def test_before_the_gate_opens_messages_wait(publish: Publish, listen: Listen) -> None:
+    worker = publish()
+    listening = listen(worker.endpoint, gate=False)
+    await worker.subscribed()
+    worker.send(*(b"%d" % i for i in range(3000)))
+    await until(lambda: listening.listener.connected)
+    assert (listening.is_("pending")(), listening.applied) == (True, [])
+    listening.ready.set()
+    await until(lambda: len(listening.applied) == 3000)
+    assert (listening.is_("active")(), listening.listener.gaps) == (True, 0)
+
+
+async def test_listeners_do_not_mix(publish: Publish, listen: Listen) -> None:
+    workers = [publish(), publish()]
+    listening = [listen(worker.endpoint) for worker in workers]
+    for worker in workers:
+        await worker.subscribed()
+    workers[0].send(b"a", b"b")
+    workers[1].send(b"c")
+    await until(lambda: len(listening[0].applied) == 2 and len(listening[1].applied) == 1)
+    workers[0].close()
+    await until(lambda: not listening[0].listener.connected)
+    workers[1].send(b"d")
+    await until(lambda: listening[1].applied == [b"c", b"d"])
+    assert listening[0].applied == [b"a", b"b"]
+
+
+async def test_a_worker_that_comes_and_goes_costs_no_descriptors(
+    publish: Publish, listen: Listen
+) -> None:
+    worker = publish()
+    listening = listen(worker.endpoint)
+    listener = listening.listener
+    await worker.subscribed()
+    await until(lambda: listener.connected)
+    descriptors = open_descriptors()
+    for life in range(1, 11):
+        worker.close()
+        await until(lambda: not listener.connected)
+        assert (listener.status, listener.losses) == ("active", life)
+        assert listener.last_error == f"connection lost: {worker.endpoint}"
+        assert listener.disconnected_since is not None
+        worker = await revive(publish, worker)
+        await worker.subscribed()
+        await until(lambda: listener.connected)
+        assert (listener.last_error, listener.disconnected_since) == (None, None)
+        worker.seq = life
+        worker.send(b"alive")
+        await until(lambda: len(listening.applied) == listener.losses)
+    await until(lambda: open_descriptors() <= descriptors)
+    assert (listener.joins, listener.failures) == (11, 0)
+
+
+async def revive(publish: Publish, dead: Publisher) -> Publisher:
+    """Binds to the same address again, which libzmq frees some time after the close."""
+    with trio.fail_after(NOT_MY_FAULT_S):
+        while True:
+            try:
+                return publish(dead.endpoint)
+            except zmq.ZMQError as error:
+                assert error.errno == errno.EADDRINUSE
+                await trio.sleep(0.005)
+
+
+async def test_a_frozen_worker_is_noticed_and_welcomed_back(listen: Listen) -> None:
+    with closing(ChildPublisher()) as worker:
+        listener = listen(worker.endpoint).listener
+        await until(lambda: listener.connected)
+        worker.process.send_signal(signal.SIGSTOP)
+        await until(lambda: not listener.connected)
+        assert (listener.status, listener.failures) == ("active", 0)
+        worker.process.send_signal(signal.SIGCONT)
+        await until(lambda: listener.connected)
+
+
+async def test_a_burst_leaves_room_for_other_tasks(
+    publish: Publish, listen: Listen, nursery: trio.Nursery
+) -> None:
+    worker = publish()
+    listening = listen(worker.endpoint, gate=False)
+    await worker.subscribed()
+    worker.send(*[b"x" * 100] * 5000)
+    await until(lambda: listening.listener.connected)
+    await applied_between_turns(listening, nursery, 5000, at_most=2 * MAX_TURN_MESSAGES)
+
+
+async def test_slow_batches_leave_room_for_other_tasks(
+    publish: Publish, listen: Listen, nursery: trio.Nursery
+) -> None:
+    worker = publish()
+    listening = listen(worker.endpoint, gate=False)
+    await worker.subscribed()
+    worker.send(*[b"x"] * 20)
+    await until(lambda: listening.listener.connected)
+
+    def take_long() -> None:
+        start = time.perf_counter()
+        while time.perf_counter() - start < 2 * ROUND_NS / 1e9:
+            pass
+
+    await applied_between_turns(listening, nursery, 20, at_most=2, work=take_long)
+
+
+async def applied_between_turns(
+    listening: Listening,
+    nursery: trio.Nursery,
+    messages: int,
+    at_most: int,
+    work: Callable[[], None] = lambda: None,
+) -> None:
+    """Lets `messages` in and checks how many are applied between two turns of another task."""
+    since_turn = most = total = 0
+
+    def apply(_: bytes) -> None:
+        nonlocal since_turn, most, total
+        work()
+        total += 1
+        since_turn += 1
+        most = max(most, since_turn)
+
+    listening.stream.on_batch = apply
+    listening.ready.set()
+    with trio.fail_after(NOT_MY_FAULT_S):
+        while total < messages:
+            since_turn = 0
+            await trio.lowlevel.checkpoint()
+    # Of two ready tasks each has one turn per round, in any order: so two turns may follow.
+    assert 0 < most <= at_most
+
+
+async def test_a_bug_costs_its_batch_and_the_stream_says_so(
+    publish: Publish, listen: Listen, caplog: pytest.LogCaptureFixture
+) -> None:
+    def poisoned(payload: bytes) -> None:
+        if payload == b"poison":
+            raise LookupError("a bug")
+        listening.applied.append(payload)
+
+    worker = publish()
+    listening = listen(worker.endpoint)
+    listening.stream.on_batch = poisoned
+    await worker.subscribed()
+    worker.send(b"a")
+    await until(lambda: listening.applied == [b"a"])
+    worker.send(b"poison")
+    await until(lambda: listening.listener.crashes == 1)
+    assert listening.listener.loss == "an internal error"
+    await worker.subscribed()  # over a new socket
+    worker.send(b"b")
+    await until(lambda: listening.applied == [b"a", b"b"])
+    assert any(record.exc_info for record in caplog.records)
+
+
+async def test_a_bug_that_comes_again_and_again_leaves_other_listeners_alone(
+    publish: Publish, listen: Listen
+) -> None:
+    def poisoned(payload: bytes) -> None:
+        raise LookupError("a bug")
+
+    worker, another = publish(), publish()
+    listening, fine = listen(worker.endpoint), listen(another.endpoint)
+    listening.stream.on_batch = poisoned
+    await another.subscribed()
+    for times in range(1, 4):
+        await worker.subscribed()
+        worker.send(b"poison")
+        await until(lambda times=times: listening.listener.failures == times)
+        assert listening.listener.crashes == times
+        assert listening.listener.last_error == "internal error"  # until it is connected again
+        another.send(b"a")
+        await until(lambda times=times: fine.applied == [b"a"] * times)
+    assert (fine.listener.failures, fine.listener.lost) == (0, 0)
+
+
+class TestCancelled:
+    """A listener ends at once wherever it stands, and leaves no descriptor behind."""
+
+    async def test_before_the_worker_is_there(self, listen: Listen) -> None:
+        with reserved_endpoint() as endpoint:
+            await self.start_and_stop(listen, endpoint, lambda listening: True)
+
+    async def test_before_the_gate_opens(self, publish: Publish, listen: Listen) -> None:
+        await self.start_and_stop(
+            listen, publish().endpoint, lambda listening: listening.listener.connected, gate=False
+        )
+
+    async def test_while_waiting(self, publish: Publish, listen: Listen) -> None:
+        await self.start_and_stop(
+            listen, publish().endpoint, lambda listening: listening.is_("active")()
+        )
+
+    async def test_between_two_attempts(self, listen: Listen) -> None:
+        await self.start_and_stop(
+            listen, "tcp://*:5557", lambda listening: listening.is_("failed")()
+        )
+
+    async def test_in_the_midst_of_messages(self, publish: Publish, listen: Listen) -> None:
+        worker = publish()
+        before = open_descriptors()
+        listening = listen(worker.endpoint, gate=False)
+        await worker.subscribed()
+        worker.send(*[b"x"] * 1000)
+        await until(lambda: listening.listener.connected)
+        listening.stream.on_batch = lambda payload: listening.scope.cancel()
+        listening.ready.set()
+        with trio.fail_after(NOT_MY_FAULT_S):
+            await listening.ended.wait()
+        assert 0 < listening.listener.messages <= MAX_TURN_MESSAGES
+        await until(lambda: open_descriptors() <= before)
+
+    async def test_while_connecting_it_does_not_stall_the_others(
+        self, publish: Publish, listen: Listen
+    ) -> None:
+        """libzmq's I/O thread serves all sockets; a monitor nobody reads would block it."""
+        worker = publish()
+        other = listen(worker.endpoint)
+        await worker.subscribed()
+        with reserved_endpoint() as endpoint:
+            for _ in range(100):
+                await listen(endpoint).stop()
+        worker.send(b"a")
+        await until(lambda: other.applied == [b"a"])
+
+    async def start_and_stop(
+        self,
+        listen: Listen,
+        endpoint: str,
+        reached: Callable[[Listening], bool],
+        gate: bool = True,
+    ) -> None:
+        too_long = "ipc://" + "x" * 200
+        first = listen(too_long)  # its socket fails; the context's own descriptors are open then
+        await until(first.is_("failed"))
+        await first.stop()
+        before = open_descriptors()
+        listening = listen(endpoint, gate=gate)
+        await until(lambda: reached(listening))
+        await listening.stop()
+        await until(lambda: open_descriptors() <= before)

@@ -1,0 +1,334 @@
+"""Engines that say who they are: another id is another engine, whatever the numbers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgpack
+import pytest
+import trio
+import zmq
+
+from kvd.net.replay import Replayer
+from kvd.wire.cursor import Verdict
+from kvd.wire.event_stream import UNKNOWN, EventStream
+from kvd.wire.replay import ReplayEnd, read_answer
+from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
+from tests.support.replay_servers import END_SEQ, Answer, ReplayServer
+from tests.support.zmtp_fakes import Publisher, until
+
+A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
+NUMBER = (7).to_bytes(8)
+
+# ---- messages of replays
+
+
+@pytest.mark.parametrize("length", range(65))
+@pytest.mark.parametrize("before", [[b""], [b"", b"topic"]], ids=["3 frames", "4 frames"])
+def test_numbers_of_replayed_batches(length: int, before: list[bytes]) -> None:
+    number = (NUMBER + A * 4)[:length]
+    answer = read_answer([*before, number, b"p"])
+    assert answer == {8: (7, b"p", b""), 24: (7, b"p", A)}.get(length)
+
+
+def test_a_replayed_batch_may_name_its_publisher_itself() -> None:
+    payload = msgpack.packb([1.5, [], 0, B])
+    assert read_answer([b"", NUMBER, payload]) == (7, payload, B)
+    assert read_answer([b"", NUMBER + A, payload]) == (7, payload, A)
+
+
+def test_the_end_is_no_empty_payload_of_another_number() -> None:
+    ends = [read_answer([b"", number, b""]) for number in (END_SEQ, END_SEQ + A, NUMBER)]
+    assert [end is not None and end.is_end for end in ends] == [True, True, False]
+
+
+# ---- what a listener makes of it
+
+
+class Applied(list[bytes]):
+    """A stream that keeps its batches until it is cleared."""
+
+    def apply(self, payload: bytes) -> int:
+        self.append(payload)
+        return 0
+
+    def restored(self) -> bool:
+        return False
+
+    def misfit(self) -> str:
+        return ""
+
+
+def make(*said: tuple[int, bytes], replay: bool = True) -> tuple[EventStream, Applied]:
+    """Returns a listener that has heard these batches: numbers and publishers."""
+    stream = Applied()
+    server = "tcp://127.0.0.1:2" if replay else None
+    listener = EventStream("1:0", "tcp://127.0.0.1:1", stream, server)  # type: ignore[arg-type]
+    listener.connecting()
+    listener.receiving()
+    listener.joined()
+    for seq, publisher in said:
+        assert hear(listener, seq, publisher) is None
+    return listener, stream
+
+
+def text(seq: int, publisher: bytes = b"") -> bytes:
+    return b"%d of %s" % (seq, publisher.hex()[:2].encode())
+
+
+def hear(listener: EventStream, seq: int, publisher: bytes) -> Verdict | None:
+    """Has it hear a live batch; returns what it is judged to be, None where it is applied."""
+    if publisher != listener.speaker:
+        listener.meet(publisher)
+    return listener.judge() if listener.take(seq, text(seq, publisher)) else None
+
+
+def replayed(listener: EventStream, seqs: range, publisher: bytes) -> ReplayEnd:
+    """Has it read an answer of these batches, with the end."""
+    listener.answer_begins()
+    for seq in seqs:
+        if (end := listener.take_replayed(seq, text(seq, publisher), publisher)) is not None:
+            return listener.replay_ended(end)
+    return listener.replay_ended(ReplayEnd.MARKER)
+
+
+def break_off(listener: EventStream) -> None:
+    listener.lost_connection("gone", 0.0)
+    listener.joined()
+
+
+@pytest.mark.parametrize("heard", [1, 5, 200])
+@pytest.mark.parametrize("number", [0, 1, 4, 5, 6, 199, 200, 500])
+def test_another_id_is_another_engine_at_once(heard: int, number: int) -> None:
+    listener, applied = make(*((seq, A) for seq in range(heard)))
+    verdict = hear(listener, number, B)
+    assert (listener.restarts, listener.publisher, listener.passed) == (1, B, heard - 1)
+    if number == 0:
+        assert verdict is None
+    else:
+        assert (verdict, applied, listener.wanted()) == (Verdict.GAP, [], range(number))
+        assert replayed(listener, range(number), B) is ReplayEnd.REACHED
+        assert listener.settle() == ""
+    assert applied == [text(seq, B) for seq in range(number + 1)]
+    assert listener.health(0.0) == "exact"
+
+
+def test_without_replays_what_was_before_is_lost() -> None:
+    listener, applied = make((0, A), replay=False)
+    assert hear(listener, 3, B) is Verdict.GAP
+    assert listener.settle() == "0..2"
+    assert (applied, listener.health(0.0)) == ([text(3, B)], "degraded")
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_the_same_id_never_restarts(number: int) -> None:
+    """Old batches that come over a new connection, in rows as they do where it is another's."""
+    listener, applied = make(*((seq, A) for seq in range(300)))
+    break_off(listener)
+    for seq in range(number, number + 8):
+        assert hear(listener, seq, A) is Verdict.STALE
+    assert (listener.restarts, listener.stale, len(applied)) == (0, 8, 300)
+
+
+def test_an_id_may_come_late_and_go_again() -> None:
+    listener, _ = make((0, b""), (1, b""), (2, A), (3, b""), (4, A), (5, b""))
+    assert (listener.restarts, listener.publisher) == (0, A)
+    # Without ids numbers decide.
+    break_off(listener)
+    listener.meet(b"")
+    assert listener.take(0, b"anew")
+    assert listener.judge() is Verdict.RESTART
+    assert (listener.restarts, listener.publisher) == (1, b"")
+    listener.settle()
+    assert hear(listener, 1, B) is None
+    assert (listener.restarts, listener.publisher) == (1, B)
+    assert hear(listener, 2, C) is Verdict.GAP
+    assert listener.restarts == 2
+
+
+def test_what_another_one_has_said_fills_no_gap() -> None:
+    listener, applied = make((0, A))
+    assert hear(listener, 5, A) is Verdict.GAP
+    assert replayed(listener, range(6), B) is ReplayEnd.MARKER
+    assert (listener.settle(), listener.strays, listener.restarts) == ("1..4", 6, 0)
+    assert applied == [text(0, A), text(5, A)]
+    assert listener.health(0.0) == "degraded"
+
+
+def test_an_engine_that_is_asked_says_that_it_is_another_one() -> None:
+    listener, applied = make((0, A), (1, A))
+    break_off(listener)
+    assert listener.asks
+    listener.ask()
+    assert replayed(listener, range(3), B) is ReplayEnd.OTHER_ENGINE
+    assert (listener.restarts, listener.publisher, applied) == (1, B, [])
+    assert replayed(listener, range(3), B) is ReplayEnd.MARKER
+    assert applied == [text(seq, B) for seq in range(3)]
+    # Only its answers say so: what it publishes counts.
+    assert (listener.asks, listener.health(0.0)) == (False, "recovering")
+    assert hear(listener, 3, B) is None
+    assert (listener.restarts, listener.health(0.0)) == (1, "exact")
+
+
+def test_a_replay_server_of_another_engine_is_found_out() -> None:
+    listener, applied = make((0, A), (1, A))
+    break_off(listener)
+    listener.ask()
+    assert replayed(listener, range(3), B) is ReplayEnd.OTHER_ENGINE
+    replayed(listener, range(3), B)
+    assert hear(listener, 2, A) is Verdict.GAP
+    replayed(listener, range(3), B)
+    assert (listener.settle(), applied) == ("0..1", [text(2, A)])
+    assert listener.health(0.0) == "degraded"
+
+
+def test_one_that_contradicts_itself_proves_nothing() -> None:
+    listener, _ = make((0, A), (1, A))
+    break_off(listener)
+    assert hear(listener, 2, A) is Verdict.NEXT
+    listener.answer_begins()
+    assert listener.take_replayed(1, b"other", A) is None
+    assert listener.replay_ended(ReplayEnd.MARKER) is ReplayEnd.MARKER
+    listener.settle()
+    assert (listener.restarts, listener.loss) == (0, UNKNOWN)
+
+
+def test_an_empty_payload_proves_nothing_by_itself() -> None:
+    for publisher, loss in ((b"", UNKNOWN), (A, "")):
+        listener, _ = make((0, publisher))
+        assert listener.take(1, b"") is False
+        break_off(listener)
+        assert hear(listener, 2, publisher) is Verdict.NEXT
+        listener.answer_begins()
+        listener.take_replayed(1, b"", publisher)
+        listener.take_replayed(2, text(2, publisher), publisher)
+        listener.replay_ended(ReplayEnd.REACHED)
+        listener.settle()
+        assert (listener.restarts, listener.loss) == (0, loss)
+
+
+def test_what_came_while_another_was_in_doubt_is_asked_for() -> None:
+    """Of three engines the second is heard only after the third has come."""
+    listener, _ = make((0, A), (1, A))
+    break_off(listener)
+    break_off(listener)
+    assert hear(listener, 2, A) is Verdict.NEXT
+    assert replayed(listener, range(1), C) is ReplayEnd.MARKER
+    listener.settle()
+    assert hear(listener, 0, B) is Verdict.NEXT  # held, to be asked for
+    assert replayed(listener, range(1), C) is ReplayEnd.MARKER
+    listener.settle()
+    assert listener.loss == UNKNOWN
+    assert hear(listener, 0, C) is Verdict.NEXT
+    assert replayed(listener, range(1), C) is ReplayEnd.REACHED
+    listener.settle()
+    assert (listener.health(0.0), listener.loss) == ("exact", "")
+
+
+# ---- over sockets
+
+Serve = Callable[..., ReplayServer]
+
+
+class Engine:
+    """An engine of one id after the other, in the frame of the number or in the batch."""
+
+    def __init__(self, worker: Publisher, in_batch: bool) -> None:
+        self.worker = worker
+        self.in_batch = in_batch
+        self.said: list[tuple[bytes, bytes]] = []  # number frame and payload
+        self.start(A)
+
+    def start(self, publisher: bytes) -> None:
+        self.publisher = publisher
+        self.said.clear()
+
+    def say(self, heard: bool = True, payload: bytes | None = None) -> bytes:
+        """Publishes the next batch and returns its payload."""
+        number = len(self.said).to_bytes(8)
+        if self.in_batch:
+            payload = msgpack.packb([len(self.said), [], 0, self.publisher])
+        else:
+            number += self.publisher
+            payload = msgpack.packb([len(self.said), [], 0]) if payload is None else payload
+        self.said.append((number, payload))
+        if heard:
+            self.worker.send_frames(b"kv", number, payload)
+        return payload
+
+    async def replay(self, server: ReplayServer, start: int, reply: Callable) -> None:
+        for number, payload in self.said[start:]:
+            reply([b"kv", number, payload])
+        reply([b"", END_SEQ, b""])
+
+
+@pytest.fixture(params=[False, True], ids=["frame", "batch"])
+async def heard(
+    request: pytest.FixtureRequest,
+    publish: Callable[..., Publisher],
+    context: zmq.Context,
+    nursery: trio.Nursery,
+) -> Iterator[tuple[Engine, Listening]]:
+    worker = publish()
+    engine = Engine(worker, request.param)
+    answer: Answer = engine.replay
+    server = ReplayServer(context, answer)
+    nursery.start_soon(server.run)
+    listening = Listening(worker.endpoint, server.endpoint)
+    listening.ready.set()
+    replayer = Replayer(context, HASTY, HASTY_REPLAYS)
+    nursery.start_soon(listening.run, context, HASTY, replayer)
+    await worker.subscribed()
+    return engine, listening
+
+
+async def applied(listening: Listening, *payloads: bytes | None) -> None:
+    await until(lambda: len(listening.applied) >= len(payloads))
+    assert listening.applied == list(payloads)
+
+
+async def test_a_gap_is_replayed(heard: tuple[Engine, Listening]) -> None:
+    engine, listening = heard
+    said = [engine.say(heard=number not in (1, 2)) for number in range(4)]
+    await applied(listening, *said)
+    assert listening.listener.publisher == A
+    assert listening.listener.health(trio.current_time()) == "exact"
+
+
+@pytest.mark.parametrize("unheard", [0, 1, 3])
+async def test_an_engine_that_comes_as_far_unheard_is_another_one(
+    heard: tuple[Engine, Listening], unheard: int
+) -> None:
+    """The number after the last one, or a later one, behind a proxy: no connection is lost."""
+    engine, listening = heard
+    old = [engine.say() for _ in range(2)]
+    await applied(listening, *old)
+    engine.start(B)
+    new = [engine.say(heard=number >= 2 + unheard) for number in range(3 + unheard)]
+    await applied(listening, *old, None, *new)
+    listener = listening.listener
+    assert (listener.publisher, listener.restarts, listener.lost) == (B, 1, 0)
+    assert listener.health(trio.current_time()) == "exact"
+
+
+async def test_a_thousand_beats_are_no_event(heard: tuple[Engine, Listening]) -> None:
+    engine, listening = heard
+    barrier = None if engine.in_batch else b""
+    for _ in range(1000):
+        engine.say(payload=barrier)
+    await until(lambda: len(listening.applied) == 1000)
+    listener = listening.listener
+    assert listener.health(trio.current_time()) == "exact"
+    told = (listener.flawed, listener.gaps, listener.stale, listener.restarts, listener.refused)
+    assert told == (0, 0, 0, 0, 0)
+
+
+async def test_an_empty_payload_in_a_replay_is_not_its_end(
+    heard: tuple[Engine, Listening],
+) -> None:
+    engine, listening = heard
+    beats = [engine.say()]
+    beats += [engine.say(heard=False, payload=b"") for _ in range(2)]
+    beats += [engine.say()]
+    await applied(listening, *beats)
+    assert listening.listener.lost == 0

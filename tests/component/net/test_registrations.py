@@ -1,0 +1,297 @@
+"""Registrations over running listeners: paused, resumed and removed at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgpack
+import pytest
+import trio
+import trio.testing
+import zmq
+
+from kvd.errors import Conflict, NotFound
+from kvd.faces.indexer.routes import pause_listener
+from kvd.http.types import Request
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
+from kvd.model import PartitionKey, RankKey
+from kvd.net.dialing import Dialer
+from kvd.net.listeners import ListenerTasks
+from kvd.net.replay import ReplayOptions
+from tests.support.listening import HASTY
+from tests.support.loglines import logged
+from tests.support.replay_servers import ReplayServer, one_and_silence, silent, three_frames
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
+
+PARTITION = PartitionKey("m", "default")
+BLOCK = 4
+
+
+def stored(name: int) -> bytes:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [name],
+        "parent_block_hash": None,
+        "token_ids": [name] * BLOCK,
+        "block_size": BLOCK,
+    }
+    return bytes(msgpack.packb([1.5, [event], None]))
+
+
+class Daemon:
+    """State, registry and listener tasks, and one engine."""
+
+    def __init__(self, nursery: trio.Nursery, context: zmq.Context, worker: Publisher) -> None:
+        ready = trio.Event()
+        ready.set()
+        self.state = State()
+        tasks = ListenerTasks(
+            nursery, context, ready, HASTY, ReplayOptions(idle_s=5.0), health_every_s=0.01
+        )
+        self.registry = Registry(self.state, tasks)
+        self.worker = worker
+        self.server = ReplayServer(context, three_frames)
+
+    def register(self, dp_rank: int = 0) -> None:
+        key = RankKey(PARTITION, 1, dp_rank)
+        self.registry.register(key, self.worker.endpoint, BLOCK, self.server.endpoint)
+
+    async def unregister(self, dp_rank: int | None = None) -> None:
+        with trio.fail_after(NOT_MY_FAULT_S):
+            await self.registry.unregister(1, "m", None, dp_rank)
+
+    @property
+    def listener(self):
+        return next(iter(self.registry.registrations())).listener
+
+    def publish(self, *seqs: int, heard: bool = True) -> None:
+        for seq in seqs:
+            self.server.buffer[seq] = stored(seq)
+            self.worker.seq = seq
+            if heard:
+                self.worker.send(stored(seq))
+
+    async def reaches(self, seq: int) -> None:
+        await until(lambda: self.listener.cursor.last == seq)
+
+    def blocks(self) -> int:
+        return sum(one.index.stats()["blocks"] for one in self.state.partitions.values())
+
+
+@pytest.fixture
+async def daemon(
+    nursery: trio.Nursery, context: zmq.Context, publish: Callable[..., Publisher]
+) -> Daemon:
+    made = Daemon(nursery, context, publish())
+    nursery.start_soon(made.server.run)
+    made.register()
+    await made.worker.subscribed()
+    return made
+
+
+async def test_many_connect_one_by_one_once_it_is_time(
+    nursery: trio.Nursery, context: zmq.Context
+) -> None:
+    """Thousands that a file names neither delay the start nor hold up who asks meanwhile."""
+    begin, dialer = trio.Event(), Dialer()
+    tasks = ListenerTasks(nursery, context, trio.Event(), HASTY, dialer=dialer, begin=begin)
+    registry = Registry(State(), tasks)
+    for number in range(20):
+        registry.register(RankKey(PARTITION, number, 0), "tcp://127.0.0.1:1", BLOCK, None)
+    await trio.testing.wait_all_tasks_blocked()
+    assert not dialer._links
+    begin.set()
+    most, before = 0, 0
+    while before < 20:
+        await trio.lowlevel.checkpoint()
+        most, before = max(most, len(dialer._links) - before), len(dialer._links)
+    assert most <= 2  # ready tasks run in any order, so this one may miss a pass
+    registry.register(RankKey(PARTITION, 20, 0), "tcp://127.0.0.1:1", BLOCK, None)
+    await tasks.entered()
+    assert len(dialer._links) == 21
+
+
+async def test_a_paused_listener_misses_and_catches_up(daemon: Daemon) -> None:
+    daemon.publish(0)
+    await daemon.reaches(0)
+    await daemon.registry.pause(1, 0)
+    assert (daemon.listener.status, daemon.blocks()) == ("paused", 1)
+    await until(lambda: daemon.worker.socket.poll(0))
+    assert daemon.worker.socket.recv() == b"\0"
+    daemon.publish(1, 2)
+    daemon.registry.resume(1, 0)
+    assert daemon.listener.status == "pending"
+    await daemon.worker.subscribed()
+    daemon.publish(3)
+    await daemon.reaches(3)
+    assert (daemon.listener.status, daemon.blocks()) == ("active", 4)
+    assert daemon.server.requests == [1]
+
+
+async def test_pausing_is_about_the_models_that_are_named(daemon: Daemon) -> None:
+    registry = daemon.registry
+    other = RankKey(PartitionKey("n", "t"), 1, 0)
+    registry.register(other, daemon.worker.endpoint, BLOCK, None)
+
+    def statuses() -> list[str]:
+        return [str(each.listener.status) for each in registry.registrations()]
+
+    before = statuses()
+    body = b'{"instance_id":1,"model_name":"n"}'
+    answer = await pause_listener(registry, Request("POST", "", b"", [], body))
+    assert answer.status == 200 and statuses() == [before[0], "paused"]
+    with pytest.raises(NotFound):
+        await registry.pause(1, 0, "m", "t")
+    with pytest.raises(Conflict):
+        registry.resume(1, 0, "m")
+    registry.resume(1, 0, "n", "t")
+    await registry.pause(1, 0)
+    assert statuses() == ["paused", "paused"]
+    registry.resume(1, 0, None, "default")
+    assert statuses() == ["pending", "paused"]
+
+
+async def test_pause_and_resume_in_the_wrong_state(daemon: Daemon) -> None:
+    with pytest.raises(Conflict):
+        daemon.registry.resume(1, 0)
+    with pytest.raises(NotFound):
+        daemon.registry.resume(1, 1)
+    with pytest.raises(NotFound):
+        await daemon.registry.pause(2, 0)
+    await daemon.registry.pause(1, 0)
+    with pytest.raises(Conflict):
+        await daemon.registry.pause(1, 0)
+    daemon.registry.resume(1, 0)
+    with pytest.raises(Conflict):
+        daemon.registry.resume(1, 0)
+
+
+async def test_a_paused_listener_can_be_removed(daemon: Daemon) -> None:
+    daemon.publish(0)
+    await daemon.reaches(0)
+    await daemon.registry.pause(1, 0)
+    await daemon.unregister()
+    assert (len(daemon.registry), daemon.state.partitions) == (0, {})
+    daemon.register()
+    await until(lambda: daemon.listener.connected)
+
+
+async def test_pausing_in_the_midst_of_a_replay(daemon: Daemon) -> None:
+    daemon.server.answer = one_and_silence
+    daemon.publish(0, 9)
+    await until(lambda: daemon.listener.replayed)
+    with trio.fail_after(NOT_MY_FAULT_S):
+        await daemon.registry.pause(1, 0)
+    assert (daemon.listener.held, daemon.listener.status) == (None, "paused")
+
+
+async def test_a_rank_can_be_removed_in_the_midst_of_a_replay(daemon: Daemon) -> None:
+    daemon.server.answer = silent
+    for _ in range(3):  # each time anew: no batch was ever accepted
+        asked = len(daemon.server.requests)
+        daemon.publish(5)
+        await until(lambda asked=asked: len(daemon.server.requests) > asked)
+        assert daemon.listener.health(trio.current_time()) == "recovering"
+        await daemon.unregister()
+        assert daemon.blocks() == 0
+        await until(lambda: daemon.worker.socket.poll(0))
+        assert daemon.worker.socket.recv() == b"\0"
+        daemon.register()
+        await daemon.worker.subscribed()
+        await until(lambda: daemon.listener.connected)
+
+
+async def test_the_place_in_the_stream_outlives_the_registration(daemon: Daemon) -> None:
+    daemon.publish(0, 1)
+    await daemon.reaches(1)
+    await daemon.unregister()
+    daemon.publish(2, heard=False)
+    await until(lambda: daemon.worker.socket.poll(0))
+    assert daemon.worker.socket.recv() == b"\0"
+    daemon.register()
+    await daemon.worker.subscribed()
+    daemon.publish(3)
+    await daemon.reaches(3)
+    assert (daemon.server.requests, daemon.blocks()) == ([2], 2)
+    assert daemon.listener.health(trio.current_time()) == "degraded"
+    assert daemon.listener.loss == "registered again"
+    assert daemon.registry.left_counts.messages == 2
+
+
+async def test_an_engine_restarted_while_not_registered_is_recognised(daemon: Daemon) -> None:
+    daemon.publish(0, 1, 2)
+    await daemon.reaches(2)
+    await daemon.unregister()
+    await until(lambda: daemon.worker.socket.poll(0))
+    assert daemon.worker.socket.recv() == b"\0"
+    daemon.register()
+    await daemon.worker.subscribed()
+    daemon.publish(0)
+    await daemon.reaches(0)
+    assert daemon.listener.health(trio.current_time()) == "exact"
+    assert daemon.blocks() == 1
+
+
+@pytest.fixture
+def log() -> Iterator[Callable[[], str]]:
+    """What is logged."""
+    with logged() as lines:
+        yield lines
+
+
+async def test_a_loss_is_said_once(daemon: Daemon, log: Callable[[], str]) -> None:
+    daemon.server.buffer.clear()
+    daemon.publish(0)
+    await until(lambda: "health=exact" in log())
+    daemon.worker.seq = 4
+    daemon.worker.send(stored(4))
+    daemon.server.buffer = {2: stored(2)}
+    await daemon.reaches(4)
+    await until(lambda: "health=degraded" in log())
+    lines = log().splitlines()
+    [lost] = [line for line in lines if 'event="batches lost"' in line]
+    assert 'listener=m:default/1:0 missing="1,3" lost=2' in lost
+    [degraded] = [line for line in lines if "health=degraded" in line]
+    assert degraded.endswith('loss="missing 1,3"')
+
+
+async def test_a_batch_that_is_not_understood_is_named_with_the_reason(
+    daemon: Daemon, log: Callable[[], str]
+) -> None:
+    """Also when a batch of the same turn ends the loss, and behind a gap."""
+    cleared = msgpack.packb([1.5, [{"type": "AllBlocksCleared"}], None])
+    daemon.worker.seq = 0
+    daemon.worker.send(stored(0), b"\xc1", cleared)
+    await daemon.reaches(2)
+    assert daemon.listener.health(trio.current_time()) == "exact"
+    [line] = [line for line in log().splitlines() if "not understood" in line]
+    assert "batch=1 reason=not_msgpack" in line
+
+
+async def test_a_batch_behind_a_gap_that_is_not_understood_is_named(
+    daemon: Daemon, log: Callable[[], str]
+) -> None:
+    daemon.publish(0)
+    await daemon.reaches(0)
+    daemon.worker.seq = 5
+    daemon.worker.send(stored(5)[:-8])
+    await daemon.reaches(5)
+    assert "batch=5 reason=truncated" in log()
+
+
+async def test_an_old_removal_never_ends_a_new_registration(
+    daemon: Daemon, nursery: trio.Nursery
+) -> None:
+    """Another client removes the last of many ranks and registers it anew meanwhile."""
+    ranks = 40
+    for dp_rank in range(1, ranks):
+        daemon.register(dp_rank)
+    nursery.start_soon(daemon.unregister)
+    await trio.lowlevel.checkpoint()
+    await daemon.unregister(ranks - 1)
+    daemon.register(ranks - 1)
+    await until(lambda: len(daemon.registry) == 1)
+    await until(lambda: daemon.listener.connected)
+    daemon.publish(0)
+    await daemon.reaches(0)

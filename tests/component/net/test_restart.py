@@ -1,0 +1,313 @@
+"""An engine that is started again, over real sockets: its old blocks go, its new ones count."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import pytest
+import trio
+import zmq
+
+from tests.support.listening import HASTY, Listening
+from tests.support.replay_servers import ReplayServer, four_frames, silent, three_frames
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
+
+Publish = Callable[..., Publisher]
+
+
+class Engine:
+    """One engine life after another at the same publishing address, with a replay server."""
+
+    def __init__(self, context: zmq.Context, publish: Publish) -> None:
+        self._publish = publish
+        self.worker = publish()
+        self.server = ReplayServer(context, three_frames)
+        self.life = 0  # what its batches say
+        self.restarts = 0
+
+    async def restart(self) -> None:
+        self.worker.close()
+        self.server.buffer.clear()
+        self.life += 1
+        self.restarts += 1
+        endpoint = self.worker.endpoint
+        with trio.fail_after(NOT_MY_FAULT_S):
+            while True:  # libzmq frees an address some time after the close
+                try:
+                    self.worker = self._publish(endpoint)
+                    return
+                except zmq.ZMQError as error:
+                    assert error.errno == errno.EADDRINUSE
+                    await trio.sleep(0.005)
+
+    def batch(self, seq: int) -> bytes:
+        return b"%d of life %d" % (seq, self.life)
+
+    def batches(self, stop: int) -> list[bytes]:
+        return [self.batch(seq) for seq in range(stop)]
+
+    def keep(self, *seqs: int) -> None:
+        """Publishes where nobody hears it."""
+        for seq in seqs:
+            self.server.buffer[seq] = self.batch(seq)
+
+    def send(self, *seqs: int) -> None:
+        self.keep(*seqs)
+        for seq in seqs:
+            self.worker.seq = seq
+            self.worker.send(self.batch(seq))
+
+
+@pytest.fixture
+def engine(context: zmq.Context, publish: Publish, nursery: trio.Nursery) -> Engine:
+    made = Engine(context, publish)
+    nursery.start_soon(made.server.run)
+    return made
+
+
+async def listen(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, replay: bool = True
+) -> Listening:
+    listening = Listening(engine.worker.endpoint, engine.server.endpoint if replay else None)
+    listening.ready.set()
+    nursery.start_soon(listening.run, context, HASTY)
+    await engine.worker.subscribed()
+    return listening
+
+
+async def lost_and_found(listening: Listening, engine: Engine) -> None:
+    await until(lambda: listening.listener.losses == engine.restarts)
+    await engine.worker.subscribed()
+
+
+def now_held(listening: Listening) -> list[bytes | None]:
+    """Returns the batches applied since the last clear."""
+    applied = listening.applied
+    cleared = len(applied) - applied[::-1].index(None) if None in applied else 0
+    return applied[cleared:]
+
+
+def said(listening: Listening) -> tuple[str, int]:
+    listener = listening.listener
+    return str(listener.health(trio.current_time())), listener.restarts
+
+
+def ended(listening: Listening) -> list[str]:
+    """Returns how replays have ended."""
+    return sorted(listening.listener.replays)
+
+
+@pytest.mark.parametrize("said_since", [0, 3])
+async def test_it_comes_back_and_says_nothing(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, said_since: int
+) -> None:
+    """Its replay server has nothing from the last number on, so it is another one."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    await engine.restart()
+    engine.keep(*range(said_since))
+    health = "exact" if said_since else "recovering"
+    await until(lambda: ended(listening) == ["marker", "other_engine"])
+    assert said(listening) == (health, 1)
+    assert now_held(listening) == engine.batches(said_since)
+    assert engine.server.requests == [57, 0]
+    engine.send(said_since)
+    await until(lambda: now_held(listening) == engine.batches(said_since + 1))
+    assert said(listening) == ("exact", 1)
+
+
+@pytest.mark.parametrize("missed", [0, 3, 1000])
+async def test_a_connection_is_lost_and_the_engine_says_nothing(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, missed: int
+) -> None:
+    """It is the same one, and what it has said meanwhile is brought."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    engine.life, engine.server.buffer = 0, kept
+    engine.keep(*range(58, 58 + missed))
+    await until(lambda: said(listening) == ("exact", 0) and listening.listener.joins == 2)
+    assert listening.applied == engine.batches(58 + missed)
+    assert engine.server.requests == ([57, 57 + missed + 1] if missed == 1000 else [57])
+
+
+async def test_who_does_not_answer_is_asked_again(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(3))
+    await until(lambda: len(listening.applied) == 3)
+    engine.server.answer = silent
+    await engine.restart()
+    await until(lambda: len(engine.server.requests) == 2)
+    assert said(listening) == ("recovering", 0)
+    assert now_held(listening) == [b"%d of life 0" % seq for seq in range(3)]
+    engine.server.answer = four_frames
+    await until(lambda: said(listening) == ("recovering", 1))
+    assert now_held(listening) == []
+
+
+async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    """More than the batches that are remembered by their content."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(5))
+    await until(lambda: len(listening.applied) == 5)
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    engine.life, engine.server.buffer = 0, kept
+
+    async def speaking(server: ReplayServer, start: int, reply: Callable[..., None]) -> None:
+        server.answer = three_frames
+        engine.send(*range(5, 405))
+        await three_frames(server, start, reply)
+
+    engine.server.answer = speaking
+    await until(lambda: listening.listener.stale == 400)
+    engine.send(405)
+    await until(lambda: listening.applied == engine.batches(406))
+    assert said(listening) == ("exact", 0)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+async def test_it_begins_with_0(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, replay: bool
+) -> None:
+    listening = await listen(engine, context, nursery, replay)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    if replay:
+        await until(lambda: ended(listening) == ["marker", "other_engine"])
+        assert (said(listening), now_held(listening)) == (("recovering", 1), [])
+    engine.send(0)
+    await until(lambda: now_held(listening) == engine.batches(1))
+    engine.send(1, 2)
+    await until(lambda: now_held(listening) == engine.batches(3))
+    assert (listening.listener.restarts, listening.listener.stale) == (1, 0)
+    assert listening.listener.health(trio.current_time()) == "exact"
+    assert engine.server.requests == ([57, 0] if replay else [])
+
+
+async def test_it_is_heard_late(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    """What the new engine had published before it was heard is replayed from 0."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    await until(lambda: ended(listening) == ["marker", "other_engine"])
+    engine.keep(*range(7))
+    engine.send(7, 8)
+    await until(lambda: now_held(listening) == engine.batches(9))
+    assert (listening.listener.restarts, engine.server.requests) == (1, [57, 0, 0])
+    assert listening.listener.health(trio.current_time()) == "exact"
+
+
+@pytest.mark.parametrize("first_heard", [5, 6, 9])
+async def test_it_has_come_as_far_as_the_old_one(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, first_heard: int
+) -> None:
+    """No number goes back; only the replay shows that the last batch is another one."""
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(5))
+    await until(lambda: len(listening.applied) == 5)
+    await engine.restart()
+    engine.keep(*range(first_heard))
+    await lost_and_found(listening, engine)
+    engine.send(first_heard, first_heard + 1)
+    await until(lambda: now_held(listening) == engine.batches(first_heard + 2))
+    assert (listening.listener.restarts, engine.server.requests) == (1, [4, 0])
+
+
+@pytest.mark.parametrize("first_heard", [5, 6, 9])
+async def test_a_lost_connection_is_no_restart(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, first_heard: int
+) -> None:
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(5))
+    await until(lambda: len(listening.applied) == 5)
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    engine.life, engine.server.buffer = 0, kept
+    engine.keep(*range(5, first_heard))
+    await lost_and_found(listening, engine)
+    engine.send(first_heard, first_heard + 1)
+    await until(lambda: listening.applied == engine.batches(first_heard + 2))
+    assert (listening.listener.restarts, engine.server.requests) == (0, [4])
+
+
+async def test_behind_a_proxy_no_connection_is_lost(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    engine.server.buffer.clear()
+    engine.life = 1
+    engine.send(0, 1, 2)
+    await until(lambda: now_held(listening) == engine.batches(3))
+    assert (listening.listener.restarts, engine.server.requests) == (1, [0])
+
+
+async def test_late_duplicates_are_no_restart(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58), *range(58), 57, 0, 1, 2, 58)
+    await until(lambda: len(listening.applied) == 59)
+    assert listening.applied == engine.batches(59)
+    assert (listening.listener.restarts, listening.listener.stale) == (0, 62)
+    assert engine.server.requests == []
+
+
+async def test_a_server_that_still_holds_the_old_engine_does_not_feed_the_new(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    kept = dict(engine.server.buffer)
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    engine.server.buffer = kept
+    engine.worker.seq = 3
+    engine.worker.send(engine.batch(3))
+    await until(lambda: now_held(listening) == [engine.batch(3)])
+    assert listening.listener.health(trio.current_time()) == "degraded"
+    assert listening.listener.loss == "missing 0..2"
+
+
+async def test_a_restart_without_a_server_degrades(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery, replay=False)
+    engine.send(*range(58))
+    await until(lambda: len(listening.applied) == 58)
+    await engine.restart()
+    await lost_and_found(listening, engine)
+    engine.send(2)
+    await until(lambda: now_held(listening) == [engine.batch(2)])
+    assert listening.listener.health(trio.current_time()) == "degraded"
+
+
+async def test_restarts_one_after_the_other(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery)
+    for life in range(6):
+        engine.send(*range(life, 2 * life + 2))
+        engine.keep(*range(life))
+        expected = engine.batches(2 * life + 2)
+        await until(lambda expected=expected: now_held(listening) == expected)
+        assert listening.listener.restarts == life
+        await engine.restart()
+        await lost_and_found(listening, engine)

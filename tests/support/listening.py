@@ -1,0 +1,87 @@
+"""A listener under test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+import zmq
+
+from kvd.net.link import LinkOptions
+from kvd.net.listener import run_listener
+from kvd.net.replay import Replayer, ReplayOptions
+from kvd.net.turns import Turns
+from kvd.wire.event_stream import EventStream
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S
+
+# Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
+HASTY = LinkOptions(
+    heartbeat_s=0.2,
+    heartbeat_timeout_s=2.0,
+    handshake_timeout_s=2.0,
+    reconnect_s=0.01,
+    reconnect_max_s=0.05,
+    give_up_s=0.3,
+    max_message_bytes=1024 * 1024,
+)
+
+HASTY_REPLAYS = ReplayOptions(idle_s=0.25, total_s=4.0, spare_s=0.0)
+
+
+class Applied:
+    """A stream that remembers its batches; one that was cleared is None there."""
+
+    def __init__(self) -> None:
+        self.batches: list[bytes | None] = []
+        self.on_batch: Callable[[bytes], object] = self.batches.append
+
+    def apply(self, payload: bytes) -> int:
+        self.on_batch(payload)
+        return 0
+
+    def clear(self) -> None:
+        self.batches.append(None)
+
+    def restored(self) -> bool:
+        return False
+
+    def goes_on(self, payload: bytes) -> bool:
+        return False
+
+    @property
+    def ignored(self) -> dict[str, int]:
+        return {}
+
+    def misfit(self) -> str:
+        return ""
+
+    def drop_restored(self) -> bool:
+        return False
+
+
+class Listening:
+    """A listener, what it applied, its gate and its task."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None = None) -> None:
+        self.stream = Applied()
+        self.applied = self.stream.batches
+        self.listener = EventStream("1:0", endpoint, self.stream, replay_endpoint)
+        self.ready = trio.Event()
+        self.scope = trio.CancelScope()
+        self.ended = trio.Event()
+
+    def is_(self, status: str) -> Callable[[], bool]:
+        return lambda: self.listener.status == status
+
+    async def run(
+        self, context: zmq.Context, options: LinkOptions, replayer: Replayer | None = None
+    ) -> None:
+        replayer = replayer or Replayer(context, options, HASTY_REPLAYS)
+        with self.scope:
+            await run_listener(self.listener, context, self.ready, options, replayer, Turns())
+        self.ended.set()
+
+    async def stop(self) -> None:
+        self.scope.cancel()
+        with trio.fail_after(NOT_MY_FAULT_S):
+            await self.ended.wait()

@@ -1,0 +1,124 @@
+"""A process on the replica plane: its ledger of requests, its publisher, its list of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+
+import trio
+import zmq
+
+from kvd.model import PartitionKey
+from kvd.net.link import LinkOptions
+from kvd.net.publisher import open_publisher
+from kvd.net.replication import ABSENT_EVERY_S, Apply, Replication
+from kvd.replica_sync.replicas import Replicas
+from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
+from kvd.wire.replica import ReplicaCounts
+from tests.support.listening import HASTY
+from tests.support.zmtp_fakes import until
+
+PARTITION = PartitionKey("m", "default")
+BLOCK = 16
+HASTY_REPLICA = dataclasses.replace(HASTY, max_message_bytes=BOUNDS.payload_bytes)
+STRANGER = 5  # a router_id
+
+
+def event(step: Step, request: str, worker: int = 7, hashes: bytes = b"") -> Lifecycle:
+    tokens = len(hashes)
+    return Lifecycle(PARTITION, BLOCK, request, worker, 0, step, hashes, tokens)
+
+
+def add(request: str, worker: int = 7, hashes: bytes = b"\1" * 8) -> Lifecycle:
+    return event(Step.ADD, request, worker, hashes)
+
+
+class Ledger:
+    """What any slot tracker makes of events, in the plainest form: worker and tokens by request."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, tuple[int, int]] = {}
+        self.seen: list[Lifecycle] = []
+        self.outcomes: Counter[Outcome] = Counter()
+
+    def apply(self, event: Lifecycle) -> Outcome:
+        self.seen.append(dataclasses.replace(event, router_id=0))  # whoever has told of it
+        outcome = self._apply(event)
+        self.outcomes[outcome] += 1
+        return outcome
+
+    def _apply(self, event: Lifecycle) -> Outcome:
+        if event.partition != PARTITION:
+            return Outcome.UNKNOWN_MODEL
+        live = self.live.get(event.request_id)
+        if event.step is Step.ADD:
+            if live is not None:
+                return Outcome.DUPLICATE
+            self.live[event.request_id] = event.worker_id, event.prefill_tokens
+            return Outcome.APPLIED
+        if live is None:
+            return Outcome.UNKNOWN_REQUEST
+        if live[0] != event.worker_id:
+            return Outcome.OTHER_WORKER
+        if event.step is Step.FREE:
+            del self.live[event.request_id]
+        else:
+            self.live[event.request_id] = event.worker_id, 0
+        return Outcome.APPLIED
+
+
+class Process:
+    """Ends with the nursery it is made in."""
+
+    def __init__(self, ledger: Ledger, plane: Replication, endpoint: str) -> None:
+        self.ledger = ledger
+        self.plane = plane
+        self.endpoint = endpoint
+        self.counts = plane.counts
+        self.replicas = Replicas(plane, plane.counts)
+
+    def do(self, event: Lifecycle) -> None:
+        """Applies an event of its own and publishes what came of it."""
+        if self.ledger.apply(event) is Outcome.APPLIED:
+            self.plane.publish(event)
+
+    async def hears(self, speaker: Process) -> None:
+        """Returns once it listens to another process, whose subscriptions take a moment."""
+        self.replicas.register(speaker.endpoint)
+        received = self.counts.received
+
+        def heard() -> bool:
+            speaker.plane.publish(event(Step.FREE, "hello"))
+            return self.counts.received > received
+
+        await until(heard)
+        speaker.plane.publish(event(Step.FREE, "ready"))
+        await until(lambda: self.ledger.seen[-1].request_id == "ready")
+
+
+def new_router_id() -> int:
+    return secrets.randbelow(2**64 - 1) + 1
+
+
+async def start(
+    nursery: trio.Nursery,
+    context: zmq.Context,
+    options: LinkOptions = HASTY_REPLICA,
+    apply: Apply | None = None,
+    absent_every_s: float = ABSENT_EVERY_S,
+) -> Process:
+    """Starts a process that applies events to its ledger, or as said."""
+    publisher = await open_publisher(context, "127.0.0.1", 0, options)
+    ledger = Ledger()
+    apply = apply or ledger.apply
+    counts = ReplicaCounts()
+    plane = Replication(
+        nursery, context, publisher, apply, counts, new_router_id(), options, absent_every_s
+    )
+    return Process(ledger, plane, publisher.endpoints[0])
+
+
+def frames(events: Iterable[Lifecycle], router_id: int = STRANGER) -> list[list[bytes]]:
+    return [[TOPIC, encode(event, router_id)] for event in events]

@@ -1,0 +1,324 @@
+"""A front on loopback for the tests, and a client that sends bytes and understands replies.
+
+With the fixture `layers` a test runs twice, without TLS and with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import trio
+
+from kvd.errors import NotFound
+from kvd.http.access import AccessLog
+from kvd.http.app import build_app
+from kvd.http.auth import Authorizer, Policy
+from kvd.http.certificates import load_terms
+from kvd.http.context import ServerContext
+from kvd.http.front import Front
+from kvd.http.limits import HttpLimits
+from kvd.http.listeners import open_listeners
+from kvd.http.options import TlsFiles
+from kvd.http.tls import TlsServer
+from kvd.http.types import Request, Response, Route, Scope
+from tests.support.narrow import narrow_stream
+
+# A test shortens the one deadline that it waits for: another one would end what is to be seen, as
+# soon as the machine is busy.
+PATIENT = HttpLimits(linger_seconds=0.1, graceful_seconds=0.5)
+SOON = 0.15  # seconds, of that one deadline
+PUBLIC = Policy(allowed_hosts=("kvd",))
+TEST_SECONDS = 60  # for any one of these tests, most of which take milliseconds on an idle machine
+BIG = b"x" * (16 * 1024 * 1024)  # more than a narrow stream takes
+
+
+def echo(request: Request) -> Response:
+    """Answers with what it was sent."""
+    return Response(200, request.body, b"application/octet-stream")
+
+
+def describe(request: Request) -> Response:
+    """Answers with what a handler learns of a request, but for its headers."""
+    text = f"{request.method} {request.path} {request.query!r} {len(request.body)}"
+    return Response(200, text.encode(), b"text/plain", [(b"x-kvd", b"1")])
+
+
+def health(request: Request) -> Response:
+    return Response(200, b"", b"")
+
+
+def missing(request: Request) -> Response:
+    raise NotFound("no indexer for model=m")
+
+
+def buggy(request: Request) -> Response:
+    raise RuntimeError("secret")
+
+
+def big(request: Request) -> Response:
+    return Response(200, BIG, b"text/plain")
+
+
+def counted(request: Request) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(3):
+            await trio.lowlevel.checkpoint()
+            yield b"%d" % number
+
+    return Response(200, pieces(), b"text/plain")
+
+
+def broken_off(request: Request) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"begun"
+        raise RuntimeError("secret")
+
+    return Response(200, pieces(), b"text/plain")
+
+
+async def slow(request: Request) -> Response:
+    """Takes as many milliseconds as the query says."""
+    await trio.sleep(int(request.query) / 1000)
+    return Response(200, b"late", b"text/plain")
+
+
+def named(request: Request) -> Response:
+    return Response(200, request.captured, b"text/plain")
+
+
+def unnamed(request: Request) -> Response:
+    return Response(200, b"no name", b"text/plain")
+
+
+def both(method: str, path: str, handler: object, limit: int = 2 * 1024 * 1024) -> list[Route]:
+    """Returns a hot route, and a cold one under /app."""
+    return [
+        Route(method, path, handler, hot=True, body_limit=limit, scope=Scope.READ),  # type: ignore[arg-type]
+        Route(method, "/app" + path, handler, body_limit=limit, scope=Scope.READ),  # type: ignore[arg-type]
+    ]
+
+
+ECHO_LIMIT = 1000
+QUERY_LIMIT = 8 * 1024 * 1024
+ROUTES: tuple[Route, ...] = (
+    *both("POST", "/echo", echo, ECHO_LIMIT),
+    *both("POST", "/query", describe, QUERY_LIMIT),
+    *both("GET", "/describe", describe),
+    *both("GET", "/health", health),
+    *both("GET", "/missing", missing),
+    *both("GET", "/bug", buggy),
+    *both("GET", "/big", big),
+    *both("GET", "/named/{name}/state", named),
+    *both("GET", "/named/exact/state", unnamed),
+    Route("GET", "/counted", counted),
+    Route("GET", "/broken", broken_off),
+    Route("GET", "/slow", slow),
+    Route("GET", "/waiting", slow, hot=True),
+    Route("DELETE", "/gone/{name}", named, hot=True, scope=Scope.LIFECYCLE),
+)
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    def persists(self) -> bool:
+        return self.headers.get("connection") != "close"
+
+
+class SecuredStream:
+    """TLS over a stream, to which tests can do what they do to that."""
+
+    def __init__(self, below: trio.SocketStream, trust: ssl.SSLContext) -> None:
+        """Shakes hands with the first bytes."""
+        self._tls = trio.SSLStream(below, trust, server_hostname="127.0.0.1", https_compatible=True)
+        self.send_all = self._tls.send_all
+        self.receive_some = self._tls.receive_some
+        self.setsockopt = below.setsockopt
+        self.send_eof = below.send_eof  # that of TLS would be the end of receiving, too
+        self.socket = below.socket
+
+
+class Client:
+    """One connection; `read` calls raise trio.EndOfChannel where a reply ends too early."""
+
+    def __init__(self, stream: trio.SocketStream | SecuredStream) -> None:
+        self.stream = stream
+        self._buffer = b""
+
+    async def send(self, data: bytes) -> None:
+        await self.stream.send_all(data)
+
+    async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Reply:
+        """Sends a request and returns the reply; `content_type` etc. are its headers."""
+        lines = [f"{method} {path} HTTP/1.1", "host: kvd"]
+        if body or method == "POST":
+            headers = {"content_type": "application/json", **headers}
+            lines.append(f"content-length: {len(body)}")
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        await self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        return await self.read_reply(bodiless=method == "HEAD")
+
+    async def read_reply(self, bodiless: bool = False) -> Reply:
+        head = (await self._read_until(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head.split("\r\n")
+        headers = (line.partition(": ") for line in lines)
+        reply = Reply(int(first.split(" ")[1]), {name.lower(): text for name, _, text in headers})
+        if not bodiless and reply.status >= 200:
+            reply.body = await self._read_body(reply.headers)
+        return reply
+
+    async def _read_body(self, headers: dict[str, str]) -> bytes:
+        if headers.get("transfer-encoding") != "chunked":
+            if "content-length" not in headers:
+                return await self.read_to_end()
+            return await self._read(int(headers["content-length"]))
+        body = b""
+        while size := int(await self._read_until(b"\r\n"), 16):
+            body += await self._read(size)
+            assert await self._read(2) == b"\r\n"
+        assert await self._read(2) == b"\r\n"
+        return body
+
+    async def read_to_end(self) -> bytes:
+        """Returns everything up to the end of the connection, which may be a reset."""
+        try:
+            while data := await self.stream.receive_some():
+                self._buffer += data
+        except trio.BrokenResourceError:
+            pass
+        rest, self._buffer = self._buffer, b""
+        return rest
+
+    async def _read_until(self, end: bytes) -> bytes:
+        while end not in self._buffer:
+            await self._fill()
+        data, _, self._buffer = self._buffer.partition(end)
+        return data
+
+    async def _read(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            await self._fill()
+        data, self._buffer = self._buffer[:size], self._buffer[size:]
+        return data
+
+    async def _fill(self) -> None:
+        data = await self.stream.receive_some()
+        if not data:
+            raise trio.EndOfChannel(f"reply ends after {self._buffer!r}")
+        self._buffer += data
+
+    def reset(self) -> None:
+        """Closes so that the server sees a reset."""
+        self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.stream.socket.close()
+
+
+class TLS:
+    """Whether fronts of the running test have it; set by `layers`."""
+
+    certificates: Path | None = None
+
+
+@dataclass
+class Running:
+    """A front that serves."""
+
+    front: Front
+    address: tuple[str, int]
+    stop: trio.Event = field(default_factory=trio.Event)
+    ended: trio.Event = field(default_factory=trio.Event)
+    observed: list[tuple[str, str, int]] = field(default_factory=list)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    trust: ssl.SSLContext | None = None  # with TLS
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        async with await trio.open_tcp_stream(*self.address) as plain:
+            yield self._client_of(plain)
+
+    @asynccontextmanager
+    async def narrow_client(self) -> AsyncIterator[Client]:
+        """One for which little comes while it does not read."""
+        async with await narrow_stream(*self.address) as plain:
+            yield self._client_of(plain)
+
+    def _client_of(self, plain: trio.SocketStream) -> Client:
+        return Client(plain if self.trust is None else SecuredStream(plain, self.trust))
+
+    async def until(self, **counters: int) -> None:
+        """Waits until each of the front's counters has this value, at least."""
+        stats = self.front.stats
+        await eventually(lambda: all(getattr(stats, n) >= v for n, v in counters.items()))
+
+    async def until_refusing(self) -> None:
+        """Waits until the front accepts no connection any more."""
+        while True:
+            try:
+                await (await trio.open_tcp_stream(*self.address)).aclose()
+            except OSError:
+                return
+
+    async def until_empty(self) -> None:
+        """Waits until no connection is open."""
+        await eventually(lambda: not self.front.stats.connections_open)
+
+
+@asynccontextmanager
+async def serving(
+    limits: HttpLimits = PATIENT,
+    routes: tuple[Route, ...] = ROUTES,
+    policy: Policy = PUBLIC,
+    access: AccessLog | None = None,
+    **changes: float,
+) -> AsyncIterator[Running]:
+    """Runs a front on a free port; `changes` are limits that differ."""
+    limits = replace(limits, **changes)  # type: ignore[arg-type]
+    listeners = await open_listeners("127.0.0.1:0")
+
+    def observe(path: str, method: str, status: int, seconds: float) -> None:
+        assert seconds >= 0
+        running.observed.append((method, path, status))
+
+    context = ServerContext(Authorizer(policy), observe, access=access or AccessLog())
+    app = build_app(routes, limits, context)
+    running = Running(Front(routes, app, limits, context), listeners[0].getsockname())
+    if TLS.certificates is not None:
+        terms = load_terms(TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem"))
+        running.front = TlsServer(routes, app, terms, limits, context)
+        running.trust = ssl.create_default_context(cafile=TLS.certificates / "cert.pem")
+        running.trust.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF  # on with some builds of Python
+    front = running.front
+
+    async def serve(task_status: trio.TaskStatus[None]) -> None:
+        with running.scope:
+            await front.serve(listeners, running.stop, task_status=task_status)
+        running.ended.set()
+
+    with trio.fail_after(TEST_SECONDS):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve)
+            yield running
+            running.stop.set()
+            await running.ended.wait()
+    assert front.stats.bugs == 0
+    assert front.stats.connections_open == 0
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until `condition` holds; counters have nobody to wait on."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.002)
+
+
+def open_descriptors() -> int:
+    """Returns how many file descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))

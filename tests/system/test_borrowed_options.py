@@ -1,0 +1,146 @@
+"""Options of Dynamo's router: other names of what kvd has, and warnings of what it has not."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvd.config.load import StartError, load, without_effect
+from kvd.config.settings import WITHOUT_EFFECT
+from tests.support.processes import find_free_port
+from tests.support.running import running, running_kvd
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
+        "DYN_ROUTER_PREFILL_LOAD_SCALE",
+        "DYN_OVERLAP_SCORE_WEIGHT",
+    ],
+)
+def test_the_weight_has_the_names_of_all_versions(variable: str) -> None:
+    weight = load({}, {variable: "2.5"}).router.settings.members["overlap_weight"]
+    assert weight == 2.5
+    same = {variable: "2.5", "DYN_OVERLAP_SCORE_WEIGHT": "2.5"}
+    assert load({}, same).router.settings.members["overlap_weight"] == 2.5
+    with pytest.raises(StartError, match=f"{variable}='-1'"):
+        load({}, {variable: "-1"})
+
+
+def test_names_of_one_setting_must_not_differ() -> None:
+    names = ("DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_OVERLAP_SCORE_WEIGHT")
+    with pytest.raises(StartError, match=" and ".join(names) + " are one setting and differ"):
+        load({}, dict(zip(names, ("1", "2"), strict=True)))
+
+
+def test_what_kvd_does_not_know_is_told_from_what_it_has_no_use_for() -> None:
+    environ = {
+        "DYN_ROUTER_TEMPERATUR": "1",
+        "DYN_ROUTER_TEMPERATURE": "1",
+        "DYN_ROUTER_REPLICA_SYNC": "true",
+        "DYN_OVERLAP_SCORE_WEIGHT": "1",
+        "DYN_OTHER": "1",
+    }
+    assert dict(without_effect(environ)) == {
+        "DYN_ROUTER_TEMPERATUR": "kvd does not know it",
+        "DYN_ROUTER_REPLICA_SYNC": WITHOUT_EFFECT["router-replica-sync"],
+    }
+
+
+@pytest.mark.parametrize("face", ["serve", "select-service"])
+def test_flags_and_variables_without_effect_are_taken_and_warned_of(
+    tmp_path: Path, face: str
+) -> None:
+    flags = [f"--{flag}=8" for flag in WITHOUT_EFFECT if flag != "router-replica-sync"]
+    flags += ["--router-replica-sync", "--no-router-durable-kv-events"]
+    environ = {"DYN_ROUTER_SOMETHING": "1", "DYN_ROUTER_SNAPSHOT_THRESHOLD": "5"}
+    with ExitStack() as opened:
+        if face == "serve":
+            port = find_free_port()
+            flags += [f"--selection-bind=127.0.0.1:{port}"]
+            flags += [f"--{name}-bind=off" for name in ("indexer", "slot-tracker", "conductor")]
+            server = opened.enter_context(running(tmp_path, port, face, *flags, environ=environ))
+        else:
+            server = opened.enter_context(running_kvd(tmp_path, *flags, face=face, environ=environ))
+        warned = [line for line in server.stderr.splitlines() if "option_without_effect" in line]
+        for flag, why in WITHOUT_EFFECT.items():
+            assert any(f"option=--{flag} " in line and why in line for line in warned), flag
+        for option in ("--no-router-durable-kv-events", *environ):
+            assert any(f"option={option} " in line and "level=warning" in line for line in warned)
+        assert len(warned) == len(WITHOUT_EFFECT) + 3
+
+
+@pytest.mark.parametrize(("weight", "chosen"), [("0", 1), ("3", 2)])
+def test_requests_of_a_worker_weigh_beside_its_blocks(
+    tmp_path: Path, weight: str, chosen: int
+) -> None:
+    environ = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
+    environ["DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT"] = weight
+    with (
+        running_kvd(tmp_path, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        for worker_id in (1, 2):
+            row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}
+            client.post("/workers", json=row).raise_for_status()
+        # Worker 1 has two requests that share a block, worker 2 one of two blocks.
+        for worker_id, tokens in ((1, [1] * 4), (1, [1] * 4), (2, [2] * 8)):
+            pinned = {"worker_id": worker_id, "dp_rank": 0}
+            booked = client.post(
+                "/select_and_reserve", json={"token_ids": tokens, "pinned_worker": pinned}
+            )
+            path = f"/reservations/{booked.json()['reservation_id']}/prefill_complete"
+            client.post(path).raise_for_status()
+        selected = client.post("/select", json={"token_ids": [5] * 4}).json()
+        assert selected["worker_id"] == chosen
+
+
+def test_the_credit_of_the_device_can_be_said() -> None:
+    said = load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "0.5"})
+    assert said.router.settings.members["device_credit"] == 0.5
+
+
+@pytest.mark.parametrize("said", ["-0.1", "nan", "inf"])
+def test_a_decay_of_the_credit_is_finite_and_not_negative(said: str) -> None:
+    variable = "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY"
+    with pytest.raises(StartError, match=f"{variable}='{said}'"):
+        load({}, {variable: said})
+
+
+@pytest.mark.parametrize(("decay", "chosen"), [("0", 1), ("1", 2)])
+def test_the_credit_of_the_device_decays_with_the_load(
+    tmp_path: Path, decay: str, chosen: int
+) -> None:
+    flags = ["--router-kv-overlap-score-credit=1.5"]
+    flags += [f"--router-kv-overlap-score-credit-decay={decay}"]
+    environ = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
+    prompt = list(range(32))
+    with (
+        running_kvd(tmp_path, *flags, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        for worker_id in (1, 2):
+            row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}
+            client.post("/workers", json=row).raise_for_status()
+        # Worker 1 caches the prompt, as predicted, and has 28 other tokens to prefill; worker 2
+        # caches its first quarter.
+        for name, worker_id, tokens in (("a", 1, prompt), ("b", 2, prompt[:8])):
+            body = {"token_ids": tokens, "pinned_worker": {"worker_id": worker_id, "dp_rank": 0}}
+            body["reservation_id"] = name
+            client.post("/select_and_reserve", json=body).raise_for_status()
+            client.delete(f"/reservations/{name}").raise_for_status()
+        booked = {"worker_id": 1, "dp_rank": 0, "sequence_hashes": [], "isl_tokens": 28}
+        booked |= {"selection_id": "c", "effective_prefill_tokens": 28}
+        client.post("/reservations", json=booked).raise_for_status()
+        # kvd answers the first by itself, the second by its handler: both weigh alike.
+        for members in ({}, {"explain": True}):
+            selected = client.post("/select", json={"token_ids": prompt, **members}).json()
+            assert selected["worker_id"] == chosen
+        first, second = selected["candidates"]
+        assert first["credit_blocks"] == (12.0 if decay == "0" else 1.5 * (1 / 1.875) * 8)
+        assert second["credit_blocks"] == 1.5 * 2
+        assert (first["raw_prefill_blocks"], second["raw_prefill_blocks"]) == (15.0, 8.0)

@@ -1,0 +1,420 @@
+"""The command line as an operator meets it: exit codes, one clear line, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvd._version import VERSION
+from kvd.cli.main import (
+    build_parser,
+    conductor_settings,
+    indexer_settings,
+    main,
+    select_service_settings,
+    serve_settings,
+    slot_tracker_settings,
+)
+from kvd.config.load import DEFAULTS, load
+from kvd.config.parsers import OFF, parse_face_binds
+from kvd.config.settings import SELECT_SERVICE_SETTINGS, SETTINGS
+from kvd.platform.descriptors import LEAST
+from tests.support.processes import (
+    REPOSITORY,
+    STOP_DEADLINE_S,
+    Server,
+    clean_environment,
+    find_free_port,
+)
+from tests.support.running import running, running_both
+
+ENDPOINT = "tcp://127.0.0.1:5557"
+OTHERS_OFF = (
+    *("--slot-tracker-bind", "off"),
+    *("--selection-bind", "off"),
+    *("--conductor-bind", "off"),
+)
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs kvd as a process of its own, for command lines that end by themselves."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvd", *arguments],
+        cwd=REPOSITORY,
+        env=clean_environment(**environ),
+        capture_output=True,
+        text=True,
+        timeout=STOP_DEADLINE_S,
+        check=False,
+    )
+
+
+def given(*arguments: str) -> dict[str, object]:
+    """Returns what a command line says, by setting."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    settings: dict[str, object] = args.given(parser, args)
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def test_version_and_help_answer_and_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in [
+        (["--version"], f"kvd {VERSION}\n"),
+        (["--help"], "serve"),
+        (["serve", "--help"], "--indexer-bind"),
+        (["indexer", "--help"], "--workers"),
+        (["slot-tracker", "--help"], "--replica-sync-port"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["indexer", "--bogus"],
+        ["indexer", "--port", "x"],
+        ["indexer", "--port", "65536"],
+        ["indexer", "--port", "-1"],
+        ["indexer", "--threads", "four"],
+        ["indexer", "--block-size", "4294967296"],
+        ["indexer", "--work", "1=tcp://127.0.0.1:1"],
+        ["indexer", "--tenant-id", "a", "--routing-group", "b"],
+        ["serve", "--indexer-bind", "8090"],
+        ["serve", "--log-level", "loud"],
+        ["serve", "--slot-tracker-bind", "8091"],
+        ["serve", "--metrics-ranks", "-1"],
+        ["serve", "--request-expiry-s", "0"],
+        ["slot-tracker", "--workers", "1=tcp://127.0.0.1:1"],
+        ["slot-tracker", "--port", "65536"],
+        ["slot-tracker", "--replica-sync-port", "0"],
+        ["slot-tracker", "--replica-sync-port", "65536"],
+        ["slot-tracker", "--replica-sync-port", "5600", "--replica-sync-peers", "foo"],
+        ["slot-tracker", "--replica-sync-port", "5600", "--replica-sync-peers", "tcp://*:1"],
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert re.fullmatch(r"kvd.*: \S.*; see `kvd.* --help`\n", capsys.readouterr().err)
+
+
+def test_a_wrong_command_line_names_the_command_and_no_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, said in (
+        (
+            "indexer --bogus",
+            "kvd indexer: unrecognized arguments: --bogus; see `kvd indexer --help`",
+        ),
+        ("config check tcp://me:pw@h:1", "kvd config check: unrecognized arguments: tcp://***@h:1"),
+        ("status --client-keyfile x", "kvd status: --client-keyfile needs --client-certfile"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments.split())
+        error = capsys.readouterr().err
+        assert error.startswith(said) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "face", ["serve", "indexer", "slot-tracker", "select-service", "conductor"]
+)
+@pytest.mark.parametrize("limit", [10, 20, LEAST - 1])
+def test_too_few_descriptors_are_one_line(face: str, limit: int) -> None:
+    few = ["prlimit", f"--nofile={limit}:{limit}"]
+    command = [*few, sys.executable, "-m", "kvd", face]
+    ended = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+    assert ended.stderr == (
+        f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
+    )
+    assert ended.returncode == os.EX_CONFIG
+
+
+def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["indexer", "--port", "65536"])
+    assert "argument --port: '65536': expected a whole number from 0 to 65535" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--block-size", "4", "--workers", "1"], "id[:rank]=endpoint"),
+        (["--block-size", "4", "--workers", "x=tcp://127.0.0.1:1"], "bad instance id"),
+        (["--block-size", "4", "--workers", "1:y=tcp://127.0.0.1:1"], "bad dp_rank"),
+        (["--block-size", "4", "--workers", "1=foo"], "invalid ZMQ endpoint `foo`"),
+        (["--block-size", "4", "--workers", "1=tcp://h:1,1=tcp://h:2"], "twice"),
+        (["--workers", f"1={ENDPOINT}"], "--block-size"),
+        (["--workers", ""], "--block-size"),
+    ],
+)
+def test_a_start_error_is_one_line_and_ends_with_78(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_start_error(["indexer", *flags], complaint, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
+            "--conductor-bind off",
+            "every face is off",
+        ),
+        ("slot-tracker --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
+        ("serve --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
+        ("serve --indexer-bind off --demo", "--demo"),
+    ],
+)
+def test_so_is_one_about_several_faces(
+    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_start_error(arguments.split(), complaint, capsys)
+
+
+def check_start_error(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == os.EX_CONFIG
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.startswith("kvd: ")
+    assert error.count("\n") == 1
+
+
+def test_the_documented_flags_mean_what_they_say() -> None:
+    alone = {"slot_tracker_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
+    assert given("indexer") == alone
+    assert given("indexer", "--port", "8091", "--threads", "4") == alone | {
+        "indexer_bind": parse_face_binds("127.0.0.1:8091")
+    }
+    assert given("indexer", "--host", "::1") == alone | {
+        "indexer_bind": parse_face_binds("[::1]:8090")
+    }
+    of_tenant = alone | {"tenant_id": "a"}
+    assert given("indexer", "--routing-group", "a", "--tenant-id", "a") == of_tenant
+    assert given("indexer", "--routing-group", "a") == of_tenant
+
+
+def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
+    alone = {"indexer_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
+    assert given("slot-tracker") == alone
+    assert given("slot-tracker", "--port", "1", "--replica-sync-port", "5600") == alone | {
+        "slot_tracker_bind": parse_face_binds("127.0.0.1:1"),
+        "replica_sync_port": 5600,
+    }
+    elsewhere = alone | {"slot_tracker_bind": parse_face_binds("[::1]:8091")}
+    assert given("slot-tracker", "--host", "::1") == elsewhere
+    peers = "tcp://a:1, tcp://b:2,,tcp://a:1"
+    assert given("slot-tracker", "--replica-sync-peers", peers) == alone | {
+        "replica_sync_peers": ("tcp://a:1", "tcp://b:2")
+    }
+
+
+def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
+    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "conductor_bind": OFF}
+    alone[DEFAULTS] = {setting.name: setting.default for setting in SELECT_SERVICE_SETTINGS}
+    assert given("select-service") == alone
+    assert given("select-service", "--port", "1", "--threads", "4") == alone | {
+        "selection_bind": parse_face_binds("127.0.0.1:1")
+    }
+    peers = given("select-service", "--indexer-peers", "http://a:1,http://b:2")
+    assert peers == alone | {"peers": ("http://a:1", "http://b:2")}
+    reuse = given("select-service", "--no-router-assume-kv-reuse")
+    assert reuse == alone | {"router_assume_kv_reuse": False}
+
+
+def test_the_flags_of_the_conductor_mean_what_they_say() -> None:
+    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "selection_bind": OFF}
+    assert given("conductor") == alone
+    assert given("conductor", "--port", "1", "--hash-seed", "42") == alone | {
+        "conductor_bind": parse_face_binds("127.0.0.1:1"),
+        "hash_seed": 42,
+    }
+
+
+def test_the_select_service_computes_what_the_original_does() -> None:
+    """What all of kvd takes for granted of engines, the drop-in command does only if it is told."""
+
+    def holds(*flags: str, **environ: str) -> object:
+        args = build_parser().parse_args(flags)
+        return load(args.given(build_parser(), args), environ).router.settings.members["last_token"]
+
+    assert holds("serve") is True and holds("select-service") is False
+    assert holds("select-service", "--router-last-token") is True
+    assert holds("select-service", KVD_ROUTER_LAST_TOKEN="1") is True
+    assert holds("serve", "--no-router-last-token") is False
+
+
+@pytest.mark.parametrize("command", ["select-service", "serve"])
+def test_switches_stand_alone_or_say_it(command: str) -> None:
+    alone = given(command)
+    for flags, value in (
+        (["--router-track-active-blocks"], True),
+        (["--no-router-track-active-blocks"], False),
+        (["--router-track-active-blocks", "off"], False),
+        (["--router-track-active-blocks=true", "--router-mode", "kv"], True),
+    ):
+        assert given(command, *flags)["router_track_active_blocks"] is value
+    for flag in ("--no-router-kv-events", "--no-router-use-kv-events"):
+        assert given(command, flag) == alone | {"router_use_kv_events": False}
+
+
+def test_every_setting_of_the_router_is_a_flag_of_the_select_service() -> None:
+    known = vars(build_parser().parse_args(["select-service"])).keys()
+    of_routers = [each for each in SETTINGS if (each.borrowed or "").startswith("DYN_")]
+    assert len(of_routers) > 20
+    assert {each.name for each in of_routers} <= known
+    assert given("select-service", "--router-temperature", "0.5")["router_temperature"] == 0.5
+
+
+def test_every_setting_is_a_flag_of_serve() -> None:
+    parser = build_parser()
+    settings = serve_settings(parser, parser.parse_args(["serve"]))
+    assert settings == {setting.name: None for setting in SETTINGS}
+    assert given("serve", "--indexer-bind", "[::1]:1") == {
+        "indexer_bind": parse_face_binds("[::1]:1")
+    }
+    for command, alone in (
+        ("indexer", indexer_settings),
+        ("slot-tracker", slot_tracker_settings),
+        ("select-service", select_service_settings),
+        ("conductor", conductor_settings),
+    ):
+        assert alone(parser, parser.parse_args([command])).keys() <= {*settings, DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "indexer --port {}",
+        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{} --selection-bind off "
+        "--conductor-bind off",
+        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off --selection-bind 127.0.0.1:{} "
+        "--conductor-bind off",
+        "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
+        "--conductor-bind 127.0.0.1:{}",
+        "slot-tracker --port 0 --replica-sync-port {}",
+    ],
+)
+def test_a_port_in_use_is_a_start_error(arguments: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run(*arguments.format(port).split())
+    assert ended.returncode == 1  # it may be free in a moment
+    assert f"127.0.0.1:{port}" in ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
+    files = ["-subj", "/CN=kvd", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run([*command.split(), *files], cwd=tmp_path, check=True, capture_output=True)
+    pems = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
+
+    def start(bind: str, cert: str, code: int) -> str:
+        binds = ("--indexer-bind", f"127.0.0.1:0,tls:{bind}", *OTHERS_OFF)
+        ended = run("serve", *binds, "--tls-certfile", cert, "--tls-keyfile", pems["key"])
+        assert ended.returncode == code
+        assert ended.stderr.count("\n") == 1, ended.stderr
+        return ended.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"cannot listen on {bind}" in start(bind, pems["cert"], code=1)
+    assert "cannot use" in start("127.0.0.1:0", pems["key"], os.EX_CONFIG)  # no certificate in it
+
+
+def test_every_flag_is_said_to_have_the_variable_it_has() -> None:
+    epilog = "".join(run("serve", "--help").stdout.split())  # lines break at hyphens too
+    for setting in SETTINGS:
+        usual = f"KVD_{setting.name.upper()}"
+        assert setting.variable == usual or f"{setting.flag}as{setting.variable}" in epilog
+
+
+def test_workers_of_the_command_line_are_registered(
+    kvd_process: Callable[..., Server],
+) -> None:
+    flags = ("--block-size", "16", "--model-name", "m", "--workers", f"1={ENDPOINT},1:1={ENDPOINT}")
+    server = kvd_process(*flags, "--threads", "4")
+    (worker,) = httpx.get(f"{server.base_url}/workers", trust_env=False).json()
+    assert worker["instance_id"] == 1
+    assert worker["endpoints"] == {"0": ENDPOINT, "1": ENDPOINT}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_both_signals_end_it_well(
+    number: signal.Signals, kvd_process: Callable[..., Server]
+) -> None:
+    assert kvd_process().stop(number) == 0
+
+
+def test_who_reads_what_a_command_says_may_leave() -> None:
+    command = [sys.executable, "-m", "kvd", "config", "docs"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as nobody, open("/dev/full", "wb") as full:
+        for stdout, said in ((nobody, ""), (full, "kvd: cannot write: No space left on device\n")):
+            done = subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=clean_environment(),
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_both_faces_are_one_process(tmp_path: Path) -> None:
+    with (
+        running_both(tmp_path) as (server, slot_tracker),
+        httpx.Client(trust_env=False) as client,
+    ):
+        worker = {"worker_id": 7, "model_name": "m", "block_size": 16, "dp_start": 0, "dp_size": 1}
+        assert client.post(f"{slot_tracker}/register", json=worker).status_code == 201
+        assert client.get(f"{server.base_url}/workers").json() == []  # of engines
+        assert len(client.get(f"{slot_tracker}/loads").json()) == 1
+        for url, own, other in (
+            (server.base_url, "dynamo_kvindexer_listeners", "kvd_slots_workers"),
+            (slot_tracker, "kvd_slots_workers", "dynamo_kvindexer_listeners"),
+        ):
+            metrics = client.get(f"{url}/metrics").text
+            assert own in metrics and other not in metrics
+            assert client.get(f"{url}/health").status_code == 200
+        assert client.get(f"{server.base_url}/loads").status_code == 404
+        assert client.post(f"{slot_tracker}/query", json={}).status_code == 404
+    for url in (server.base_url, slot_tracker):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", trust_env=False)
+    assert server.stderr.count("event=serving") == 2
+    assert server.stderr.count("event=stopped") == 1
+
+
+def test_a_face_can_be_off(tmp_path: Path) -> None:
+    port = find_free_port()
+    binds = ("--indexer-bind=off", "--selection-bind=off", "--conductor-bind=off")
+    binds = (*binds, "--slot-tracker-bind", f"127.0.0.1:{port}")
+    with running(tmp_path, port, "serve", *binds, "--request-expiry-s", "5") as server:
+        assert server.stderr.count("event=serving") == 1
+        assert "face=slot-tracker" in server.stderr

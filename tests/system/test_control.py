@@ -1,0 +1,118 @@
+"""`kvd reload`, what `systemctl reload` runs: it ends with what has become of the reload."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+
+from kvd.app.control import FOLDER_VARIABLE
+from kvd.cli.main import main
+from tests.support.processes import Server, find_free_port
+from tests.support.running import running
+
+TOKENS = "operator read 0123456789abcdef\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The service's folder, in the environment of `kvd reload` as systemd puts it there."""
+    path = tmp_path / "run"
+    path.mkdir()
+    monkeypatch.setenv(FOLDER_VARIABLE, f"{path}:/elsewhere")
+    return path
+
+
+@contextmanager
+def service(folder: Path, text: str = "", host: str = "127.0.0.1") -> Iterator[tuple[Server, Path]]:
+    """Runs an indexer that has its folder, and a credential; yields its file of settings, too."""
+    path, credentials, port = folder / "kvd.toml", folder / "credentials", find_free_port()
+    path.write_text(text)
+    credentials.mkdir()
+    environ = {FOLDER_VARIABLE: str(folder), "CREDENTIALS_DIRECTORY": str(credentials)}
+    told = ("indexer", "--host", host, "--port", str(port), "--config", str(path))
+    with running(folder, port, *told, environ=environ) as server:
+        yield server, path
+
+
+def test_what_holds_is_said_and_what_waits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with service(folder) as (_, path):
+        assert main(["reload"]) == 0
+        assert capsys.readouterr().out == "reloaded: nothing has changed\n"
+        path.write_text('http_idle_s = 5\nlog_format = "json"\nmax_dumps = 3\n')
+        assert main(["reload"]) == 0
+        assert capsys.readouterr().out == (
+            "reloaded: http_idle_s log_format\nrestart needed: max_dumps\n"
+        )
+        assert stat.S_IMODE((folder / "control").stat().st_mode) == 0o600
+    assert not (folder / "control").exists()
+
+
+def test_what_kvd_refuses_fails_with_the_reason(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = folder / "tokens"
+    tokens.write_text(TOKENS)
+    text = f'tokens_file = "{tokens}"\n'
+    with service(folder, text, host="0.0.0.0") as (server, path):
+
+        def refused(text: str) -> str:
+            path.write_text(text)
+            assert main(["reload"]) == 1
+            assert "event=reload_refused" in server.stderr
+            said = capsys.readouterr()
+            assert not said.out and said.err.startswith("kvd: nothing has changed: "), said
+            return said.err
+
+        assert refused("log_levle = 1\n").endswith("log_levle: no such setting; log_level?\n")
+        # Which addresses are open knows only who has opened them,
+        assert "could use the indexer" in refused("")
+        # and its credentials nobody else.
+        (folder / "credentials" / "kvd_tokens").write_text("operator read short\n")
+        assert "kvd_tokens: line 1, operator: a token is" in refused("")
+        assert httpx.get(f"{server.base_url}/workers", trust_env=False).status_code == 401
+
+
+def test_without_a_kvd_to_ask_it_fails(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["reload"]) == 1
+    assert capsys.readouterr().err == (
+        f"kvd: no kvd answers at {folder}/control: No such file or directory\n"
+    )
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(str(folder / "control"))
+        dying.listen()
+        thread = Thread(target=lambda: dying.accept()[0].close())
+        thread.start()
+        assert main(["reload"]) == 1
+        thread.join()
+    assert capsys.readouterr().err == "kvd: kvd has ended before it had reloaded\n"
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    assert main(["reload"]) == 1
+    assert "systemctl reload kvd" in capsys.readouterr().err
+
+
+def test_those_who_leave_or_come_together_harm_nobody(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with service(folder) as (_, path):
+        for _ in range(20):
+            with socket.socket(socket.AF_UNIX) as leaving:
+                leaving.connect(str(folder / "control"))
+        path.write_text("http_idle_s = 5\n")
+        codes = list[int]()
+        threads = [Thread(target=lambda: codes.append(main(["reload"]))) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert codes == [0] * 5

@@ -1,0 +1,217 @@
+"""The demo: its engines tell the truth about their caches, and `kvd serve --demo` shows it."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import httpx
+import msgpack
+import pytest
+import trio
+import zmq
+
+from kvd.demo.display import DemoStats, LiveLine, Traffic, introduction, live_text
+from kvd.demo.engines import (
+    BLOCK_SIZE,
+    Block,
+    Engine,
+    Event,
+    Publisher,
+    SglangEngine,
+    VllmEngine,
+    chains,
+)
+from kvd.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, VOCABULARY, Workload, tokenize
+from tests.support.processes import Server, clean_environment, find_free_port
+
+TURNS = 300
+
+
+class Replica:
+    """The slow truth: what a reader of the events knows, as plain sets of prompt prefixes."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[str, dict[int, tuple[int, ...]]] = {"GPU": {}, "CPU_PINNED": {}}
+        self._prefixes: dict[int, tuple[int, ...]] = {}
+
+    def apply(self, event: Event) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.tiers = {medium: {} for medium in self.tiers}
+            return
+        held = self.tiers[event["medium"]]
+        if event["type"] == "BlockRemoved":
+            for name in event["block_hashes"]:
+                del held[name]
+            return
+        parent, names = event["parent_block_hash"], event["block_hashes"]
+        assert event["block_size"] == BLOCK_SIZE
+        assert len(event["token_ids"]) == BLOCK_SIZE * len(names)
+        assert event["medium"] != "GPU" or parent is None or parent in held, "child before parent"
+        prefix = () if parent is None else self._prefixes[parent]
+        for index, name in enumerate(names):
+            assert name not in held, "stored twice"
+            prefix += tuple(event["token_ids"][index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+            held[name] = self._prefixes[name] = prefix
+
+    def reach(self, tokens: list[int]) -> tuple[int, int]:
+        """Returns the leading blocks on the device, and those on device then host."""
+        whole = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
+        prefixes = [tuple(tokens[:length]) for length in whole]
+        device, host = (set(held.values()) for held in self.tiers.values())
+        first = next((i for i, one in enumerate(prefixes) if one not in device), len(prefixes))
+        later = next(
+            (i for i, one in enumerate(prefixes) if i >= first and one not in host), len(prefixes)
+        )
+        return first, later
+
+
+def engines() -> list[Engine]:
+    return [VllmEngine(64), SglangEngine(48, 64)]
+
+
+@pytest.mark.parametrize("engine", engines(), ids=lambda engine: type(engine).__name__)
+def test_an_engines_events_say_what_it_holds(engine: Engine) -> None:
+    workload, replica, kinds = Workload(Random(2)), Replica(), set()
+    for event in engine.first_events():
+        replica.apply(event)
+    for _ in range(TURNS):
+        conversation = workload.ask()
+        assert engine.held(conversation.tokens) == replica.reach(conversation.tokens)
+        for event in engine.serve(conversation.tokens):
+            kinds.add((event["type"], event["medium"]))
+            replica.apply(event)
+        assert len(replica.tiers["GPU"]) <= engine.device_blocks
+        assert len(replica.tiers["CPU_PINNED"]) <= engine.host_blocks
+    media = {"GPU", "CPU_PINNED"} if engine.host_blocks else {"GPU"}
+    assert kinds == {(kind, medium) for kind in ("BlockStored", "BlockRemoved") for medium in media}
+
+
+def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
+    engine, tokens = VllmEngine(4), list(range(10 * BLOCK_SIZE))
+    (stored,) = engine.serve(tokens)
+    assert len(stored["block_hashes"]) == 4
+    assert engine.held(tokens) == (4, 4)
+    assert engine.serve(tokens) == []
+
+
+def test_the_block_hashes_are_those_of_the_real_engines() -> None:
+    # From a recording of SGLang 0.5.23 and of vLLM 0.33.0 (PYTHONHASHSEED unset, sha256) at four
+    # tokens a block: two different formulas, so two names for the same tokens.
+    sglang, vllm, tokens = SglangEngine(8, 8), VllmEngine(8), (11, 12, 13, 14)
+    assert sglang._name(sglang._digest(None, tokens)) == -685567553150498463
+    assert vllm._name(vllm._digest(None, tokens)) == 13845173225549863662
+
+
+def test_events_have_the_members_of_the_real_ones_in_their_order() -> None:
+    tokens = list(range(2 * BLOCK_SIZE))
+    (stored,) = VllmEngine(1).serve(tokens)
+    assert list(stored) == [
+        *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
+        *("medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+    ]
+    (stored,) = SglangEngine(1, 1).serve(tokens)
+    assert list(stored) == [
+        *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
+        "medium",
+    ]
+
+
+def test_evicted_chains_leave_root_first_in_one_event() -> None:
+    root, child = Block(b"r", None, ()), Block(b"c", b"r", ())
+    leaf, twig = Block(b"l", b"c", ()), Block(b"t", b"c", ())
+    assert chains([leaf, twig, child, root]) == [[leaf], [root, child, twig]]
+    assert chains([root, leaf]) == [[root], [leaf]]
+    assert chains([]) == []
+
+
+def test_conversations_grow_stay_bounded_and_share_their_beginning() -> None:
+    workload = Workload(Random(3))
+    for _ in range(TURNS):
+        conversation = workload.ask()
+        before = list(conversation.tokens)
+        workload.reply(conversation)
+        assert conversation.tokens[: len(before)] == before
+        assert len(conversation.tokens) < 1000
+    live = workload._live
+    assert len(live) == LIVE_CONVERSATIONS
+    assert all(0 <= conversation.turns_left <= MAX_TURNS for conversation in live)
+    assert len({tuple(conversation.tokens[:32]) for conversation in live}) <= 3
+    assert tokenize("one two one") == [token % VOCABULARY for token in tokenize("one two one")]
+
+
+async def test_batches_arrive_as_the_real_frames() -> None:
+    with zmq.Context() as context:
+        publisher = Publisher(context)
+        with context.socket(zmq.SUB) as subscriber:
+            subscriber.connect(publisher.endpoint)
+            subscriber.subscribe(b"")
+            with trio.fail_after(60):
+                await publisher.subscribed()
+            publisher.publish([], 0.5)
+            for number, event in enumerate([{"type": "AllBlocksCleared"}] * 2):
+                publisher.publish([event], 1.5)
+                with trio.fail_after(60):
+                    frames = await trio.to_thread.run_sync(subscriber.recv_multipart)
+                assert frames[:2] == [b"kv-events", number.to_bytes(8, "big")]
+                assert msgpack.unpackb(frames[2]) == [1.5, [event], 0]
+        context.destroy(linger=0)
+
+
+def test_the_live_line_tells_rates_and_shares() -> None:
+    traffic = Traffic(turns=7, right=6, prompt_tokens=200, cached_tokens=150)
+    text = live_text(DemoStats(10, 5, 3), DemoStats(30, 8, 5), 2.0, traffic)
+    assert text == ("10 events/s, 8 blocks, 1 queries/s, 75% cached, 6/7 answers exact")
+
+
+def test_off_a_terminal_the_live_line_is_a_line() -> None:
+    out = io.StringIO()
+    LiveLine(out).show("now")
+    assert out.getvalue() == "now\n"
+
+
+def test_the_introduction_is_to_be_pasted() -> None:
+    question = {"model_name": "demo", "token_ids": [1, 2]}
+    text = introduction("http://h:1", ["instance 1"], question, b'{"scores":{}}')
+    assert "curl -s http://h:1/query" in text
+    assert """-d '{"model_name":"demo","token_ids":[1,2]}'""" in text
+    assert '\n{"scores":{}}\n' in text
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Server]:
+    port = find_free_port()
+    command = [sys.executable, "-m", "kvd", "serve", "--demo"]
+    names = ("SLOT_TRACKER", "SELECTION", "CONDUCTOR")
+    others = {f"KVD_{name}_BIND": "off" for name in names}
+    binds = {"KVD_INDEXER_BIND": f"127.0.0.1:{port}", **others}
+    environ = clean_environment(**binds)
+    server = Server(command, tmp_path, port, environ)
+    yield server
+    server.stop()
+
+
+def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(demo: Server) -> None:
+    demo.wait_until(lambda: "answers exact" in demo.stdout, "showing its live line")
+    shown = demo.stdout
+    question = json.loads(shown.split("-d '")[1].split("'")[0])
+    answer = httpx.post(f"{demo.base_url}/query", json=question, trust_env=False).json()
+    assert max(one["longest_matched"] for one in answer["instances"].values()) > 0
+    printed = next(line for line in shown.splitlines() if line.startswith('{"scores"'))
+    assert json.loads(printed)["instances"].keys() <= {"1", "2"}
+    turns, exact = _live_figures(shown)
+    assert turns >= 1
+    assert exact == turns, shown
+    assert demo.stop(signal.SIGINT) == 0
+    assert "warning" not in demo.stderr
+    assert "Traceback" not in demo.stderr
+
+
+def _live_figures(shown: str) -> tuple[int, int]:
+    exact, turns = shown.splitlines()[-1].split()[-3].split("/")
+    return int(turns), int(exact)

@@ -1,0 +1,268 @@
+"""Modes, thresholds, taints and phases over HTTP, as operators and gateways meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvd.config.load import StartError, load
+from kvd.selection.phases import PREFILL_SUFFIX
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
+from tests.conformance.failure import wait_until
+from tests.support.processes import Server
+from tests.support.running import running_kvd
+
+PREDICTING = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
+LONGEST = MAX_REQUEST_ID_BYTES - len(PREFILL_SUFFIX)  # of a reservation of both phases
+PROMPT = {"block_hashes": [1, 2], "sequence_hashes": [3, 4], "isl_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    environ = {"DYN_ROUTER_MODE": "round-robin", "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD": "100000"}
+    folder = tmp_path_factory.mktemp("kvd")
+    with running_kvd(folder, face="select-service", environ=environ) as server:
+        yield server
+
+
+@pytest.fixture
+def client(kvd: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=kvd.base_url, trust_env=False) as made:
+        yield made
+        for row in made.get("/workers").json():
+            made.delete(f"/workers/{row['worker_id']}")
+    assert "Traceback" not in kvd.stderr
+
+
+def register(client: httpx.Client, worker_id: int, model: str, **members: Any) -> None:
+    record = {
+        "worker_id": worker_id,
+        "model_name": model,
+        "endpoint": f"http://worker-{worker_id}",
+        "block_size": 4,
+        "kv_events_endpoint": f"ipc:///nonexistent/{worker_id}",
+    }
+    answer = client.post("/workers", json=record | members)
+    assert answer.json()["lifecycle"] == "schedulable", answer.text
+
+
+def select(client: httpx.Client, model: str, path: str = "/select", **members: Any) -> Any:
+    answer = client.post(path, json={"model_name": model, **PROMPT, **members})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def workers(client: httpx.Client, model: str, times: int, **members: Any) -> list[int]:
+    return [select(client, model, **members)["worker_id"] for _ in range(times)]
+
+
+def test_the_mode_by_default_by_model_by_tenant_and_by_request(client: httpx.Client) -> None:
+    for worker_id in (1, 2):
+        register(client, worker_id, "mode")
+    assert workers(client, "mode", 4) == [1, 2, 1, 2]
+    assert client.get("/router_mode").json() == {"router_mode": "round-robin", "router_modes": []}
+    select(client, "mode", "/select_and_reserve", pinned_worker={"worker_id": 1, "dp_rank": 0})
+    override = {"router_config_override": {"router_mode": "least-loaded"}}
+    assert workers(client, "mode", 3, **override) == [2, 2, 2]
+    changed = {"model_name": "mode", "tenant_id": "default", "router_mode": "direct"}
+    assert client.post("/router_mode", json=changed).json() == {
+        "model": "mode",
+        "tenant_id": "default",
+        "router_mode": "direct",
+    }
+    body = {"model_name": "mode", **PROMPT}
+    answer = client.post("/select", json=body)
+    assert answer.status_code == 400 and "pinned_worker" in answer.json()["error"]
+    pinned = {"pinned_worker": {"worker_id": 1, "dp_rank": 0}}
+    assert workers(client, "mode", 2, **pinned) == [1, 1]
+    both = client.post("/select", json=body | pinned | {"phase": "both"})
+    assert both.status_code == 400
+    assert len(client.get("/router_mode").json()["router_modes"]) == 1
+    gone = client.delete("/router_mode", params={"model_name": "mode", "tenant_id": "default"})
+    assert gone.json()["router_mode"] == "round-robin"
+    assert client.delete("/router_mode").status_code == 400
+    assert client.post("/router_mode", json=changed | {"model_name": "x"}).status_code == 404
+
+
+def test_busy_thresholds_at_run_time(client: httpx.Client) -> None:
+    for worker_id in (1, 2):
+        register(client, worker_id, "busy", total_kv_blocks=4)
+    nothing = {
+        "model": "busy",
+        "active_decode_blocks_threshold": None,
+        "active_prefill_tokens_threshold": 100000,
+        "active_prefill_tokens_threshold_frac": None,
+    }
+    assert client.post("/busy_threshold", json={"model": "busy"}).json() == nothing
+    assert nothing in client.get("/busy_threshold").json()["thresholds"]
+    for worker_id in (1, 2):
+        pinned = {"pinned_worker": {"worker_id": worker_id, "dp_rank": 0}}
+        booked = {"reservation_id": f"busy {worker_id}"}
+        select(client, "busy", "/select_and_reserve", **pinned, **booked)
+    changed = {"model": "busy", "active_decode_blocks_threshold": 0.4}
+    answer = client.post("/busy_threshold", json=changed)
+    assert answer.json() == nothing | changed
+    refused = client.post("/select", json={"model_name": "busy", **PROMPT})
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+    assert client.delete("/reservations/busy%201").status_code == 200
+    assert workers(client, "busy", 3) == [1, 1, 1]
+    own = {"model": "busy", "tenant_id": "default", "active_decode_blocks_threshold": "off"}
+    answer = client.post("/busy_threshold", json=own)
+    assert answer.json()["active_decode_blocks_threshold"] is None
+    assert set(workers(client, "busy", 4)) == {1, 2}
+    for place in ({"model_name": "busy", "tenant_id": "default"}, {"model_name": "busy"}):
+        gone = client.delete("/busy_threshold", params=place)
+    assert gone.json() == nothing
+    wrong: list[tuple[int, dict[str, Any]]] = [
+        (400, {"active_decode_blocks_threshold": 1.1}),
+        (400, {"active_decode_blocks_threshold": -1}),
+        (400, {"active_prefill_tokens_threshold_frac": -0.5}),
+        (404, {"model": "none", "active_decode_blocks_threshold": 1}),
+        (404, {"tenant_id": "none", "active_decode_blocks_threshold": 1}),
+    ]
+    for status, change in wrong:
+        answer = client.post("/busy_threshold", json={"model": "busy"} | change)
+        assert (answer.status_code, change) == (status, change)
+    assert client.post("/busy_threshold", json={"model": "none"}).json()["model"] == "none"
+
+
+def test_preferred_taints(client: httpx.Client) -> None:
+    for worker_id, taints in ((1, []), (2, ["a"]), (3, ["b"])):
+        register(client, worker_id, "taints", taints=taints)
+    kv = {"router_config_override": {"router_mode": "kv"}}
+
+    def chosen(constraints: dict[str, Any], times: int = 12) -> set[int]:
+        return set(workers(client, "taints", times, routing_constraints=constraints, **kv))
+
+    assert chosen({"preferred_taints": {"a": 0.5}}) == {2}
+    assert chosen({"preferred_taints": {"a": 0.5, "b": 0.6}}) == {3}
+    assert chosen({"preferred_taints": ["b"]}) == {3}
+    assert chosen({"preferred_taints": {"a": -1, "b": -1}}) == {1}
+    assert chosen({"preferred_taints": {"b": 1}, "required_taints": ["a"]}) == {2}
+    # Ties are drawn: one of three is missed in 100 draws in one run of 10^17.
+    assert chosen({"preferred_taints": {}}, 100) == {1, 2, 3}
+
+
+def test_both_phases_of_a_request(client: httpx.Client) -> None:
+    register(client, 1, "phases", role="prefill")
+    register(client, 2, "phases", role="decode")
+    assert workers(client, "phases", 3) == [2, 2, 2]
+    assert select(client, "phases", phase="prefill")["worker_id"] == 1
+    answer = select(
+        client, "phases", "/select_and_reserve", phase="both", reservation_id="r", explain=True
+    )
+    assert (answer["worker_id"], answer["prefill"]["worker_id"]) == (2, 1)
+    assert answer["prefill"]["endpoint"] == "http://worker-1"
+    assert answer["prefill"]["candidates"][0]["eligible"] is True
+
+    def loads() -> Any:
+        (row,) = client.get("/loads", params={"model_name": "phases"}).json()
+        return [
+            (each["potential_prefill_tokens"], each["potential_decode_blocks"])
+            for each in row["loads"]
+        ]
+
+    assert loads() == [(8, 0), (0, 2)]
+    assert client.post("/reservations/r/prefill_complete").status_code == 200
+    assert loads() == [(0, 0), (0, 2)]
+    assert client.delete("/reservations/r%3Aprefill").status_code == 404
+    assert client.delete("/reservations/r").status_code == 200
+    assert loads() == [(0, 0), (0, 0)]
+    named = select(client, "phases", "/select_and_reserve", phase="both")
+    assert named["prefill"]["reservation_id"] == named["reservation_id"] + ":prefill"
+    assert client.delete(f"/reservations/{named['reservation_id']}").status_code == 200
+    assert loads() == [(0, 0), (0, 0)]
+    booking = {"model_name": "phases", **PROMPT, "worker_id": 1, "reservation_id": "p"}
+    body = booking | {"phase": "prefill", "effective_prefill_tokens": 5}
+    assert client.post("/reservations", json=body).status_code == 201
+    assert loads() == [(5, 0), (0, 0)]
+    assert client.delete("/reservations/p").status_code == 200
+    for length, status in ((LONGEST, 200), (LONGEST + 1, 422)):
+        body = {"model_name": "phases", **PROMPT, "phase": "both", "reservation_id": "x" * length}
+        assert client.post("/select_and_reserve", json=body).status_code == status
+    client.delete("/workers/1")
+    alone = select(client, "phases", phase="both")
+    assert alone["prefill"] is None and alone["worker_id"] == 2
+    assert alone["fallback"] == "decode only: no prefill worker is available"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DYN_ROUTER_MODE", "fastest"),
+        ("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", "1.5"),
+        ("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", "1.5"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_stops_the_start(
+    name: str, value: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartError, match=f"{name}='{value}'"):
+        load({}, {name: value})
+
+
+# ---- the start
+
+
+def readiness(client: httpx.Client) -> tuple[int, list[str], str]:
+    answer = client.get("/ready")
+    members = answer.json()
+    assert members["ready"] is (answer.status_code == 200)
+    return answer.status_code, members["not_ready_reasons"], members["recovery"]["state"]
+
+
+def test_as_many_workers_as_were_asked_for_are_waited_for(tmp_path: Path) -> None:
+    environ = {"DYN_ROUTER_MIN_INITIAL_WORKERS": "2"}
+    with (
+        running_kvd(tmp_path, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        assert readiness(client)[:2] == (503, ["0 of 2 initial workers are there"])
+        register(client, 1, "one")
+        assert readiness(client)[:2] == (503, ["1 of 2 initial workers are there"])
+        assert select(client, "one")["worker_id"] == 1  # who asks is answered
+        register(client, 2, "two")
+        assert readiness(client) == (200, [], "off")
+        client.delete("/workers/2")
+        assert readiness(client)[0] == 200
+        client.delete("/workers/1")
+        assert readiness(client)[:2] == (503, ["there is no schedulable worker"])
+
+
+@contextmanager
+def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[httpx.Client]:
+    environ = {"KVD_RECOVERY_DELAY_S": str(delay_s)}
+    flags = ("--indexer-peers", peer)
+    with (
+        running_kvd(folder, *flags, face="select-service", environ=environ) as server,
+        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+    ):
+        yield client
+
+
+def test_recovery_is_waited_for(tmp_path: Path) -> None:
+    with recovering(tmp_path, "http://127.0.0.1:1", delay_s=60) as client:
+        register(client, 1, "m")
+        assert readiness(client) == (503, ["a peer's index is being taken"], "running")
+
+
+@pytest.mark.parametrize("state", ["done", "empty"])
+def test_ready_tells_of_recovery(state: str, tmp_path: Path) -> None:
+    with (
+        running_kvd(tmp_path, face="select-service", environ=PREDICTING) as peer,
+        httpx.Client(base_url=peer.base_url, trust_env=False) as other,
+    ):
+        if state == "done":
+            register(other, 1, "m")
+            select(other, "m", "/select_and_reserve")  # and so something is thought to be cached
+        with recovering(tmp_path, peer.base_url, delay_s=0) as client:
+            register(client, 1, "m")
+            wait_until(lambda: None if readiness(client)[0] == 200 else "not ready", 10)
+            assert readiness(client) == (200, [], state)
+            blocks = client.get("/ready").json()["recovery"]["blocks"]
+            assert blocks == (2 if state == "done" else 0)

@@ -1,0 +1,475 @@
+"""Reading the configuration file again: what a running daemon takes over, refuses, puts off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.config.load import CONFIG, TLS_FILES, StartError, load
+from kvd.config.parsers import Setting
+from kvd.config.reload import Reader
+from kvd.config.settings import SETTINGS
+from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency
+from tests.support import exposition
+from tests.support.processes import STOP_DEADLINE_S, find_free_port, reads
+from tests.support.reloading import Daemon, daemon, starting
+from tests.support.running import running, running_kvd
+
+OTHERS = {  # values that are no default and leave the rest valid
+    "log_level": '"error"',
+    "replay_bytes": "70000",
+    "log_format": '"json"',
+    "router_queue_policy": '"wspt"',
+    "router_mode": '"random"',
+    "router_queue_threshold": '"off"',
+    "router_track_active_blocks": "false",
+    "router_last_token": "false",
+    "router_track_prefill_tokens": "false",
+    "outgoing_allow": '["10.0.0.0/8"]',
+    "model_name": '"llama"',
+    "indexer_bind": '"127.0.0.1:1"',
+    "router_use_kv_events": "false",
+    "peers": '["http://10.0.0.9:8090"]',
+    "allowed_hosts": '["kvd.example"]',
+    "allowed_origins": '["https://kvd.example"]',
+}
+
+
+def other(setting: Setting) -> str:
+    """Returns the text of a value that a live setting does not have by default."""
+    return OTHERS.get(setting.name, "1" if setting.default != 1 else "0.5")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kvd.toml"
+
+
+def reader(path: Path, text: str = "", **given_: object) -> Reader:
+    path.write_text(text)
+    return Reader({CONFIG: os.fspath(path), **given_}, {})
+
+
+@pytest.mark.parametrize(
+    "name", sorted({each.name for each in SETTINGS if each.live} - {*TLS_FILES} | OTHERS.keys())
+)
+def test_a_live_setting_is_taken_over_and_another_one_put_off(path: Path, name: str) -> None:
+    (setting,) = (each for each in SETTINGS if each.name == name)
+    tokens = path.parent / "tokens"
+    tokens.write_text("operator admin 0123456789abcdef\n")
+    again = reader(path)
+    before = load(again.given, {})
+    value = f'"{tokens}"' if name == "tokens_file" else other(setting)
+    path.write_text(f"{name} = {value}\n")
+    wanted = load(again.given, {})
+    assert wanted.values != before.values
+    reloaded = again.again(before)
+    if setting.live:
+        assert reloaded.changed == (name,) and not reloaded.waiting
+        assert reloaded.config.values == wanted.values
+    else:
+        assert reloaded.waiting == (name,) and not reloaded.changed
+        assert reloaded.config.values == before.values
+
+
+def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
+    files = {name: path.parent / name for name in ("one", "other")}
+    for name, file in files.items():
+        file.write_text(name)
+
+    def text(file: str) -> str:
+        said = "".join(f'{name} = "{files[file]}"\n' for name in TLS_FILES)
+        return said + 'indexer_bind = "tls:127.0.0.1:0"\n'
+
+    again = reader(path, text("one"))
+    before = load(again.given, {})
+    assert again.again(before).changed == ()
+    path.write_text(text("other"))
+    reloaded = again.again(before)
+    assert reloaded.changed == TLS_FILES and not reloaded.waiting
+    assert reloaded.config.tls == load(again.given, {}).tls != before.tls
+    path.write_text(text("one"))
+    files["one"].write_text("something else")
+    reloaded = again.again(before)
+    assert reloaded.changed == TLS_FILES and not reloaded.waiting
+    path.write_text("")  # no TLS any more, but its addresses are there until a restart
+    reloaded = again.again(before)
+    assert set(reloaded.waiting) == {"indexer_bind", *TLS_FILES}
+    assert reloaded.config.tls == before.tls
+    path.write_text("")
+    plain = load(again.given, {})
+    path.write_text(text("one"))  # the files come before the addresses
+    assert again.again(plain).waiting == ("indexer_bind",)
+    assert again.again(plain).config.tls is None
+
+
+def test_what_a_flag_says_stays(path: Path) -> None:
+    again = reader(path, log_level="debug")
+    before = load(again.given, {})
+    path.write_text('log_level = "error"\nhttp_connections = 5\n')
+    reloaded = again.again(before)
+    assert reloaded.changed == ("http_connections",)
+    assert (reloaded.config.log_level, reloaded.config.http.connections) == ("debug", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("log_levle = 'info'", "log_levle: no such setting; log_level"),
+        ("http_connections = 0", "http_connections: expected a number greater than 0"),
+        ("http_connections = 5\nengine_heartbeat_s = 99", "heartbeat timeout"),  # put off, but bad
+        ("tls_keyfile = 'nowhere'", "TLS needs an address"),
+        ("[", "Invalid|Expected"),
+        ("workers = " + "[" * 20_000, "nested too deeply"),
+        (
+            'indexer_bind = "tls:[::1]:0"\ntls_certfile = "\\u0000"\ntls_keyfile = "x"',
+            "tls_certfile: expected the name of a file",
+        ),
+    ],
+)
+def test_a_file_that_no_daemon_would_start_with_is_refused(
+    path: Path, text: str, complaint: str
+) -> None:
+    again = reader(path)
+    before = load(again.given, {})
+    path.write_text(text)
+    with pytest.raises(StartError, match=complaint):
+        again.again(before)
+    path.unlink()
+    with pytest.raises(StartError, match=r"cannot read .*No such file"):
+        again.again(before)
+
+
+@pytest.mark.parametrize(
+    ("given_", "environ", "has_file"),
+    [({CONFIG: "x"}, {}, True), ({CONFIG: None}, {"KVD_CONFIG": "x"}, True), ({}, {}, False)],
+)
+def test_whether_there_is_a_file(
+    given_: dict[str, Any], environ: dict[str, str], has_file: bool
+) -> None:
+    assert Reader(given_, environ).has_file == has_file
+
+
+URGENCIES = st.builds(Urgency, st.integers(0, 2), st.floats(0, 9), st.integers(0, 99))
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), URGENCIES), max_size=12), st.data())
+def test_another_policy_orders_those_that_wait_as_if_it_had_been_the_first(
+    arriving: list[tuple[str, Urgency]], data: st.DataObject
+) -> None:
+    old, new = data.draw(st.permutations(list(QueuePolicy)))
+    gone = data.draw(st.sets(st.integers(0, 11)))
+    orders = []
+    for policy in (old, new):
+        queue: SelectionQueue[int] = SelectionQueue(policy)
+        for number, (lane, urgency) in enumerate(arriving):
+            waiting = queue.push(lane, number, urgency, float(number))
+            if number in gone:
+                queue.remove(waiting)
+        queue.reorder(new)
+        orders.append(list(queue.release(lambda _: True)))
+    assert orders[0] == orders[1]
+
+
+# ---- a daemon
+
+
+def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
+    with daemon(tmp_path) as kvd:
+        kvd.reload('log_level = "warning"\nhttp_connections = 1\nengine_queue_messages = 9\n')
+        stderr = kvd.server.stderr
+        assert "event=restart_needed settings=engine_queue_messages" in stderr
+        assert displaced_by_another(kvd) == 1
+        kvd.reload("http_connections = 7\n")
+        assert displaced_by_another(kvd) == 0
+        kvd.server.wait_said('event=reloaded changed="http_connections log_level"')
+
+
+def displaced_by_another(kvd: Daemon) -> float:
+    """Returns how many connections gave way to one more, beside that of `kvd` itself."""
+    counter = "kvd_http_connections_displaced_total"
+    before = kvd.samples()[counter]
+    with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as another:
+        assert another.get("/health").status_code == 200
+        found = exposition.parse(another.get("/metrics").text)
+    # Where there is room for one, the next is refused until kvd has seen that this one is closed.
+    kvd.server.wait_until(lambda: kvd.http.get("/health").status_code == 200, "there is room again")
+    return found[counter] - before
+
+
+NO_EVENTS = "router_use_kv_events = false\n"
+
+
+def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
+    tokens, fleet = tmp_path / "tokens", tmp_path / "fleet.toml"
+    worker = '[[slot_tracker]]\nworker_id = {}\nmodel_name = "m"\nblock_size = 16\n'
+    worker += "dp_start = 0\ndp_size = 1\n"
+    fleet.write_text("".join(map(worker.format, range(1000))))  # registered before
+    tokens.write_text("operator read 0123456789abcdef\n")
+    text = f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\n'
+    with starting(tmp_path, "slot-tracker", text) as server:
+        server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
+        tokens.write_text("operator read fedcba9876543210\n")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_said("event=reloaded")
+        server.wait_said("event=serving")
+
+        def status(token: str) -> int:
+            headers = {"authorization": f"Bearer {token}"}
+            url = f"{server.base_url}/loads"
+            return httpx.get(url, headers=headers, trust_env=False).status_code
+
+        assert status("0123456789abcdef") == 401
+        assert status("fedcba9876543210") == 200
+
+
+def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Path) -> None:
+    with starting(tmp_path) as server:
+        server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
+
+        def answers() -> bool:
+            server.process.send_signal(signal.SIGHUP)
+            return "event=serving" in server.stderr
+
+        server.wait_until(answers, "serving")
+        for _ in range(20_000):  # faster than they are taken
+            server.process.send_signal(signal.SIGHUP)
+        server.wait_healthy()
+        server.process.send_signal(signal.SIGTERM)
+        while server.process.poll() is None:
+            server.process.send_signal(signal.SIGHUP)
+        assert server.process.returncode == 0, server.stderr
+        assert "event=reloaded" in server.stderr
+        assert "event=stopped" in server.stderr
+
+
+def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) -> None:
+    body = b'{"instance_id": 1, "model_name": "m"}'
+    head = "POST /unregister HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    with starting(tmp_path) as server:
+        server.wait_healthy()
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(head.encode() + body[:1])
+            server.wait_healthy()  # by then the other one has been read
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_said("event=stopping")
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_said("kvd is stopping")
+            client.sendall(body[1:])
+            assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
+        assert server.process.wait(STOP_DEADLINE_S) == 0, server.stderr
+
+
+def test_metrics_of_both_faces_follow_the_number_of_ranks_shown(tmp_path: Path) -> None:
+    faces = {
+        "slot-tracker": ("/register", {"dp_start": 0, "dp_size": 1}),
+        "select-service": (
+            "/workers",
+            {"endpoint": "http://127.0.0.1:1", "max_num_batched_tokens": 8192},
+        ),
+    }
+    for face, (route, members) in faces.items():
+        with daemon(tmp_path, face, NO_EVENTS + "metrics_ranks = 0\n") as kvd:
+            body = {"worker_id": 1, "model_name": "m", "block_size": 4, **members}
+            assert kvd.http.post(route, json=body).status_code == 201
+
+            def shown(kvd: Daemon = kvd) -> bool:
+                return any("worker_id=" in name for name in kvd.samples())
+
+            assert not shown()
+            kvd.reload(NO_EVENTS + "metrics_ranks = 1\n")
+            assert shown(), face
+
+
+def test_a_narrower_list_of_addresses_ends_connections(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine, daemon(tmp_path) as kvd:
+        engine.linger = 0
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        rank = {"instance_id": 1, "model_name": "m", "block_size": 16}
+        body = {**rank, "endpoint": f"tcp://127.0.0.1:{port}"}
+        assert kvd.http.post("/register", json=body).status_code == 201
+
+        def listener() -> Any:
+            return kvd.http.get("/workers").json()[0]["listeners"]["0"]
+
+        kvd.server.wait_until(lambda: listener()["status"] == "active", "connected")
+        kvd.reload('outgoing_allow = ["10.0.0.0/8"]\n')
+        kvd.server.wait_until(lambda: listener()["status"] == "failed", "cut off")
+        assert "127.0.0.1 is not in outgoing_allow" in listener().get("last_error", "")
+        again = kvd.http.post("/register", json={**body, "instance_id": 2})
+        assert again.status_code == 400
+        kvd.reload('outgoing_allow = ["127.0.0.1"]\n')
+        kvd.server.wait_until(lambda: listener()["status"] == "active", "connected again")
+
+
+def test_a_bad_file_is_refused_and_the_old_one_kept(tmp_path: Path) -> None:
+    with daemon(tmp_path) as kvd:
+        kvd.reload("http_connections = 2\n")
+        kvd.reload("http_connections = 3\nhttp_idle = 1\n", outcome="refused")
+        kvd.server.wait_said("level=error logger=kvd.app.daemon event=reload_refused")
+        kvd.server.wait_said("kvd.toml: http_idle: no such setting")
+        with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as second:
+            assert second.get("/health").status_code == 200
+            assert displaced_by_another(kvd) == 1
+
+
+def test_without_a_file_sighup_ends_the_process(tmp_path: Path) -> None:
+    port = find_free_port()
+    with (
+        pytest.raises(AssertionError),
+        running(tmp_path, port, "indexer", "--port", str(port)) as server,
+    ):
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(5) == -signal.SIGHUP
+
+
+def test_with_keys_of_replicas_alone_sighup_reads_them_again(tmp_path: Path) -> None:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    (tmp_path / "secret").write_text(secret)
+    (tmp_path / "clients").write_text(public)
+    flags = [
+        f"--replica-sync-port={find_free_port()}",
+        f"--curve-secret-key-file={tmp_path}/secret",
+        f"--replica-sync-client-keys={tmp_path}/clients",
+    ]
+    with running_kvd(tmp_path, *flags, face="slot-tracker") as server:
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_said('event=reloaded changed=""')
+        (tmp_path / "clients").write_text(zmq.curve_keypair()[0].decode())
+        (tmp_path / "secret").write_text(zmq.curve_keypair()[1].decode())
+        server.process.send_signal(signal.SIGHUP)
+        keys = "changed=replica_sync_client_keys"
+        server.wait_said(f"event=reloaded {keys}")
+        waits = "event=restart_needed settings=curve_secret_key_file"
+        server.wait_said(waits)
+        (tmp_path / "clients").write_text("no key")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_said("event=reload_refused")
+
+
+def test_other_weights_choose_another_worker(tmp_path: Path) -> None:
+    """On the short way of plain requests, and on the long way of the others."""
+    text = "router_use_kv_events = false\nrouter_kv_overlap_score_weight = {}\n"
+    prompt = list(range(64))
+    with daemon(tmp_path, "select-service", text.format(1)) as kvd:
+        http = kvd.http
+        for worker_id in (1, 2):
+            body = {
+                "worker_id": worker_id,
+                "model_name": "m",
+                "endpoint": f"http://127.0.0.1:{worker_id}",
+                "block_size": 4,
+                "max_num_batched_tokens": 8192,
+                "total_kv_blocks": 1000,
+            }
+            assert http.post("/workers", json=body).status_code == 201, body
+
+        def reserve(name: str, tokens: list[int], worker_id: int) -> None:
+            pinned = {"worker_id": worker_id, "dp_rank": 0}
+            body = {
+                "model_name": "m",
+                "token_ids": tokens,
+                "reservation_id": name,
+                "pinned_worker": pinned,
+            }
+            answer = http.post("/select_and_reserve", json=body)
+            assert answer.is_success and answer.json()["worker_id"] == worker_id
+
+        reserve("gone", prompt, 1)  # cached from now on
+        assert http.delete("/reservations/gone").is_success
+        reserve("stays", [1, 2, 3, 4], 1)
+
+        def chosen() -> set[int]:
+            plain = {"model_name": "m", "token_ids": prompt}
+            bodies = plain, {**plain, "allowed_worker_ids": [1, 2]}
+            return {http.post("/select", json=body).json()["worker_id"] for body in bodies}
+
+        assert chosen() == {1}
+        kvd.reload(text.format(0))
+        assert chosen() == {2}
+        kvd.reload(text.format(1))
+        assert chosen() == {1}
+
+
+def test_reloads_under_load_lose_no_request(tmp_path: Path) -> None:
+    with daemon(tmp_path) as kvd:
+        stop, outcomes = Event(), list[int]()
+
+        def ask() -> None:
+            with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as kept:
+                while not stop.is_set():
+                    outcomes.append(kept.get("/health").status_code)
+                    anew = httpx.get(f"{kvd.server.base_url}/workers", trust_env=False)
+                    outcomes.append(anew.status_code)
+
+        clients = [Thread(target=ask) for _ in range(3)]
+        for client in clients:
+            client.start()
+        number = 0
+        # Where all of this has one core, the clients may be slow to begin.
+        while number < 20 or (len(outcomes) <= 20 and any(each.is_alive() for each in clients)):
+            if number % 3 == 2:
+                kvd.reload("http_idle_s = -1\n", outcome="refused")
+            else:
+                kvd.reload(f"http_idle_s = {50 + number}\nrouter_temperature = 0.{number}\n")
+            number += 1
+        stop.set()
+        for client in clients:
+            client.join()
+        assert set(outcomes) == {200} and len(outcomes) > 20
+
+
+RANK = (
+    '[[indexer]]\ninstance_id = {0}\nmodel_name = "m"\nblock_size = 16\n'
+    'endpoint = "tcp://127.0.0.1:{0}"\n'
+)
+
+
+def test_one_sighup_is_all_or_nothing(tmp_path: Path) -> None:
+    """Settings, tokens and the fleet hold together, or none of what has changed does."""
+    fleet, tokens = tmp_path / "fleet.toml", tmp_path / "tokens"
+    text = f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\nhttp_idle_s = {{}}\n'
+    fleet.write_text(RANK.format(1))
+    tokens.write_text("operator admin,read 0123456789abcdef\n")
+    with daemon(tmp_path, text=text.format(50)) as kvd:
+        kvd.http.headers["authorization"] = "Bearer 0123456789abcdef"
+
+        def listed() -> list[int]:
+            answer = kvd.http.get("/workers").raise_for_status().json()
+            return sorted(each["instance_id"] for each in answer)
+
+        def change(idle: str, token: str, *numbers: int, outcome: str = "applied") -> None:
+            fleet.write_text("".join(map(RANK.format, numbers)))
+            tokens.write_text(f"operator admin,read {token}\n")
+            kvd.reload(text.format(idle), outcome)
+
+        change("51", "fedcba9876543210", 1, 70_000, outcome="refused")
+        kvd.server.wait_said(f'reason="{fleet}: indexer, entry 2: ')
+        change("-1", "fedcba9876543210", 1, 2, outcome="refused")
+        kvd.server.wait_said("http_idle_s: expected seconds")
+        change("51", "short", 1, 2, outcome="refused")
+        kvd.server.wait_said(f"{tokens}")
+        assert "event=reloaded" not in kvd.server.stderr
+        assert listed() == [1]
+        # The reload that is looked for is seen with the new token only.
+        fleet.write_text(RANK.format(1) + RANK.format(2))
+        tokens.write_text("operator admin,read fedcba9876543210\n")
+        kvd.path.write_text(text.format(51))
+        kvd.server.process.send_signal(signal.SIGHUP)
+        kvd.server.wait_said('event=reloaded changed="http_idle_s tokens_file fleet_file"')
+        assert kvd.http.get("/workers").status_code == 401
+        kvd.http.headers["authorization"] = "Bearer fedcba9876543210"
+        kvd.server.wait_until(lambda: listed() == [1, 2], "registered")
+        change("51", "fedcba9876543210", 2)
+        kvd.server.wait_said("event=reloaded changed=fleet_file")

@@ -1,0 +1,166 @@
+"""Thousands of clients whose selections are held at once, each on a connection of its own."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvd.platform.descriptors import raise_limit, waiting_within
+from tests.support.processes import START_DEADLINE_S, Server
+
+# Ten thousand, or as many as kvd lets wait with the descriptors that there are.
+CROWD = min(10_000, waiting_within(raise_limit()))
+LEAVING = CROWD // 10  # of them, before they are served
+DOOMED = CROWD // 5  # of them may go to one worker only, which vanishes
+PATIENCE_S = 600  # that a selection may wait: longer than the slowest machine needs for the crowd
+BATCH = CROWD * 2 // 5  # tokens: the two that stay have room for what is left, one token each
+RESERVED = 50  # reservations on each worker beside those that make it busy
+
+
+class Crowd:
+    """Clients that have asked and wait for their answers."""
+
+    def __init__(self, server: Server) -> None:
+        self._address = "127.0.0.1", server.port
+        self.waiting: dict[str, socket.socket] = {}
+
+    def ask(self, name: str, **members: Any) -> None:
+        prompt = {"block_hashes": [7], "sequence_hashes": [7], "isl_tokens": 1}
+        body = json.dumps({**prompt, **members, "reservation_id": name}).encode()
+        head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        made = self.waiting[name] = socket.socket()
+        made.connect(self._address)
+        made.sendall(b"POST /select_and_reserve HTTP/1.1\r\n%b\r\n\r\n%b" % (head.encode(), body))
+
+    def leave(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.waiting.pop(name).close()
+
+    def answers(self, count: int) -> dict[str, tuple[int, Any]]:
+        """Waits for that many answers; returns their statuses and members. Those clients leave."""
+        found: dict[str, tuple[int, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for name, waiting in self.waiting.items():
+                selector.register(waiting, selectors.EVENT_READ, name)
+            while len(found) < count:
+                ready = selector.select(timeout=START_DEADLINE_S)
+                assert ready, f"{len(found)} of {count} answers"
+                for key, _ in ready:
+                    selector.unregister(key.fileobj)
+                    head, _, body = self.waiting[key.data].recv(65536).partition(b"\r\n\r\n")
+                    found[key.data] = int(head.split()[1]), json.loads(body)
+        self.leave(found)
+        return found
+
+
+class Service:
+    def __init__(self, server: Server, client: httpx.Client) -> None:
+        self._server = server
+        self._client = client
+
+    def do(self, method: str, path: str, members: Any = None, status: int = 200) -> Any:
+        answer = self._client.request(method, path, json=members)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def register(self, worker_id: int) -> None:
+        """A worker that is busy, with more than it can do at once."""
+        worker = {
+            "worker_id": worker_id,
+            "endpoint": f"http://worker-{worker_id}:8000",
+            "block_size": 4,
+            "max_num_batched_tokens": BATCH,
+            "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{worker_id}"},
+        }
+        assert self.do("POST", "/workers", worker, 201)["lifecycle"] == "schedulable"
+        self.reserve(f"busy-{worker_id}", worker_id, BATCH + 1)
+        for number in range(RESERVED):
+            self.reserve(f"{worker_id}-{number}", worker_id, 1)
+
+    def reserve(self, name: str, worker_id: int, tokens: int) -> None:
+        prompt = {"sequence_hashes": [worker_id], "isl_tokens": tokens}
+        place = {"worker_id": worker_id, "effective_prefill_tokens": tokens}
+        self.do("POST", "/reservations", {"reservation_id": name, **place, **prompt}, 201)
+
+    def loads(self) -> Any:
+        (fleet,) = self.do("GET", "/loads")
+        return fleet
+
+    def wait_pending(self, count: int) -> None:
+        self._server.wait_until(lambda: self.loads()["pending_count"] == count, f"at {count} held")
+
+    def rows(self) -> dict[int, tuple[int, int, int]]:
+        return {row["worker_id"]: tuple(row.values())[2:] for row in self.loads()["loads"]}  # type: ignore[misc]
+
+    def descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self._server.process.pid}/fd").iterdir()))
+
+
+def test_thousands_of_clients_are_held(kvd_process: Callable[..., Server]) -> None:
+    environ = {
+        "DYN_ROUTER_QUEUE_THRESHOLD": "1",
+        "KVD_HTTP_CONNECTIONS": str(CROWD + 10),
+        "KVD_HTTP_HANDLER_S": str(PATIENCE_S),
+        "KVD_ROUTER_QUEUE_S": str(PATIENCE_S),
+    }
+    server = kvd_process(face="select-service", environ=environ)
+    with httpx.Client(
+        base_url=server.base_url, trust_env=False, timeout=START_DEADLINE_S
+    ) as client:
+        service = Service(server, client)
+        for worker_id in (1, 2, 3):
+            service.register(worker_id)
+        before = service.rows(), service.descriptors()
+        crowd = Crowd(server)
+        for number in range(CROWD):
+            members = {"allowed_worker_ids": [3]} if number < DOOMED else {}
+            crowd.ask(f"c{number}", **members)
+        service.wait_pending(CROWD)
+        assert service.rows() == before[0]
+        crowd.leave([f"c{number}" for number in range(CROWD - LEAVING, CROWD)])
+        service.wait_pending(CROWD - LEAVING)
+
+        service.do("DELETE", "/workers/3")
+        refused = crowd.answers(DOOMED)
+        assert {status for status, _ in refused.values()} == {503}
+        assert refused.keys() == {f"c{number}" for number in range(DOOMED)}
+        service.do("DELETE", "/reservations/3-0", status=404)
+        service.wait_pending(CROWD - LEAVING - DOOMED)
+        assert service.rows() == {id_: row for id_, row in before[0].items() if id_ != 3}
+
+        service.do("POST", "/reservations/busy-1/prefill_complete")
+        service.do("DELETE", "/reservations/busy-2")
+        check_served(service, crowd.answers(CROWD - LEAVING - DOOMED))
+        check_nothing_left(service, before)
+
+
+def check_served(service: Service, served: dict[str, tuple[int, Any]]) -> None:
+    assert {status for status, _ in served.values()} == {200}
+    assert all(answer["reservation_id"] == name for name, (_, answer) in served.items())
+    on = Counter(answer["worker_id"] for _, answer in served.values())
+    # One block that all of the crowd share, and that of the others; one token of each.
+    assert service.rows() == {
+        1: (on[1] + RESERVED, 1 + (on[1] > 0), on[1] + RESERVED + 1),
+        2: (on[2] + RESERVED, 1 + (on[2] > 0), on[2] + RESERVED),
+    }
+    assert min(on[1], on[2]) > 0
+
+
+def check_nothing_left(service: Service, before: tuple[Any, int]) -> None:
+    """Workers that go take all that runs along; those that come find nothing."""
+    for worker_id in (1, 2):
+        service.do("DELETE", f"/workers/{worker_id}")
+    assert service.loads()["loads"] == []
+    for worker_id in (1, 2, 3):
+        service.register(worker_id)
+    assert (service.rows(), service.descriptors()) == before
+    for name in ("c0", f"c{CROWD - 1}", f"c{DOOMED}"):  # refused, gone, served
+        service.reserve(name, 1, 1)
+        service.do("DELETE", f"/reservations/{name}")

@@ -1,0 +1,300 @@
+"""`kvd status` against a running daemon: figures, rates, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+import zmq
+
+from kvd.cli.main import main
+from kvd.cli.status import LISTS, faces_of, read_samples
+from kvd.config import load as config
+from kvd.config.parsers import Binds, TcpBind, UnixBind
+from tests.support.asking import make_client_certificates
+from tests.support.processes import find_free_port
+from tests.support.running import running
+
+PAIR = {"cert": "pem", "key": "key"}
+TOKENS = list(range(16))
+STORED = msgpack.packb([0.0, [["BlockStored", [11, 12, 13, 14], None, TOKENS, 4, None]], 0])
+
+
+@pytest.fixture(scope="module")
+def binds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The flags with which a daemon runs, a unix socket among them."""
+    folder = tmp_path_factory.mktemp("status")
+    port = find_free_port()
+    flags = [
+        f"--indexer-bind=127.0.0.1:{port}",
+        f"--slot-tracker-bind=127.0.0.1:{find_free_port()}",
+        f"--selection-bind=unix:{folder}/selection.sock",
+        f"--conductor-bind=127.0.0.1:{find_free_port()}",
+    ]
+    with running(folder, port, "serve", *flags):
+        yield flags
+
+
+def status(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    code = main(["status", "--json", "--interval", "0", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def url(flag: str) -> str:
+    return f"http://{flag.partition('=')[2]}"
+
+
+def test_all_is_well(binds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = status(capsys, *binds)
+    assert code == 0
+    assert list(shown["faces"]) == ["indexer", "slot-tracker", "selection", "conductor"]
+    assert not any("error" in face for face in shown["faces"].values())
+    assert shown["resident_bytes"] > 2**20 and shown["log_lines_dropped"] == 0
+    assert sum(shown["streams"].values()) == 0
+    assert main(["status", "--interval=0", *binds]) == 0
+    assert "streams       none" in capsys.readouterr().out.splitlines()
+
+
+def test_streams_that_are_not_exact_are_named_until_they_are(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUB) as engine,
+        httpx.Client(base_url=url(binds[0]), trust_env=False, verify=False) as client,
+    ):
+        engine.linger = 0
+        endpoint = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
+        body: dict[str, Any] = {"instance_id": 7, "model_name": "m"}
+        registration = {**body, "endpoint": endpoint, "block_size": 4}
+        client.post("/register", json=registration).raise_for_status()
+        code, shown = status(capsys, *binds)
+        assert code == 1 and shown["streams"]["recovering"] == 1
+        assert main(["status", "--interval=0", *binds]) == 1
+        assert "worker 7 of m/default: recovering" in capsys.readouterr().out
+        for number in count():
+            engine.send_multipart([b"", number.to_bytes(8, "big"), STORED])
+            code, shown = status(capsys, *binds)
+            if shown["index"]["tiers"]["device"]:
+                break
+        # Numbers before the subscription are missing.
+        assert code == (0 if shown["streams"]["exact"] else 1)
+        assert shown["index"]["blocks"] == 4 and shown["index"]["models"] == 1
+        (worker,) = shown["indexer"]["workers"]
+        assert worker["instance_id"] == 7
+        client.post("/unregister", json=body).raise_for_status()
+    assert status(capsys, *binds)[0] == 0
+
+
+def test_a_certificate_that_an_authority_has_signed_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_client_certificates(tmp_path, "kvd")
+    monkeypatch.setenv("KVD_TLS_CERTFILE", f"{tmp_path}/kvd.pem")
+    monkeypatch.setenv("KVD_TLS_KEYFILE", f"{tmp_path}/kvd.key")
+    port, secured = find_free_port(), find_free_port()
+    others = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    plain, tls = f"127.0.0.1:{port}", f"tls:127.0.0.1:{secured}"
+    files = {name: os.environ[name] for name in ("KVD_TLS_CERTFILE", "KVD_TLS_KEYFILE")}
+    with running(tmp_path, port, "serve", f"--indexer-bind={plain},{tls}", *others, environ=files):
+        code, shown = status(capsys, f"--indexer-bind={tls}", *others)
+        assert (code, shown["faces"]["indexer"]["bind"]) == (0, tls), shown
+        make_client_certificates(tmp_path, "kvd")  # somebody else's, of the same name
+        code, shown = status(capsys, f"--indexer-bind={tls}", *others)
+        assert code == 2 and "CERTIFICATE_VERIFY_FAILED" in shown["faces"]["indexer"]["error"]
+
+
+def test_where_clients_need_certificates_one_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_client_certificates(tmp_path, "kvd", "operator", "stranger")
+    one = (tmp_path / "operator.pem").read_bytes() + (tmp_path / "operator.key").read_bytes()
+    (tmp_path / "both.pem").write_bytes(one)
+    files = {"CERTFILE": "kvd.pem", "KEYFILE": "kvd.key", "CLIENT_CA": "ca.pem"}
+    environ = {f"KVD_TLS_{name}": f"{tmp_path}/{file}" for name, file in files.items()}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    flags = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    port, secured = find_free_port(), f"tls:127.0.0.1:{find_free_port()}"
+    binds = f"--indexer-bind=127.0.0.1:{port},{secured}"
+    flags.append(f"--indexer-bind={secured}")
+
+    def shown(*own: str) -> tuple[int, str]:
+        code, shown = status(capsys, *flags, *own)
+        return code, shown["faces"]["indexer"].get("error", "")
+
+    def pair(name: str) -> list[str]:
+        return [f"--client-{kind}file={tmp_path}/{name}.{end}" for kind, end in PAIR.items()]
+
+    with running(tmp_path, port, "serve", *flags[:3], binds, environ=environ):
+        assert shown(*pair("operator")) == (0, "")
+        assert shown(f"--client-certfile={tmp_path}/both.pem") == (0, "")
+        for own in ([], pair("stranger")):
+            code, error = shown(*own)
+            assert code == 2 and "alert" in error, error
+    for own, text in (
+        (pair("nobody"), f"cannot use {tmp_path}/nobody.key: No such file"),
+        ([f"--client-certfile={tmp_path}/operator.pem"], f"cannot use {tmp_path}/operator.pem: "),
+    ):
+        assert main(["status", *flags, *own]) == 2
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["status", *flags, *pair("operator")[1:]])
+    assert "--client-keyfile needs --client-certfile" in capsys.readouterr().err
+
+
+def test_loads_and_publishers_are_shown(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 2}
+    booked = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 1}
+    booked |= {"sequence_hashes": [1, 2, 3], "new_isl_tokens": 12}
+    publisher = {"instance_id": "store", "type": "vLLM", "endpoint": "tcp://127.0.0.1:9"}
+    publisher |= {"model": "k", "block_size": 4, "dp_rank": 0}
+    for flag, path, body in (
+        (binds[1], "/register", worker),
+        (binds[1], "/add", booked),
+        (binds[3], "/register", publisher),
+    ):
+        httpx.post(url(flag) + path, json=body, trust_env=False, verify=False).raise_for_status()
+    code, shown = status(capsys, *binds)
+    tracker = shown["slot_tracker"]
+    assert (tracker["workers"], tracker["ranks"], tracker["requests"]) == (1, 2, 1)
+    assert [row["active_decode_blocks"] for row in tracker["loads"]] == [0, 3]
+    assert shown["conductor"]["registered"] == 1 and code == 1
+    assert main(["status", "--interval=0", *binds]) == 1
+    text = capsys.readouterr().out
+    assert "12 tokens to prefill, 3 blocks in use; most: worker 7 rank 1, 3\n" in text
+    assert "publisher store rank 0 of k: recovering" in text
+    left = {"instance_id": "store"}
+    httpx.post(url(binds[3]) + "/unregister", json=left, trust_env=False, verify=False)
+
+
+def test_rates_are_taken_between_two_looks(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url(binds[0]), trust_env=False, verify=False) as client:
+            while not stop.is_set():
+                client.post("/query", json={"model_name": "none", "token_ids": TOKENS})
+
+    asking = Thread(target=ask)
+    asking.start()
+    try:
+        assert main(["status", "--json", "--interval=0.2", *binds]) == 0
+    finally:
+        stop.set()
+        asking.join()
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["faces"]["indexer"]["requests_per_s"] > 5
+    assert shown["requests_per_s"] >= shown["faces"]["indexer"]["requests_per_s"]
+
+
+def test_a_face_that_is_not_there_is_an_exit_code_of_its_own(
+    binds: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nobody = [*binds[:3], f"--conductor-bind=127.0.0.1:{find_free_port()}"]
+    code, shown = status(capsys, *nobody)
+    assert code == 2 and "refused" in shown["faces"]["conductor"]["error"]
+    assert "error" not in shown["faces"]["indexer"] and shown["indexer"]["workers"] == []
+    assert main(["status", "--interval=0", "--config", str(tmp_path / "none.toml")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("face", LISTS)
+def test_a_face_that_answers_in_place_of_another_is_told(
+    binds: list[str], capsys: pytest.CaptureFixture[str], face: str
+) -> None:
+    """Its lists and sizes would be missing, as if there were nobody."""
+    flag = f"--{face}-bind"
+    others = [each for each in binds if not each.startswith(flag)]
+    for other in others:
+        off = [f"--{name}-bind=off" for name in LISTS if name != face]
+        code, shown = status(capsys, f"{flag}={other.partition('=')[2]}", *off)
+        assert code == 2
+        assert shown["faces"][face]["error"] == f"what answers there is no kvd {face}"
+
+
+def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
+    binds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "m\u2028indexer 127.0.0.1:1\u2029\u202e\ue000"
+    publisher = {"instance_id": "a\u2028", "type": "vLLM", "endpoint": "tcp://127.0.0.1:9"}
+    publisher |= {"model": name, "block_size": 4, "dp_rank": 0}
+    httpx.post(
+        url(binds[3]) + "/register", json=publisher, trust_env=False, verify=False
+    ).raise_for_status()
+    try:
+        assert main(["status", "--interval=0", *binds]) == 1
+        said = capsys.readouterr().out
+    finally:
+        left = {"instance_id": "a\u2028"}
+        httpx.post(url(binds[3]) + "/unregister", json=left, trust_env=False, verify=False)
+    assert all(line.isprintable() for line in said.split("\n"))
+    assert r"publisher a\u2028 rank 0 of m\u2028indexer" in said
+
+
+def test_the_file_says_where_the_faces_are(
+    binds: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvd.toml"
+    off = '\nslot_tracker_bind = "off"\nselection_bind = "off"\nconductor_bind = "off"\n'
+    path.write_text(f'indexer_bind = "{binds[0].partition("=")[2]}"{off}')
+    code, shown = status(capsys, "--config", str(path))
+    assert code == 0 and list(shown["faces"]) == ["indexer"]
+
+
+def test_the_file_of_the_service_is_read_where_none_is_named(
+    binds: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "kvd.toml"
+    monkeypatch.setattr(config, "SERVICE_FILE", path)
+    faces = dict.fromkeys(LISTS, "off") | {"indexer": binds[0].partition("=")[2]}
+    text = [f'{name.replace("-", "_")}_bind = "{bind}"\n' for name, bind in faces.items()]
+    code, shown = status(capsys, *binds)  # it need not be there
+    assert code == 0 and list(shown["faces"]) == list(LISTS)
+    path.write_text("".join(text))
+    code, shown = status(capsys)
+    assert code == 0 and list(shown["faces"]) == ["indexer"]
+    other = tmp_path / "other.toml"
+    other.write_text("".join(text).replace('"off"', f'"{faces["indexer"]}"', 1))
+    code, shown = status(capsys, "--config", str(other))
+    assert len(shown["faces"]) == 2
+
+
+def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tokens, port = tmp_path / "tokens", find_free_port()
+    tokens.write_text("a lifecycle 0123456789abcdef\n")
+    (tmp_path / "token").write_text("0123456789abcdef")
+    bind = f"--indexer-bind=127.0.0.1:{port}"
+    off = [f"--{name}-bind=off" for name in LISTS if name != "indexer"]
+    with running(tmp_path, port, "serve", bind, *off, "--tokens-file", str(tokens)):
+        for flags, status_ in (([], 401), ([f"--token-file={tmp_path / 'token'}"], 403)):
+            assert main(["status", "--interval=0", bind, *off, *flags]) == 2
+            said = capsys.readouterr().out
+            assert f"/metrics: {status_} " in said and "--token-file names a file" in said
+
+
+def test_only_faces_that_are_on_are_asked() -> None:
+    plain, secured, local = TcpBind("::1", 1), TcpBind("::1", 2, tls=True), UnixBind("/x")
+    values = {"indexer_bind": Binds((secured, plain)), "slot_tracker_bind": "off"}
+    values |= {"selection_bind": Binds((local,)), "conductor_bind": Binds((secured,))}
+    assert faces_of(values) == {"indexer": plain, "selection": local, "conductor": secured}
+
+
+def test_samples_are_read() -> None:
+    text = '# HELP a b\na 1\nb{x="y z"} 2.5\nb{x="{}"} 3\n\n'
+    assert read_samples(text) == {("a", ""): 1, ("b", 'x="y z"'): 2.5, ("b", 'x="{}"'): 3}

@@ -1,0 +1,102 @@
+"""SIGTERM, while kvd starts as well: what waits for others is given up, whoever they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import trio
+import trio.abc
+
+from kvd.app.daemon import _Daemon
+from kvd.config.load import FACE_BINDS, load
+from kvd.config.parsers import OFF, Binds, TcpBind
+from kvd.config.reload import Reader
+from kvd.platform.activation import Passed
+from kvd.platform.signals import Signals
+from tests.support.processes import (
+    STOP_DEADLINE_S,
+    Server,
+    clean_environment,
+    find_free_port,
+    reads,
+)
+from tests.support.running import running
+
+
+class Mute(trio.abc.HostnameResolver):
+    """Nameservers that nobody can reach."""
+
+    def __init__(self) -> None:
+        self.asked = trio.Event()
+
+    async def getaddrinfo(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.asked.set()
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def getnameinfo(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"slot_tracker_bind": Binds((TcpBind("kvd.example", 0),))},
+        {
+            "slot_tracker_bind": Binds((TcpBind("127.0.0.1", 0),)),
+            "replica_sync_host": "kvd.example",
+            "replica_sync_port": find_free_port(),
+        },
+    ],
+    ids=["of a face", "of replica sync"],
+)
+async def test_a_name_that_is_looked_up_holds_up_no_stop(said: dict[str, object]) -> None:
+    given: dict[str, object] = dict.fromkeys(FACE_BINDS, OFF) | said
+    daemon = _Daemon(load(given, {}), 100, 100, Reader(given, {}))
+    trio.socket.set_custom_hostname_resolver(resolver := Mute())
+    codes = []
+
+    # To this thread, as no other one of the tests has it blocked.
+    with closing(Signals(signal.SIGUSR1)) as ends, closing(Signals()) as reloads:
+
+        async def run() -> None:
+            codes.append(await daemon.run(Passed(), ends, reloads))
+
+        with trio.fail_after(STOP_DEADLINE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run)
+                await resolver.asked.wait()
+                signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+    assert codes == [0]
+
+
+def test_a_file_that_does_not_come_holds_up_no_stop(tmp_path: Path) -> None:
+    fleet, port = tmp_path / "fleet.toml", find_free_port()
+    os.mkfifo(fleet)
+    command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port)]
+    server = Server([*command, "--fleet-file", str(fleet)], tmp_path, port, clean_environment())
+    try:
+        fleet.write_text("")  # read for the check of the settings; then nobody writes any more
+        server.wait_until(lambda: reads(server.process.pid, signal.SIGTERM), "ready for signals")
+        assert server.stop() == 0
+        assert "event=stopped" in server.stderr
+        assert "event=serving" not in server.stderr
+    finally:
+        server.stop()
+
+
+def test_the_file_of_a_unix_socket_goes_with_kvd(tmp_path: Path) -> None:
+    path = tmp_path / "kvd.sock"
+    port = find_free_port()
+    binds = [f"--indexer-bind=127.0.0.1:{port},unix:{path}"]
+    binds += [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    with running(tmp_path, port, "serve", *binds):
+        assert path.is_socket()
+    assert not path.exists()

@@ -1,0 +1,875 @@
+"""The selector by example and against its model; "observed" figures are those of Dynamo 1.6.1."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from array import array
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd_core.base.hashing import eagle_hashes, local_hashes, sequence_hashes
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import ADDED, EXISTS, Ledger
+from kvd_core.selector.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
+from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from tests.models.selector_model import (
+    ModelPool,
+    ModelPrompt,
+    ModelRank,
+    ModelSettings,
+    compact,
+    effective_tokens,
+    is_busy,
+    is_overloaded,
+    potential_decode_blocks,
+    terms,
+)
+from tests.models.selector_model import cached_tokens as model_cached_tokens
+from tests.support.chances import assert_drawn
+
+PROMPT = [2**64 - 1, *range(1, 64)]  # local hashes; its sequence hashes are others
+ROLLING = sequence_hashes(PROMPT)
+DEFAULTS = Settings()
+DRAWS = 20_000
+CHI_SQUARE_001 = 13.82  # exceeded by one in a thousand, at two degrees of freedom
+
+
+def packed(hashes: list[int]) -> bytes:
+    return array("Q", hashes).tobytes()
+
+
+@dataclass
+class RankPlan:
+    """What a rank caches of PROMPT, tier after tier, and what it is working on."""
+
+    tiers: tuple[int, int, int, int] = (0, 0, 0, 0)
+    requests: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    max_num_batched_tokens: int = 0
+    total_kv_blocks: int = 0
+
+
+class Fleet:
+    """Ranks by (worker, dp rank), built as planned, and the model's view of them."""
+
+    def __init__(self, plans: dict[tuple[int, int], RankPlan], block_size: int = 16) -> None:
+        self.plans = plans
+        self.block_size = block_size
+        self.index = PrefixIndex(block_size, IngestCounters())
+        self.ledger = Ledger()
+        self.workers: dict[int, Worker] = {}
+        candidates = [self._candidate(place, plan) for place, plan in plans.items()]
+        self.pool = Pool(self.index, self.ledger, block_size, candidates)
+
+    def _candidate(self, place: tuple[int, int], plan: RankPlan) -> Candidate:
+        worker_id, dp_rank = place
+        if worker_id not in self.workers:
+            self.workers[worker_id] = self.index.add_worker(worker_id)
+        worker = self.workers[worker_id]
+        worker.register(dp_rank)
+        start = 0
+        for tier, count in enumerate(plan.tiers):
+            names = PROMPT[start : start + count]
+            if names:
+                worker.store(dp_rank, names, names, PROMPT[start - 1] if start else None, tier)
+            start += count
+        rank = self.ledger.add_rank(worker_id, dp_rank)
+        for number, (shared, own, tokens, done) in enumerate(plan.requests):
+            name = f"{worker_id}/{dp_rank}/{number}"
+            booked = ROLLING[:shared] + [rank * 1000 + number * 100 + i for i in range(own)]
+            assert self.ledger.add(name, rank, packed(booked), tokens, 0.0) == ADDED
+            if done:
+                self.ledger.prefill_complete(name)
+        return Candidate(
+            worker_id, dp_rank, worker, rank, plan.max_num_batched_tokens, plan.total_kv_blocks
+        )
+
+    def look(self, blocks: int, isl_tokens: int | None = None, novel: int = 0) -> ModelPool:
+        """Asks about the first blocks of PROMPT and some that nobody knows."""
+        tail = [10**9 + i for i in range(novel)]
+        isl = (blocks + novel) * self.block_size if isl_tokens is None else isl_tokens
+        self.pool.look(packed(PROMPT[:blocks] + tail), packed(ROLLING[:blocks] + tail), isl)
+        prompt = ModelPrompt(isl, blocks + novel, self.block_size)
+        ranks = [self._expected(place, blocks) for place in sorted(self.plans)]
+        return ModelPool(ranks, prompt)
+
+    def _expected(self, place: tuple[int, int], blocks: int) -> ModelRank:
+        plan = self.plans[place]
+        device = min(plan.tiers[0], blocks)
+        host = min(sum(plan.tiers[:2]), blocks)
+        disk = min(sum(plan.tiers), blocks)
+        longest = max((shared for shared, *_ in plan.requests), default=0)
+        return ModelRank(
+            *place,
+            device,
+            host - device,
+            disk - host,
+            min(longest, blocks),
+            sum(tokens for _, _, tokens, done in plan.requests if not done),
+            longest + sum(own for _, own, _, _ in plan.requests),
+            len(plan.requests),
+            plan.max_num_batched_tokens,
+            plan.total_kv_blocks,
+        )
+
+
+def one(*tiers: int, block_size: int = 16) -> Fleet:
+    return Fleet({(1, 0): RankPlan((*tiers, 0, 0, 0)[:4])}, block_size)  # type: ignore[arg-type]
+
+
+def loaded(*decode_blocks: int) -> Fleet:
+    """Workers 1, 2, ... each with a request of so many blocks, its prefill done."""
+    plans = {
+        (i, 0): RankPlan(requests=[(0, blocks, 0, True)] if blocks else [])
+        for i, blocks in enumerate(decode_blocks, 1)
+    }
+    return Fleet(plans)
+
+
+# ---- examples
+
+
+def test_observed_cost_of_mixed_tiers() -> None:
+    fleet = one(2, 1, 2)
+    fleet.look(6)
+    row = fleet.pool.explained(0, DEFAULTS)
+    assert (row.raw_prefill_blocks, row.credit_blocks) == (6.0, 3.25)
+    assert (row.prefill_cost, row.decode_cost, row.cost) == (2.75, 6.0, 8.75)
+
+
+def test_observed_cost_without_prefill_tracking() -> None:
+    fleet = one(2, 1, 2)
+    fleet.look(6)
+    decode = DEFAULTS.replace(track_prefill=False)
+    assert fleet.pool.explained(0, decode).cost == 2.75
+    # The stage that only decodes: weight 0, and the load alone decides.
+    assert fleet.pool.explained(0, decode.replace(overlap_weight=0)).cost == 6.0
+    assert fleet.pool.explained(0, decode.replace(device_credit=0)).cost == 6.0
+
+
+def test_credits_never_make_a_cost_negative() -> None:
+    fleet = one(6)
+    fleet.look(6)
+    settings_ = DEFAULTS.replace(track_active_blocks=False, device_credit=3)
+    assert fleet.pool.explained(0, settings_).cost == 0
+    assert fleet.pool.explained(0, settings_.replace(track_prefill=False)).cost == 0
+
+
+def test_observed_rounding_of_cached_tokens() -> None:
+    fleet = one(1, 1, 1, block_size=5)
+    fleet.look(2)
+    assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 1  # 10 - round(8.75)
+    fleet.look(3)
+    assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 5
+    fleet.look(3, isl_tokens=3)
+    assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 0
+
+
+def test_halves_are_rounded_away_from_zero() -> None:
+    fleet = one(0, 2, block_size=5)
+    fleet.look(2)
+    assert fleet.pool.explained(0, DEFAULTS).cached_tokens == 8  # of 7.5
+    assert fleet.pool.explained(0, DEFAULTS.replace(host_credit=0.25)).cached_tokens == 3
+
+
+def test_documented_selection_example() -> None:
+    """384 tokens come out with both tier credits 1; the default credits make it 416."""
+    fleet = Fleet({(1, 0): RankPlan((4, 2, 2, 0)), (1, 1): RankPlan((2, 0, 0, 0))})
+    fleet.look(8, isl_tokens=512)
+    whole = DEFAULTS.replace(host_credit=1, disk_credit=1)
+    members = json.loads(b"{" + fleet.pool.render_choice(0, whole) + b"}")
+    assert members == {
+        "overlap": {
+            "longest_matched": 128,
+            "gpu": 64,
+            "dp": {"0": 64, "1": 32},
+            "cpu": 96,
+            "disk": 128,
+        },
+        "effective_prefill_tokens": 384,
+        "potential_decode_blocks": 32,
+    }
+    assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 416
+
+
+def test_guide_example() -> None:
+    fleet = Fleet(
+        {
+            (1, 0): RankPlan((2, 0, 0, 0), [(0, 5, 0, True)]),
+            (2, 0): RankPlan((5, 0, 0, 0)),
+            (3, 0): RankPlan((8, 0, 0, 0), [(0, 4, 0, True)]),
+        }
+    )
+    fleet.pool.look(packed(PROMPT[:10]), packed(ROLLING[:5]), 160)
+    rows = fleet.pool.explain(DEFAULTS)
+    assert [(row.prefill_cost, row.decode_cost) for row in rows] == [(8, 10), (5, 5), (2, 9)]
+    assert [row.cost for row in rows] == [18, 10, 11]
+    assert fleet.pool.choose(DEFAULTS, None, 0) == 1
+
+
+def test_credit_changes_the_choice_and_not_the_tokens() -> None:
+    fleet = one(4)
+    fleet.look(6)
+    half = DEFAULTS.replace(device_credit=0.5)
+    assert fleet.pool.explained(0, half).cost == 4 + 6
+    assert fleet.pool.effective_prefill_tokens(0, half) == 32
+    assert fleet.pool.effective_prefill_tokens(0, DEFAULTS.replace(overlap_weight=0)) == 32
+
+
+def test_observed_decay_of_the_device_credit() -> None:
+    """The credit falls with what a rank prefills beyond whoever of the eligible prefills least."""
+    plans = {
+        (worker_id, 0): RankPlan(tiers, [(0, 1, tokens, False)])
+        for worker_id, tiers, tokens in (
+            (1, (0, 0, 0, 0), 41),
+            (2, (5, 2, 2, 0), 101),
+            (3, (0, 0, 0, 0), 13),
+            (4, (0, 0, 0, 0), 160),
+        )
+    }
+    fleet = Fleet(plans)
+    fleet.look(9, isl_tokens=150)
+    decay = DEFAULTS.replace(credit_decay=0.7)
+    for workers, cost in (
+        ([1, 2, 3, 4], 20.0773916967509),
+        ([1, 2], 19.72710396039604),
+        ([2, 4], 18.6875),
+        ([2], 18.6875),
+    ):
+        mask = fleet.pool.mask(workers)
+        assert fleet.pool.choose(decay, mask, 0) == 1
+        assert fleet.pool.explained(1, decay, mask).cost == cost
+    # Without prefill tracking there is no load to decay with.
+    for settings_ in (decay.replace(track_prefill=False), DEFAULTS.replace(track_prefill=False)):
+        assert fleet.pool.explained(1, settings_).cost == 3.0
+
+
+def test_decay_sends_prompts_to_idle_ranks() -> None:
+    plans = {
+        (1, 0): RankPlan((8, 0, 0, 0), [(0, 0, 112, False)]),
+        (2, 0): RankPlan((2, 0, 0, 0)),
+    }
+    fleet = Fleet(plans)
+    fleet.look(8)
+    assert fleet.pool.choose(DEFAULTS, None, 0) == 1
+    assert [row.cost for row in fleet.pool.explain(DEFAULTS)] == [15.0, 14.0]
+    generous = DEFAULTS.replace(device_credit=1.5)
+    assert fleet.pool.choose(generous, None, 0) == 0
+    assert fleet.pool.choose(generous.replace(credit_decay=1), None, 0) == 1
+
+
+def test_cached_blocks_beyond_the_prompt_count_as_prompt() -> None:
+    fleet = one(4)
+    fleet.look(4, isl_tokens=10)
+    assert fleet.pool.explained(0, DEFAULTS).raw_prefill_blocks == 4.0
+    assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 0
+
+
+def test_weight_times_prefill_with_a_partial_block() -> None:
+    fleet = one()
+    fleet.look(5, isl_tokens=83)
+    row = fleet.pool.explained(0, DEFAULTS.replace(overlap_weight=2.5))
+    assert row.cost == 17.96875  # observed: the decode term has the full blocks,
+    assert fleet.pool.render_choice(0, DEFAULTS).endswith(b',"potential_decode_blocks":6')
+
+
+def test_blocks_in_use_are_shared() -> None:
+    fleet = Fleet({(1, 0): RankPlan(requests=[(3, 2, 160, False)]), (2, 0): RankPlan()})
+    fleet.look(5)
+    first, second = fleet.pool.explain(DEFAULTS)
+    assert (first.live_blocks, first.active_decode_blocks, first.decode_cost) == (3, 5, 7)
+    assert (second.live_blocks, second.decode_cost) == (0, 5)
+    assert first.active_prefill_tokens == 160
+    fleet.ledger.prefill_complete("1/0/0")
+    fleet.look(5)
+    assert fleet.pool.explained(0, DEFAULTS).active_prefill_tokens == 0
+
+
+# ---- choosing
+
+
+def test_least_cost_and_ties() -> None:
+    fleet = loaded(0, 7, 0, 0)
+    fleet.look(1)
+    check_chances(fleet.pool, DEFAULTS, {0: 1 / 3, 2: 1 / 3, 3: 1 / 3})
+
+
+def test_observed_chances_at_a_temperature() -> None:
+    fleet = loaded(1, 11, 31)
+    fleet.look(0, isl_tokens=16)
+    assert [row.cost for row in fleet.pool.explain(DEFAULTS)] == [2, 12, 32]
+    likelihoods = [1, math.exp(-10 / 30 / 0.5), math.exp(-1 / 0.5)]
+    chances = [likelihood / sum(likelihoods) for likelihood in likelihoods]
+    assert [round(chance, 3) for chance in chances] == [0.607, 0.311, 0.082]
+    check_chances(fleet.pool, DEFAULTS.replace(temperature=0.5), dict(enumerate(chances)))
+
+
+def test_equal_costs_at_a_temperature_are_uniform() -> None:
+    fleet = loaded(0, 0, 0)
+    fleet.look(1)
+    chances = {0: 1 / 3, 1: 1 / 3, 2: 1 / 3}
+    check_chances(fleet.pool, DEFAULTS.replace(temperature=0.5), chances)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_fleet_is_drawn_from_by_the_formula(seed: int) -> None:
+    rng = random.Random(seed)
+    tiers, requests = (0, 0, 1, 4), (0, 3, 40)
+    plans = {
+        (worker, rank): RankPlan(
+            (rng.choice(tiers), rng.choice(tiers), rng.choice(tiers), 0),
+            [(rng.randrange(9), rng.choice(requests), rng.choice((0, 500)), rng.random() < 0.5)],
+        )
+        for worker in range(rng.randint(2, 5))
+        for rank in range(rng.randint(1, 3))
+    }
+    fleet = Fleet(plans)
+    fleet.look(rng.randrange(1, 20))
+    temperature = rng.choice((0.1, 0.4, 1.0, 3.0))
+    costs = [row.cost for row in fleet.pool.explain(DEFAULTS)]
+    assert min(costs) < max(costs)
+    spread = max(costs) - min(costs)
+    odds = [math.exp(-(cost - min(costs)) / spread / temperature) for cost in costs]
+    warm = DEFAULTS.replace(temperature=temperature)
+    drawn = Counter(fleet.pool.choose(warm, None, rng.getrandbits(64)) for _ in range(DRAWS))
+    assert_drawn(drawn, {i: each / sum(odds) for i, each in enumerate(odds)})
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9])
+@pytest.mark.parametrize("random_", [0, 2**64 - 1])
+def test_a_low_temperature_takes_the_lowest(temperature: float, random_: int) -> None:
+    fleet = loaded(9, 3, 8)
+    fleet.look(1)
+    assert fleet.pool.choose(DEFAULTS.replace(temperature=temperature), None, random_) == 1
+
+
+def check_chances(pool: Pool, settings_: Settings, chances: dict[int, float]) -> None:
+    """Three candidates are drawn as often as they should; the seed is fixed."""
+    rng = random.Random(7)
+    drawn = Counter(pool.choose(settings_, None, rng.getrandbits(64)) for _ in range(DRAWS))
+    assert set(drawn) == set(chances)
+    statistic = sum((drawn[i] - DRAWS * p) ** 2 / (DRAWS * p) for i, p in chances.items())
+    assert statistic < CHI_SQUARE_001, drawn
+
+
+def test_modes() -> None:
+    fleet = loaded(9, 1, 5, 3)
+    fleet.look(1)
+    turns = DEFAULTS.replace(mode=ROUND_ROBIN)
+    assert [fleet.pool.choose(turns, None, 0) for _ in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [fleet.pool.choose(turns, b"\1\0\1\0", 0) for _ in range(3)] == [2, 0, 2]
+    other = turns.replace(line=1)
+    assert [fleet.pool.choose(other, None, 0) for _ in range(5)] == [0, 1, 2, 3, 0]
+    assert fleet.pool.choose(turns, None, 0) == 3
+    with pytest.raises(ValueError, match="no such line of turns"):
+        turns.replace(line=2)
+    any_ = DEFAULTS.replace(mode=RANDOM)
+    assert {fleet.pool.choose(any_, None, i << 60) for i in range(16)} == {0, 1, 2, 3}
+    fleet.ledger.free("3/0/0")
+    fleet.look(1)
+    least = DEFAULTS.replace(mode=LEAST_LOADED)
+    assert fleet.pool.choose(least, None, 0) == 2
+    assert fleet.pool.choose(DEFAULTS, None, 0) == 2
+    assert {fleet.pool.choose(least, b"\1\1\0\1", i << 60) for i in range(16)} == {0, 1, 3}
+
+
+def test_the_last_token_is_computed_with_its_block() -> None:
+    plans = {
+        (1, 0): RankPlan(tiers=(4, 0, 0)),
+        (2, 0): RankPlan(tiers=(2, 1, 1)),
+        (3, 0): RankPlan(tiers=(3, 0, 0)),
+    }
+    fleet = Fleet(plans)
+    settings_ = DEFAULTS.replace(last_token=True)
+    for isl_tokens, to_compute in ((64, [16, 20, 16]), (65, [1, 17, 17])):
+        fleet.look(4, isl_tokens)
+        effective = [fleet.pool.effective_prefill_tokens(at, settings_) for at in range(3)]
+        assert effective == to_compute
+    fleet.look(4)  # cached whole: who has all of it is no better than who lacks the last block
+    costs = [row.cost for row in fleet.pool.explain(settings_)]
+    assert costs[0] == costs[2] and fleet.pool.explain(DEFAULTS)[0].cost < costs[0]
+    fleet.look(0, 0)
+    assert fleet.pool.effective_prefill_tokens(0, settings_) == 0
+
+
+def test_masks() -> None:
+    fleet = loaded(0, 5, 9)
+    fleet.look(1)
+    assert fleet.pool.mask([2, 3, 77]) == b"\0\1\1"
+    assert fleet.pool.choose(DEFAULTS, fleet.pool.mask([2, 3]), 0) == 1
+    assert fleet.pool.choose(DEFAULTS, fleet.pool.mask([77]), 0) == NONE
+    with pytest.raises(ValueError, match="one byte for each"):
+        fleet.pool.choose(DEFAULTS, b"\1", 0)
+    assert Pool(None, Ledger(), 16).choose(DEFAULTS, None, 0) == NONE
+
+
+def test_direct() -> None:
+    fleet = Fleet({(7, 3): RankPlan(), (1, 0): RankPlan(), (7, 1): RankPlan()})
+    assert [each[:2] for each in fleet.pool.candidates] == [(1, 0), (7, 1), (7, 3)]
+    assert [fleet.pool.find(*place) for place in ((1, 0), (7, 1), (7, 3))] == [0, 1, 2]
+    assert [fleet.pool.find(*place) for place in ((0, 0), (1, 1), (7, 2), (9, 0))] == [None] * 4
+    assert fleet.pool.mask([7, 8, 2**64 - 1]) == b"\0\1\1"
+    assert fleet.pool.mask([7, 1], 1) == b"\0\1\0"
+    assert fleet.pool.mask([7], 2) == b"\0\0\0"
+
+
+def busy_fleet(*tokens: int, batch: int = 100) -> Fleet:
+    plans = {
+        (i, 0): RankPlan(requests=[(0, 1, count, False)], max_num_batched_tokens=batch)
+        for i, count in enumerate(tokens, 1)
+    }
+    return Fleet(plans)
+
+
+def test_observed_edge_of_the_queue_threshold() -> None:
+    queueing = DEFAULTS.replace(queue_threshold=1.0)
+    fleet = busy_fleet(100)
+    fleet.look(1)
+    assert fleet.pool.choose(queueing, None, 0) == 0
+    fleet = busy_fleet(101)
+    fleet.look(1)
+    assert fleet.pool.choose(queueing, None, 0) == BUSY
+    assert fleet.pool.choose(DEFAULTS, None, 0) == 0
+    assert fleet.pool.choose(queueing.replace(queue_threshold=0), None, 0) == BUSY
+
+
+def test_a_rank_without_a_batch_size_is_never_busy() -> None:
+    for batch in (0, 2**64 - 1):
+        fleet = busy_fleet(10**6, batch=batch)
+        fleet.look(1)
+        assert fleet.pool.choose(DEFAULTS.replace(queue_threshold=0.01), None, 0) == 0
+
+
+def test_observed_choice_of_a_busy_rank_that_costs_less() -> None:
+    """The threshold says when to wait. Once one rank is free, cost alone decides."""
+    fleet = Fleet(
+        {
+            (1, 0): RankPlan(requests=[(0, 1, 160, False)], max_num_batched_tokens=100),
+            (2, 0): RankPlan(requests=[(0, 100, 0, True)], max_num_batched_tokens=100),
+        }
+    )
+    queueing = DEFAULTS.replace(queue_threshold=1.0)
+    fleet.look(1)
+    assert [row.busy for row in fleet.pool.explain(queueing)] == [True, False]
+    assert fleet.pool.choose(queueing, None, 0) == 0
+    assert fleet.pool.explained(0, queueing).cost == 13.0
+    assert fleet.pool.choose(queueing, fleet.pool.mask([1]), 0) == BUSY
+
+
+def test_what_has_changed_since_it_was_remembered() -> None:
+    fleet = loaded(0, 5, 9)
+    assert fleet.pool.changed() is None
+    fleet.pool.remember()
+    assert fleet.pool.changed() == b"\0\0\0"
+    fleet.ledger.free("3/0/0")
+    assert fleet.pool.changed() == fleet.pool.changed() == b"\0\0\1"
+    fleet.pool.remember()
+    assert fleet.pool.changed() == b"\0\0\0"
+    nobody = Pool(None, Ledger(), 16)
+    assert nobody.changed() is None
+    nobody.remember()
+    assert nobody.changed() == b""
+
+
+def test_who_waits_is_asked_again_without_a_prompt() -> None:
+    fleet = busy_fleet(101, 300)
+    queueing = DEFAULTS.replace(queue_threshold=1.0)
+    fleet.look(1)
+    assert fleet.pool.refusal(queueing, None) == BUSY
+    fleet.ledger.prefill_complete("2/0/0")
+    assert fleet.pool.refusal(queueing, None) == 0
+    assert fleet.pool.refusal(queueing, b"\1\0") == BUSY
+    assert fleet.pool.refusal(queueing, b"\0\0") == NONE
+    assert fleet.pool.choose(queueing, None, 0) == 1
+    assert fleet.pool.least_prefill_tokens(queueing, b"\0\0") == 16
+
+
+def test_busy_thresholds_take_ranks_out() -> None:
+    plans = {
+        (1, 0): RankPlan(requests=[(0, 8, 50, False)], total_kv_blocks=10),
+        (2, 0): RankPlan(requests=[(0, 60, 0, True)], total_kv_blocks=100),
+        (3, 0): RankPlan(requests=[(0, 99, 500, False)], max_num_batched_tokens=1000),
+    }
+    fleet = Fleet(plans)
+    fleet.look(1)
+
+    def out(**thresholds: float) -> list[bool]:
+        rows = fleet.pool.explain(DEFAULTS.replace(**thresholds))
+        return [row.overloaded for row in rows]
+
+    assert out() == [False, False, False]
+    assert out(active_decode_blocks_threshold=0.7) == [True, False, False]
+    assert out(active_decode_blocks_threshold=0.8) == [False, False, False]
+    assert out(active_prefill_tokens_threshold=49) == [True, False, True]
+    assert out(active_prefill_tokens_threshold=50) == [False, False, True]
+    assert out(active_prefill_tokens_threshold_frac=0.4) == [False, False, True]
+    assert out(active_prefill_tokens_threshold_frac=0.5) == [False, False, False]
+    strict = DEFAULTS.replace(active_prefill_tokens_threshold=0)
+    assert fleet.pool.choose(strict, None, 0) == 1
+    assert fleet.pool.choose(strict, fleet.pool.mask([1, 3]), 0) == OVERLOADED
+    # What is left decides about waiting.
+    waiting = strict.replace(queue_threshold=0.0, active_prefill_tokens_threshold=60)
+    assert fleet.pool.choose(waiting, fleet.pool.mask([1, 3]), 0) == 0
+
+
+# ---- prompts
+
+
+def test_token_ids_are_hashed_as_queries_are() -> None:
+    tokens = list(range(1000, 1070))
+    index, ledger = PrefixIndex(16, IngestCounters()), Ledger()
+    candidates = []
+    for worker_id, lora in ((1, None), (2, "adapter")):
+        worker = index.add_worker(worker_id)
+        hashes = local_hashes(tokens, 16, lora)
+        worker.store(0, hashes[:worker_id], hashes[:worker_id])
+        candidates.append(Candidate(worker_id, 0, worker, ledger.add_rank(worker_id, 0)))
+    pool = Pool(index, ledger, 16, candidates)
+    scanner = BodyScanner(arrays={"token_ids": "u32"})
+    scanner.scan(compact({"token_ids": tokens}))
+    pool.look_tokens(scanner, 0)
+    assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [1, 0]
+    held = pool.hold()
+    assert held.isl_tokens == 70
+    assert held.local_hashes == packed(local_hashes(tokens, 16))
+    assert held.sequence_hashes == packed(sequence_hashes(local_hashes(tokens, 16)))
+    pool.look_tokens(scanner, 0, "adapter")
+    assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [0, 2]
+    pool.look_tokens(scanner, 0, None, "salt")
+    assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [1, 0]  # tell no salts
+    salted = local_hashes(tokens, 16, None, "salt")
+    assert pool.hold().sequence_hashes == packed(sequence_hashes(salted))
+    assert pool.hold().local_hashes == packed(salted)
+    pool.look_tokens(scanner, 0, "adapter", "salt", eagle=True)
+    pairs = eagle_hashes(tokens, 16, "adapter", "salt")
+    assert pool.hold().sequence_hashes == packed(sequence_hashes(pairs))
+    scanner.scan(compact({"token_ids": tokens[:64]}))  # the last block lacks its last pair
+    pool.look_tokens(scanner, 0, eagle=True)
+    assert (pool.blocks, pool.hold().isl_tokens) == (3, 64)
+    assert pool.hold().local_hashes == packed(eagle_hashes(tokens[:64], 16))
+    scanner.scan(b'{"token_ids":[]}')
+    for eagle in (False, True):
+        pool.look_tokens(scanner, 0, eagle=eagle)
+        assert (pool.hold().isl_tokens, pool.choose(DEFAULTS, b"\0\1", 0)) == (0, 1)
+
+
+def test_salted_prompts_count_as_in_queries() -> None:
+    """Salted blocks on ranks whose stream tells salts, unsalted blocks on the others."""
+    tokens = list(range(48))
+    index, ledger = PrefixIndex(16, IngestCounters()), Ledger()
+    candidates = []
+    for worker_id, salts in ((1, [None]), (2, [None, "s"])):
+        worker = index.add_worker(worker_id)
+        worker.register(0)
+        stream = worker.stream(0)
+        for salt in salts:
+            blocks = tokens[: 16 * worker_id] if salt else tokens[:16]
+            stream.apply(stored(blocks, salt))
+        candidates.append(Candidate(worker_id, 0, worker, ledger.add_rank(worker_id, 0)))
+    pool = Pool(index, ledger, 16, candidates)
+    scanner = BodyScanner(arrays={"token_ids": "u32"})
+    scanner.scan(compact({"token_ids": tokens}))
+    for salt, expected in ((None, [1, 1]), ("s", [1, 2]), ("t", [1, 0])):
+        pool.look_tokens(scanner, 0, None, salt)
+        assert [row.device_blocks for row in pool.explain(DEFAULTS)] == expected
+        scores = json.loads(index.query_tokens(scanner, 0, None, salt))["scores"]
+        assert [scores[str(each.worker_id)]["0"] // 16 for each in candidates] == expected
+    pool.look_tokens(scanner, 0, None, "s")
+    held, before = pool.hold(), pool.explain(DEFAULTS)
+    pool.look_tokens(scanner, 0)
+    pool.look_again(held)
+    assert pool.explain(DEFAULTS) == before
+
+
+def stored(tokens: list[int], salt: str | None) -> bytes:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [(100 if salt else 0) + i for i in range(len(tokens) // 16)],
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": 16,
+        "cache_salt": salt,
+    }
+    return bytes(msgpack.packb([1.0, [event], None]))
+
+
+def test_a_unique_prompt_shares_nothing() -> None:
+    tokens = list(range(64))
+    ledger = Ledger()
+    pool = Pool(None, ledger, 16, [Candidate(1, 0, None, ledger.add_rank(1, 0))])
+    scanner = BodyScanner(arrays={"token_ids": "u32"})
+    scanner.scan(compact({"token_ids": tokens}))
+    for number in range(2):
+        pool.look_tokens(scanner, 0, unique=2**64 - 1 - number * 2**32)
+        assert pool.book(f"r{number}", 0, 64, 0.0) == ADDED
+    assert ledger.load(0) == (128, 8, 2)
+
+
+def test_a_prompt_outlives_its_pool() -> None:
+    fleet = one(3, 1)
+    fleet.look(5)
+    held, before = fleet.pool.hold(), fleet.pool.explain(DEFAULTS)
+    fleet.look(1)
+    assert fleet.pool.explain(DEFAULTS) != before
+    again = Pool(fleet.index, fleet.ledger, 16, fleet.pool.candidates)
+    again.look_again(held)
+    assert again.explain(DEFAULTS) == before
+    assert held.bytes > 2 * 5 * 8
+
+
+def test_booking_what_was_looked_at() -> None:
+    fleet = one(2)
+    fleet.look(5)
+    tokens = fleet.pool.effective_prefill_tokens(0, DEFAULTS)
+    assert fleet.pool.book("r", 0, tokens, 1.0) == ADDED
+    assert fleet.ledger.load(0) == (48, 5, 1)
+    assert fleet.pool.book("r", 0, tokens, 1.0) == EXISTS
+    assert fleet.ledger.stats()["refused"]["exists"] == 1
+    fleet.look(4, novel=2)
+    row = fleet.pool.explained(0, DEFAULTS)
+    assert (row.live_blocks, row.potential_decode_blocks) == (4, 7)
+
+
+def test_bodies_with_hashes() -> None:
+    fleet = one(2)
+    scanner = BodyScanner(arrays={"sequence_hashes": "i64", "block_hashes": "i64"})
+    scanner.scan(compact({"block_hashes": [-1, 1, 2], "sequence_hashes": [-1, 5, 6]}))
+    fleet.pool.look_body(scanner, 1, 0, 48)
+    assert fleet.pool.explained(0, DEFAULTS).cached_tokens == 32
+    assert fleet.pool.hold().sequence_hashes == packed([2**64 - 1, 5, 6])
+    with pytest.raises(OverflowError):
+        fleet.pool.look_body(scanner, 1, 0, MAX_ISL_TOKENS + 1)
+
+
+def test_long_prompts_leave_no_memory_behind() -> None:
+    fleet = one(2)
+    fleet.pool.look(b"", bytes(8 * 200_000), 0)
+    assert fleet.pool.hold().bytes > 8 * 200_000
+    fleet.look(2)
+    assert fleet.pool.hold().bytes < 1000
+
+
+# ---- the pool beside a changing index and ledger
+
+
+def test_a_cleared_rank_is_found_again() -> None:
+    fleet = Fleet({(1, 0): RankPlan((60, 0, 0, 0)), (1, 1): RankPlan((2, 0, 0, 0))})
+    fleet.workers[1].store(0, list(range(500, 600)), list(range(500, 600)))  # renewed, not emptied
+    fleet.workers[1].clear(0)
+    fleet.look(3)
+    assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [0, 2]
+    fleet.workers[1].store(0, PROMPT[:1], PROMPT[:1])
+    fleet.look(3)
+    assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [1, 2]
+    fleet.workers[1].unregister(1)
+    fleet.look(3)
+    assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [1, 0]
+    fleet.workers[1].remove()
+    fleet.look(3)
+    assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [0, 0]
+
+
+def test_a_rank_that_left_the_ledger_is_not_chosen() -> None:
+    fleet = loaded(0, 5)
+    fleet.ledger.remove_rank(0)
+    fleet.look(1)
+    assert [row.eligible for row in fleet.pool.explain(DEFAULTS)] == [False, True]
+    assert fleet.pool.choose(DEFAULTS, None, 0) == 1
+    fleet.ledger.add_rank(9, 0)  # takes over its id
+    fleet.look(1)
+    assert fleet.pool.choose(DEFAULTS, None, 0) == 1
+    fleet.ledger.remove_rank(0)
+    fleet.ledger.remove_rank(1)
+    fleet.look(1)
+    assert fleet.pool.choose(DEFAULTS, None, 0) == NONE
+
+
+def test_requests_of_other_ledgers_weigh_and_their_ranks_are_not_chosen() -> None:
+    ledger = Ledger()
+    other = Ledger(loads=ledger.loads)
+    pool = Pool(None, ledger, 16, [Candidate(w, 0, None, ledger.add_rank(w, 0)) for w in (1, 2)])
+    rank = other.add_rank(1, 0)
+    assert other.add("r", rank, packed([7, 8]), 320, 0.0) == ADDED
+    pool.look(packed([5]), packed([7]), 16)
+    row = pool.explain(DEFAULTS)[0]
+    assert (row.live_blocks, row.active_prefill_tokens, row.active_decode_blocks) == (1, 320, 2)
+    assert pool.choose(DEFAULTS, None, 0) == 1
+    ledger.remove_rank(rank)  # the other has it on
+    pool.look(packed([5]), packed([7]), 16)
+    assert [row.eligible for row in pool.explain(DEFAULTS)] == [False, True]
+    with pytest.raises(KeyError):
+        pool.book("r", 0, 0, 0.0)
+
+
+def test_wrong_pools_are_refused() -> None:
+    fleet = one(1)
+    (candidate,) = fleet.pool.candidates
+    with pytest.raises(ValueError, match="block size"):
+        Pool(fleet.index, fleet.ledger, 8)
+    with pytest.raises(ValueError, match="block size"):
+        Pool(None, fleet.ledger, 0)
+    with pytest.raises(ValueError, match="twice"):
+        Pool(fleet.index, fleet.ledger, 16, [candidate, candidate])
+    with pytest.raises(KeyError):
+        Pool(fleet.index, fleet.ledger, 16, [candidate._replace(ledger_rank=7)])
+    with pytest.raises(ValueError, match="not of the pool's index"):
+        Pool(None, fleet.ledger, 16, [candidate])
+    with pytest.raises(TypeError):
+        Pool(fleet.index, fleet.ledger, 16, [candidate._replace(worker="w")])
+    with pytest.raises(IndexError):
+        fleet.pool.render_choice(1, DEFAULTS)
+    with pytest.raises(IndexError):
+        fleet.pool.explained(-1, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overlap_weight": -1},
+        {"overlap_weight": float("nan")},
+        {"overlap_weight": 2e18},
+        {"device_credit": float("inf")},
+        {"host_credit": 1.01},
+        {"disk_credit": -0.5},
+        {"credit_decay": -0.1},
+        {"credit_decay": float("nan")},
+        {"decode_busy_threshold": -1},
+        {"temperature": -1},
+        {"queue_threshold": -1},
+        {"active_decode_blocks_threshold": -0.1},
+        {"active_prefill_tokens_threshold": -1},
+        {"active_prefill_tokens_threshold_frac": -1},
+        {"mode": 5},
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        Settings(**changes)  # type: ignore[arg-type]
+
+
+def test_settings_are_replaced_by_name() -> None:
+    warm = DEFAULTS.replace(temperature=0.5, queue_threshold=2.0)
+    assert warm.members["temperature"] == 0.5
+    assert warm.replace(queue_threshold=None).members == DEFAULTS.replace(temperature=0.5).members
+    assert DEFAULTS.members["mode"] == KV
+    with pytest.raises(TypeError):
+        DEFAULTS.replace(weight=1)
+
+
+# ---- against the model
+
+COUNTS = st.sampled_from([0, 0, 1, 2, 5, 20])
+REQUESTS = st.tuples(
+    st.integers(0, 40),
+    st.integers(0, 5),
+    st.sampled_from([0, 1, 17, 160, 5000, 2**53]),
+    st.booleans(),
+)
+PLANS = st.builds(
+    RankPlan,
+    tiers=st.tuples(COUNTS, COUNTS, COUNTS, COUNTS),
+    requests=st.lists(REQUESTS, max_size=4),
+    max_num_batched_tokens=st.sampled_from([0, 1, 100, 8192, 2**64 - 1]),
+    total_kv_blocks=st.sampled_from([0, 1, 40, 10_000]),
+)
+PLACES = st.tuples(st.sampled_from([0, 1, 2, 2**64 - 1]), st.sampled_from([0, 1, 7, 2**32 - 1]))
+UNIT = st.sampled_from([0.0, 0.1, 0.25, 0.75, 1.0]) | st.floats(0, 1)
+WEIGHTS = UNIT | st.sampled_from([2.5, 1e18]) | st.floats(0, 100)
+THRESHOLDS = st.none() | WEIGHTS
+MODEL_SETTINGS = st.builds(
+    ModelSettings,
+    mode=st.sampled_from([KV, KV, KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT]),
+    overlap_weight=WEIGHTS,
+    device_credit=WEIGHTS,
+    host_credit=UNIT,
+    disk_credit=UNIT,
+    credit_decay=st.sampled_from([0.0, 0.7, 1.0, 1e18]),
+    temperature=st.just(0.0) | WEIGHTS,
+    active_request_weight=st.sampled_from([0.0, 0.5, 3.0]),
+    track_prefill=st.booleans(),
+    track_active_blocks=st.booleans(),
+    last_token=st.booleans(),
+    queue_threshold=THRESHOLDS,
+    active_decode_blocks_threshold=THRESHOLDS,
+    active_prefill_tokens_threshold=THRESHOLDS,
+    active_prefill_tokens_threshold_frac=THRESHOLDS,
+    decode_busy_threshold=THRESHOLDS,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    plans=st.dictionaries(PLACES, PLANS, min_size=1, max_size=8),
+    block_size=st.sampled_from([1, 3, 5, 16, 64]),
+    blocks=st.integers(0, len(PROMPT)),
+    novel=st.integers(0, 3),
+    isl_tokens=st.none() | st.sampled_from([0, 1, 83, 4096, 2**53]),
+    model_settings=MODEL_SETTINGS,
+    draws=st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3),
+    data=st.data(),
+)
+def test_selector_equals_model(
+    plans: dict[tuple[int, int], RankPlan],
+    block_size: int,
+    blocks: int,
+    novel: int,
+    isl_tokens: int | None,
+    model_settings: ModelSettings,
+    draws: list[int],
+    data: st.DataObject,
+) -> None:
+    fleet = Fleet(plans, block_size)
+    model = fleet.look(blocks, isl_tokens, novel)
+    chosen_settings = Settings(**asdict(model_settings))
+    mask = data.draw(st.none() | st.binary(min_size=len(plans), max_size=len(plans)))
+    factor = st.sampled_from([0.0, 1.0, 2.5]) | st.floats(0.36, 2.72)
+    likes = data.draw(st.none() | st.lists(factor, min_size=len(plans), max_size=len(plans)))
+    factors = None if likes is None else array("d", likes).tobytes()
+    check_terms(fleet.pool, model, chosen_settings, model_settings, None)
+    check_terms(fleet.pool, model, chosen_settings, model_settings, mask)
+    assert fleet.pool.least_prefill_tokens(chosen_settings, None) == min(
+        effective_tokens(rank, model_settings, model.prompt) for rank in model.ranks
+    )
+    assert json.loads(fleet.pool.render_overlaps()) == model.overlap_rows()
+    assert json.loads(fleet.pool.render_loads(chosen_settings)) == model.load_rows(model_settings)
+    for random_ in draws:
+        chosen = fleet.pool.choose(chosen_settings, mask, random_, factors)
+        assert chosen == model.choose(model_settings, mask, random_, likes)
+        assert fleet.pool.refusal(chosen_settings, mask) == min(chosen, 0)
+        if chosen >= 0:
+            members = fleet.pool.render_choice(chosen, chosen_settings)
+            assert b"{" + members + b"}" == compact(model.overlap(chosen, model_settings))
+
+
+def check_terms(
+    pool: Pool, model: ModelPool, s: Settings, model_settings: ModelSettings, mask: bytes | None
+) -> None:
+    least = model.least_prefill(model_settings, mask)
+    rows = pool.explain(s, mask)
+    assert [pool.explained(i, s, mask) for i in range(len(rows))] == rows
+    for i, (row, rank) in enumerate(zip(rows, model.ranks, strict=True)):
+        assert row[:9] == (
+            *(rank.worker_id, rank.dp_rank, rank.device, rank.host, rank.disk, rank.live),
+            *(rank.prefill_tokens, rank.decode_blocks, rank.requests),
+        )
+        assert row[9:12] == (
+            model_cached_tokens(rank, model_settings, model.prompt),
+            effective_tokens(rank, model_settings, model.prompt),
+            potential_decode_blocks(rank, model.prompt),
+        )
+        assert row[12:17] == terms(rank, model_settings, model.prompt, least)
+        assert row[17:] == (
+            mask is None or mask[i] != 0,
+            is_overloaded(rank, model_settings),
+            is_busy(rank, model_settings),
+            1.0,
+            True,
+            True,
+        )

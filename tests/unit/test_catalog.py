@@ -1,0 +1,605 @@
+"""The worker catalog: what can be scheduled, and what a change of a worker does to its fleet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
+from kvd.model import RankKey
+from kvd.selection.options import RouterOptions
+from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
+from kvd.selection.workers import RECONSIDERED
+from kvd.wire.lifecycle import Step
+from kvd_core.selector.settings import Settings
+from tests.support.cancelling import every_checkpoint
+from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, worker
+
+# ---- what can be scheduled
+
+
+@pytest.mark.parametrize(
+    ("members", "reasons"),
+    [
+        ({}, []),
+        ({"endpoint": None}, ["endpoint is required"]),
+        ({"endpoint": ""}, ["endpoint is required"]),
+        ({"block_size": None}, ["block_size must be greater than 0"]),
+        ({"block_size": 0}, ["block_size must be greater than 0"]),
+        ({"data_parallel_size": 0}, ["data_parallel_size must be greater than 0"]),
+        (
+            {"data_parallel_size": MAX_DP_SIZE + 1},
+            [f"data_parallel_size must be at most {MAX_DP_SIZE} within 32 bits"],
+        ),
+        (
+            {"data_parallel_start_rank": 2**32 - 1, "data_parallel_size": 2},
+            [f"data_parallel_size must be at most {MAX_DP_SIZE} within 32 bits"],
+        ),
+        ({"data_parallel_start_rank": 2**32 - 2, "data_parallel_size": 2}, []),
+        (
+            {"kv_events_endpoints": {}},
+            ["kv_events endpoint is required for dp_rank 0"],
+        ),
+        ({"kv_events_endpoints": {}, "kv_events_endpoint": "tcp://10.2.3.4:5"}, []),
+        (
+            {
+                "kv_events_endpoints": {1: "tcp://10.2.3.4:5"},
+                "kv_events_endpoint": "tcp://10.2.3.4:6",
+                "data_parallel_size": 3,
+            },
+            [f"kv_events endpoint is required for dp_rank {rank}" for rank in (0, 2)],
+        ),
+        ({"replay_endpoint": "tcp://10.2.3.4:5", "data_parallel_size": 2}, []),
+        ({"max_num_batched_tokens": None}, []),
+        (
+            {"endpoint": None, "block_size": None, "kv_events_endpoints": {}},
+            [
+                "endpoint is required",
+                "block_size must be greater than 0",
+                "kv_events endpoint is required for dp_rank 0",
+            ],
+        ),
+    ],
+)
+async def test_reasons(members: dict[str, Any], reasons: list[str]) -> None:
+    service = Service()
+    entry = await service.selections.workers.put(worker(**members))
+    assert entry.reasons == reasons
+    assert entry.lifecycle == ("incomplete" if reasons else "schedulable")
+    assert entry.record.shown(entry.lifecycle, entry.reasons).get(
+        "not_schedulable_reasons", []
+    ) == (reasons)
+    service.check()
+
+
+@pytest.mark.parametrize("member", ["kv_events_endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("address", ["nowhere", "tcp://10.2.3.4", "tcp://1.2.3.4:0x1"])
+async def test_an_address_that_is_none_is_a_reason(member: str, address: str) -> None:
+    service = Service()
+    endpoints: dict[str, Any] = {member: address}
+    if member == "kv_events_endpoint":
+        endpoints["kv_events_endpoints"] = {}
+    entry = await service.selections.workers.put(worker(**endpoints))
+    assert len(entry.reasons) == 1 and not service.listeners.running
+
+
+async def test_without_events_nobody_is_listened_to() -> None:
+    service = Service(RouterOptions(uses_kv_events=False))
+    entry = await service.selections.workers.put(
+        worker(kv_events_endpoints={}, data_parallel_size=2)
+    )
+    assert entry.reasons == [] and service.listeners.starts == 0
+    service.check()
+    await service.selections.workers.delete(1)
+    service.check()
+    assert not service.selections.state.partitions
+
+
+async def test_a_block_size_is_that_of_the_others() -> None:
+    service = Service()
+    selections = service.selections
+    await selections.workers.put(worker(1))
+    (reason,) = (await selections.workers.put(worker(2, block_size=8))).reasons
+    assert reason == "block_size 8 differs from 4 of its model"
+    assert (await selections.workers.put(worker(3, N, block_size=8))).reasons == []
+    assert (
+        await selections.workers.put(worker(1, block_size=16))
+    ).reasons == []  # nobody beside it
+    service.check()
+
+
+# ---- upsert
+
+
+async def ready(*records: WorkerRecord, **members: Any) -> Service:
+    service = Service(**members)
+    for record in records:
+        assert (await service.selections.workers.put(record)).reasons == []
+    return service
+
+
+def shown(service: Service) -> Any:
+    """All that a change of the catalog may change."""
+    selections = service.selections
+    listeners = {key: id(each) for key, each in service.listeners.running.items()}
+    loads = {key: fleet.ledger.project(b"", 0) for key, fleet in selections.fleets.items()}
+    return (
+        dict(selections.workers.entries),
+        listeners,
+        service.listeners.starts,
+        loads,
+        set(selections.reservations.live),
+    )
+
+
+TWO = worker(1, data_parallel_size=2, replay_endpoint="tcp://10.0.0.1:6000")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"endpoint": None},
+        {"endpoint": ""},
+        {"block_size": 8},
+        {"block_size": None},
+        {"data_parallel_size": 0},
+        {"data_parallel_size": 3},
+        {"kv_events_endpoints": {}},
+        {"kv_events_endpoints": {0: "tcp://10.0.0.1:1", 1: "nowhere"}},
+        {"replay_endpoint": "nowhere"},
+        {"model_name": "n", "block_size": 16},
+    ],
+    ids=str,
+)
+async def test_a_bad_upsert_of_a_live_worker_changes_nothing(members: dict[str, Any]) -> None:
+    service = await ready(TWO, worker(2), worker(3, N))
+    service.reserve("r", (1, 1), [1, 2], 8)
+    before = shown(service)
+    with pytest.raises(Conflict):
+        await service.selections.workers.put(replace(TWO, **members))
+    assert shown(service) == before and len(service.told) == 1
+    service.check()
+
+
+@pytest.mark.parametrize("taken", ["address", "block size", "no room"])
+async def test_an_upsert_that_cannot_be_listened_to_changes_nothing(taken: str) -> None:
+    """Another face has registered something else, or everything there is room for."""
+    service = await ready(TWO, max_ranks=3)
+    service.reserve("r", (1, 0), [1, 2], 8)
+    wanted = replace(TWO, endpoint="http://elsewhere")
+    if taken == "address":
+        service.registry.register(RankKey(M, 1, 0), "tcp://10.0.0.1:5000", 4, TWO.replay_endpoint)
+        endpoints = {0: "tcp://10.0.0.1:7000", 1: "tcp://10.0.0.1:7001"}
+        wanted = replace(TWO, kv_events_endpoints=endpoints)
+    elif taken == "block size":
+        service.registry.register(RankKey(M, 9, 0), "tcp://10.0.0.9:1", BLOCK_SIZE, None)
+        wanted = replace(TWO, block_size=8)
+    else:
+        wanted = worker(1, data_parallel_size=4)
+    before = shown(service)
+    with pytest.raises(Conflict):
+        await service.selections.workers.put(wanted)
+    assert shown(service) == before
+    service.check()
+
+
+async def test_a_new_worker_that_cannot_be_listened_to_is_incomplete() -> None:
+    service = await ready(TWO, max_ranks=2)
+    entry = await service.selections.workers.put(worker(2))
+    assert entry.reasons == ["there are 2 listeners already, no more can be made"]
+    service.check()
+    await service.selections.workers.delete(1)
+    assert (await service.selections.workers.put(worker(2))).reasons == []
+    service.check()
+
+
+async def test_an_incomplete_worker_becomes_schedulable() -> None:
+    service = Service()
+    await service.selections.workers.put(worker(endpoint=None))
+    with pytest.raises(Unavailable):
+        service.select([1])
+    entry = await service.selections.workers.put(worker())
+    assert entry.reasons == [] and service.select([1])["worker_id"] == 1
+    service.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "restarted"),
+    [
+        ({}, "ab", 0),
+        ({"endpoint": "http://elsewhere"}, "ab", 0),
+        ({"max_num_batched_tokens": 7, "total_kv_blocks": 9, "taints": ("x",)}, "ab", 0),
+        ({"data_parallel_size": 3}, "ab", 1),
+        ({"data_parallel_size": 1}, "a", 0),
+        ({"data_parallel_start_rank": 1, "data_parallel_size": 1}, "b", 0),
+        ({"kv_events_endpoints": {0: "tcp://10.0.0.1:1", 1: "tcp://10.0.0.1:5001"}}, "ab", 1),
+        ({"replay_endpoint": "tcp://10.0.0.1:9"}, "ab", 2),
+        ({"replay_endpoint": None}, "ab", 2),
+        ({"block_size": 8}, "", 2),
+        ({"model_name": "n"}, "", 2),
+        ({"tenant_id": "u"}, "", 2),
+    ],
+    ids=str,
+)
+async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted: int) -> None:
+    """Bookings of ranks that stay; listeners whose addresses stay."""
+    ranks = {rank: f"tcp://10.0.0.1:{5000 + rank}" for rank in range(3)}
+    old = replace(TWO, kv_events_endpoints=ranks)
+    service = await ready(old)
+    service.reserve("a", (1, 0), [1, 2], 8)
+    service.reserve("b", (1, 1), [1, 2], 8)
+    starts = service.listeners.starts
+    assert (await service.selections.workers.put(replace(old, **change))).reasons == []
+    assert "".join(sorted(service.selections.reservations.live)) == kept
+    assert service.listeners.starts - starts == restarted
+    freed = {event.request_id for event in service.told if event.step is Step.FREE}
+    assert freed == {"a", "b"} - set(kept)  # replicas are told
+    service.check()
+
+
+async def test_a_worker_has_one_place() -> None:
+    service = await ready(worker(1), worker(2))
+    await service.selections.workers.put(worker(1, N))
+    assert service.select([1], key=N)["worker_id"] == 1
+    assert {service.select([1])["worker_id"] for _ in range(20)} == {2}
+    assert [entry.record.key for entry in service.selections.workers.listed(None, None)] == [M, N]
+    assert len(service.selections.workers.listed("m", None)) == 1
+    assert len(service.selections.workers.listed("m", "other")) == 0
+    service.check()
+
+
+# ---- patch and delete
+
+
+async def test_a_patch_may_end_a_worker() -> None:
+    service = await ready(TWO)
+    service.reserve("a", (1, 0), [1, 2], 8)
+    entry = await service.selections.workers.patch(1, lambda record: replace(record, endpoint=""))
+    assert (
+        entry.reasons and not service.selections.reservations.live and not service.listeners.running
+    )
+    service.check()
+    entry = await service.selections.workers.patch(
+        1, lambda record: replace(record, endpoint="http://x")
+    )
+    assert entry.reasons == [] and len(service.listeners.running) == 2
+    with pytest.raises(NotFound):
+        await service.selections.workers.patch(2, lambda record: record)
+    service.check()
+
+
+async def test_what_is_deleted_is_gone() -> None:
+    service = await ready(TWO, worker(2))
+    service.reserve("a", (1, 0), [1, 2], 8)
+    service.reserve("b", (2, 0), [1, 2], 8)
+    assert (await service.selections.workers.delete(1)).record == TWO
+    assert set(service.selections.reservations.live) == {"b"}
+    with pytest.raises(NotFound):
+        await service.selections.workers.delete(1)
+    with pytest.raises(NotFound):
+        service.selections.reservations.free("a")
+    service.reserve("a", (2, 0), [1], 4)  # the id is free
+    service.check()
+    await service.selections.workers.delete(2)
+    assert not service.listeners.running and not service.state.partitions
+    assert service.selections.fleets.keys() == {M}  # stays listed, without loads
+    service.check()
+
+
+@pytest.mark.parametrize("later", range(1, 7))
+async def test_bookings_can_be_ended_while_their_worker_changes(
+    later: int, nursery: trio.Nursery
+) -> None:
+    service = await ready(TWO)
+    for name in "abc":
+        service.reserve(name, (1, 0), [1, 2], 8)
+    for change in ({"replay_endpoint": None}, {"data_parallel_size": 1}):
+        nursery.start_soon(service.selections.workers.put, replace(TWO, **change))
+        for _ in range(later):  # its listeners are about to end
+            await trio.lowlevel.checkpoint()
+        service.selections.reservations.prefill_complete("c")
+        service.selections.reservations.free("ab"[len(service.told) > 5])
+        assert service.select([1, 2])["worker_id"] == 1
+        await trio.testing.wait_all_tasks_blocked()
+        service.check()
+    assert set(service.selections.reservations.live) == {"c"}
+
+
+# ---- the whole catalog of a model
+
+
+async def test_a_set_is_idempotent() -> None:
+    service = await ready(worker(1), worker(2), worker(5, N))
+    service.reserve("a", (1, 0), [1], 4)
+    service.reserve("b", (2, 0), [1], 4)
+    wanted = [worker(2), worker(3), worker(5)]  # 5 comes over from elsewhere
+    for _ in range(3):
+        entries = await service.selections.workers.put_all(M, wanted)
+        assert [entry.record for entry in entries] == wanted
+        assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
+        assert set(service.selections.reservations.live) == {"b"}
+        service.check()
+    assert service.listeners.starts == 5
+    assert await service.selections.workers.put_all(M, []) == []
+    assert not service.selections.workers.entries and not service.listeners.running
+    service.check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (worker(3, endpoint=None), Invalid),
+        (worker(3, block_size=8), Invalid),
+        (worker(3, kv_events_endpoints={0: "nowhere"}), Invalid),
+        (worker(3, data_parallel_size=9), Unavailable),
+        (worker(9, kv_events_endpoints={0: "tcp://10.2.3.4:1"}), Conflict),
+    ],
+)
+async def test_a_set_with_a_bad_worker_changes_nothing(
+    bad: WorkerRecord, error: type[KvdError]
+) -> None:
+    service = await ready(worker(1), worker(2), worker(5, N), max_ranks=10)
+    service.registry.register(RankKey(M, 9, 0), "tcp://10.0.0.9:1", BLOCK_SIZE, None)
+    service.reserve("a", (1, 0), [1], 4)
+    before = shown(service)
+    for records in ([worker(2), bad], [bad, worker(2)], [bad, worker(5)]):
+        with pytest.raises(error):
+            await service.selections.workers.put_all(M, records)
+        assert shown(service) == before
+    service.check()
+
+
+async def test_a_set_may_change_the_block_size() -> None:
+    service = await ready(worker(1), worker(2), worker(3))
+    service.reserve("a", (1, 0), [1], 4)
+    wanted = [worker(each, block_size=8) for each in (1, 2, 4)]
+    entries = await service.selections.workers.put_all(M, wanted)
+    assert [entry.reasons for entry in entries] == [[], [], []]
+    assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
+    assert not service.selections.reservations.live
+    service.check()
+
+
+async def test_a_set_without_a_worker_in_common_always_has_someone_to_select(
+    nursery: trio.Nursery,
+) -> None:
+    busy = RouterOptions(Settings(queue_threshold=0.0))
+    service = await ready(worker(1, max_num_batched_tokens=1), options=busy)
+    service.reserve("a", (1, 0), [1], 4)
+    held = service.select([7, 8])
+    answers: list[bytes] = []
+
+    async def wait() -> None:
+        answers.append(await service.selections.scheduler.wait(held))
+
+    nursery.start_soon(wait)
+    nursery.start_soon(service.selections.workers.put_all, M, [worker(2), worker(3)])
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(answers) == 1 and b'"worker_id":1,' not in answers[0]
+    service.check()
+
+
+# ---- the other faces
+
+
+@pytest.mark.parametrize("first", ["indexer", "selection"])
+@pytest.mark.parametrize("leaves", ["indexer", "selection"])
+async def test_a_worker_of_two_faces_is_listened_to_once(first: str, leaves: str) -> None:
+    service = Service()
+    key, record = RankKey(M, 1, 0), worker(1)
+    faces = ["indexer", "selection"]
+    for face in faces if first == "indexer" else reversed(faces):
+        if face == "indexer":
+            service.registry.register(key, "tcp://10.0.0.1:5000", BLOCK_SIZE, None)
+        else:
+            assert (await service.selections.workers.put(record)).reasons == []
+    (listener,) = service.listeners.running.values()
+    index_worker = service.state.partitions[M].workers[1]
+    index_worker.store(0, [1, 2], [1, 2])
+    service.check()
+    if leaves == "indexer":
+        await service.registry.unregister(1, "m", "t", None)
+        assert service.select([1, 2])["overlap"]["gpu"] == 2 * BLOCK_SIZE
+    else:
+        await service.selections.workers.delete(1)
+    assert list(service.listeners.running.values()) == [listener]
+    assert service.state.partitions[M].workers[1] is index_worker
+    service.check()
+    if leaves == "indexer":
+        await service.selections.workers.delete(1)
+    else:
+        await service.registry.unregister(1, "m", "t", None)
+    assert not service.listeners.running and not service.state.partitions
+    service.check()
+
+
+async def test_another_address_elsewhere_is_a_reason() -> None:
+    service = Service()
+    service.registry.register(RankKey(M, 1, 0), "tcp://10.0.0.1:1", BLOCK_SIZE, None)
+    assert (await service.selections.workers.put(worker(1))).reasons == [
+        "instance 1 dp_rank 0 already registered"
+    ]
+    await service.registry.unregister(1, "m", "t", None)
+    assert (await service.selections.workers.put(worker(1))).reasons == []
+    service.check()
+
+
+# ---- any row of changes
+
+IDS = st.integers(1, 4)
+RECORDS = st.builds(
+    worker,
+    IDS,
+    st.sampled_from([M, M, N]),
+    endpoint=st.sampled_from(["http://a", "http://b", None]),
+    block_size=st.sampled_from([4, 4, 4, 8]),
+    data_parallel_size=st.integers(1, 3),
+    data_parallel_start_rank=st.sampled_from([None, 1]),
+    replay_endpoint=st.sampled_from([None, None, "tcp://10.0.0.1:9", "nowhere"]),
+    max_num_batched_tokens=st.sampled_from([None, 100]),
+)
+STEPS = st.one_of(
+    st.tuples(st.just("put"), RECORDS),
+    st.tuples(st.just("put"), RECORDS),
+    st.tuples(st.just("patch"), IDS, st.sampled_from(["http://c", ""])),
+    st.tuples(st.just("delete"), IDS),
+    st.tuples(st.just("put_all"), st.lists(RECORDS, max_size=3)),
+    st.tuples(st.just("reserve"), IDS, st.integers(0, 3), st.integers(0, 99)),
+    st.tuples(st.just("indexer"), IDS, st.integers(0, 1), st.sampled_from([4, 4, 8])),
+    st.tuples(st.just("no indexer"), IDS),
+)
+
+
+async def step(service: Service, kind: str, *rest: Any) -> None:
+    selections = service.selections
+    if kind == "put":
+        await selections.workers.put(rest[0])
+    elif kind == "patch":
+        await selections.workers.patch(rest[0], lambda record: replace(record, endpoint=rest[1]))
+    elif kind == "delete":
+        await selections.workers.delete(rest[0])
+    elif kind == "put_all":
+        records = {record.worker_id: replace(record, model_name="m") for record in rest[0]}
+        await selections.workers.put_all(M, list(records.values()))
+    elif kind == "reserve":
+        service.reserve(str(rest[2]), (rest[0], rest[1]), [1, 2, 3], 12)
+    elif kind == "indexer":
+        worker_id, dp_rank, block_size = rest
+        endpoint = worker(worker_id, data_parallel_size=2).kv_events_endpoints[dp_rank]
+        service.registry.register(RankKey(M, worker_id, dp_rank), endpoint, block_size, None)
+    else:
+        await service.registry.unregister(rest[0], "m", "t", None)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.booleans(), st.lists(STEPS, max_size=25))
+def test_any_row_of_changes_leaves_all_in_agreement(
+    uses_events: bool, steps: list[tuple[Any, ...]]
+) -> None:
+    async def run() -> None:
+        service = Service(RouterOptions(uses_kv_events=uses_events), max_ranks=9)
+        for kind, *rest in steps:
+            before = shown(service)
+            try:
+                await step(service, kind, *rest)
+            except KvdError:
+                assert shown(service) == before
+            service.check()
+
+    trio.run(run)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("put", replace(TWO, replay_endpoint=None))],
+        [("put", replace(TWO, model_name="n"))],
+        [("delete", 1)],
+        [("put_all", [worker(2), worker(3)])],
+        [("put_all", [worker(1, block_size=8)])],
+    ],
+)
+async def test_a_client_that_goes_away_leaves_no_half_worker(steps: list[tuple[Any, ...]]) -> None:
+    for cancelling in every_checkpoint():
+        service = await ready(TWO)
+        service.reserve("a", (1, 0), [1, 2], 8)
+
+        async def change(service: Service = service) -> None:
+            for kind, *rest in steps:
+                await step(service, kind, *rest)
+
+        await cancelling.run(change)
+        service.check()
+        for worker_id in list(service.selections.workers.entries):
+            await service.selections.workers.delete(worker_id)
+        service.check()
+        assert not service.listeners.running and not service.selections.reservations.live
+        service.now += EXPIRY_S
+
+
+# ---- workers that others keep out
+
+
+async def test_a_conflict_ends_with_the_other_registration() -> None:
+    service = Service()
+    service.registry.register(RankKey(M, 1, 0), "tcp://10.0.0.1:1", BLOCK_SIZE, None)
+    entry = await service.selections.workers.put(worker(1))
+    assert entry.lifecycle == "incomplete" and entry.blocked
+    service.registry.register(RankKey(N, 9, 0), "tcp://10.0.0.9:1", BLOCK_SIZE, None)
+    await service.registry.unregister(9, "n", "t", None)  # somebody else
+    assert service.selections.workers.entries[1].reasons
+    await service.registry.unregister(1, "m", "t", None)
+    assert service.selections.workers.entries[1].reasons == []
+    assert service.select([1])["worker_id"] == 1
+    service.check()
+
+
+@pytest.mark.parametrize("by", ["delete", "patch", "move", "put_all"])
+async def test_a_block_size_is_free_when_its_last_worker_leaves(by: str) -> None:
+    service = await ready(worker(1))
+    workers = service.selections.workers
+    for number in (2, 3):
+        assert (await workers.put(worker(number, block_size=8))).blocked
+    assert (await workers.put(worker(4, block_size=16))).blocked
+    if by == "delete":
+        await workers.delete(1)
+    elif by == "patch":
+        await workers.patch(1, lambda record: replace(record, endpoint=""))
+    elif by == "move":
+        await workers.put(worker(1, N))
+    else:
+        await workers.put_all(N, [worker(1, N)])
+    reasons = {number: workers.entries[number].reasons for number in (2, 3, 4)}
+    assert reasons == {2: [], 3: [], 4: ["block_size 16 differs from 8 of its model"]}
+    assert service.fleet().block_size == 8
+    service.check()
+
+
+async def test_who_is_blocked_by_nobody_is_left_alone() -> None:
+    service = await ready(worker(1))
+    entry = await service.selections.workers.put(worker(2, endpoint="", block_size=8))
+    assert entry.reasons and not entry.blocked
+    await service.selections.workers.delete(1)
+    assert service.selections.workers.entries[2] is entry
+
+
+async def test_those_that_wait_get_who_joins(nursery: trio.Nursery) -> None:
+    service = Service(RouterOptions(Settings(queue_threshold=1.0)))
+    workers = service.selections.workers
+    service.registry.register(RankKey(M, 1, 0), "tcp://10.0.0.1:1", BLOCK_SIZE, None)
+    await workers.put(worker(1))
+    await workers.put(worker(2, max_num_batched_tokens=1))
+    service.reserve("a", (2, 0), [901], 2)
+    held = service.select([1])
+    answers: list[bytes] = []
+
+    async def wait() -> None:
+        answers.append(await service.selections.scheduler.wait(held))
+
+    nursery.start_soon(wait)
+    await service.registry.unregister(1, "m", "t", None)
+    await trio.testing.wait_all_tasks_blocked()
+    assert b'"worker_id":1,' in answers[0]
+    service.check()
+
+
+async def test_many_are_judged_again_in_slices() -> None:
+    service = await ready(worker(1))
+    workers = service.selections.workers
+    count = 2 * RECONSIDERED + 1
+    for number in range(2, 2 + count):
+        address = {0: f"tcp://10.0.0.1:{number}"}
+        assert (
+            await workers.put(worker(number, block_size=8, kv_events_endpoints=address))
+        ).blocked
+    await workers.delete(1)
+    assert len(service.fleet().workers) == RECONSIDERED
+    assert sum(1 for _ in service.selections.tend(service.now)) == 1
+    assert len(service.fleet().workers) == count
+    service.check()

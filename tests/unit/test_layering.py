@@ -1,0 +1,162 @@
+"""Imports point downward only: a module may use those of lower layers and of its own package."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import REPOSITORY
+
+# From the top down. A package may use those of lower rows, and of its own row where that makes no
+# circle. `__main__` belongs to the command line; the last row is modules, which everybody may use.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("kvd.__main__", "kvd.cli"),
+    ("kvd.app", "kvd.demo"),
+    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync"),
+    ("kvd.config",),
+    ("kvd.http", "kvd.net"),
+    ("kvd.selection", "kvd.slots", "kvd.index"),
+    ("kvd.wire", "kvd.platform", "kvd.telemetry"),
+    ("kvd.model", "kvd.errors", "kvd._version"),
+)
+HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
+
+# Packages that must not touch the outside world, and what that means for each.
+IO = {"trio", "zmq", "socket", "quart", "quart_trio", "ssl", "httptools", "subprocess"}
+FORBIDDEN = {
+    "kvd.wire": IO | {"time", "datetime", "logging", "os", "kvd.telemetry.logs"},
+    "kvd.faces": (IO - {"trio"}) | {"time", "datetime", "os"},  # trio: long walks checkpoint
+    "kvd.index.partitions": {"time", "datetime", "os", "quart", "ssl"},
+    "kvd.model": IO | {"time", "datetime", "logging", "os"},
+    "kvd.errors": IO | {"time", "datetime", "logging", "os"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Returns every module of kvd by its dotted name."""
+    found = {}
+    for path in sorted((REPOSITORY / "kvd").rglob("*.py")):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yields what a file imports, submodules by their full name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else str(node.module)
+
+
+def package(module: str) -> str:
+    """Returns the entry of LAYERS that a module belongs to."""
+    return ".".join(module.split(".")[:2])
+
+
+def package_imports() -> dict[str, set[str]]:
+    """Returns what every package uses of other packages."""
+    found: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        own = package(module)
+        used = {package(each) for each in imports(path) if each in MODULES and each != "kvd"}
+        found.setdefault(own, set()).update(used - {own})
+    return found
+
+
+def test_there_is_a_place_for_every_package() -> None:
+    assert {package(module) for module in MODULES} - {"kvd"} == set(HEIGHT)
+
+
+@pytest.mark.parametrize("own", HEIGHT)
+def test_packages_use_no_higher_ones(own: str) -> None:
+    higher = {each for each in package_imports().get(own, ()) if HEIGHT[each] > HEIGHT[own]}
+    assert not higher
+
+
+def test_no_package_uses_itself_by_way_of_others() -> None:
+    found = package_imports()
+    TopologicalSorter(found).prepare()  # raises CycleError, which names the circle
+
+
+def assigned_functions(path: Path) -> Iterator[str]:
+    """Yields assignments of functions to attributes of other objects."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Assign):
+            continue
+        value = node.value
+        is_function = isinstance(value, ast.Lambda) or (
+            isinstance(value, ast.Call) and ast.unparse(value.func) == "partial"
+        )
+        for target in node.targets:
+            if not isinstance(target, ast.Attribute) or ast.unparse(target.value) == "self":
+                continue
+            # A setting that is copied keeps its name, which may be that of a method elsewhere.
+            is_method = isinstance(value, ast.Attribute) and value.attr in METHODS - {target.attr}
+            if is_function or is_method:
+                yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+METHODS = {
+    node.name
+    for path in MODULES.values()
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list
+} | {"__len__"}
+
+
+def test_what_a_part_calls_comes_through_its_constructor_or_a_subscription() -> None:
+    """A function that is set from outside is a wire that no import and no signature shows."""
+    found = [each for path in MODULES.values() for each in assigned_functions(path)]
+    assert found == []
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_pure_packages_stay_pure(package: str) -> None:
+    for module, path in MODULES.items():
+        if module == package or module.startswith(f"{package}."):
+            used = {name for target in imports(path) for name in (target, target.split(".")[0])}
+            assert not used & FORBIDDEN[package], f"{module} imports {used & FORBIDDEN[package]}"
+
+
+def test_who_knows_the_wall_clock() -> None:
+    """Deadlines, expiry and backoff must not follow a clock that somebody sets.
+
+    Log lines show it, versions of session bindings begin with it, which the daemon passes on for,
+    and the demo's engines put it into their batches, as engines do.
+    """
+    wall = re.compile(
+        r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
+    )
+    using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
+    assert using == {"kvd.telemetry.logs", "kvd.demo.fleet", "kvd.app.daemon"}
+    daemon = MODULES["kvd.app.daemon"].read_text()
+    assert len(wall.findall(daemon)) == 1 and "time.time_ns,\n" in daemon  # to Selections
+
+
+CORE_SOURCES = [
+    path
+    for path in sorted((REPOSITORY / "kvd_core").rglob("*"))
+    if path.suffix in {".py", ".pyx", ".pxd", ".pyi"}
+]
+# The drain receives from sockets that pyzmq owns, so it imports that.
+MEETS_IO = {"drain"}
+
+
+@pytest.mark.parametrize("path", CORE_SOURCES, ids=lambda path: path.name)
+def test_the_core_stands_alone(path: Path) -> None:
+    banned = {"kvd"} if path.stem in MEETS_IO else {"kvd", "logging", "time"} | IO
+    line = re.compile(r"^\s*(?:c?import|from)\s+(\w+)", re.MULTILINE)
+    assert not banned & set(line.findall(path.read_text()))

@@ -1,0 +1,494 @@
+"""Selections answered by the lane's own code: the same as by the handlers, whatever the body.
+
+Two equal selection services get the same requests, one of them by the lane's way: its answerer
+first, and the handler for what that leaves.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Awaitable
+from random import Random
+from typing import Any, cast
+from urllib.parse import quote_from_bytes
+from uuid import UUID
+
+import pytest
+import trio
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvd.errors import KvdError
+from kvd.faces.selection.plain import PlainLoads, PlainSelect
+from kvd.faces.selection.prompts import ASK
+from kvd.faces.selection.routes import selection_routes
+from kvd.http.types import Request, Response, Route
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
+from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd.selection.candidates import schedulable
+from kvd.selection.options import THRESHOLDS, RouterOptions
+from kvd.selection.requests import QueuedRequest, SelectRequest
+from kvd.selection.service import Selections
+from kvd.selection.worker_record import DEFAULT_MODEL, Role, WorkerRecord
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.event_stream import EventStream
+from kvd.wire.lifecycle import Lifecycle
+from kvd_core.base.draws import Draws
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
+from kvd_core.selector.choice_counts import CHOICE_PHASES
+from kvd_core.selector.selector import Pool
+from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from tests.support.json_bodies import bodies, written
+
+Answer = tuple[int, bytes]
+
+U64_MAX = 2**64 - 1
+BLOCK = 4  # tokens
+LONGEST_ID = "é" * (MAX_REQUEST_ID_BYTES // 2)
+NOW = 1000.0  # seconds
+MODELS = ("m", "busy", "over", "full", "gone", DEFAULT_MODEL, "roles")
+M = PartitionKey("m", DEFAULT_TENANT)
+CACHED = [1, 2, 3]  # local hashes, on some ranks
+
+SELECT, RESERVE = "POST /select", "POST /select_and_reserve"
+COMPLETE = "POST /reservations/{reservation_id}/prefill_complete"
+FREE = "DELETE /reservations/{reservation_id}"
+PROJECT, LOADS = "POST /potential_loads", "GET /loads"
+OUTPUT = "POST /reservations/{reservation_id}/output_block"
+SHOW = "GET /reservations/{reservation_id}"
+PLAIN = {SELECT, RESERVE, COMPLETE, FREE, PROJECT}
+TENANTS = st.sampled_from([DEFAULT_TENANT, "other"])
+
+
+class Deaf:
+    """Listeners that hear nothing."""
+
+    def start(self, key: RankKey, listener: EventStream) -> None:
+        pass
+
+    async def stop(self, key: RankKey) -> bool:
+        return False
+
+
+class Face:
+    """A selection service with some live reservations, and its routes."""
+
+    def __init__(
+        self, mode: int = KV, *, max_held: int = 0, temperature: float = 0.0, **more: Any
+    ) -> None:
+        weighing = Settings(
+            mode=mode,
+            temperature=temperature,
+            queue_threshold=2.0,
+            active_prefill_tokens_threshold=10_000,
+            credit_decay=1.0,
+            decode_busy_threshold=0.5,
+        )
+        options = RouterOptions(weighing, max_held=max_held, **more)
+        state = State()
+        registry = Registry(state, Deaf())
+        clocks = (lambda: NOW), (lambda: int(NOW * 1e9))
+        ledgers = Ledgers()
+        self.slots = SlotTrackers(300, ledgers)
+        self.selections = Selections(state, registry, options, 300, Random(7), *clocks, ledgers)
+        self.told: list[Lifecycle] = []
+        trio.run(self._fill)
+        routes = selection_routes(self.selections)
+        self.routes = {f"{route.method} {route.path}": route for route in routes}
+
+    async def _fill(self) -> None:
+        places = [(model, DEFAULT_TENANT) for model in MODELS] + [("m", "other")]
+        for number, (model, tenant) in enumerate(places):
+            for worker_id in (number, U64_MAX - number):
+                await self.selections.workers.put(worker(worker_id, model, tenant))
+        for worker_id in (MODELS.index("gone"), U64_MAX - MODELS.index("gone")):
+            await self.selections.workers.delete(worker_id)
+        for fleet in self.selections.fleets.values():
+            for row in fleet.pool.candidates[1:]:
+                if row.worker is not None:
+                    row.worker.store(row.dp_rank, sequence_hashes(CACHED), CACHED)
+        full = self.selections.fleets[PartitionKey("full", DEFAULT_TENANT)]
+        full.ledger = Ledger(1)
+        full.changed()
+        self.reserve("m", "a", 16)
+        self.reserve("m", "b", 16)
+        self.reserve("full", "filler", 16)
+        for dp_rank in (0, 1):
+            for worker_id in (1, U64_MAX - 1):
+                self.reserve("busy", f"busy {worker_id} {dp_rank}", 300, (worker_id, dp_rank))
+            for worker_id in (2, U64_MAX - 2):
+                self.reserve("over", f"over {worker_id} {dp_rank}", 10_001, (worker_id, dp_rank))
+
+    def reserve(
+        self, model: str, reservation_id: str, tokens: int, rank: tuple[int, int] | None = None
+    ) -> None:
+        key = PartitionKey(model, DEFAULT_TENANT)
+        rank = rank or schedulable(self.selections.fleets, key).pool.candidates[0][:2]
+        self.selections.reservations.reserve(
+            key, reservation_id, rank, look, tokens, predicts=False
+        )
+
+    def state(self) -> Any:
+        """Everything that a request may change."""
+        live = {name: fleet.key for name, fleet in self.selections.reservations.live.items()}
+        return (live, self.counted()), [
+            (
+                fleet.render_loads(),
+                fleet.ledger.stats(),
+                {name: fleet.ledger.request(name) for name in live},
+            )
+            for fleet in self.selections.fleets.values()
+        ]
+
+    def counted(self) -> Any:
+        """What /metrics would say of it."""
+        tally = self.selections.tally
+        sums = [tally.counts.choices(phase) for phase in range(CHOICE_PHASES)]
+        ends = list(tally.counts.outcomes()), list(tally.counts.held()), tally.fallbacks
+        return ends, tally.counts.lengths(), sums
+
+    def sessions(self) -> Any:
+        """What sessions are bound to, and what is predicted."""
+        affinity, state = self.selections.affinity, self.selections.state
+        held = [affinity and affinity.sessions.find((M, session), NOW) for session in IDS]
+        bound = [each and (each.worker_id, each.dp_rank, each.leases) for each in held]
+        return bound, [each.index.predicted() for each in state.partitions.values()]
+
+    def change(self, kind: str, what: Any) -> None:
+        """What operators, engines and the slot tracker do between two requests."""
+        selections = self.selections
+        try:
+            if kind == "tune":
+                selections.tuning.change(("m", None), what)
+            elif kind == "put":
+                trio.run(selections.workers.put, worker(*what))
+            elif kind == "delete":
+                trio.run(selections.workers.delete, what)
+            elif kind == "track":
+                self.slots.register(M, what, BLOCK, 0, 2)
+            else:
+                tracker = self.slots.tracker(*M)
+                rank = tracker.rank(what, 1)
+                tracker.ledger.add("t", rank, array("Q", [5, 6]).tobytes(), 9, NOW)
+        except KvdError:
+            pass
+
+    def handled(self, name: str, given: bytes) -> Answer | str:
+        """Returns what the handler answers, or what it raises."""
+        try:
+            response = handled(self.routes[name], given)
+        except KvdError as error:
+            return repr(error)
+        return response.status, cast(bytes, response.body)
+
+    def answered(self, name: str, given: bytes) -> Answer | None:
+        """Returns what the lane answers; nothing has changed where it does not."""
+        route = self.routes[name]
+        assert route.answerer is not None
+        before = self.state()
+        if "{" in name:
+            answer = None if b"%" in given else route.answerer(b"", given)
+        else:
+            answer = route.answerer(given)
+        if answer is None:
+            assert self.state() == before
+            return None
+        return 200, answer
+
+
+def worker(worker_id: int, model: str, tenant: str) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id,
+        model,
+        tenant,
+        endpoint=f'http://worker-{worker_id}/"é"',
+        kv_events_endpoints={0: "tcp://127.0.0.1:1", 1: "tcp://127.0.0.1:2"},
+        block_size=BLOCK,
+        data_parallel_size=2,
+        role=Role.PREFILL if model == "roles" and worker_id < U64_MAX // 2 else None,
+        max_num_batched_tokens=100 if model == "busy" else 100_000,
+    )
+
+
+def look(pool: Pool) -> None:
+    pool.look(b"", b"", 1)
+
+
+def handled(route: Route, given: bytes) -> Response:
+    """Runs a handler; none of those asked here waits."""
+    body, captured = (b"", given) if "{" in route.path else (given, b"")
+    answer = route.handler(Request(route.method, route.path, b"", [], body, captured))
+    if isinstance(answer, Response):
+        return answer
+    with pytest.raises(StopIteration) as ended:
+        cast(Any, cast(Awaitable[Response], answer)).send(None)
+    return cast(Response, ended.value.value)
+
+
+IDS = ["", "a", "b", "c", "\x7f", "é", "a b", "filler", LONGEST_ID]
+TEXTS = [
+    *(json.dumps(text, ensure_ascii=False) for text in (*IDS, *MODELS, "other")),
+    *(r'"\u006d"', r'"\u0061"', r'"\ud83d\ude00"', r'"\ud800"', '"a\n"'),
+    f'"{LONGEST_ID}x"',
+]
+NUMBERS = ["0", "1", "12", "-0", "-1", "007", "1.0", "7e0", "1E400", "9" * 5000, str(U64_MAX)]
+NUMBERS += ["18446744073709551616", "4294967295", "4294967296", str(MAX_TOKENS)]
+NUMBERS += [str(MAX_TOKENS + 1)]
+ARRAYS = ["[]", "[1,2,3]", "[1,2,4]", "[1,2,3,4,5,6,7,8,9]", "[-1,2,3]", "[4294967296]"]
+ARRAYS += ["[9223372036854775808]", "[1.0]", "[null]", "[-0]", "null", "1", "[1,]"]
+MEMBERS = {
+    **dict.fromkeys(("model_name", "tenant_id", "routing_group", "selection_id"), TEXTS),
+    **dict.fromkeys(("reservation_id", "lora_name", "cache_salt", "unknown"), TEXTS),
+    "session_id": TEXTS,
+    **dict.fromkeys(("isl_tokens", "expected_output_tokens", "strict_priority"), NUMBERS),
+    "priority_jump": ["0", "1.5"],
+    **dict.fromkeys(("block_hashes", "sequence_hashes", "token_ids"), ARRAYS),
+    "router_config_override": ['{"overlap_score_weight":0}', '{"router_temperature":"x"}'],
+    "pinned_worker": ['{"worker_id":0,"dp_rank":1}'],
+    "affinity_target": ['{"worker_id":0}'],
+    "allowed_worker_ids": ["[0]", "[1,"],
+    "routing_constraints": ['{"required_taints":["x"]}'],
+    "explain": [],
+    "phase": ['"prefill"', '"decode"', '"both"'],
+}
+USUAL = {
+    "model_name": '"m"',
+    "block_hashes": "[1,2,3]",
+    "sequence_hashes": "[5,6,7]",
+    "isl_tokens": "14",
+}
+NAMES = [SELECT, RESERVE, PROJECT]
+
+
+def usual(**members: str) -> bytes:
+    return written(USUAL | members)
+
+
+SEGMENTS = [quote_from_bytes(name.encode()).encode() for name in IDS if name]
+SEGMENTS += [b"\xff", "é".encode(), b"c:prefill"]
+QUESTIONS = st.tuples(st.sampled_from(NAMES), bodies(USUAL, MEMBERS))
+STEPS = st.tuples(st.sampled_from([COMPLETE, FREE]), st.sampled_from(SEGMENTS))
+LIVES = st.lists(st.one_of(QUESTIONS, STEPS), min_size=1, max_size=8)
+MODES = st.sampled_from([KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT])
+BOOKED = usual(reservation_id='"c"')
+BOTH = usual(model_name='"roles"', phase='"both"', reservation_id='"c"')
+
+
+@settings(deadline=None)
+@given(LIVES, MODES)
+@example([(RESERVE, BOOKED), (RESERVE, BOOKED), (COMPLETE, b"c"), (FREE, b"c"), (FREE, b"c")], KV)
+@example([(RESERVE, usual()), (SELECT, usual()), (RESERVE, usual())], KV)
+@example([(SELECT, usual(explain="true")), (SELECT, usual())], ROUND_ROBIN)
+@example([(RESERVE, usual(model_name='"full"')), (RESERVE, BOOKED)] * 2, ROUND_ROBIN)
+@example([(RESERVE, usual(model_name='"busy"')), (RESERVE, usual())], RANDOM)
+@example([(SELECT, usual(model_name='"over"')), (SELECT, usual())], RANDOM)
+@example([(SELECT, usual(model_name='"gone"')), (SELECT, usual())], RANDOM)
+@example([(SELECT, usual(selection_id='"é"')), (SELECT, usual(selection_id='"\x7f"'))], KV)
+@example([(RESERVE, usual(reservation_id=f'"{LONGEST_ID}"'))], KV)
+@example([(RESERVE, usual(reservation_id=f'"{LONGEST_ID}x"'))], KV)
+@example([(RESERVE, usual(isl_tokens=str(MAX_TOKENS)))], KV)
+@example([(SELECT, usual(token_ids="[1,2,3,4,5,6,7,8,9]", cache_salt='"s"', lora_name='"l"'))], KV)
+@example([(SELECT, usual(tenant_id='"other"', routing_group='"other"'))], KV)
+@example([(SELECT, usual(model_name='"roles"'))] * 4, ROUND_ROBIN)
+@example([(RESERVE, BOTH), (COMPLETE, b"c"), (COMPLETE, b"c"), (FREE, b"c")], KV)
+@example([(RESERVE, BOTH), (FREE, b"c:prefill"), (COMPLETE, b"c"), (FREE, b"c")], RANDOM)
+@example([(RESERVE, BOTH), (FREE, b"c"), (FREE, b"c:prefill")], LEAST_LOADED)
+def test_what_is_answered_is_what_the_handler_does(
+    requests: list[tuple[str, bytes]], mode: int
+) -> None:
+    short, long = Face(mode), Face(mode)
+    for name, body in requests:
+        expected = long.handled(name, body)
+        assert (short.answered(name, body) or short.handled(name, body)) == expected
+        assert short.state() == long.state()
+        assert short.answered(LOADS, b"") == long.handled(LOADS, b"")
+    assert short.selections.draws.next() == long.selections.draws.next()
+    for fleet in short.selections.fleets.values():
+        fleet.ledger.verify()
+
+
+@settings(deadline=None)
+@given(LIVES)
+def test_with_sessions_and_predictions_it_is_what_the_handler_does(
+    requests: list[tuple[str, bytes]],
+) -> None:
+    more = {"session_affinity_ttl_s": 10, "predicted_ttl_s": 10.0}
+    short, long = Face(**more), Face(**more)
+    for name, body in requests:
+        expected = long.handled(name, body)
+        assert (short.answered(name, body) or short.handled(name, body)) == expected
+        assert short.state() == long.state()
+        assert short.sessions() == long.sessions()
+    assert short.selections.draws.next() == long.selections.draws.next()
+
+
+CHANGES = st.one_of(
+    st.tuples(
+        st.just("tune"),
+        st.one_of(
+            MODES.map(lambda mode: {"mode": mode}),
+            st.sampled_from([0, 7, None]).map(lambda tokens: {THRESHOLDS[1]: tokens}),
+        ),
+    ),
+    st.tuples(st.just("put"), st.tuples(st.sampled_from([0, 50]), st.just("m"), TENANTS)),
+    st.tuples(st.just("delete"), st.sampled_from([0, U64_MAX, 50])),
+    st.tuples(st.just("track"), st.sampled_from([0, 50])),
+    st.tuples(st.just("add"), st.sampled_from([0, 50])),
+)
+OPTIONS = st.fixed_dictionaries(
+    {"mode": MODES, "temperature": st.sampled_from([0.0, 0.5])},
+    optional={
+        "session_affinity_ttl_s": st.just(10),
+        "predicted_ttl_s": st.just(10.0),
+        "assumes_kv_reuse": st.just(False),
+        "tracks_output_blocks": st.just(True),
+    },
+)
+MORE_STEPS = st.tuples(st.sampled_from([OUTPUT, SHOW]), st.sampled_from(SEGMENTS))
+MORE = st.lists(st.one_of(QUESTIONS, STEPS, MORE_STEPS, CHANGES), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(MORE, OPTIONS)
+@example([("put", (50, "m", DEFAULT_TENANT)), (RESERVE, BOOKED), (FREE, b"c")], {"mode": KV})
+@example([("track", 0), ("add", 0), (SELECT, usual()), (PROJECT, usual())], {"mode": KV})
+def test_with_all_options_and_changes_it_is_what_the_handler_does(
+    steps: list[tuple[str, Any]], options: dict[str, Any]
+) -> None:
+    short, long = Face(**options), Face(**options)
+    for name, what in steps:
+        if name not in long.routes:
+            short.change(name, what)
+            long.change(name, what)
+        else:
+            expected = long.handled(name, what)
+            plain = name in PLAIN and short.answered(name, what)
+            assert (plain or short.handled(name, what)) == expected
+        assert short.state() == long.state()
+        assert short.sessions() == long.sessions()
+        assert short.answered(LOADS, b"") == long.handled(LOADS, b"")
+    assert short.selections.draws.next() == long.selections.draws.next()
+    for fleet in short.selections.fleets.values():
+        fleet.ledger.verify()
+
+
+@settings(deadline=None)
+@given(LIVES)
+def test_where_there_are_replicas_the_handlers_tell_them(
+    requests: list[tuple[str, bytes]],
+) -> None:
+    face = Face()
+    face.selections.reservations.steps.subscribe(face.told.append)
+    for name, body in requests:
+        answer = face.answered(name, body)
+        assert answer is None or name in (SELECT, PROJECT)
+    assert not face.told
+
+
+TOKENS = {"model_name": '"m"', "token_ids": "[1,2,3,4,5,6,7,8,9]"}
+USUAL_REQUESTS = {
+    "select": (SELECT, usual()),
+    "select, with an id": (SELECT, usual(selection_id='"s"')),
+    "select, in a tenant": (SELECT, usual(tenant_id='"other"')),
+    "select, of the default model": (SELECT, usual(model_name='"default"')),
+    "select, by tokens": (SELECT, written(TOKENS)),
+    "select, by tokens, salted": (SELECT, written(TOKENS | {"cache_salt": '"s"'})),
+    "select, with nulls": (SELECT, usual(lora_name="null", router_config_override="null")),
+    "select, of a session": (SELECT, usual(session_id='"s"')),
+    "select, with null arrays": (SELECT, usual(token_ids="null")),
+    "select, by tokens, with null arrays": (SELECT, written(TOKENS | {"block_hashes": "null"})),
+    "reserve, of a session": (RESERVE, usual(session_id='"s"')),
+    "reserve, with output": (RESERVE, usual(expected_output_tokens="4294967295")),
+    "select, with output": (SELECT, usual(expected_output_tokens="100")),
+    "reserve": (RESERVE, usual()),
+    "reserve, by tokens": (RESERVE, written(TOKENS)),
+    "reserve, any id": (RESERVE, usual(reservation_id=f'"{LONGEST_ID}"')),
+    "prefill_complete": (COMPLETE, b"a"),
+    "free": (FREE, b"b"),
+    "potential_loads": (PROJECT, usual()),
+    "potential_loads, by tokens": (PROJECT, written(TOKENS)),
+    "loads": (LOADS, b""),
+    "select, beside prefill workers": (SELECT, usual(model_name='"roles"')),
+}
+
+
+@pytest.mark.parametrize("kind", USUAL_REQUESTS)
+def test_usual_requests_are_answered(kind: str) -> None:
+    answer = Face().answered(*USUAL_REQUESTS[kind])
+    assert answer is not None
+    assert answer == Face().handled(*USUAL_REQUESTS[kind])
+
+
+def test_who_comes_behind_others_is_left_to_wait() -> None:
+    face = Face(max_held=1)
+    place = PartitionKey("busy", DEFAULT_TENANT)
+    assert isinstance(
+        face.selections.scheduler.select(
+            SelectRequest(place, face.selections.options.settings), look
+        ),
+        QueuedRequest,
+    )
+    busy = [name for name, key in face.state()[0][0].items() if key == place]
+    assert not face.answered(COMPLETE, busy[0].encode())
+    assert not face.answered(FREE, busy[0].encode())
+    face.selections.fleets[place].ledger.prefill_complete(busy[0])
+    assert not face.answered(SELECT, usual(model_name='"busy"'))
+    assert face.answered(SELECT, usual())
+    assert face.answered(FREE, b"a")
+
+
+def test_sessions_that_are_followed_are_left_to_the_handler() -> None:
+    face = Face(session_affinity_ttl_s=10)
+    for name in (SELECT, RESERVE):
+        assert not face.answered(name, usual(session_id='"s"'))
+        assert face.answered(name, usual())
+    assert face.handled(RESERVE, usual(session_id='"s"', reservation_id='"c"'))
+    assert face.answered(COMPLETE, b"c")
+    assert not face.answered(FREE, b"c")  # its end is told
+    assert face.handled(FREE, b"c") and face.sessions()
+    assert face.answered(FREE, b"a")
+
+
+def test_predictions_are_made_without_the_handler() -> None:
+    face = Face(predicted_ttl_s=10.0)
+    assert face.answered(RESERVE, BOOKED)
+    assert face.selections.state.partitions[M].index.predicted() == 3
+
+
+def test_without_events_the_handler_predicts() -> None:
+    face = Face(uses_kv_events=False)
+    assert not face.answered(RESERVE, usual())
+    assert face.answered(SELECT, usual())
+
+
+def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
+    face = Face()
+    assert face.answered(RESERVE, BOOKED)
+    booked = face.selections.reservations.live["c"].ledger.request("c")
+    assert booked is not None and booked.admitted_at == NOW
+
+
+def test_numbers_are_those_of_their_source() -> None:
+    draws, source = Draws(Random(1)), Random(1)
+    expected = memoryview(source.randbytes(8 * 512) + source.randbytes(8 * 512)).cast("Q")
+    assert [draws.next() for _ in range(1024)] == list(expected)
+
+
+def test_ids_are_uuids_and_differ() -> None:
+    draws = Draws(Random(1))
+    ids = [draws.uuid() for _ in range(1000)]
+    assert all(str(UUID(each)) == each and UUID(each).version == 4 for each in ids)
+    assert len(set(ids)) == 1000
+
+
+def test_a_scanner_of_other_members_is_a_mistake() -> None:
+    known = Face().selections, DEFAULT_MODEL, DEFAULT_TENANT
+    with pytest.raises(ValueError, match="not the members of such a request"):
+        PlainLoads(BodyScanner({}, ("model_name",)), *known)
+    with pytest.raises(ValueError, match="not the members of such a request"):
+        PlainSelect(ASK, *known, books=False)

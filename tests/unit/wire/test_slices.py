@@ -1,0 +1,366 @@
+"""Long batches, applied slice by slice."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvd.wire.envelope import StreamIdentity
+from kvd.wire.event_stream import EventStream
+from kvd.wire.kv_events import MAX_CONTAINERS, MAX_EVENT_BYTES, MAX_JSON_BYTES
+from kvd.wire.standard_events import StandardEventStream
+from kvd_core.conductor.conductor import Conductor
+from kvd_core.index.prefix_index import FLAWED, UNFINISHED, IngestCounters, PrefixIndex, Stream
+from tests.models.conductor_model import sequence_hashes
+from tests.support.applying import apply_whole
+
+SIZE = 2
+TOKENS = list(range(100, 116))
+STANDARD = sequence_hashes(TOKENS, SIZE, 1337)
+SCOPES = (("", ""), ("x", ""), ("", "s"))
+
+
+class Publishers:
+    """Two engines and a store of two instances, and a worker, in one index."""
+
+    def __init__(self, slice_steps: int) -> None:
+        self.index = PrefixIndex(SIZE, IngestCounters())
+        self.conductor = Conductor(self.index)
+        self.streams: list[StandardEventStream | Stream] = []
+        for instance, store in (("a", False), ("a", True), ("b", False)):
+            source = self.conductor.add_source(instance, "", "", 0, store)
+            terms = StreamIdentity("m", "default", SIZE, "", "", 0, store)
+            self.streams.append(StandardEventStream(source, terms))
+        worker = self.index.add_worker(9)
+        worker.register(0)
+        self.streams.append(worker.stream(0))
+        for stream in self.streams:
+            stream.slice_steps = slice_steps
+
+    def state(self) -> dict[str, Any]:
+        names = "events orphans mismatches ignored bad unlocated conflicts"
+        counted = attrgetter(*names.split(), "order.gaps", "order.stale", "order.beginnings")
+        counts = [counted(each) for each in self.streams if isinstance(each, StandardEventStream)]
+        rows = [self.conductor.match_tokens(TOKENS, *scope) for scope in SCOPES]
+        rows += [self.conductor.match_hashes(STANDARD, *scope) for scope in SCOPES]
+        stats = {name: n for name, n in self.index.stats().items() if name != "bytes"}
+        loose = self.conductor.stats()["loose"]
+        return {"counts": counts, "rows": rows, "stats": stats, "loose": loose} | (
+            self.index.counters.as_dict()
+        )
+
+
+def path(rng: random.Random) -> tuple[int, int]:
+    start = rng.randrange(len(STANDARD))
+    return start, rng.randint(start + 1, len(STANDARD))
+
+
+def standard(rng: random.Random) -> dict[str, Any]:
+    start, end = path(rng)
+    event: dict[str, Any] = {
+        "event_type": rng.choice(("stored", "stored", "stored", "removed", "cleared", "junk")),
+        "event_id": rng.choice((None, rng.randrange(40))),
+        "medium": rng.choice((None, "gpu", "cpu", "cxl")),
+        "dp_rank": rng.choice((None, 0, 1)),
+        "additional_salt": rng.choice((None, None, None, "s")),
+        "seq_hashes": rng.choice((STANDARD[start:end], [1000 + i for i in range(start, end)])),
+    }
+    if rng.random() < 0.6:
+        event["token_ids"] = TOKENS[start * SIZE : end * SIZE]
+        event["parent_hash"] = rng.choice((STANDARD[start - 1], 999 + start)) if start else None
+    if rng.random() < 0.05:
+        event["seq_hashes"] = rng.choice((None, ["x"], [1.5]))
+    return event
+
+
+def of_engine(rng: random.Random) -> Any:
+    start, end = path(rng)
+    names = [1000 + i for i in range(start, end)]
+    medium = rng.choice((None, "GPU", "CPU"))
+    tokens = rng.choice((TOKENS[start * SIZE : end * SIZE], TOKENS[start * SIZE : end * SIZE], []))
+    stored = ["BlockStored", names, 999 + start if start else None, tokens, SIZE, None, medium]
+    removed = {"type": "BlockRemoved", "block_hashes": names, "medium": medium}
+    return rng.choice((stored, stored, removed, ["AllBlocksCleared"], None, ["BlockStored", "x"]))
+
+
+def payload(rng: random.Random, kinds: tuple[Callable[[random.Random], Any], ...]) -> bytes:
+    events = [rng.choice(kinds)(rng) for _ in range(rng.randrange(6))]
+    rank = rng.choice((None, 0, 1))
+    value = {"events": events, "dp_rank": rank} if rng.random() < 0.5 else [0, events, rank]
+    packed: bytes = json.dumps(value).encode() if rng.random() < 0.3 else msgpack.packb(value)
+    return packed[: len(packed) - rng.choice((0, 0, 0, 0, 0, 1, 5))]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_slices_change_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    whole, sliced = Publishers(2**32 - 1), Publishers(1)
+    slices = 0
+    for _ in range(40):
+        who = rng.randrange(4)
+        kinds = (
+            (of_engine,)
+            if who == 3
+            else ((of_engine,), (standard,), (standard, of_engine))[rng.randrange(3)]
+        )
+        batch = payload(rng, kinds)
+        shown = whole.streams[who].apply(batch)
+        assert shown != UNFINISHED
+        again = sliced.streams[who].apply(batch)
+        while again == UNFINISHED:
+            slices += 1
+            sliced.conductor.verify()
+            again = sliced.streams[who].go_on()
+        assert again == shown
+        assert sliced.streams[who].flaw() == whole.streams[who].flaw()
+        assert sliced.state() == whole.state()
+    sliced.conductor.verify()
+    assert slices > 100
+
+
+def one(store: bool = False) -> tuple[PrefixIndex, Conductor, StandardEventStream]:
+    index = PrefixIndex(SIZE, IngestCounters())
+    conductor = Conductor(index)
+    source = conductor.add_source("a", "", "", 0, store)
+    return (
+        index,
+        conductor,
+        StandardEventStream(source, StreamIdentity("m", "default", SIZE, "", "", 0, store)),
+    )
+
+
+def stored(hashes: list[int], **members: Any) -> bytes:
+    packed: bytes = msgpack.packb([0, [{"event_type": "stored", "seq_hashes": hashes, **members}]])
+    return packed
+
+
+def engine_stored(hashes: list[int], tokens: list[int], parent: int | None = None) -> bytes:
+    packed: bytes = msgpack.packb([0, [["BlockStored", hashes, parent, tokens, SIZE, None, "GPU"]]])
+    return packed
+
+
+def as_json(packed: bytes) -> bytes:
+    return json.dumps(msgpack.unpackb(packed)).encode()
+
+
+LONG = range(1, 40_001)
+PROMPT = [token % 50_000 for token in range(len(LONG) * SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "least"),
+    [
+        (stored(list(LONG)), 30),
+        (stored(list(LONG), token_ids=PROMPT, parent_hash=None), 10),
+        (engine_stored(list(LONG), []), 30),
+        (engine_stored(list(LONG), PROMPT), 5),
+        (msgpack.packb([0, [["BlockRemoved", [at]] for at in LONG]]), 3),
+        (msgpack.packb([0, [{"event_type": "removed", "seq_hashes": [1]}] * 1000]), 10),
+        (as_json(stored(list(LONG), token_ids=PROMPT, parent_hash=None)), 15),
+        (as_json(engine_stored(list(LONG), PROMPT)), 10),
+    ],
+)
+def test_a_long_batch_takes_several_slices(batch: bytes, least: int) -> None:
+    index, conductor, publication = one()
+    slices = 1
+    shown = publication.apply(batch)
+    while shown == UNFINISHED:
+        conductor.match_tokens(TOKENS)  # others ask in between
+        slices += 1
+        shown = publication.go_on()
+    assert (shown, slices >= least) == (0, True)
+    index.verify()
+
+
+def test_a_long_event_of_a_worker_is_several_with_the_same_result() -> None:
+    index = PrefixIndex(SIZE, IngestCounters())
+    stream = index.add_worker(1).stream(0)
+    assert stream.apply(engine_stored(list(LONG), PROMPT)) == UNFINISHED
+    while stream.go_on() == UNFINISHED:
+        pass
+    assert index.stats()["stored"] == len(LONG)
+    # Told again it is a refresh, whatever its length; of one more, that is gained.
+    for n in (len(LONG), 8193, 8192 * 2 + 1):
+        apply_whole(stream, engine_stored(list(LONG[:n]), PROMPT))
+    assert index.stats()["copies"] == 0
+    apply_whole(stream, engine_stored(list(range(7, 20_007)), PROMPT[:40_000], parent=5_000_000))
+    index.verify()
+
+
+def test_what_a_block_sets_off_is_sliced_too() -> None:
+    index, conductor, publication = one()
+    for at in range(2, 3000):
+        tokens = PROMPT[(at - 1) * SIZE : at * SIZE]
+        apply_whole(publication, engine_stored([at], tokens, parent=at - 1))
+    assert (index.stats()["parked_now"], index.stats()["blocks"]) == (2998, 0)
+    assert publication.apply(engine_stored([1], PROMPT[:SIZE])) == UNFINISHED
+    assert 0 < index.stats()["parked_now"] < 2998
+    assert 0 < conductor.match_tokens(PROMPT)["a"]["longest_matched"] < 3000
+    while publication.go_on() == UNFINISHED:
+        conductor.verify()
+    assert (index.stats()["parked_now"], index.stats()["blocks"]) == (0, 2999)
+
+
+def test_what_is_left_of_that_is_done_by_the_sweep() -> None:
+    index, conductor, publication = one()
+    for at in range(2, 3000):
+        tokens = PROMPT[(at - 1) * SIZE : at * SIZE]
+        apply_whole(publication, engine_stored([at], tokens, parent=at - 1))
+    assert publication.apply(engine_stored([1], PROMPT[:SIZE])) == UNFINISHED
+    del publication
+    while index.sweep(1000):
+        conductor.verify()
+    assert (index.stats()["parked_now"], index.stats()["blocks"]) == (0, 2999)
+
+
+def test_names_beyond_the_tokens_are_sliced_in_every_group() -> None:
+    index, conductor, publication = one()
+    of_group = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    window = {
+        "type": "BlockStored", "block_hashes": [1], "parent_block_hash": None,
+        "token_ids": PROMPT[:SIZE], "block_size": SIZE, "kv_cache_spec_sliding_window": 8,
+    }  # fmt: skip
+    first = ["BlockStored", [1], None, PROMPT[:SIZE], SIZE, None, "GPU"]
+    apply_whole(publication, msgpack.packb([0, [first, window | of_group]]))
+    # An event that names no group is about both, and has tokens for its first block only.
+    n = 40_000
+    event = ["BlockStored", list(range(10, 10 + n)), None, PROMPT[:SIZE], SIZE, None, "GPU"]
+    going = publication.apply(msgpack.packb([0, [event]]))
+    least = index.stats()["parked_now"]
+    while going == UNFINISHED:
+        going = publication.go_on()
+        now = index.stats()["parked_now"]
+        assert now - least < n // 4
+        least = now
+    assert index.stats()["parked_now"] == n - 1
+    conductor.verify()
+
+
+@pytest.mark.parametrize(
+    "batch", [stored(list(LONG)), engine_stored(list(LONG), PROMPT), engine_stored(list(LONG), [])]
+)
+@pytest.mark.parametrize("ending", ["clear", "remove", "another"])
+def test_the_rest_of_a_batch_goes_with_what_it_was_for(batch: bytes, ending: str) -> None:
+    index, conductor, publication = one()
+    source = publication._source
+    assert publication.apply(batch) == UNFINISHED
+    while not index.stats()["blocks"] + index.stats()["parked_now"]:
+        assert publication.go_on() == UNFINISHED
+    if ending == "clear":
+        publication.clear()
+    elif ending == "remove":
+        source.remove_all()
+    else:
+        assert publication.apply(msgpack.packb([0, [["AllBlocksCleared"]]])) == 0
+    if ending != "remove":
+        assert publication.go_on() == 0
+    while index.sweep(10_000):
+        pass
+    stats = index.stats()
+    assert (stats["blocks"], stats["parked_now"]) == (0, 0)
+    conductor.verify()
+
+
+def test_a_rank_that_is_removed_or_cleared_meanwhile_is_found_again() -> None:
+    index = PrefixIndex(SIZE, IngestCounters())
+    worker = index.add_worker(1)
+    streams = [worker.stream(0), worker.stream(1)]
+    for rank in (0, 1):
+        worker.register(rank)
+    batch = msgpack.packb([0, [["BlockStored", list(LONG), None, [], SIZE, None, "CPU"]], 0])
+    assert streams[1].apply(batch) == UNFINISHED
+    worker.unregister(0)
+    while index.sweep(10_000):
+        pass
+    while streams[1].go_on() == UNFINISHED:
+        index.verify()
+    assert 0 < index.stats()["parked_now"] < len(LONG)
+    worker.remove()
+    with pytest.raises(RuntimeError, match="removed"):
+        streams[1].go_on()
+
+
+def test_reading_is_bounded() -> None:
+    _, _, publication = one()
+    too_long = stored([1], junk=b"x" * MAX_EVENT_BYTES)
+    nested = stored([1], junk=[[]] * MAX_CONTAINERS)
+    json = b'{"event_type":"stored","seq_hashes":[' + b"1," * (MAX_JSON_BYTES // 2) + b"1]}"
+    for at, batch in enumerate((too_long, nested, json), 1):
+        assert apply_whole(publication, batch) == FLAWED
+        assert publication.bad == {"too_large": at}
+    # Lengths that are only claimed are refused before anything is made for them.
+    claimed = b"\x92\x00\x91\x81\xaaevent_type" + b"\xdd\x7f\xff\xff\xff" * 99
+    assert apply_whole(publication, claimed) == FLAWED
+    assert publication.bad == {"too_large": 3, "msgpack": 1}
+
+
+# ---- a listener's part
+
+
+def listening(stream: StandardEventStream) -> EventStream:
+    listener = EventStream("a", "tcp://127.0.0.1:5557", stream, "tcp://127.0.0.1:5558")
+    listener.connecting()
+    listener.receiving()
+    listener.joined()
+    return listener
+
+
+def test_a_listener_is_recovering_until_the_batch_is_over() -> None:
+    index, _, publication = one()
+    listener = listening(publication)
+    assert listener.take(0, engine_stored([1], PROMPT[:SIZE])) is False
+    assert listener.take(1, stored(list(LONG))) is True
+    assert (listener.unfinished, listener.held, listener.health(0.0)) == (1, None, "recovering")
+    while listener.unfinished is not None:
+        listener.go_on()
+    assert (listener.health(0.0), index.stats()["parked_now"]) == ("exact", len(LONG) - 1)
+
+
+def test_what_a_long_batch_shows_is_learnt_at_its_end() -> None:
+    _, _, publication = one()
+    listener = listening(publication)
+    batch = msgpack.packb([0, [7, {"event_type": "stored", "seq_hashes": list(LONG)}]])
+    assert listener.take(0, batch) is True
+    assert listener.flawed == 0
+    while listener.unfinished is not None:
+        listener.go_on()
+    assert (listener.flawed, listener.last_flaw) == (1, (0, "event_shape"))
+
+
+def test_a_held_batch_and_a_replayed_one_may_be_long() -> None:
+    index, _, publication = one()
+    listener = listening(publication)
+    assert listener.take(0, stored([1])) is False
+    assert listener.take(2, stored(list(LONG))) is True
+    listener.judge()
+    assert listener.take_replayed(1, stored(list(range(50_001, 90_001)))) is not None
+    assert listener.unfinished == 1
+    while listener.unfinished is not None:
+        listener.go_on()
+    assert listener.settle() == ""
+    assert listener.unfinished == 2
+    while listener.unfinished is not None:
+        listener.go_on()
+    assert (index.stats()["parked_now"], listener.health(0.0)) == (80_000, "exact")
+
+
+def test_a_bug_in_a_slice_ends_the_batch() -> None:
+    class Broken(StandardEventStream):
+        def go_on(self) -> int:
+            raise ZeroDivisionError
+
+    index = PrefixIndex(SIZE, IngestCounters())
+    source = Conductor(index).add_source("a", "", "", 0, False)
+    stream = Broken(source, StreamIdentity("m", "default", SIZE, "", "", 0, False))
+    listener = listening(stream)
+    assert listener.take(0, engine_stored([1], PROMPT[:SIZE])) is False
+    listener.unfinished = 0
+    with pytest.raises(ZeroDivisionError):
+        listener.go_on()
+    assert listener.unfinished is None
