@@ -25,7 +25,7 @@ from kvd.http.options import UnixRights
 FOLDER_VARIABLE = "RUNTIME_DIRECTORY"  # systemd.exec(5): folders between colons
 NAME = "control"
 RIGHTS = UnixRights(0o600)
-RECEIVE_BYTES = 64 * 1024  # of a verdict, which is shorter, read at once
+RECEIVE_BYTES = 64 * 1024  # bytes of a verdict read at once; a verdict is shorter
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,11 +76,12 @@ if TYPE_CHECKING:
 
 EXIT_SECOND_SIGNAL = 130
 
-# A removed or cleared rank is invisible at once; its memory comes back in slices of under 1 ms.
-SWEEP_STEPS = 8192  # of at most about 0.1 us
-SWEEP_PAUSE_S = 0.05
+# Steps of a sweep's slice, each at most about 0.1 µs: the memory of a removed or cleared rank comes
+# back in slices of under 1 ms.
+SWEEP_STEPS = 8192
+SWEEP_PAUSE_S = 0.05  # pause between two sweeps when nothing is left to free
 
-EXPIRY_PAUSE_S = 1.0  # between two looks for requests that are too old
+EXPIRY_PAUSE_S = 1.0  # pause between two looks for requests that are too old
 
 # Little here is cyclic garbage, and a full collection looks at all that listeners are made of:
 # 40 ms at 400 of them. Allocations for a small collection, small ones for a middle one, and those

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvd.telemetry.logs import get_logger
 from kvd_core.index.prefix_index import Budget
 
-# Without a refused block, after which there is room again: at the limit, what engines evict makes
-# room for what they store next, and a line for each would be one a second.
+# Time without a refused block after which the log reports room again: at the limit, what engines
+# evict makes room for what they store next, and a line for each would be one a second.
 QUIET_S = 60.0
 
 WAITING = "hashes of one model without tokens or a parent"

@@ -26,9 +26,9 @@ from kvd.wire.event_stream import StreamHealth
 
 EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
 
-TIMEOUT_S = 5.0  # for a connection and between two pieces of an answer
-SHORTEST_S = 0.01  # between two looks
-MOST_LINES = 20  # of streams that are not exact, in the text
+TIMEOUT_S = 5.0  # time allowed for a connection, and between two pieces of an answer
+SHORTEST_S = 0.01  # shortest pause between two looks of `kvd status`
+MOST_LINES = 20  # streams that are not exact listed in the text; the others are counted
 
 # Where a daemon that listens everywhere is to be found from here.
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}

@@ -20,7 +20,7 @@ from kvd.config.parsers import Setting
 from kvd.config.settings import SETTINGS
 from kvd.wire.urls import masked
 
-MAX_BYTES = 1024 * 1024  # of a file: some thousand workers have room
+MAX_BYTES = 1024 * 1024  # longest configuration file: some thousand workers have room
 
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 

@@ -80,7 +80,8 @@ class Binds:
 
 
 TLS_PREFIX = "tls:"
-MAX_UNIX_PATH_BYTES = 107  # Linux: 108 with the zero at its end
+# Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
+MAX_UNIX_PATH_BYTES = 107
 MAX_GROUP = 2**32 - 2  # chown(2) takes the number above for none at all
 OFF = "off"  # the bind of a face that is not to be served
 

@@ -18,9 +18,10 @@ from kvd.http.auth import Token
 from kvd.http.permits import MAX_TOKEN_BYTES
 from kvd.http.types import Scope
 
-MAX_BYTES = 64 * 1024  # of a file
-MAX_TOKENS = 64  # each is compared with every request: 5 ns
-MIN_TOKEN_BYTES = 16  # random ones of these characters cannot be guessed: 95 bits
+MAX_BYTES = 64 * 1024  # longest file of tokens
+MAX_TOKENS = 64  # tokens of a file: each is compared with every request, 5 ns
+# Shortest token: a random one of these characters has 95 bits and cannot be guessed.
+MIN_TOKEN_BYTES = 16
 
 # Where systemd puts what /etc/kvd/credentials/tokens holds: see systemd/kvd.service.
 CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"

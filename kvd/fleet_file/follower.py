@@ -35,12 +35,14 @@ from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
 
-# A changed file counts when it is the same at two looks: an editor may still be writing it.
+# Pause between two looks at the fleet file. A change counts when two looks find it the same: an
+# editor may still be writing it.
 LOOK_EVERY_S = 1.0
 
 SETTING = "fleet_file"
 
-SLICE_ENTRIES = 8  # read or registered between two rests: 1 to 2 ms
+# Entries of the fleet file read or registered between two checkpoints: 1 to 2 ms.
+SLICE_ENTRIES = 8
 
 log = get_logger(__name__)
 

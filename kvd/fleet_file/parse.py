@@ -36,7 +36,8 @@ from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 
-MAX_BYTES = 8 * 1024 * 1024  # 40,000 ranks have room, twice of what can be listened to
+# Longest fleet file: 40,000 ranks have room, twice as many as can be listened to.
+MAX_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ log = get_logger(__name__)
 
 # Out of descriptors or memory: connections wait in the backlog until others have closed.
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
-PAUSE_SECONDS = 0.1  # as trio's own accept loop does
-SHORTAGE_LOG_SECONDS = 10.0  # between lines about it: one every second pause would be noise
-ACCEPTS_PER_TURN = 64  # of a burst, before other tasks run: about 2 ms
+# Pause of accepting when descriptors or memory run short, as in trio's own accept loop.
+PAUSE_SECONDS = 0.1
+SHORTAGE_LOG_SECONDS = 10.0  # pause between two log lines about such a shortage
+ACCEPTS_PER_TURN = 64  # connections of a burst accepted before other tasks run: about 2 ms
 
 # accept(2): errors of the connection about to be accepted, not of the listener.
 _PASSING = frozenset(

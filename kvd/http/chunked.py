@@ -12,9 +12,11 @@ from enum import Enum
 
 from kvd.http.errors import Refusal
 
-MAX_LINE_BYTES = 4096  # a size line or trailer; longer ones are seen in attacks only
-MAX_SIZE_DIGITS = 16  # a 64-bit length
-OVERHEAD_FLOOR_BYTES = 16 * 1024  # framing allowed to the shortest body; then as much as its limit
+# Longest size line or trailer of a chunked body; only attacks have longer ones.
+MAX_LINE_BYTES = 4096
+MAX_SIZE_DIGITS = 16  # digits of a chunk's size: a 64-bit length
+# Framing allowed to the shortest chunked body; longer ones may have as much framing as their limit.
+OVERHEAD_FLOOR_BYTES = 16 * 1024
 
 _HEX_DIGITS = frozenset(b"0123456789abcdefABCDEF")
 

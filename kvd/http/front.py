@@ -30,7 +30,8 @@ from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared
 from kvd.http.types import JSON, Response, Route
 
-TURN_NS = 500_000  # a row of requests served before other tasks run, some twenty
+# Time of a row of requests on the fast path before other tasks run: some twenty requests.
+TURN_NS = 500_000
 
 
 def _date_line() -> bytes:

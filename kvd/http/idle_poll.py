@@ -26,7 +26,8 @@ from trio._core import _run
 
 from kvd.http.fast_path import FastPath, serve_between
 
-LINGER_S = 0.05  # without a request: clients that ask less often than that wake trio
+# Time without a request after which trio waits again: clients that ask less often wake trio.
+LINGER_S = 0.05
 
 _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("interlude", None)
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from kvd.http.types import LONG_BODY_LIMIT
 
-# A deadline is noticed by the next sweep, so at most this much late.
+# Longest pause between two sweeps over deadlines, so that none is noticed later than that.
 MAX_TICK_SECONDS = 0.5
-MIN_TICK_SECONDS = 0.0025
-TICKS_PER_DEADLINE = 4  # a deadline is missed by a quarter of its own length at most
+MIN_TICK_SECONDS = 0.0025  # shortest pause between two sweeps over deadlines
+# Sweeps in the time of the shortest deadline: a deadline is missed by a quarter of its length at
+# most.
+TICKS_PER_DEADLINE = 4
 
 
 @dataclass(frozen=True, slots=True)

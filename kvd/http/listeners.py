@@ -16,7 +16,9 @@ import trio
 from kvd.http.options import UnixRights
 from kvd.platform.descriptors import bound_tcp
 
-BACKLOG = 1024  # a fleet reconnecting at once; the kernel caps it at net.core.somaxconn
+# Connections that wait to be accepted: a fleet reconnects at once. The kernel caps it at
+# net.core.somaxconn.
+BACKLOG = 1024
 
 OWN_RIGHTS = UnixRights()
 

@@ -26,7 +26,7 @@ enum class Verdict : int { granted, missing, malformed, unknown, scope, host, or
 
 class Authorizer {
  public:
-  static constexpr size_t kMaxToken = 128;  // bytes of a token
+  static constexpr size_t kMaxToken = 128;  // longest token in bytes
 
   void clear() {
     tokens_.clear();

@@ -2,7 +2,7 @@
 """The rules who may ask, as a lane and everybody else asks them; see http/permits.hpp."""
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
-MAX_TOKEN_BYTES = 128
+MAX_TOKEN_BYTES = 128  # longest token that a request may carry
 
 # What `judge` returns is a place in here.
 VERDICTS = ("granted", "missing", "malformed", "unknown", "scope", "host", "origin")

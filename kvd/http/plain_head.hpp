@@ -92,10 +92,11 @@ struct Claims {
 };
 
 struct PlainHead {
-  // Below every limit a listener may have on heads (kvd/http/limits.py).
+  // Longest head of a plain request: below every limit a listener may have (kvd/http/limits.py).
   static constexpr size_t kMaxBytes = 4096;
+  // Headers of a plain request: below every limit a listener may have.
   static constexpr size_t kMaxHeaders = 48;
-  static constexpr size_t kMaxDigits = 9;  // of the length: no overflow, and beyond any limit
+  static constexpr size_t kMaxDigits = 9;  // digits of a length: no overflow, and beyond any limit
 
   size_t size = 0;  // bytes, with the empty line
   Text route;       // method and path with the space between them

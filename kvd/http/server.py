@@ -20,14 +20,15 @@ from kvd.http.limits import HttpLimits, HttpStats
 # progress within the send deadline, and a silent one pins no more.
 UNSENT_BYTES = 256 * 1024
 
-# What a client that has just connected gets to send its request when the server stops: a round trip
+# Time for the request of a client that has just connected when the server stops: a round trip
 # between continents. Else a restart behind passed-on sockets would lose one now and then.
 YOUNG_SECONDS = 0.25
 
 
-# Connections looked for at once, where room is needed for others: a look at 1,024 takes 0.2 ms.
+# Connections looked for at once where others need room: a look at 1,024 takes 0.2 ms.
 DISPLACED_AT_ONCE = 64
-# Between two looks of which the first has found nobody: a flood has not one for each connection.
+# Pause between two searches for connections to displace, if the first has found none: a flood gets
+# no search for each connection.
 LOOK_AGAIN_S = 0.05
 
 

@@ -25,10 +25,13 @@ from kvd.http.limits import HttpLimits
 from kvd.http.transport import RECEIVE_BYTES, Phase, Shared
 from kvd.http.types import Route
 
-SEND_BYTES = 256 * 1024  # encrypted in one go: 0.2 ms
-SEALED_BYTES = 64 * 1024  # of these, at a time: what is encrypted waits for the client
-SEALED_RECEIVE_BYTES = 16 * 1024  # full of key updates: 10 ms
-VAIN_BYTES = 20 * 1024  # received without any data; a record that is not all there has 16 KiB
+SEND_BYTES = 256 * 1024  # bytes encrypted in one go: 0.2 ms
+SEALED_BYTES = 64 * 1024  # encrypted bytes made at a time, since they wait for the client
+# Encrypted bytes received at a time: full of key updates they take 10 ms.
+SEALED_RECEIVE_BYTES = 16 * 1024
+# Encrypted bytes received without any data before the connection ends; a record that is not
+# complete yet has 16 KiB.
+VAIN_BYTES = 20 * 1024
 
 
 class TlsServer(Front):

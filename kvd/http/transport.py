@@ -19,7 +19,8 @@ import trio
 
 from kvd.http.limits import HttpLimits, HttpStats
 
-RECEIVE_BYTES = 64 * 1024  # above 128 KiB malloc maps fresh pages for every call: 17 µs, not 3
+# Bytes received at once: above 128 KiB malloc maps fresh pages for every call, 17 µs instead of 3.
+RECEIVE_BYTES = 64 * 1024
 
 
 class Standing(IntEnum):

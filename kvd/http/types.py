@@ -34,9 +34,11 @@ def content_type(headers: Headers) -> str:
     return ""
 
 
-DEFAULT_BODY_LIMIT = 2 * 1024 * 1024  # bytes; what the peers' HTTP framework grants by default
-# Of questions and lists of workers, bytes, itself included, as on the originals; a setting may say
-# another one in its place (HttpLimits.body_bytes).
+# Longest body in bytes of a route without a limit of its own: the default of the peers' HTTP
+# framework.
+DEFAULT_BODY_LIMIT = 2 * 1024 * 1024
+# Longest body in bytes of questions and lists of workers, as on the originals; a setting may
+# replace it (HttpLimits.body_bytes).
 LONG_BODY_LIMIT = 8 * 1024 * 1024
 _BODILESS_METHODS = frozenset(("GET", "DELETE"))
 

@@ -29,7 +29,8 @@ from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
 from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
 from kvd_core.index.prefix_index import Budget, Dump, IngestCounters, PrefixIndex, Stream, Worker
 
-# Looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later ones.
+# Partitions looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later
+# ones.
 SWEPT_PARTITIONS = 256
 
 # Instances and ranks unregistered while a peer's dump is being taken, ~150 bytes each. Recovery
@@ -51,8 +52,9 @@ TOTALS: tuple[
     "rebound",
 )
 
-# Prompts rarely differ from their first block on as often as this: they are hashed by another rule,
-# or cut into blocks of another size, than those that engines tell of.
+# Questions without any match before that is reported. Prompts rarely differ from their first block
+# on as often as this: they are hashed by another rule, or cut into blocks of another size, than
+# those that engines tell of.
 UNMATCHED_QUESTIONS = 100
 
 U64_MAX = 2**64 - 1

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from kvd.errors import NotFound, Unavailable
 from kvd.wire.egress import EgressPolicy
 
-# A fleet has two or three replicas. The bound keeps a client from storing texts here.
+# Peers that are listed: a fleet has two or three replicas. The bound keeps a client from storing
+# texts here.
 MAX_PEERS = 1024
 
 

@@ -30,10 +30,12 @@ from kvd.wire.event_stream import STALE_AFTER_S, EventStream, ListenerStatus
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
 MAX_LEFT_PLACES = 65_536
 
-# A worker that is replaced may leave its model and tenant without any until the next one is there;
-# what is without for longer has been taken down.
+# Time for which a model and tenant without workers keep their block size: a worker may leave before
+# its replacement is there.
 LEFT_PAIR_S = 60.0
-MAX_LEFT_PAIRS = 16_384  # ~200 bytes each; the one that was left longest ago goes first
+# Models and tenants without any worker that are remembered, about 200 bytes each; the one left
+# longest ago goes first.
+MAX_LEFT_PAIRS = 16_384
 
 INDEXER = "indexer"  # the face that registers unless another one says so
 

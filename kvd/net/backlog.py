@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from kvd.wire.event_stream import EventStream
     from kvd_core.zmq.drain import InboxSpace
 
-# Of all streams of the process, unless a setting says otherwise.
-MAX_QUEUED_MESSAGES = 10_000_000  # half a minute of applying
+# Messages that wait in all streams of the process, unless a setting says otherwise: half a minute
+# of applying.
+MAX_QUEUED_MESSAGES = 10_000_000
+# Bytes that wait in all streams of the process, unless a setting says otherwise.
 MAX_QUEUED_BYTES = 1024 * 1024 * 1024
 
 

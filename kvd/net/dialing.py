@@ -28,9 +28,10 @@ from kvd.wire.hosts import literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOOKUP_S = 5.0  # of one name; resolvers give up after 5 s a server
-SLICE_LINKS = 64  # connections looked at again between two rests: about 1 ms
-LOOK_AGAIN_S = 5.0  # between two looks at a name whose connection stays lost
+# Time allowed for the lookup of one name: resolvers give up after 5 s a server.
+LOOKUP_S = 5.0
+SLICE_LINKS = 64  # connections judged again between two checkpoints: about 1 ms
+LOOK_AGAIN_S = 5.0  # pause between two lookups of a name whose connection stays lost
 
 
 class Unreachable(Exception):

@@ -21,7 +21,7 @@ from kvd._version import VERSION
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.wire.urls import Target, parse_url
 
-RECEIVE_BYTES = 64 * 1024
+RECEIVE_BYTES = 64 * 1024  # bytes of a peer's answer received at once
 
 Headers = dict[bytes, bytes]
 Sink = Callable[[bytes], None]

@@ -34,14 +34,17 @@ if TYPE_CHECKING:
     from kvd.net.zsocket import Context
 
 
-KEEPALIVE_IDLE_S = 30  # finds dead hosts of workers whose ZMTP is too old for heartbeats
+# Silence after which TCP probes find dead hosts of workers whose ZMTP is too old for heartbeats.
+KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
 
-ANSWER_MESSAGES = 100_000  # in the queue of a socket that asks; engines keep 10,000 batches
+# Messages in the queue of a socket that asks for a replay; engines keep 10,000 batches.
+ANSWER_MESSAGES = 100_000
 
-GONE_S = 0.1  # how long the end of a connection is waited for; it takes 0.3 ms on an idle machine
-GONE_EVERY_S = 0.0005
+# Time to wait for the end of a connection, which takes 0.3 ms on an idle machine.
+GONE_S = 0.1
+GONE_EVERY_S = 0.0005  # pause between two looks whether that connection has ended
 
 MONITOR_FRAMES = 2  # of its messages: the event with a value, and an address
 MONITOR_EVENT = struct.Struct("=Hi")  # first frame of libzmq's monitor messages: event, value

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-ASK_AGAIN_S = 1.0  # between two questions to an engine that is idle, whatever the settings say
+# Shortest pause between two questions to an idle engine, whatever the settings say.
+ASK_AGAIN_S = 1.0
 
 
 async def run_listener(

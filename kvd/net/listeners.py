@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from kvd.net.zsocket import Context
     from kvd.wire.event_stream import EventStream
 
-HEALTH_EVERY_S = 1.0  # how long a change of health may last unsaid; shorter ones are not said
-HEALTH_SLICE = 256  # listeners looked at between two checkpoints, 0.4 ms
+# Pause between two looks at the health of streams; the log omits changes that last less.
+HEALTH_EVERY_S = 1.0
+HEALTH_SLICE = 256  # listeners looked at between two checkpoints: 0.4 ms
 
 log = get_logger(__name__)
 

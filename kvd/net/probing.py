@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from kvd.net.dialing import Dialer
     from kvd.wire.event_stream import EventStream
 
-AFTER_S = 1.0  # without a connection; engines that are started again are back sooner, or take long
-AGAIN_S = 10.0  # between two probes of one engine
-PROBES_AT_ONCE = 64  # a host that does not answer takes the whole time of one
+# Time without a connection before an engine is probed; a restarted engine is back sooner.
+AFTER_S = 1.0
+AGAIN_S = 10.0  # pause between two probes of one engine
+# Probes under way; a host that does not answer takes the whole time of one.
+PROBES_AT_ONCE = 64
 IPC = "ipc://"
 
 

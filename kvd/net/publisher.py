@@ -18,10 +18,10 @@ from kvd.platform.descriptors import bound_tcp
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
 
-# What subscribers send is subscriptions: a topic, or two.
-MAX_SUBSCRIPTION_BYTES = 4096
+MAX_SUBSCRIPTION_BYTES = 4096  # longest frame of a subscriber: subscriptions name a topic, or two
 
-BACKLOG = 1024  # a fleet of replicas that reconnects at once; the kernel caps it at somaxconn
+# Replicas that wait to be accepted: a fleet reconnects at once. The kernel caps it at somaxconn.
+BACKLOG = 1024
 
 Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # as getaddrinfo's
 

@@ -31,14 +31,14 @@ from kvd_core.dump.recovery import DumpReader, StagedEntry
 
 ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
 
-# A rank of a worker is some 200 bytes with what belongs to it. The largest fleets have some
-# thousand; a query's answer has a row for each rank that matches.
+# Ranks that a dump may bring, some 200 bytes each with what belongs to them. The largest fleets
+# have some thousand; an answer has a row for each rank that matches.
 MAX_RANKS = 65_536
 
-# An instance has told again what its restored blocks came from when its batches have come for this
-# long: the first one has all before it replayed, and what had queued is applied in milliseconds.
+# Time after which an instance has told again what its restored blocks came from: its first batch
+# has all before it replayed, and what had queued is applied in milliseconds.
 SETTLED_AFTER_S = 10.0
-SETTLE_EVERY_S = 1.0
+SETTLE_EVERY_S = 1.0  # pause between two looks for instances that have settled
 
 log = get_logger(__name__)
 

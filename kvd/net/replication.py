@@ -41,12 +41,13 @@ if TYPE_CHECKING:
     from kvd.net.publisher import Publisher
     from kvd.net.zsocket import Context
 
-# A message of more frames is left where it is, and the socket with it: there may be millions.
+# Frames of a replica's message. A longer one is left where it is, and its socket with it: there may
+# be millions.
 MAX_FRAMES = 64
 
 REPLICA_LINK = LinkOptions(queue_messages=100_000, max_message_bytes=BOUNDS.payload_bytes)
 
-ABSENT_EVERY_S = 30.0  # between two lines about a replica that is not connected
+ABSENT_EVERY_S = 30.0  # pause between two log lines about a replica that is not connected
 
 log = get_logger(__name__)
 

@@ -8,7 +8,8 @@ import trio
 
 from kvd.telemetry.logs import Log, RateLimit
 
-LOG_EVERY_S = 30.0  # per stream and kind of line; what is held back shows in the counters
+# Pause between two log lines of one kind about one stream; counters show the lines held back.
+LOG_EVERY_S = 30.0
 
 
 class StreamLog:

@@ -6,13 +6,14 @@ from time import perf_counter_ns
 
 import trio
 
-# What all listeners together may take of one pass of the loop, and so add to a query's latency.
+# Time of all listeners together in one pass of the loop, which they add to a query's latency.
 ROUND_NS = 2_000_000
 
-MAX_TURN_MESSAGES = 64  # of one listener: small ones take 0.1 ms, a turn itself 8 us
+# Messages of one listener in a turn: small ones take 0.1 ms, the turn itself 8 µs.
+MAX_TURN_MESSAGES = 64
 
-# Taken off the socket in a turn, 0.5 ms of small ones: so many more than are applied in it that
-# what comes in faster waits where it is counted, not in libzmq.
+# Messages taken off a socket in a turn, 0.5 ms of small ones. These are so many more than are
+# applied in it that what comes in faster waits where it is counted, not in libzmq.
 MAX_TAKEN_IN = 1024
 
 

@@ -17,7 +17,8 @@ import zmq
 if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
 
-MAX_SOCKETS = 65_535  # libzmq's own limit; its default of 1,023 ends at about 340 listeners
+# ZMQ sockets of the process: libzmq's own limit. Its default of 1,023 ends at about 340 listeners.
+MAX_SOCKETS = 65_535
 
 
 def make_context() -> Context:

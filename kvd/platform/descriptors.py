@@ -13,19 +13,21 @@ import resource
 import socket
 from typing import Any
 
-# Of a listener: its SUB socket and the pair at its monitor, the engine's connection, and one that
-# libzmq has while it makes another (4 seen in /proc/PID/fd).
+# Descriptors of a listener: its SUB socket and the pair at its monitor, the engine's connection,
+# and one that libzmq has while it makes another (4 seen in /proc/PID/fd).
 LISTENER_DESCRIPTORS = 4
 
-# For all else: connections of three ports, 1,024 each; 64 replays, three each; replicas, four each;
-# what is open anyway.
+# Descriptors kept for all else: connections of three ports, 1,024 each; 64 replays, three each;
+# replicas, four each; what is open anyway.
 OTHER_DESCRIPTORS = 3_584
 
-# Each has three of the 65,535 sockets that libzmq has; the rest is for replays.
+# Listeners of the process: each has three of the 65,535 sockets that libzmq has; the rest is for
+# replays.
 MAX_LISTENERS = 21_000
 
-# Below this kvd does not start: what is open anyway, sockets of four faces and replicas, and some
-# clients (30 seen in /proc/PID/fd). libzmq aborts the process where it finds none.
+# Descriptors without which kvd does not start: what is open anyway, sockets of four faces and
+# replicas, and some clients (30 seen in /proc/PID/fd). libzmq aborts the process where it finds
+# none.
 LEAST = 64
 
 # Selections that wait, each a connection, a task of 5 KB and its prompt; the default of

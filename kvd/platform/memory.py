@@ -18,11 +18,14 @@ from kvd.telemetry.metrics import Family, counter, gauge
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
-LARGEST_REUSED_BYTES = 16 * 1024 * 1024  # twice the longest body
-KEPT_FREE_BYTES = 8 * 1024 * 1024  # at the end of each heap; no trim gives back that of a thread
+# Largest buffer that the heap keeps for further use: twice the longest body.
+LARGEST_REUSED_BYTES = 16 * 1024 * 1024
+# Free memory kept at the end of each heap; no trim gives back that of a thread.
+KEPT_FREE_BYTES = 8 * 1024 * 1024
 
-LOOK_EVERY_S = 3.0
-LOOK_SHARE = 0.001  # of the time, at most
+LOOK_EVERY_S = 3.0  # pause between two looks at the heaps
+LOOK_SHARE = 0.001  # share of the time that these looks may take
+# Free memory beyond that of the last trim that is worth another one.
 WORTH_TRIMMING_BYTES = 4 * 1024 * 1024
 
 

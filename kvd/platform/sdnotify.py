@@ -13,11 +13,12 @@ READY = b"READY=1"
 STOPPING = b"STOPPING=1"
 WATCHDOG = b"WATCHDOG=1"
 
-# While a start goes on, systemd grants it so much more each time the watchdog is fed.
+# Time that systemd grants a long start with each feeding of the watchdog.
 START_EXTENSION_US = 60_000_000
 
 
-RETRY_S = 0.05  # between two tries to tell what must not be missed
+# Pause between two tries of a message to systemd that must not be missed.
+RETRY_S = 0.05
 
 
 def notify(message: bytes, address: str) -> bool:

@@ -22,7 +22,7 @@ from kvd.wire.endpoints import check_endpoint
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
 from kvd.wire.replica import Replica, ReplicaCounts
 
-# A fleet has two or three. Each is a task with three ZMQ sockets.
+# Replicas that are listened to: a fleet has two or three. Each is a task with three ZMQ sockets.
 MAX_REPLICAS = 1024
 
 Apply = Callable[[Lifecycle, float], Outcome]  # at seconds

@@ -17,7 +17,7 @@ from kvd_core.ledger import ledger
 
 OWNER = "selection"  # of its registrations
 
-MAX_WORKERS = 65_536
+MAX_WORKERS = 65_536  # worker records of the selection service
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvd.selection.sessions import MAX_SESSIONS, Binding, Sessions
 from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Outcome
 
-MAX_SESSION_ID_BYTES = 256  # as on the original
+MAX_SESSION_ID_BYTES = 256  # longest session id, as on the original
 
 Key = tuple[PartitionKey, str]
 

@@ -22,8 +22,10 @@ from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
 
-FORGET_SLICE = 64  # predicted blocks forgotten between two rests
-PREDICTED_SLICE = 4096  # the same of those beside events, some 0.1 us each
+# Predicted blocks forgotten between two checkpoints where no events come.
+FORGET_SLICE = 64
+# Predicted blocks beside events forgotten between two checkpoints, some 0.1 µs each.
+PREDICTED_SLICE = 4096
 
 
 class Absence(NamedTuple):

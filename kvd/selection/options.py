@@ -11,19 +11,21 @@ from kvd.selection.queue import QueuePolicy
 from kvd.selection.sessions import MAX_SESSIONS
 from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
-# How long an engine is chosen still whose event connection is lost: a network that has dropped the
-# connection is back within a second or two.
+# Time for which an engine is still chosen after its event connection was lost: a network that has
+# dropped the connection is back within a second or two.
 DEFAULT_DISCONNECTED_S = 3.0
-DEFAULT_MAX_WAIT_S = 25.0  # below the deadline of handlers, so that the answer says why
+# Longest wait of a selection: below the deadline of handlers, so that the answer names the reason.
+DEFAULT_MAX_WAIT_S = 25.0
 # Answers to bookings that can be had again, about 1 KB each. Bookings whose answer is forgotten
 # refuse their retries as those without a key do; the oldest go first, whose clients have long had
 # their answers.
 MAX_RETRIES = 65_536
 
-# As the router guide says.
-DEFAULT_QUEUE_THRESHOLD = 2.0  # batches of prefill tokens
-DEFAULT_TTL_S = 120.0
-DEFAULT_MAX_TREE_SIZE = 2**20
+# Batches of prefill tokens beyond which a rank is busy, as the router guide says.
+DEFAULT_QUEUE_THRESHOLD = 2.0
+DEFAULT_TTL_S = 120.0  # life of a prediction where no events come, as the router guide says
+DEFAULT_MAX_TREE_SIZE = 2**20  # predicted blocks of a model and tenant, as the router guide says
+# Share of the predicted blocks kept when there are too many, as the router guide says.
 DEFAULT_PRUNE_TARGET_RATIO = 0.8
 
 

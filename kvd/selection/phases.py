@@ -31,7 +31,8 @@ class Phase(StrEnum):
 # knows it, too (plain_selection.pyx).
 PREFILL_SUFFIX = ":prefill"
 
-SETTINGS_KEPT = 256  # of those that requests have overridden
+# Settings overridden by requests that are kept as they are weighed for a phase.
+SETTINGS_KEPT = 256
 
 
 def serves(role: Role | None, phase: Phase | None) -> bool:

@@ -26,7 +26,7 @@ from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core.ledger import ledger
 from kvd_core.ledger.ledger import Ledger, LiveRequest
 
-EXPIRY_SLICE = 64  # requests expired between two rests
+EXPIRY_SLICE = 64  # requests expired between two checkpoints
 
 
 class Reservations:

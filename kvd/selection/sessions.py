@@ -22,7 +22,7 @@ from kvd.wire.affinity import Version
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Bindings, some 500 bytes each. Beyond that the one that would end next goes.
+# Sessions that are bound, some 500 bytes each. Beyond that the one that would end next goes.
 MAX_SESSIONS = 262_144
 
 

@@ -26,7 +26,7 @@ from kvd.selection.candidates import Absence, Fleet
 from kvd.selection.options import RouterOptions
 from kvd.wire.event_stream import EventStream, ListenerStatus
 
-LOOK_SLICE = 64  # absent ranks looked at between two rests
+LOOK_SLICE = 64  # absent ranks looked at between two checkpoints
 
 
 class Streams:

@@ -33,7 +33,8 @@ from kvd.selection.worker_record import Lifecycle, WorkerRecord
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 
-RECONSIDERED = 64  # workers judged again between two rests, each against all ranks of its fleet
+# Workers judged again between two checkpoints, each against all ranks of its fleet.
+RECONSIDERED = 64
 
 
 class Workers:

@@ -33,7 +33,8 @@ from kvd_core.ledger.ledger import Ledger, LiveRequest
 MAX_DP_SIZE = 4096  # ranks of one worker, as on the original
 U32_MAX = 2**32 - 1
 
-EXPIRY_SLICE = 64  # requests expired, or trackers looked at, between two rests: under 1 ms
+# Requests expired, or trackers looked at, between two checkpoints: under 1 ms.
+EXPIRY_SLICE = 64
 
 
 class WorkerRow(NamedTuple):

@@ -35,9 +35,10 @@ STDERR = 2
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 CRITICAL = 2
 
-FINISH_SECONDS = 0.5  # for the last lines, when kvd ends: a reader that lives takes them in 1 ms
+# Time allowed for the last lines when kvd ends; a live reader takes them in 1 ms.
+FINISH_SECONDS = 0.5
 
-MAX_VALUE_CHARS = 256  # a text field longer than this is cut: one line stays one screen line or two
+MAX_VALUE_CHARS = 256  # longest text field of a line; a longer one is cut
 MAX_LIMITER_KEYS = 4096  # keys a rate limiter remembers, about 0.5 MB; the oldest is forgotten
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -27,9 +27,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# Held for a reader that is behind: some 5,000 lines, 16 times what a pipe holds.
+# Log lines held for a slow reader: some 5,000 lines, 16 times what a pipe holds.
 MAX_WAITING_BYTES = 1024 * 1024
-FLUSH_LINES = 256  # written in a row: about 0.5 ms
+FLUSH_LINES = 256  # lines written in a row: about 0.5 ms
 PIPE_BUF = 4096  # bytes that a writable pipe takes without waiting, on Linux
 
 Put = Callable[[bytes], int]  # returns how many bytes were taken; raises BlockingIOError for none

@@ -37,7 +37,8 @@ TOPIC = b"dynamo.session-affinity.v1"
 
 BOUNDS = Bounds(payload_bytes=16 * 1024, array_elements=0, text_bytes=4096)
 
-# Nanoseconds since 1970: the year 2262. Beyond that nobody could bind the session any more.
+# Highest sequence of a binding, in nanoseconds since 1970: the year 2262. Beyond that nobody could
+# bind the session any more.
 MAX_SEQUENCE = 2**63
 
 

@@ -8,7 +8,7 @@ from kvd.errors import BadRequest
 
 KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
-MAX_KEYS_BYTES = 1024 * 1024  # of a file: 1,024 replicas have room many times over
+MAX_KEYS_BYTES = 1024 * 1024  # longest file of keys: 1,024 replicas have room many times over
 
 
 def check_server_key(key: str | None) -> None:

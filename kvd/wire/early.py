@@ -28,12 +28,13 @@ from dataclasses import dataclass
 
 from kvd.wire.lifecycle import Lifecycle, Step
 
-# How long the ADD may come behind: a replica that is not heard for 15 s is cut off, and reads then
-# what has queued, which takes seconds. What was cut off never comes.
+# Time by which the ADD may come behind its end: a replica that is not heard for 15 s is cut off,
+# and then reads what has queued, which takes seconds. What was cut off never comes.
 EARLY_STEPS_S = 60.0
-# As many events as queue for a replica that stalls, all of which may be such ends.
+# Ends of unknown requests that are remembered: as many events as queue for a stalled replica.
 MAX_EARLY_STEPS = 100_000
-OUTDATED_AT_ONCE = 16  # notes looked at with each step: more than it may leave behind
+# Outdated notes dropped with each step: more than a step may leave behind.
+OUTDATED_AT_ONCE = 16
 
 
 @dataclass(slots=True)

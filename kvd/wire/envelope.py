@@ -30,10 +30,10 @@ MEDIA = {
     "STORAGE": DISK,
     "FS": DISK,
 }
-MAX_MEDIUM_CHARS = 64  # of a name that becomes a member of every answer
+MAX_MEDIUM_CHARS = 64  # longest name of a medium, which becomes a member of every answer
 
-# Of one publisher, by name: those that hold nothing are forgotten from time to time when there are
-# half as many; events of more are dropped and counted.
+# Backends of one publisher, by name: those that hold nothing are forgotten from time to time when
+# there are half as many; events of more are dropped and counted.
 MAX_BACKENDS = 4096
 
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"

@@ -27,8 +27,8 @@ MAX_STREAMS = 65_536
 NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
 # Events at the beginning of a stream that are recognised when they come again; a number each.
 RECOGNISED = 8
-# Hashes, token ids and characters of stale events that are kept for it, some 60 MB; when there are
-# more, none of them will be.
+# Hashes, token ids and characters of stale events that are kept for a new beginning, some 60 MB;
+# when there are more, none of them will be one.
 MAX_BEHIND = 1_048_576
 
 

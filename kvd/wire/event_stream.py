@@ -57,8 +57,9 @@ from kvd.wire.losses import Losses
 from kvd.wire.replay import END_SEQ, ReplayEnd
 from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFINISHED
 
-# A rolling restart or a network that is rewired takes seconds; an engine that is away for longer
-# has most likely lost its cache, and evicts or stores unheard in any case.
+# Time without a connection after which a stream is stale. A rolling restart or a network that is
+# rewired takes seconds; an engine that is away for longer has most likely lost its cache, and
+# evicts or stores unheard in any case.
 STALE_AFTER_S = 30.0
 
 
@@ -72,7 +73,8 @@ class Quiet(StrEnum):
 UNKNOWN = "not known to be the same engine"
 CLEARED_UNKNOWN = "not known to be cleared by the same engine"
 
-FEW = 100  # batches; an answer of so many has lost none to the bound of a socket
+# Batches of a replay up to which no bound of a socket can have cut the answer.
+FEW = 100
 
 MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
 

@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv6Address
 
 Address = IPv4Address | IPv6Address
 
-MAX_NAME_CHARS = 253
+MAX_NAME_CHARS = 253  # longest name of a host, as in DNS
 LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 

@@ -30,14 +30,16 @@ U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
 I64_MIN = -(2**63)
 
-# A payload is taken apart in one go, for up to 20 ms, and an event is read in one go, for as long.
-# Engines' own batches may be longer: nothing is made of Python for them.
+# Longest payload with standard events: it is taken apart in one go, for up to 20 ms, and an event
+# is read in one go, for as long. Engines' own batches may be longer: nothing is made of Python for
+# them.
 MAX_BYTES = 4 * 1024 * 1024
-MAX_JSON_BYTES = 2 * 1024 * 1024
-MAX_EVENT_BYTES = 1024 * 1024  # of a standard one: 100,000 hashes, or 300,000 token ids
-MAX_CONTAINERS = 16_384  # maps and arrays of one, 0.3 us each; an empty one costs a byte
-MAX_EVENTS = 16_384  # of a payload; some 40 us each, an empty one costs a byte
-MAX_TEXT_BYTES = 4096  # of a name that is kept to tell streams apart, as in registrations
+MAX_JSON_BYTES = 2 * 1024 * 1024  # longest payload of JSON, which becomes msgpack in slices
+MAX_EVENT_BYTES = 1024 * 1024  # longest standard event: 100,000 hashes, or 300,000 token ids
+# Maps and arrays of a standard event, 0.3 µs each; an empty one costs a byte.
+MAX_CONTAINERS = 16_384
+MAX_EVENTS = 16_384  # events of a payload, some 40 µs each; an empty one costs a byte
+MAX_TEXT_BYTES = 4096  # longest name that is kept to tell streams apart, as in registrations
 
 # No msgpack batch begins with one of these: as msgpack they are the numbers 9 to 123.
 _JSON_STARTS = b"{[ \t\r\n"

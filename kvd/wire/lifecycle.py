@@ -50,9 +50,10 @@ from kvd.wire.unpack import Bounds
 
 TOPIC = b"dynamo.slot-tracker.v1"
 
-MAX_TOKENS = 2**53  # of one request: sums of a million of these are still far from any overflow
+# Tokens of one request: sums of a million of these are still far from any overflow.
+MAX_TOKENS = 2**53
 
-MAX_HASHES = 2**18  # of one request: 4 Mi tokens in blocks of 16
+MAX_HASHES = 2**18  # hashes of one request: 4 Mi tokens in blocks of 16
 BOUNDS = Bounds(
     payload_bytes=4 * 1024 * 1024,  # these hashes take 2.3 MiB, the rest is for names
     array_elements=MAX_HASHES,

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from kvd_core.index.prefix_index import ALL_TIERS
 
-# Batches behind a loss after which a rank that nobody has heard counts as none. Engines publish for
-# each rank that works, some ten times a second: half a minute of work.
+# Batches behind a loss after which a rank that nobody has heard counts as absent. Engines publish
+# for each working rank, some ten times a second: half a minute of work.
 HEARD_AFTER = 1_000
 
 

@@ -147,6 +147,7 @@ inline uint64_t mix64(uint64_t x) {
 class ProbeTable {
  public:
   static constexpr uint32_t kEmpty = 0xffffffffu;
+  // Slots from an entry to its home that `verify` accepts: unforeseen hashes make no such way.
   static constexpr uint32_t kFar = 4096;
 
   uint32_t size() const { return count_; }

@@ -15,8 +15,8 @@
 
 namespace kvd {
 
-// Numbers apart by less than this are remembered side by side. 1 KB a stream: duplicates and
-// reorders happen within what one connection holds back, some dozen messages.
+// Batches of a stream remembered by number and content, 1 KB: duplicates and reorders happen within
+// what one connection holds back, some dozen messages.
 constexpr size_t kRecent = 128;
 
 class Recent {

@@ -31,6 +31,7 @@ class Steps {
 
  private:
   static constexpr int64_t kLook = 512;
+  // Times that a slice may take of what its steps should take, before the clock ends it.
   static constexpr int64_t kSlack = 5;
   static constexpr int64_t kLongest = int64_t{1} << 32;  // steps; seven minutes
   static constexpr int64_t kStepNs = 100;

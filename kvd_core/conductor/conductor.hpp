@@ -246,7 +246,7 @@ class Conductor final : public Placements {
   static constexpr size_t kLooseBytes = 56;  // a hash node
   // Entries of a parked block: its parent, its hash, its sequence hash, and one that is stale.
   static constexpr size_t kMostALoose = 4;
-  static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_`, 2 MB
+  static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_` whose memory is kept, 2 MB
 
   NameKeys keys() const { return index_.keys(); }
 

@@ -31,8 +31,10 @@ constexpr std::pair<std::string_view, std::string_view> kFoldedMedia[] = {
     {"HOST", "CPU"},      {"HOST_PINNED", "CPU"}, {"DRAM", "CPU"},  {"CPU_TIER2", "DISK"},
     {"NVME", "DISK"},     {"SSD", "DISK"},   {"STORAGE", "DISK"},   {"FS", "DISK"},
 };
-constexpr size_t kMaxMediumBytes = 64;  // of a name that becomes a member of every answer
-constexpr uint32_t kNamesAtOnce = 64;   // hashes that are told in several groups and without tokens
+// Longest name of a medium, which becomes a member of every answer.
+constexpr size_t kMaxMediumBytes = 64;
+// Hashes told in several groups and without tokens, between two looks at the steps.
+constexpr uint32_t kNamesAtOnce = 64;
 
 // What became of events beside being applied.
 struct EngineCounters {

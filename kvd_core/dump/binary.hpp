@@ -20,7 +20,8 @@ class DumpBinary {
  public:
   static constexpr char kMagic[] = "KVDDUMP1";
   static constexpr size_t kMagicBytes = 8;
-  static constexpr size_t kMaxName = 64 * 1024;  // of a model, tenant or worker, bytes
+  // Longest name of a model, tenant or worker, in bytes.
+  static constexpr size_t kMaxName = 64 * 1024;
 
   explicit DumpBinary(Stage& stage) : stage_(stage) {}
 

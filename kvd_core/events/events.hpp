@@ -36,13 +36,14 @@
 
 namespace kvd {
 
-// Counts of tokens, hashes and events are 32 bits wide; receiving sockets are limited far below.
+// Longest batch: counts of tokens, hashes and events are 32 bits wide. Receiving sockets are
+// limited far below.
 constexpr size_t kMaxPayloadBytes = size_t{1} << 31;
 
-// What is applied of an event between two looks at what the slice may still do. An event of more
+// Blocks of an event applied between two looks at what the slice may still do. An event of more
 // blocks with tokens counts as several: to tell a second copy, the blocks have to be seen together.
 constexpr uint32_t kBlocksAtOnce = 8192;
-constexpr uint32_t kHashesAtOnce = 512;
+constexpr uint32_t kHashesAtOnce = 512;  // hashes without tokens applied between two such looks
 // What that takes, in steps of 0.1 us.
 constexpr size_t kStepsABlock = 5;
 constexpr size_t kStepsAName = 8;

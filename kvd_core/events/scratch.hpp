@@ -21,8 +21,8 @@
 
 namespace kvd {
 
-// Vectors above this are given back after the batch, so that one huge batch does not stay resident
-// in every stream: 4 MiB is more than the largest recorded batch needs a hundred times over.
+// Largest vector kept after a batch, so that one huge batch does not stay resident in every stream:
+// 4 MiB is more than the largest recorded batch needs a hundred times over.
 constexpr size_t kScratchKeepBytes = size_t{4} << 20;
 
 namespace decoding {

@@ -160,8 +160,8 @@ class Tree {
   // Longest chain, in blocks: bounds the cost of a split or a merge to some microseconds while
   // one node's overhead (~150 bytes) stays below one byte a block.
   static constexpr uint32_t kMaxChain = 1024;
-  // 1 Gi blocks, 40 GB at the least. The names tables keep one bit of a block id for themselves,
-  // and a probe table of so many entries still has a 32-bit number of slots.
+  // Blocks of a partition, 40 GB at the least. The names tables keep one bit of a block id for
+  // themselves, and a probe table of so many entries still has a 32-bit number of slots.
   static constexpr uint32_t kMaxBlocks = 1u << 30;
 
   Tree() : nodes_(1), blocks_(0, kMaxBlocks) { nodes_.take(); }

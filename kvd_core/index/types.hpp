@@ -41,7 +41,8 @@ namespace kvd {
 constexpr LayerId kTierLayers = 4;  // DEVICE, HOST, DISK, EXTERNAL: the layer is the tier
 constexpr LayerId kGhostLayer = 4;
 constexpr LayerId kFirstGroupLayer = 5;
-constexpr LayerId kMaxLayers = 32;  // bits of a LayerMask; 27 (tier, group) pairs per partition
+// Layers of a partition: bits of a LayerMask, 27 of them for (tier, group) pairs.
+constexpr LayerId kMaxLayers = 32;
 constexpr LayerMask kAllLayers = 0xffffffffu;
 // Media that are none of the tiers take layers like cache groups, as tiers from here on.
 constexpr uint32_t kFirstMedium = 16;
@@ -58,7 +59,7 @@ constexpr size_t kMaxGhosts = 4096;
 constexpr size_t kGrowsTo = size_t{1} << 15;
 // Cache groups remembered per rank. A hybrid model has a handful.
 constexpr size_t kMaxGroups = 64;
-// A cache of so few names is cleared at once, in some microseconds: no more than a new rank costs.
+// Names of a cache that is cleared at once, in some microseconds: no more than a new rank costs.
 constexpr uint32_t kClearAtOnce = 64;
 
 // What indexes that share it may have together, and what they have. Names are counted of live ranks:

@@ -26,9 +26,10 @@ namespace kvd {
 template <class Sink>
 class JsonStream {
  public:
-  // A dump nests to 9 levels, what a later version may add to it hardly deeper.
+  // Levels of a dump's JSON: it nests to 9, what a later version may add to it hardly deeper.
   static constexpr uint32_t kMaxDepth = 64;
-  // Names of models and workers are below 1 KiB; a string without an end must not be kept.
+  // Longest string or number of a dump's JSON: names of models and workers are below 1 KiB; a
+  // string without an end must not be kept.
   static constexpr size_t kMaxToken = 64 * 1024;
 
   // Throws std::invalid_argument where the text is malformed, and whatever the sink throws.

@@ -9,7 +9,7 @@
 
 namespace kvd {
 
-constexpr size_t kMaxDigits = 20;  // of 2^64 - 1
+constexpr size_t kMaxDigits = 20;  // digits of 2^64 - 1
 
 inline char* put(char* to, std::string_view text) {
   std::memcpy(to, text.data(), text.size());

@@ -62,7 +62,8 @@ struct Node {
 
 class Trie {
  public:
-  // Bounds what parting and joining copy (32 KB, about 2 us), whatever the length of prompts.
+  // Blocks of a node: bounds what parting and joining copy (32 KB, about 2 us), whatever the length
+  // of prompts.
   static constexpr uint32_t kMaxRun = 4096;
 
   // How far a prompt is in the trie.

@@ -10,7 +10,7 @@
 
 namespace kvd::ledger {
 
-// A request id or retry key, in bytes of UTF-8: ids are UUIDs or a little more.
+// Longest request id or retry key in UTF-8: ids are UUIDs or a little more.
 constexpr size_t kMaxIdBytes = 4096;
 // Live requests: 512 ranks with 2,048 each; 100 MB without their prompts.
 constexpr uint32_t kMaxRequests = 1u << 20;
@@ -21,11 +21,11 @@ constexpr uint64_t kMaxBlocks = 1ull << 27;
 constexpr uint64_t kMaxPassages = 1ull << 26;
 // Output blocks of one request: 2^24 tokens in blocks of 16; a fraction visits each of them.
 constexpr uint32_t kMaxOutputs = 1u << 20;
-// Ranks: the largest fleets have some thousand; about 200 bytes each.
+// Ranks of a ledger: the largest fleets have some thousand; about 200 bytes each.
 constexpr uint32_t kMaxRanks = 65'536;
-// Tokens of one request: what JSON readers keep exact. Tokens of a rank: sums stay in 64 bits.
+// Tokens of one request: what JSON readers keep exact.
 constexpr uint64_t kMaxTokens = 1ull << 53;
-constexpr uint64_t kMaxRankTokens = 1ull << 62;
+constexpr uint64_t kMaxRankTokens = 1ull << 62;  // tokens of a rank: sums stay in 64 bits
 // Ledgers with ranks that share their loads: a face has one.
 constexpr size_t kMaxLedgers = 8;
 

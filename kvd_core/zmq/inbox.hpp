@@ -58,7 +58,8 @@ struct InboxBlock {
 class InboxSpace {
   public:
     static constexpr size_t kBlock = 64 * 1024;
-    static constexpr size_t kSpare = 16;  // 1 MiB: about as many inboxes are in use at one moment
+    // Empty blocks kept, 1 MiB: about as many inboxes are in use at one moment.
+    static constexpr size_t kSpare = 16;
 
     explicit InboxSpace(InboxBounds bounds) : bounds_(bounds) {}
     ~InboxSpace() {

@@ -2,7 +2,8 @@
 
 After each cancellation registry, state and tasks agree and no socket is left; what was cancelled,
 done again, ends as if nothing had happened. Virtual time, simulated sockets; with real ones:
-tests/net/test_cancelled.py and tests/http/test_cancelled.py.
+tests/component/net/test_cancelled_sockets.py and
+tests/component/http/test_cancelled_handlers.py.
 """
 
 from __future__ import annotations

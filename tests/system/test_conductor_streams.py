@@ -1,6 +1,6 @@
 """What happens to a publisher's stream, over real sockets: lost, late, begun anew, taken away.
 
-The rules are the indexer's (tests/net, tests/wire), here as a router sees them: in rows, and in
+The rules are the indexer's (tests/component/net, tests/unit/wire), here as a router sees them: in rows, and in
 `/services`.
 """
 

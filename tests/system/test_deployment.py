@@ -116,7 +116,7 @@ def test_ports_and_sockets_open_under_what_the_service_forbids(
         "replica-sync-client-keys": tmp_path / "keys",
     }
     told = [f"--{name}={value}" for name, value in flags.items()]
-    sandbox = [sys.executable, str(REPOSITORY / "tests" / "unit_sandbox.py")]
+    sandbox = [sys.executable, str(REPOSITORY / "tests/support/unit_sandbox.py")]
     with running(tmp_path, http, "serve", *told, under=sandbox):
         for port in (https, replicas):
             socket.create_connection(("127.0.0.1", port)).close()

@@ -3,7 +3,8 @@
 Each test misbehaves in one way. Around each, `unharmed` checks that the process is as it was: no
 descriptor more, no memory to speak of, no error in its log, and a well-behaved worker is indexed.
 Both faces are served by the one process.
-The parts have tests of their own, with every fault there is: tests/net, tests/http, tests/core.
+The parts have tests of their own, with every fault there is: tests/component,
+tests/unit.
 """
 
 from __future__ import annotations

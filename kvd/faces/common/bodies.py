@@ -16,11 +16,13 @@ from kvd.model import DEFAULT_TENANT, PartitionKey, is_name
 from kvd_core.json.scan import BodyScanner
 
 U32_MAX = 2**32 - 1
-MAX_KEPT_BYTES = 4096  # of a name or address that is registered; the longest path Linux has
+# Longest name or address that is registered: the longest path Linux has.
+MAX_KEPT_BYTES = 4096
 U64_MAX = 2**64 - 1
 
 RETRY_KEY = b"idempotency-key"  # header, draft-ietf-httpapi-idempotency-key-header
-MAX_RETRY_KEY_BYTES = 255  # kept with the request; a UUID has 36
+# Longest `Idempotency-Key`, which is kept with the request; a UUID has 36.
+MAX_RETRY_KEY_BYTES = 255
 
 TENANT = ("tenant_id", "routing_group")  # the documented name and the newer one
 PLACE = ("model_name", *TENANT)

@@ -35,8 +35,9 @@ FIELDS = (
     "additionalsalt",
 )
 cdef int N_FIELDS = len(FIELDS)
-cdef uint64_t MAX_BLOCK_SIZE = 0xffffffff
-# Of a name in a plain query, bytes: names are kept for the next query, and the handler refuses more.
+cdef uint64_t MAX_BLOCK_SIZE = 0xffffffff  # largest block size of a plain query: 32 bits
+# Longest name in a plain query: names are kept for the next query, and the handler refuses longer
+# ones.
 cdef size_t MAX_NAME_BYTES = 4096
 
 

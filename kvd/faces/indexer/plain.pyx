@@ -27,7 +27,7 @@ cdef enum:
     kLora
 FIELDS = ("model_name", "tenant_id", "routing_group", "cache_salt", "streams", "lora_name")
 
-cdef ptrdiff_t MAX_DIGITS = 20  # of 2^64 - 1
+cdef ptrdiff_t MAX_DIGITS = 20  # digits of 2^64 - 1
 cdef uint64_t HIGHEST_TENTH = 0xffffffffffffffff // 10
 
 

@@ -9,7 +9,7 @@ from kvd.index.partitions import Partition
 from kvd.index.registry import Registration
 from kvd.wire.event_stream import EventStream, ListenerStatus, StreamHealth
 
-# Ranks looked at or written between two rests: at most about 1 ms.
+# Ranks looked at or written between two checkpoints: at most about 1 ms.
 SLICE_RANKS = 64
 
 # An instance shows the most alarming status of its listeners.

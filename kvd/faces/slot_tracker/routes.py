@@ -27,7 +27,8 @@ from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
 
 OK = b'{"status":"ok"}'
 
-SLICE_ROWS = 128  # of the list, written between two rests: at most about 1 ms
+# Workers of the list written between two checkpoints: at most about 1 ms.
+SLICE_ROWS = 128
 
 PLACE = bodies.PLACE
 REGISTERED = (*PLACE, "worker_id", "block_size", "dp_start", "dp_size")
