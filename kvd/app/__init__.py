@@ -1,0 +1,12 @@
+"""The running daemon: what it starts, in which order, and how it stops.
+
+daemon                       `run`: one process from its configuration to its exit code; the
+                             nurseries and their order
+apis                         `Apis`: the four faces, each with its routes, its metrics and its
+                             part of the fleet file
+api_server                   `ApiServer`: one face on its sockets, with and without TLS
+control                      the socket of `kvd reload`, and the command that asks over it
+index_full_log, unmatched_log
+                             log lines about an index that is full, and about questions that
+                             never match
+"""

@@ -1,0 +1,6 @@
+"""The command line.
+
+main            `main`: arguments to one command and its exit code
+status          `kvd status`: asks the faces of a running daemon and reports their health
+settings_page   `kvd config docs`: docs/configuration.md, written from the settings
+"""

@@ -1,1 +1,11 @@
-"""The APIs that clients already speak: routes, names, shapes and statuses, and nothing else."""
+"""The HTTP APIs: what requests say, and what is answered.
+
+    indexer        Dynamo's standalone KV indexer (docs/faces/indexer.md)
+    slot_tracker   Dynamo's slot tracker (docs/faces/slot_tracker.md)
+    selection      Dynamo's selection service (docs/faces/selection.md)
+    conductor      Mooncake Conductor's indexer API (docs/faces/conductor.md)
+    common         what several faces share: members of bodies, /health, replicas, metrics of ranks
+
+In each, `routes` is the table of routes with their handlers, and `plain` answers the plain form of
+the hot ones from the bytes of the body, compiled.
+"""

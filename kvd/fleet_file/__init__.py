@@ -1,0 +1,7 @@
+"""The fleet file: workers, publishers and replicas that are registered without a call.
+
+parse      the file to entries, by the readers that the faces have for bodies
+follower   `FleetFileFollower`: adds, changes and removes what the file says, while the daemon
+           runs
+targets    where an entry of each table is registered
+"""

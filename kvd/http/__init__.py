@@ -1,0 +1,22 @@
+"""HTTP/1.1 on sockets: requests in, responses out, for any table of routes.
+
+types                        `Request`, `Response`, `Route`: what faces and servers exchange
+front, server, tls           the server of a face's plain addresses, what it shares with TLS,
+                             and TLS
+fast_path, plain_head.hpp    connections between two requests, and the common request answered
+                             in place, compiled
+idle_poll                    serves those connections between two passes of trio, while nothing
+                             else is to be done
+connection, transport        one client: its requests one after the other; its socket with
+                             deadlines
+head, body, chunked          bytes to a request's head and body
+render, writer, answer, errors
+                             a response to bytes; a handler's outcome or failure to a response
+table                        the route of a path
+app, asgi, middleware        the Quart application of the cold routes, and how a request gets
+                             there
+auth, permits                tokens, hosts and origins: is this request allowed
+context                      what every connection of a face shares
+access, limits, options, listeners, accept, certificates
+                             the access log; bounds and counters; sockets and files
+"""

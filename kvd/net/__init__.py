@@ -1,0 +1,16 @@
+"""ZMQ and peers: everything that waits for a socket other than a client's.
+
+listener, listeners          one engine's events for as long as its rank is registered; the
+                             tasks of all
+sessions, link, backlog      one subscription over socket after socket; a SUB socket; its
+                             messages that wait
+replay, turns                batches that are missing, asked for from the engine's replay
+                             server
+dialing, probing             names to addresses that may be connected to; why an engine cannot
+                             be reached
+replication, publisher       events of requests, told to replicas and heard from them
+recovery, fetch              the state of a peer at the start; one document from a peer that
+                             may be hostile
+curve, zsocket, supervisor, streamlog
+                             keys; a socket that a task can wait for; tasks by name; log lines
+"""

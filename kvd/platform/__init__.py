@@ -1,0 +1,8 @@
+"""What the operating system and the service manager give.
+
+activation    listening sockets that a service manager has opened
+sdnotify      ready, reloading, stopping, and the watchdog
+signals       signals as something that a task waits for
+descriptors   how many descriptors there are, and what they are for
+memory        the allocator: what it keeps, and what it gives back
+"""

@@ -12,4 +12,17 @@
 Listeners of KV events are those of the registry, shared with the other faces. Changes of the
 catalog are made one after the other and may wait for listeners to end; everything else is one
 atomic step: between choosing a rank and booking it nothing is awaited.
+
+    service                    `Selections`: the parts above, wired; what the daemon and the face use
+    scheduler, queue           choices, at once or later; selections that wait
+    requests, phases           a `SelectRequest` and what comes of it; prefill and decode apart
+    reservations, retries      what is booked, until its end; answers that are asked for again
+    decay                      how much output blocks of a reservation weigh towards its end
+    workers, worker_record, admission
+                               the catalog; a worker's record; what keeps one from being scheduled
+    candidates, streams        a fleet's ranks that can be chosen; those whose engine has gone
+    predictions                blocks thought to be cached where engines publish no events
+    affinity, sessions         sessions and the ranks that they are bound to
+    options, tuning            settings; what operators change at run time
+    readiness, stats           is it worth asking; what has become of every selection
 """

@@ -1,0 +1,11 @@
+"""What all of the core stands on.
+
+arena.hpp, pages.hpp   storage by dense ids that never moves; memory in mappings of its own
+keyed.hpp              the hash of tables whose keys outsiders choose
+hash.hpp, hashing      hashes of blocks, in C++ and for Python
+msgpack.hpp            a reading cursor over msgpack
+steps.hpp              how much a slice of long work may still do
+compare.hpp            how far two sequences agree
+recent                 digests of a stream's last batches
+draws                  random numbers in bulk
+"""

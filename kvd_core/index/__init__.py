@@ -1,0 +1,18 @@
+"""Who holds which block on which tier, and what of a prompt that covers.
+
+prefix_index                 `PrefixIndex`, `Worker`, `Stream`, `Dump`: the module that Python
+                             uses
+tree.hpp, ranksets.hpp, names.hpp
+                             the radix tree; interned sets of holders; engines' own names of
+                             blocks
+index.hpp, types.hpp         the rules that join the three
+store.hpp, remove.hpp, retire.hpp, parked.hpp
+                             what a store, a removal, a clear and an unknown parent do
+sequence.hpp                 blocks by sequence hash
+predicted.hpp                blocks that are thought to be cached
+stream.hpp, cache_groups.hpp
+                             from the events of one worker to operations
+match.hpp, answer.hpp, tiered_answer.hpp
+                             a question: the walk, and its answer as JSON
+worker.hpp, verify.hpp       a worker and its ranks; every invariant, checked
+"""
