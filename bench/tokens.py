@@ -57,7 +57,7 @@ def nanoseconds(held: int) -> float:
         started = time.thread_time_ns()
         for _ in range(REQUESTS):
             client.send(request)
-            lane.turn(0)
+            lane.serve_ready(0)
             client.recv(4096)
         return (time.thread_time_ns() - started) / REQUESTS
 

@@ -82,7 +82,9 @@ class ApiServer:
         if self._tls_sockets:
             assert config.tls is not None  # there is a bind that wants it
             self._terms = read_files(config.tls)
-        self._context.authorizer.know(bind.host for bind in binds.each if isinstance(bind, TcpBind))
+        self._context.authorizer.add_hostnames(
+            bind.host for bind in binds.each if isinstance(bind, TcpBind)
+        )
         self.check_open(config)
 
     def check_open(self, config: Config) -> None:
@@ -104,23 +106,23 @@ class ApiServer:
         secured = [f"{TLS_PREFIX}{address(sock)}" for sock in self._tls_sockets]
         return [*map(address, self._sockets), *secured]
 
-    def admit(self, config: Config) -> None:
+    def set_policy(self, config: Config) -> None:
         """Has other tokens and names hold from the next request on."""
-        self._context.authorizer.follow(config.policy)
+        self._context.authorizer.set_policy(config.policy)
 
-    def limit(self, limits: HttpLimits) -> None:
+    def set_limits(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on, for waits that begin and connections that come."""
         self._limits = limits
         for server in self._servers:
-            server.limit(limits)
+            server.set_limits(limits)
 
-    def secure(self, terms: TlsCredentials) -> None:
+    def set_credentials(self, terms: TlsCredentials) -> None:
         """Has other certificates hold for handshakes from now on."""
         if self._terms is not None:
             self._terms = terms
         for server in self._servers:
             if isinstance(server, TlsServer):
-                server.renew(terms)
+                server.set_credentials(terms)
 
     def log_requests(self, on: bool) -> None:
         """Has each request be a line of the log, or none, half a second from now at the latest."""

@@ -270,7 +270,7 @@ class _Daemon:
                 root.start_soon(control.answer, self._control, self._reload)
             root.start_soon(self._sweep)
             root.start_soon(self._expire)
-            root.start_soon(self._heaps.tend)
+            root.start_soon(self._heaps.run)
             root.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
             yield
             root.cancel_scope.cancel()
@@ -343,7 +343,7 @@ class _Daemon:
         config = reloaded.config
         for face in self._services.served:
             face.check_open(config)
-        parts = [Prepared(reloaded.changed, partial(self._follow, config, terms))]
+        parts = [Prepared(reloaded.changed, partial(self._apply_config, config, terms))]
         if self._fleet is not None:
             parts.append(await self._fleet.prepare(config.outgoing))
         return parts, reloaded.waiting
@@ -353,23 +353,23 @@ class _Daemon:
         tls = reloaded.config.tls
         return reloaded, None if tls is None else read_files(tls)
 
-    def _follow(self, config: Config, terms: TlsCredentials | None) -> None:
+    def _apply_config(self, config: Config, terms: TlsCredentials | None) -> None:
         """Has the daemon go on with other values of settings that are live, and terms of TLS."""
         self._config = config
-        logs.follow(config.log_level, config.log_format)
+        logs.set_output(config.log_level, config.log_format)
         self._outgoing.allow(config.outgoing)
         self._dialer.lookup_s = config.lookup_s
         self._dialer.look_again_s = config.lookup_every_s
         if self._listeners is not None:
-            self._listeners.follow(config.replays)
+            self._listeners.set_replay_options(config.replays)
         self._state.budget.max_blocks = config.index_max_blocks
         self._state.max_partitions = self._slots.max_trackers = config.max_partitions
-        self._sync.follow(config)
+        self._sync.apply_config(config)
         for face in self._services.served:
-            face.limit(config.http)
-            face.admit(config)
+            face.set_limits(config.http)
+            face.set_policy(config)
             if terms is not None:
-                face.secure(terms)
+                face.set_credentials(terms)
             face.log_requests(config.access_log)
         self._slots.expiry_s = config.request_expiry_s
         if self._selections is not None:
@@ -390,20 +390,20 @@ class _Daemon:
 
     async def _expire(self) -> None:
         """Looks every second for what is too old, of no use, too full, or never matches."""
-        room = IndexFullLog(self._state.budget)
+        index_full = IndexFullLog(self._state.budget)
         unmatched = UnmatchedLog(self._state)
         while True:
             await trio.sleep(EXPIRY_PAUSE_S)
-            room.look(trio.current_time())
-            for _ in unmatched.look():
+            index_full.check(trio.current_time())
+            for _ in unmatched.check():
                 await trio.lowlevel.checkpoint()
             for _ in self._slots.expire(trio.current_time()):
                 await trio.lowlevel.checkpoint()
             if self._publishers is not None:
-                for _ in self._publishers.look():
+                for _ in self._publishers.check_unused():
                     await trio.lowlevel.checkpoint()
             if self._selections is not None:
-                for _ in self._selections.tend(trio.current_time()):
+                for _ in self._selections.run_due(trio.current_time()):
                     await trio.lowlevel.checkpoint()
 
     async def _start_up(self, registry: Registry, tasks: ListenerTasks, ready: trio.Event) -> None:

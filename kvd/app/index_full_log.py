@@ -23,7 +23,7 @@ class IndexFullLog:
         self._refused_before = 0  # this time began
         self._last: float | None = None  # when some had been refused; None: there is room
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Has a line written if that has changed; `now` is in monotonic seconds."""
         budget, refused = self._budget, self._budget.refused
         if refused != self._refused:

@@ -18,7 +18,7 @@ class UnmatchedLog:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def look(self) -> Iterator[None]:
+    def check(self) -> Iterator[None]:
         """Has lines written for those that are new; rests at every yield."""
         for number, partition in enumerate(list(self._state.partitions.values()), 1):
             if partition.is_unmatched and not partition.unmatched_said:

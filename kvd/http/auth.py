@@ -52,14 +52,14 @@ class Authorizer:
         self.rules = PermitRules()
         self.refused = dict.fromkeys(_REFUSALS, 0)
         self._names: tuple[str, ...] = ()
-        self.follow(policy)
+        self.set_policy(policy)
 
-    def know(self, names: Iterable[str]) -> None:
+    def add_hostnames(self, names: Iterable[str]) -> None:
         """Takes names that the face listens under for its own."""
         self._names = tuple(names)
-        self.follow(self._policy)
+        self.set_policy(self._policy)
 
-    def follow(self, policy: Policy) -> None:
+    def set_policy(self, policy: Policy) -> None:
         """Goes on with another policy, from the next request on."""
         self._policy = policy
         self.rules.replace(

@@ -216,7 +216,7 @@ cdef class FastPath:
             self._epoll = -1
 
     def fileno(self):
-        """Returns a descriptor that is readable when `turn` has something to do."""
+        """Returns a descriptor that is readable when `serve_ready` has something to do."""
         return self._epoll
 
     def add(self, int fd):
@@ -247,14 +247,14 @@ cdef class FastPath:
         """Gives a connection back to its task."""
         self._parked.pop(fd, None)
 
-    def turn(self, int64_t budget_ns):
+    def serve_ready(self, int64_t budget_ns):
         """Serves what has come, until nothing is left or `budget_ns` nanoseconds have passed.
 
         Returns NOTHING if nothing had come, ALL, or SOME if more may be waiting.
         """
-        return self._turn(budget_ns)
+        return self._serve_ready(budget_ns)
 
-    cdef int _turn(self, int64_t budget_ns) except -1:
+    cdef int _serve_ready(self, int64_t budget_ns) except -1:
         cdef epoll_event events[kEvents]
         cdef int64_t end = _now_ns() + budget_ns
         cdef int count, i, done = kNothing
@@ -430,7 +430,7 @@ def serve_between(list fast_paths not None, int others, runnable not None, doubl
             break
         done = kNothing
         for fast_path in fast_paths:
-            done = max(done, (<FastPath?>fast_path)._turn(budget_ns))
+            done = max(done, (<FastPath?>fast_path)._serve_ready(budget_ns))
         if done == kNothing:
             return served, True
         served = True

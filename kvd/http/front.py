@@ -54,8 +54,8 @@ class Front(Server[Connection]):
         self._busy_body = context.failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_seconds())
 
-    def limit(self, limits: HttpLimits) -> None:
-        super().limit(limits)
+    def set_limits(self, limits: HttpLimits) -> None:
+        super().set_limits(limits)
         self._shared.limits, self._shared.tick = limits, limits.tick_seconds()
 
     def _connect(self, sock: socket.socket) -> Connection:
@@ -85,7 +85,7 @@ class Front(Server[Connection]):
             while True:
                 await trio.lowlevel.wait_readable(fast_path.fileno())
                 between.warm = True
-                while fast_path.turn(TURN_NS) == SOME:
+                while fast_path.serve_ready(TURN_NS) == SOME:
                     await trio.lowlevel.checkpoint()
 
     async def _sweep(self) -> None:

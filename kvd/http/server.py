@@ -63,7 +63,7 @@ class Server(ABC, Generic[C]):
         self._dispensable: list[tuple[tuple[bool, int, float], C]] = []
         self._look_after = -inf
 
-    def limit(self, limits: HttpLimits) -> None:
+    def set_limits(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on; deadlines that are set already stay."""
         self.limits = limits
 

@@ -48,7 +48,7 @@ class TlsServer(Front):
         super().__init__(routes, app, limits, context)
         self.terms = terms
 
-    def renew(self, terms: TlsCredentials) -> None:
+    def set_credentials(self, terms: TlsCredentials) -> None:
         """Has other terms hold for handshakes from now on.
 
         If they do not take all clients that the old ones took, no connection that is there carries

@@ -238,7 +238,7 @@ class Publishers:
         self._capacity.take()
         self._listeners.start(key, listener)
 
-    def look(self) -> Iterator[None]:
+    def check_unused(self) -> Iterator[None]:
         """Logs once of each publisher of which nothing is held because no event is its own.
 
         Yields between two of them.

@@ -102,11 +102,11 @@ class Registry:
     def registrations(self) -> Iterable[Registration]:
         return self._ranks.values()
 
-    def of(self, owner: str) -> Iterable[Registration]:
+    def owned_by(self, owner: str) -> Iterable[Registration]:
         """Returns what one face has registered."""
         return [each for each in self._ranks.values() if owner in each.owners]
 
-    def heard(
+    def addresses_of(
         self, key: PartitionKey, instance_id: InstanceId, ranks: Iterable[int], owner: str
     ) -> dict[int, Addresses]:
         """Returns where an owner has ranks listened to, by dp rank."""

@@ -65,9 +65,9 @@ class ListenerTasks:
         self._prober = Prober(nursery, self._dialer, options.connect_timeout_s)
         nursery.start_soon(self._watch_health, health_every_s)
 
-    def follow(self, replays: ReplayOptions) -> None:
+    def set_replay_options(self, replays: ReplayOptions) -> None:
         """Has other limits of replays hold from now on."""
-        self._replayer.follow(replays)
+        self._replayer.set_options(replays)
 
     def start(self, key: Hashable, listener: EventStream) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
@@ -124,7 +124,7 @@ class ListenerTasks:
     def _look_at_quiet(self, listener: EventStream) -> None:
         now = trio.current_time()
         self._prober.look(listener, now)
-        quiet = listener.look(now)
+        quiet = listener.check_quiet(now)
         if quiet is not None:
             log.warning(
                 "engine " + quiet,

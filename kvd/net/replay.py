@@ -56,7 +56,7 @@ class Replayer:
         self.options = options
         self._turns = trio.CapacityLimiter(options.at_once)
 
-    def follow(self, options: ReplayOptions) -> None:
+    def set_options(self, options: ReplayOptions) -> None:
         """Has other limits hold for replays that begin from now on."""
         self.options = options
         self._turns.total_tokens = options.at_once

@@ -72,17 +72,17 @@ class Heaps:
         self._floor = 0  # bytes that were free after the last trim and have been ever since
         self._trims = 0
 
-    async def tend(self) -> None:
+    async def run(self) -> None:
         """Gives back to the kernel what has been free for a while."""
         if self._libc is None:
             return
         pause = LOOK_EVERY_S
         while True:
             await trio.sleep(pause)
-            used_s = await trio.to_thread.run_sync(self.look)
+            used_s = await trio.to_thread.run_sync(self.check)
             pause = max(LOOK_EVERY_S, used_s / LOOK_SHARE)
 
-    def look(self) -> float:
+    def check(self) -> float:
         """Trims if enough is free that was not before the last trim, and was at the last look.
 
         Returns the seconds of CPU time that this took.

@@ -125,7 +125,7 @@ class ReplicaSync:
             replicas.register(endpoint)
         return replicas
 
-    def follow(self, config: Config) -> None:
+    def apply_config(self, config: Config) -> None:
         """Has other keys hold for those who subscribe from now on."""
         if self._doorkeeper is not None and config.curve.replicas is not None:
             self._doorkeeper.keys = config.curve.replicas

@@ -13,7 +13,7 @@ Listeners of KV events are those of the registry, shared with the other faces. C
 catalog are made one after the other and may wait for listeners to end; everything else is one
 atomic step: between choosing a rank and booking it nothing is awaited.
 
-    service                    `Selections`: the parts above, wired; what the daemon and the face use
+    service                    `Selections`: the parts above, wired; what daemon and face use
     scheduler, queue           choices, at once or later; selections that wait
     requests, phases           a `SelectRequest` and what comes of it; prefill and decode apart
     reservations, retries      what is booked, until its end; answers that are asked for again

@@ -151,7 +151,7 @@ class Scheduler:
         least = fleet.pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
-        fleet.ledger.loads.on_eased(partial(self.turn, fleet))  # for what other faces end
+        fleet.ledger.loads.on_eased(partial(self.drain_queue, fleet))  # for what other faces end
         self.held += 1
         self._tally.held(ask)
         return held
@@ -306,9 +306,9 @@ class Scheduler:
         """Serves all that changes of workers and loads have made servable."""
         if self.held:
             for fleet in self._fleets.values():
-                self.turn(fleet)
+                self.drain_queue(fleet)
 
-    def turn(self, fleet: Fleet) -> None:
+    def drain_queue(self, fleet: Fleet) -> None:
         """Does so in one fleet, in the order of those that wait."""
         if not len(fleet.queue):
             return

@@ -62,7 +62,7 @@ class Selections:
             self.fleets,
             expiry_s,
             clock,
-            lambda fleet: self.scheduler.turn(fleet),
+            lambda fleet: self.scheduler.drain_queue(fleet),
             ledgers or Ledgers(),
             self.affinity,
             decays=options.tracks_output_blocks,
@@ -82,7 +82,7 @@ class Selections:
             self.affinity,
         )
         self.tuning = Tuning(self.fleets, options.settings, self.scheduler.ask_all)
-        self.streams = Streams(self.fleets, registry, options, clock, self.scheduler.turn)
+        self.streams = Streams(self.fleets, registry, options, clock, self.scheduler.drain_queue)
         self.workers = Workers(
             self.fleets,
             self.state,
@@ -99,7 +99,7 @@ class Selections:
             self.readiness.note(sum(len(fleet.workers) for fleet in self.fleets.values()))
         self.scheduler.drain_queues()
 
-    def tend(self, now: float) -> Iterator[None]:
+    def run_due(self, now: float) -> Iterator[None]:
         """Does what is due; rests at every yield."""
         yield from self.reservations.expire(now)
         yield from self.streams.look_again()

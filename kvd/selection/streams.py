@@ -46,9 +46,9 @@ class Streams:
         self._options = options
         self._clock = clock
         self._on_change = on_change
-        registry.links.subscribe(self.look)
+        registry.links.subscribe(self.judge)
 
-    def look(self, key: RankKey) -> None:
+    def judge(self, key: RankKey) -> None:
         """Judges a rank, if it is one of a fleet's, by its connection as it is now."""
         fleet = self._fleets.get(key.partition)
         if fleet is None or not isinstance(key.instance_id, int):
@@ -81,7 +81,7 @@ class Streams:
         looked = 0
         for fleet in list(self._fleets.values()):
             for worker_id, dp_rank in list(fleet.absent):
-                self.look(RankKey(fleet.key, worker_id, dp_rank))
+                self.judge(RankKey(fleet.key, worker_id, dp_rank))
                 looked += 1
                 if looked % LOOK_SLICE == 0:
                     yield

@@ -259,7 +259,7 @@ class Workers:
         """Returns when the listeners have ended that a worker has and will not have."""
         leaving = [
             dp_rank
-            for dp_rank, heard in self._registry.heard(
+            for dp_rank, heard in self._registry.addresses_of(
                 record.key, record.worker_id, record.ranks, OWNER
             ).items()
             if not (_stays(record, after, dp_rank) and heard == _addresses(after, dp_rank))
@@ -304,7 +304,7 @@ class Workers:
         assert record.block_size is not None  # or it could not be scheduled
         self._reservations.open_ledger(fleet, record.block_size)
         if self._options.uses_kv_events:
-            heard = self._registry.heard(record.key, record.worker_id, record.ranks, OWNER)
+            heard = self._registry.addresses_of(record.key, record.worker_id, record.ranks, OWNER)
             for dp_rank in record.ranks:
                 rank = RankKey(record.key, record.worker_id, dp_rank)
                 found = _addresses(record, dp_rank)
@@ -324,7 +324,7 @@ class Workers:
         fleet.changed()
         if self._options.uses_kv_events:
             for dp_rank in record.ranks:
-                self._streams.look(RankKey(record.key, record.worker_id, dp_rank))
+                self._streams.judge(RankKey(record.key, record.worker_id, dp_rank))
 
 
 def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:

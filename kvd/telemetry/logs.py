@@ -158,10 +158,10 @@ def setup(level: str, form: str = "logfmt", descriptor: int = STDERR) -> None:
     global _handler  # a process has one log
     _handler = LineHandler(descriptor, Style(form, is_journal(descriptor, os.environ)))
     logging.getLogger().handlers[:] = [_handler]
-    follow(level, form)
+    set_output(level, form)
 
 
-def follow(level: str, form: str) -> None:
+def set_output(level: str, form: str) -> None:
     """Writes lines of this level and above from now on, in this form."""
     logging.getLogger().setLevel(level.upper())
     _handler.style = replace(_handler.style, form=form)

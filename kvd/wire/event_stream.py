@@ -320,7 +320,7 @@ class EventStream(StreamCounts):
         """Events that were understood and had no effect, by reason."""
         return self._stream.ignored
 
-    def look(self, now: float) -> Quiet | None:
+    def check_quiet(self, now: float) -> Quiet | None:
         """Notes that nothing comes, if asked now and then; returns why once it has lasted."""
         quiet = self._quiet_now(now)
         if quiet is not self._quiet:

@@ -105,7 +105,7 @@ class Service:
         )
 
     def expire(self) -> None:
-        for _ in self.selections.tend(self.now):
+        for _ in self.selections.run_due(self.now):
             pass
 
     def check(self) -> None:
@@ -119,7 +119,7 @@ class Service:
                 pools[record.key].append((record.worker_id, dp_rank))
                 key = RankKey(record.key, record.worker_id, dp_rank)
                 wanted[key] = record.events_endpoint(dp_rank), record.replay_endpoint
-        owned = list(self.registry.of(OWNER))
+        owned = list(self.registry.owned_by(OWNER))
         heard = {
             each.key: (each.listener.endpoint, each.listener.replay_endpoint) for each in owned
         }

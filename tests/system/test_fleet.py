@@ -92,7 +92,7 @@ class Faces:
         return {
             "indexer": sorted(
                 (each.key.instance_id, each.listener.endpoint)
-                for each in self.registry.of("indexer")
+                for each in self.registry.owned_by("indexer")
             ),
             "slot_tracker": [
                 (row.worker_id, len(row.ranks)) for row in self.slots.workers(None, None)

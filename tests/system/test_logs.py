@@ -104,7 +104,7 @@ def test_json_says_the_same_in_one_line() -> None:
 def test_the_form_can_change(written: Written) -> None:
     log = logs.get_logger("kvd.test")
     for form in ("json", "logfmt"):
-        logs.follow("error", form)
+        logs.set_output("error", form)
         log.error(form)
         log.info("noise")
     json_line, logfmt_line = written().splitlines()

@@ -600,6 +600,6 @@ async def test_many_are_judged_again_in_slices() -> None:
         ).blocked
     await workers.delete(1)
     assert len(service.fleet().workers) == RECONSIDERED
-    assert sum(1 for _ in service.selections.tend(service.now)) == 1
+    assert sum(1 for _ in service.selections.run_due(service.now)) == 1
     assert len(service.fleet().workers) == count
     service.check()

@@ -538,7 +538,7 @@ def test_each_face_removes_only_its_own(fleet: Fleet) -> None:
     fleet.publisher("7")[1].apply(batch(STORED))
     assert fleet.state.strays(7, "m", None) == []
     registry = Registry(fleet.state, None)  # type: ignore[arg-type]
-    assert list(registry.of(INDEXER)) == []
+    assert list(registry.owned_by(INDEXER)) == []
     assert fleet.workers() == {7: (3, 3, 3)}
 
 

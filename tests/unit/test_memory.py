@@ -27,24 +27,24 @@ def test_what_stays_free_in_a_heap_is_given_back_once() -> None:
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
     heaps = Heaps()
-    heaps.look()
-    heaps.look()  # whatever was free before
+    heaps.check()
+    heaps.check()  # whatever was free before
     before = resident(), trims(heaps)
     pieces = [libc.malloc(PIECE) for _ in range(8 * WORTH_TRIMMING_BYTES // PIECE)]
     for piece in pieces:
         ctypes.memset(piece, 1, PIECE)
     last = pieces.pop()  # holds the end of the heap: so it cannot shrink by itself
     filled = resident()
-    heaps.look()
+    heaps.check()
     for piece in pieces:
         libc.free(piece)
-    heaps.look()
+    heaps.check()
     assert trims(heaps) == before[1]  # it may be used again at once
-    heaps.look()
+    heaps.check()
     assert trims(heaps) == before[1] + 1
     assert resident() - before[0] < (filled - before[0]) / 4
-    heaps.look()
-    heaps.look()
+    heaps.check()
+    heaps.check()
     assert trims(heaps) == before[1] + 1
     libc.free(last)
 

@@ -254,7 +254,7 @@ def workers(state: State, registry: Registry, request: Request) -> Response:
     tenant_id = bodies.alias(wanted, *bodies.TENANT)
     instances = [
         (state.partitions[partition], ranks)
-        for (partition, _), ranks in by_instance(registry.of(INDEXER)).items()
+        for (partition, _), ranks in by_instance(registry.owned_by(INDEXER)).items()
         if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
     ]
     return Response(200, sliced(listed(instances, trio.current_time())))

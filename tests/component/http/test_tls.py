@@ -248,7 +248,7 @@ def _terms(certificate: Path, authority: Path | None) -> TlsCredentials:
 
 def _renew(running: Running, terms: TlsCredentials) -> None:
     assert isinstance(running.front, TlsServer)
-    running.front.renew(terms)
+    running.front.set_credentials(terms)
 
 
 def _trust(running: Running, certificate: Path, client: Path) -> None:

@@ -10,25 +10,25 @@ from tests.support.loglines import logged
 def test_a_full_index_is_said_once_until_there_was_room_for_a_while() -> None:
     budget = Budget(1)
     worker = PrefixIndex(1, IngestCounters(), budget=budget).add_worker(1)
-    room = IndexFullLog(budget)
+    log = IndexFullLog(budget)
 
     def store(name: int) -> None:
         worker.store(0, [name], [name])
 
     with logged() as lines:
-        room.look(0.0)
+        log.check(0.0)
         store(1)
-        room.look(1.0)
+        log.check(1.0)
         assert lines() == ""
         for second in range(2, 10):
             store(2)
-            room.look(second)
+            log.check(second)
         assert lines().count("\n") == 1
         assert 'event="index full" max_blocks=1 blocks=1 pairs=1' in lines()
-        room.look(9.0 + QUIET_S - 0.1)
+        log.check(9.0 + QUIET_S - 0.1)
         assert lines().count("\n") == 1
-        room.look(9.0 + QUIET_S)
+        log.check(9.0 + QUIET_S)
         assert lines().endswith('event="index has room" refused_blocks=8\n')
         store(2)
-        room.look(500.0)
+        log.check(500.0)
         assert lines().count("index full") == 2
