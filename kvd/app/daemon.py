@@ -243,7 +243,7 @@ class _Daemon:
                     self._sync.start(listening, context, self._slots, self._selections),
                 )
                 with self._until_signalled():
-                    await self._follow_fleet(listening, known)
+                    await self._start_fleet_file(listening, known)
                 indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
                 if any(bind is not None for bind in indexing):
                     listening.start_soon(self._start_up, registry, tasks, ready)
@@ -435,7 +435,7 @@ class _Daemon:
             readiness.recovery = Recovery.DONE if recovered else Recovery.EMPTY
             readiness.recovered_blocks = self._recovery.blocks
 
-    async def _follow_fleet(self, nursery: trio.Nursery, known: Components) -> None:
+    async def _start_fleet_file(self, nursery: trio.Nursery, known: Components) -> None:
         """Registers who is in the fleet file, and goes on to follow it."""
         config = self._config
         if config.fleet_file is None:

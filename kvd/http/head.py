@@ -44,7 +44,7 @@ class Head:
     encoded = False  # the body is said to be compressed, or the like
     complete = False
     _target = b""
-    _said: dict[bytes, bytes] | None = None  # headers to be settled, joined where repeated
+    _said: dict[bytes, bytes] | None = None  # headers that decide, joined where repeated
 
     def __init__(self) -> None:
         self.headers: Headers = []
@@ -71,7 +71,7 @@ class Head:
 
     # Called once llhttp has seen the whole head.
 
-    def settle(self, parser: httptools.HttpRequestParser, limits: HttpLimits) -> None:
+    def finish(self, parser: httptools.HttpRequestParser, limits: HttpLimits) -> None:
         """Derives path, framing and persistence.
 
         Raises:
@@ -89,29 +89,29 @@ class Head:
             raise Refusal(414, f"the URL is longer than {limits.url_bytes} bytes")
         if len(self.headers) > limits.headers:
             raise Refusal(431, f"more than {limits.headers} headers")
-        self._settle_target(self._target)
+        self._read_target(self._target)
         if self._said is not None:
-            self._settle_host(self._said.get(b"host", b""))
-            self._settle_framing(self._said)
+            self._read_host(self._said.get(b"host", b""))
+            self._read_framing(self._said)
 
     def decoded_path(self) -> str:
         """Returns the path as text; bytes that are no UTF-8 become U+FFFD."""
         return unquote(self.path.decode("latin-1"))
 
-    def _settle_target(self, target: bytes) -> None:
+    def _read_target(self, target: bytes) -> None:
         if not target.startswith(b"/"):
             target = _origin_form(target)
         self.path, _, self.query = target.partition(b"?")
 
-    def _settle_host(self, host: bytes) -> None:
+    def _read_host(self, host: bytes) -> None:
         if not names_host(host.strip(b" \t")):
             text = "the host must be given once, as a name or an address, perhaps with a port"
             raise Refusal(400, text)
 
-    def _settle_framing(self, framing: dict[bytes, bytes]) -> None:
+    def _read_framing(self, framing: dict[bytes, bytes]) -> None:
         length = framing.get(b"content-length")
         if b"transfer-encoding" in framing:
-            self._settle_coding(framing[b"transfer-encoding"], length)
+            self._read_coding(framing[b"transfer-encoding"], length)
         elif length is not None:
             length = length.strip(b" \t")
             if not length.isdigit():
@@ -129,7 +129,7 @@ class Head:
             codings = framing[b"content-encoding"].lower().split(b",")
             self.encoded = not {coding.strip(b" \t") for coding in codings} <= {b"identity", b""}
 
-    def _settle_coding(self, coding: bytes, length: bytes | None) -> None:
+    def _read_coding(self, coding: bytes, length: bytes | None) -> None:
         if length is not None:
             raise Refusal(400, "transfer-encoding and content-length exclude each other")
         if not self.http11 or coding.strip(b" \t").lower() != b"chunked":
@@ -165,5 +165,5 @@ class HeadParser:
 
     def finish(self, limits: HttpLimits) -> Head:
         """Returns the head; raises Refusal if it is over a limit or not acceptable."""
-        self._head.settle(self._parser, limits)
+        self._head.finish(self._parser, limits)
         return self._head

@@ -2,10 +2,10 @@
 
 One task per listener, socket after socket (`kvd.net.sessions`). While one is of use:
 
-    receive    its messages        in turns, so that neither a burst nor a worker starves others
-      _finish  a long one          slice by slice, each a turn like any other
-      _settle  the one held back   what is missing before it is replayed
-      _keep    later ones          taken off the socket meanwhile, into the backlog
+    receive          its messages        in turns: neither a burst nor a worker starves others
+      _finish        a long one          slice by slice, each a turn like any other
+      _resolve_held  the one held back   what is missing before it is replayed
+      _keep          later ones          taken off the socket meanwhile, into the backlog
 
 One task at a time empties the socket, and does so always (`kvd.net.backlog`).
 """
@@ -114,7 +114,7 @@ class _Reader:
             if self._listener.unfinished is not None:
                 await self._meanwhile(link, self._finish)
             if self._listener.held is not None:
-                await self._meanwhile(link, self._settle)
+                await self._meanwhile(link, self._resolve_held)
                 await trio.lowlevel.checkpoint()
             elif more:
                 await trio.lowlevel.checkpoint()
@@ -208,7 +208,7 @@ class _Reader:
             seq, reason = flaw
             self._log.warning("batch not understood", batch=seq, reason=reason)
 
-    async def _settle(self) -> None:
+    async def _resolve_held(self) -> None:
         """Applies or drops the batch held back; fetches first what is missing before it."""
         listener = self._listener
         if listener.judge() is Verdict.STALE:
@@ -216,7 +216,7 @@ class _Reader:
         self._say_restart()
         end = await self._replay()
         await self._finish()  # a replay that has run out of time may leave one
-        lost = listener.settle()
+        lost = listener.apply_held()
         await self._finish()
         self._say_flaw()
         if lost:

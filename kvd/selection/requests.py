@@ -91,7 +91,7 @@ class QueuedRequest:
     receipt: Receipt | None = None  # of what is booked with the answer
     again: Look | None = None  # at its tokens, by any block size; None: it came hashed
 
-    def settle(self, answer: SelectReply | KvdError) -> None:
+    def resolve(self, answer: SelectReply | KvdError) -> None:
         if isinstance(answer, SelectReply):
             self.answer, self.receipt = answer.answer, answer.receipt
         else:

@@ -220,7 +220,7 @@ class Scheduler:
         factors = fleet.factors(ask.preferred)
         chosen = selector.NONE
         if phase is not Phase.PREFILL:  # a session is where its requests decode
-            chosen = self._follow(fleet, ask, settings, eligible)
+            chosen = self._choose_bound(fleet, ask, settings, eligible)
         affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
         if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
             chosen = fleet.pool.choose(settings, wanted, self._draws.next())
@@ -236,7 +236,7 @@ class Scheduler:
             raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
         return Choice(chosen, settings, phase, fleet.pool.best(settings, eligible))
 
-    def _follow(
+    def _choose_bound(
         self, fleet: Fleet, ask: SelectRequest, settings: Settings, eligible: bytes | None
     ) -> int:
         """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
@@ -330,7 +330,7 @@ class Scheduler:
                 fleet.queue.remove(held.waiting)
                 error = Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
                 self._tally.failed(held.ask, error)
-                held.settle(error)
+                held.resolve(error)
 
     def _serve(self, fleet: Fleet, held: QueuedRequest) -> int:
         """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
@@ -348,11 +348,11 @@ class Scheduler:
                 answered = self._serve_one(fleet, ask)
         except KvdError as error:
             self._tally.failed(ask, error)
-            held.settle(error)
+            held.resolve(error)
             return 0
         if answered is None:
             return _awaited(fleet, ask)
-        held.settle(answered)
+        held.resolve(answered)
         return 0
 
     def _look_again(self, fleet: Fleet, held: QueuedRequest) -> None:

@@ -22,8 +22,8 @@ A batch that is next in the stream is applied at once. Any other is held back, a
 it before it takes another one:
 
     take ── next ──> applied
-      └─ held ── judge ── stale ──────────────────────────────> ignored
-                   └─ gap or restart ─ take_replayed .. settle ─> applied; what did not come is lost
+      └─ held ── judge ── stale ──> ignored
+                   └─ gap or restart ─ take_replayed .. apply_held ──> applied; the rest is lost
 
 Batches may name their publisher (`meet`): another one than before is another engine, and `restart`
 comes at once. In replays only an engine that is asked while no batch waits may be another one; what
@@ -533,7 +533,7 @@ class EventStream(StreamCounts):
         self.cursor.brought = range(self._asked_from, self.cursor.expected)
         return end
 
-    def settle(self) -> str:
+    def apply_held(self) -> str:
         """Applies the batch held back and returns which numbers before it are lost, if any."""
         seq, payload = self._held()
         self.held = None

@@ -380,7 +380,7 @@ class StandardEventStream:
             outcome = self._source.store_named(
                 event.backend, event.rank, medium, part, event.space, by_engine, whole=False
             )
-            yield from self._settle()
+            yield from self._place_waiting()
             if at == 0 or outcome != "placed":
                 self._note(outcome)
             if outcome != "placed":
@@ -410,11 +410,11 @@ class StandardEventStream:
             if at == 0 or outcome not in ("placed", "parked"):
                 self._note(outcome)
             self._slice.take(_STEPS_A_BLOCK * len(part))
-            yield from self._settle()
+            yield from self._place_waiting()
             if outcome not in ("placed", "parked"):
                 return
 
-    def _settle(self) -> _Slices:
+    def _place_waiting(self) -> _Slices:
         """Does what stored blocks have set off: others may have waited for them."""
         while not self._source.settle(self._slice):
             yield

@@ -222,7 +222,7 @@ class PortLife:
             return
         if self.has_replay and self.listener.wanted():
             self._replay()
-        if lost := self.listener.settle():
+        if lost := self.listener.apply_held():
             self.counts["lost"] += len(lost) > 0
 
     def _replay(self) -> None:

@@ -110,7 +110,7 @@ def test_totals_outlive_their_listeners() -> None:
         made = EventStream("x", "tcp://h:1", NoStream())
         made.take(3, b"12345")
         made.judge()
-        made.settle()
+        made.apply_held()
         made.refuse("frames")
         return made
 

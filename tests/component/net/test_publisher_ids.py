@@ -108,7 +108,7 @@ def test_another_id_is_another_engine_at_once(heard: int, number: int) -> None:
     else:
         assert (verdict, applied, listener.wanted()) == (Verdict.GAP, [], range(number))
         assert replayed(listener, range(number), B) is ReplayEnd.REACHED
-        assert listener.settle() == ""
+        assert listener.apply_held() == ""
     assert applied == [text(seq, B) for seq in range(number + 1)]
     assert listener.health(0.0) == "exact"
 
@@ -116,7 +116,7 @@ def test_another_id_is_another_engine_at_once(heard: int, number: int) -> None:
 def test_without_replays_what_was_before_is_lost() -> None:
     listener, applied = make((0, A), replay=False)
     assert hear(listener, 3, B) is Verdict.GAP
-    assert listener.settle() == "0..2"
+    assert listener.apply_held() == "0..2"
     assert (applied, listener.health(0.0)) == ([text(3, B)], "degraded")
 
 
@@ -139,7 +139,7 @@ def test_an_id_may_come_late_and_go_again() -> None:
     assert listener.take(0, b"anew")
     assert listener.judge() is Verdict.RESTART
     assert (listener.restarts, listener.publisher) == (1, b"")
-    listener.settle()
+    listener.apply_held()
     assert hear(listener, 1, B) is None
     assert (listener.restarts, listener.publisher) == (1, B)
     assert hear(listener, 2, C) is Verdict.GAP
@@ -150,7 +150,7 @@ def test_what_another_one_has_said_fills_no_gap() -> None:
     listener, applied = make((0, A))
     assert hear(listener, 5, A) is Verdict.GAP
     assert replayed(listener, range(6), B) is ReplayEnd.MARKER
-    assert (listener.settle(), listener.strays, listener.restarts) == ("1..4", 6, 0)
+    assert (listener.apply_held(), listener.strays, listener.restarts) == ("1..4", 6, 0)
     assert applied == [text(0, A), text(5, A)]
     assert listener.health(0.0) == "degraded"
 
@@ -178,7 +178,7 @@ def test_a_replay_server_of_another_engine_is_found_out() -> None:
     replayed(listener, range(3), B)
     assert hear(listener, 2, A) is Verdict.GAP
     replayed(listener, range(3), B)
-    assert (listener.settle(), applied) == ("0..1", [text(2, A)])
+    assert (listener.apply_held(), applied) == ("0..1", [text(2, A)])
     assert listener.health(0.0) == "degraded"
 
 
@@ -189,7 +189,7 @@ def test_one_that_contradicts_itself_proves_nothing() -> None:
     listener.answer_begins()
     assert listener.take_replayed(1, b"other", A) is None
     assert listener.replay_ended(ReplayEnd.MARKER) is ReplayEnd.MARKER
-    listener.settle()
+    listener.apply_held()
     assert (listener.restarts, listener.loss) == (0, UNKNOWN)
 
 
@@ -203,7 +203,7 @@ def test_an_empty_payload_proves_nothing_by_itself() -> None:
         listener.take_replayed(1, b"", publisher)
         listener.take_replayed(2, text(2, publisher), publisher)
         listener.replay_ended(ReplayEnd.REACHED)
-        listener.settle()
+        listener.apply_held()
         assert (listener.restarts, listener.loss) == (0, loss)
 
 
@@ -214,14 +214,14 @@ def test_what_came_while_another_was_in_doubt_is_asked_for() -> None:
     break_off(listener)
     assert hear(listener, 2, A) is Verdict.NEXT
     assert replayed(listener, range(1), C) is ReplayEnd.MARKER
-    listener.settle()
+    listener.apply_held()
     assert hear(listener, 0, B) is Verdict.NEXT  # held, to be asked for
     assert replayed(listener, range(1), C) is ReplayEnd.MARKER
-    listener.settle()
+    listener.apply_held()
     assert listener.loss == UNKNOWN
     assert hear(listener, 0, C) is Verdict.NEXT
     assert replayed(listener, range(1), C) is ReplayEnd.REACHED
-    listener.settle()
+    listener.apply_held()
     assert (listener.health(0.0), listener.loss) == ("exact", "")
 
 

@@ -73,7 +73,7 @@ def feed(listener: EventStream, *batches: tuple[int, bytes]) -> list[str]:
     lost = []
     for seq, payload in batches:
         if listener.take(seq, payload) and listener.judge() is not Verdict.STALE:
-            lost.append(listener.settle())
+            lost.append(listener.apply_held())
     return lost
 
 
@@ -121,7 +121,7 @@ def test_a_batch_that_is_not_next_is_held_until_settled() -> None:
     assert (listener.held, listener.wanted(), applied) == ((3, b"3"), range(1, 3), [b"0"])
     assert listener.take_replayed(1, b"1") is None
     assert listener.take_replayed(2, b"2") is ReplayEnd.REACHED
-    assert listener.settle() == ""
+    assert listener.apply_held() == ""
     assert (listener.held, applied) == (None, [b"0", b"1", b"2", b"3"])
     assert (listener.gaps, listener.replayed, listener.lost, health(listener)) == (1, 2, 0, "exact")
 
@@ -156,7 +156,7 @@ def test_a_history_from_0_takes_the_place_of_a_dump() -> None:
     assert listener.take_replayed(0, b"0") is None
     assert (applied.dumped, applied) == (False, [b"0"])
     listener.take_replayed(1, b"1")
-    assert (listener.settle(), listener.superseded, health(listener)) == ("", 1, "exact")
+    assert (listener.apply_held(), listener.superseded, health(listener)) == ("", 1, "exact")
 
 
 def test_a_dump_is_kept_where_the_history_does_not_begin_at_0() -> None:
@@ -165,7 +165,7 @@ def test_a_dump_is_kept_where_the_history_does_not_begin_at_0() -> None:
     assert listener.take(5, b"5")
     listener.judge()
     listener.take_replayed(2, b"2")
-    assert (listener.settle(), applied.dumped, listener.superseded) == ("0..1,3..4", True, 0)
+    assert (listener.apply_held(), applied.dumped, listener.superseded) == ("0..1,3..4", True, 0)
     assert (health(listener), listener.loss) == (
         "degraded",
         "missing 0..1,3..4, restored from a peer",
@@ -201,7 +201,7 @@ def test_only_what_is_wanted_is_taken_from_a_replay(name: str) -> None:
     listener.judge()
     while listener.wants_more(answer(listener, seqs)):
         seqs = [seq for seq in seqs if seq >= listener.wanted().start]
-    assert listener.settle() == lost
+    assert listener.apply_held() == lost
     assert applied == [b"%d" % seq for seq in [0, *taken, 6]]
     assert (listener.replayed, listener.lost) == (len(taken), 5 - len(taken))
     assert listener.strays == strays
@@ -216,7 +216,7 @@ def test_a_text_names_so_many_holes_only() -> None:
     listener.judge()
     for seq in range(1, last, 2):
         answer(listener, [seq])
-    assert listener.settle() == "0,2,4,6,8,10,12,14,..."
+    assert listener.apply_held() == "0,2,4,6,8,10,12,14,..."
     assert listener.lost == MAX_HOLES_SHOWN + 3
 
 
@@ -242,7 +242,7 @@ def test_an_engine_that_has_come_as_far_is_told_by_its_replay() -> None:
     assert (applied, listener.wanted()) == ([], range(3))
     for seq, payload in enumerate((b"x", b"y", b"z")):
         end = listener.take_replayed(seq, payload)
-    assert (end, listener.settle()) == (ReplayEnd.REACHED, "")
+    assert (end, listener.apply_held()) == (ReplayEnd.REACHED, "")
     assert (applied, listener.restarts) == ([b"x", b"y", b"z"], 1)
     assert listener.take(3, b"") is False
 
@@ -257,7 +257,7 @@ def test_the_same_engine_is_told_by_its_replay_and_asked_once() -> None:
     assert listener.wanted() == range(1, 5)
     for seq, payload in (1, b"b"), (2, b"c"), (3, b"d"), (4, b"e"):
         end = listener.take_replayed(seq, payload)
-    assert (end, listener.settle()) == (ReplayEnd.REACHED, "")
+    assert (end, listener.apply_held()) == (ReplayEnd.REACHED, "")
     assert (applied, listener.replayed, listener.restarts) == ([b"a", b"b", b"c", b"d", b"e"], 2, 0)
     assert listener.take(5, b"") is False
 
@@ -273,7 +273,7 @@ def test_batches_that_were_queued_when_another_engine_came_do_not_count(heard: i
         listener.judge()
         while replay(listener, b"new %d") is ReplayEnd.OTHER_ENGINE:
             pass
-        listener.settle()
+        listener.apply_held()
     assert applied == [b"new %d" % seq for seq in range(heard + 2)]
     assert health(listener) == "exact"
 
@@ -287,7 +287,7 @@ def test_a_batch_that_no_replay_confirms_degrades() -> None:
     for seq in range(3):
         listener.take_replayed(seq, b"new")
     listener.replay_ended(ReplayEnd.MARKER)
-    listener.settle()
+    listener.apply_held()
     assert health(listener) == "degraded"
     feed(listener, (3, b"new"))
     assert (health(listener), listener.restarts) == ("degraded", 1)  # 0..2 could be asked for again
@@ -318,7 +318,7 @@ def test_an_answer_without_the_proof_degrades(seqs: list[int]) -> None:
     for seq in seqs:
         listener.take_replayed(seq, b"%d" % seq)
     listener.replay_ended(ReplayEnd.REACHED if seqs else ReplayEnd.MARKER)
-    assert listener.settle() == ""
+    assert listener.apply_held() == ""
     assert listener.loss == UNKNOWN
     assert applied == [b"0", b"1", *(b"%d" % seq for seq in seqs), b"last"]
 
@@ -333,7 +333,7 @@ def forget_the_engine() -> tuple[EventStream, Applied]:
     listener.judge()
     assert listener.take_replayed(7, b"7") is ReplayEnd.REACHED
     listener.replay_ended(ReplayEnd.REACHED)
-    listener.settle()
+    listener.apply_held()
     return listener, applied
 
 
@@ -346,7 +346,7 @@ def test_a_clear_of_an_engine_that_is_not_known_ends_a_loss_once_it_is() -> None
     assert (listener.wanted(), listener.loss) == (range(3, 5), CLEARED_UNKNOWN)
     for seq, payload in (3, b"emptied"), (4, b"4"):
         end = listener.take_replayed(seq, payload)
-    assert (end, listener.settle(), health(listener)) == (ReplayEnd.REACHED, "", "exact")
+    assert (end, listener.apply_held(), health(listener)) == (ReplayEnd.REACHED, "", "exact")
     feed(listener, (5, b"5"), (8, b"8"), (9, b"emptied"))
     assert health(listener) == "exact"
 
@@ -400,7 +400,7 @@ def test_a_queued_clear_does_not_make_the_next_engine_exact() -> None:
     listener.judge()
     listener.take_replayed(7, b"7")
     listener.replay_ended(ReplayEnd.REACHED)
-    listener.settle()
+    listener.apply_held()
     feed(listener, (5, b"the new engine's, by chance the next number"))
     assert len(applied) == 6
     assert (health(listener), listener.loss) == ("degraded", UNKNOWN)
@@ -423,7 +423,7 @@ def test_a_connection_lost_during_a_replay_is_asked_about_next_time() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     assert listener.wanted() == range(1, 2)
-    listener.settle()
+    listener.apply_held()
     assert listener.take(3, b"d") is True
 
 
@@ -435,7 +435,7 @@ def test_batches_of_the_last_engine_are_not_replayed_into_the_next() -> None:
     assert listener.judge() is Verdict.RESTART
     for seq, payload in (0, b"old 0"), (1, b"old 1"), (2, b"new 2"):
         listener.take_replayed(seq, payload)
-    assert listener.settle() == "0..1"
+    assert listener.apply_held() == "0..1"
     assert (applied, listener.strays) == ([b"new 2", b"new 3"], 2)
 
 
@@ -475,7 +475,7 @@ def test_a_gap_recovers_and_degrades() -> None:
     listener.take(3, b"")
     listener.judge()
     assert health(listener) == "recovering"
-    listener.settle()
+    listener.apply_held()
     assert (health(listener), listener.loss) == ("degraded", "missing 1..2")
 
 

@@ -93,7 +93,7 @@ class Port:
         """Returns the stream's health behind a batch."""
         payload: bytes = msgpack.packb([seq + 0.5, events, rank])
         if self.listener.take(seq, payload) and self.listener.judge() is not Verdict.STALE:
-            self.listener.settle()
+            self.listener.apply_held()
         return self.listener.health(0.0)
 
     def go_on(self, seq: int, rank: int, batches: int) -> list[str]:
@@ -168,7 +168,7 @@ def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
     if flaw == "of its rank":
         assert port.say(2, 1, {"type": "BlockStored"}) == "degraded"
     elif port.listener.take(2, b"\xc1"):
-        port.listener.settle()
+        port.listener.apply_held()
     assert port.say(3, 1, ALL_CLEARED) == ("exact" if flaw == "of its rank" else "degraded")
 
 

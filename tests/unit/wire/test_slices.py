@@ -343,7 +343,7 @@ def test_a_held_batch_and_a_replayed_one_may_be_long() -> None:
     assert listener.unfinished == 1
     while listener.unfinished is not None:
         listener.go_on()
-    assert listener.settle() == ""
+    assert listener.apply_held() == ""
     assert listener.unfinished == 2
     while listener.unfinished is not None:
         listener.go_on()

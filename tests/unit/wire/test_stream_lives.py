@@ -109,7 +109,7 @@ class Life:
             return
         if self.replays and self.replay() is ReplayEnd.OTHER_ENGINE:
             self.replay()
-        self.listener.settle()
+        self.listener.apply_held()
 
     def replay(self) -> ReplayEnd | None:
         wanted = self.listener.wanted()

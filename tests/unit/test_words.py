@@ -1,0 +1,52 @@
+"""Names of definitions keep to the glossary of docs/contributing.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import REPOSITORY
+
+GLOSSARY = REPOSITORY / "docs/contributing.md"
+DEFINITION = re.compile(
+    r"^\s*(?:(?:async|cdef|cpdef)\s+)*(?:class|def|cdef|cpdef)\s+(?:[\w\[\]*]+\s+)*?(\w+)\s*[(:]",
+    re.MULTILINE,
+)
+SOURCES = [
+    path
+    for folder in ("kvd", "kvd_core")
+    for path in sorted((REPOSITORY / folder).rglob("*.py*"))
+    if path.suffix in {".py", ".pyx", ".pyi"}
+]
+
+
+def forbidden() -> set[str]:
+    """Returns the words of the first column of the glossary's last table."""
+    (table,) = re.findall(
+        r"^\| not \| but \|\n\|---\|---\|\n((?:\|.*\n)+)", GLOSSARY.read_text(), re.M
+    )
+    return {
+        word.strip() for row in table.splitlines() for word in row.split("|")[1].split(",") if word
+    }
+
+
+def words(name: str) -> set[str]:
+    """Returns the words of a name in snake_case or CamelCase."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_definitions_have_no_overloaded_words(path: Path) -> None:
+    found = {name for name in DEFINITION.findall(path.read_text()) if words(name) & forbidden()}
+    assert not found
+
+
+def test_what_is_a_definition() -> None:
+    text = (
+        "class Desk:\n    async def follow_it(self):\n    cdef int _turn(self, int64_t budget):\n"
+    )
+    assert DEFINITION.findall(text) == ["Desk", "follow_it", "_turn"]
+    assert words("_followHTTPDesk") == {"follow", "http", "desk"}
+    assert {"desk", "tend"} <= forbidden()
