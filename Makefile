@@ -15,7 +15,7 @@ SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.
 .PHONY: run test lint build clean
 
 run: $(CORE) $(VENV)/.run
-	@exec $(VENV)/bin/kvd serve --demo
+	@exec $(VENV)/bin/python -m examples.demo
 
 test: lint
 	@$(VENV)/bin/python -m pytest

@@ -79,8 +79,6 @@ def bounds() -> Iterator[Bound]:
     """Yields every bound, file by file."""
     for folder in ("kvd", "kvd_core"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if "demo" in path.parts:
-                continue
             if path.suffix == ".py":
                 yield from of_module(path)
             elif path.suffix == ".hpp":

@@ -4,7 +4,7 @@
     background: reloads, sweep of removed ranks, expiry of requests, trimming of heaps, watchdog
      └ listeners: one task per registered rank                      stop last
         └ start-up: recovery from a peer, the gate
-        └ faces: one front per bind, TLS beside it, the demo        stop first
+        └ faces: one front per bind, TLS beside it                  stop first
 
 The faces answer from the first moment. Listeners connect when they are registered and take
 messages once the gate opens: after a peer's state is in, and as many instances are registered as
@@ -42,7 +42,6 @@ from kvd.app.index_full_log import IndexFullLog
 from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, Prepared, StartError, exposed_secrets
 from kvd.config.reload import Reader, Reloaded
-from kvd.demo import DemoStats, run_demo
 from kvd.fleet_file.follower import FleetFileFollower
 from kvd.http.certificates import TlsCredentials
 from kvd.http.listeners import file_remover
@@ -485,8 +484,6 @@ class _Daemon:
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            if self._config.demo:
-                await self._run_demo(f"http://{self._services.indexer.addresses()[0]}")
             await self._signalled.wait()
             if self._selections is not None:
                 self._selections.scheduler.stop()
@@ -499,20 +496,3 @@ class _Daemon:
         if not self._signalled.is_set():
             self._announced = True
             await sdnotify.tell_ready()
-
-    async def _run_demo(self, base_url: str) -> None:
-        """Runs the demo until a signal."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: run_demo(base_url, stats=self._totals))
-            await self._signalled.wait()
-            nursery.cancel_scope.cancel()
-
-    def _totals(self) -> DemoStats:
-        ingest = self._state.ingest.as_dict()
-        indexes = [partition.index for partition in self._state.sized.values()]
-        stats = self._services.indexer.stats
-        return DemoStats(
-            events=ingest["stored"] + ingest["removed"] + ingest["cleared"],
-            blocks=sum(index.stats()["blocks"] for index in indexes),
-            queries=stats.requests - stats.requests_app,
-        )

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = {config.CONFIG: args.config, **args.given(args.parser, args)}
         if args.command is not None:
             return _told(*args.command(given))
-        loaded = load_config(given, demo=args.demo)
+        loaded = load_config(given)
         logs.setup(loaded.log_level, loaded.log_format)
         for option, why in (*args.without_effect, *config.without_effect(os.environ)):
             log.warning("option_without_effect", option=option, reason=why)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvd.config.reload import Reader
 
         try:
-            return run(loaded, Reader(given, os.environ, args.demo))
+            return run(loaded, Reader(given, os.environ))
         finally:
             logs.finish()
     except config.StartError as error:
@@ -122,7 +122,7 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
         help="run every face",
         description="Runs every face kvd has, the KV indexer, the slot tracker, the selection "
         "service and the conductor, in one process.",
-        epilog="Each flag but --demo can be given in the environment instead: --indexer-bind as "
+        epilog="Each flag can be given in the environment instead: --indexer-bind as "
         f"KVD_INDEXER_BIND, and so on, but {borrowed}; or in a file, as indexer_bind. The flag "
         "wins over the environment, that over the file.",
         allow_abbrev=False,
@@ -130,9 +130,6 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
     add_file(serve)
     for setting in settings.SETTINGS:
         add_setting(serve, setting)
-    serve.add_argument(
-        "--demo", action="store_true", help="add two simulated engines and a live display"
-    )
     add_without_effect(serve)
     serve.set_defaults(given=serve_settings)
 
@@ -148,7 +145,7 @@ def add_indexer(commands: Any) -> None:
     for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
         add_setting(indexer, setting)
     indexer.add_argument("--routing-group", metavar="NAME", help="another name of --tenant-id")
-    indexer.set_defaults(given=indexer_settings, demo=False)
+    indexer.set_defaults(given=indexer_settings)
 
 
 def add_slot_tracker(commands: Any) -> None:
@@ -160,7 +157,7 @@ def add_slot_tracker(commands: Any) -> None:
     add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
     for setting in settings.REPLICA_SETTINGS:
         add_setting(slot_tracker, setting)
-    slot_tracker.set_defaults(given=slot_tracker_settings, demo=False)
+    slot_tracker.set_defaults(given=slot_tracker_settings)
 
 
 def add_select_service(commands: Any) -> None:
@@ -180,7 +177,7 @@ def add_select_service(commands: Any) -> None:
     for setting in settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS:
         add_setting(service, setting)
     add_without_effect(service)
-    service.set_defaults(given=select_service_settings, demo=False)
+    service.set_defaults(given=select_service_settings)
 
 
 def add_conductor(commands: Any) -> None:
@@ -190,7 +187,7 @@ def add_conductor(commands: Any) -> None:
     add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
     for setting in settings.CONDUCTOR_SETTINGS:
         add_setting(conductor, setting)
-    conductor.set_defaults(given=conductor_settings, demo=False)
+    conductor.set_defaults(given=conductor_settings)
 
 
 def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
@@ -226,7 +223,7 @@ def add_config(commands: Any) -> None:
         add_file(one)
         for setting in settings.SETTINGS:
             add_setting(one, setting)
-        one.set_defaults(given=serve_settings, demo=False, command=run)
+        one.set_defaults(given=serve_settings, command=run)
     add_config_docs(actions)
 
 
@@ -237,12 +234,12 @@ def add_config_docs(actions: Any) -> None:
         description="Writes all settings as Markdown, as docs/configuration.md has them.",
         allow_abbrev=False,
     )
-    docs.set_defaults(given=no_settings, config=None, demo=False, command=write_docs)
+    docs.set_defaults(given=no_settings, config=None, command=write_docs)
 
 
-def load_config(given: Mapping[str, object], *, demo: bool = False) -> config.Config:
+def load_config(given: Mapping[str, object]) -> config.Config:
     """Returns what the daemon would start with; raises StartError if it would refuse a file."""
-    loaded = config.load(given, os.environ, demo=demo)
+    loaded = config.load(given, os.environ)
     if loaded.fleet_file is not None:
         from kvd.fleet_file import parse  # here, as only those with such a file need to load it
 
@@ -313,7 +310,7 @@ def add_status(commands: Any) -> None:
         help="PEM private key of that, unless it is in the same file",
     )
     parser.add_argument("--json", action="store_true", help="write everything, as JSON")
-    parser.set_defaults(given=status_settings, demo=False, command=show_status)
+    parser.set_defaults(given=status_settings, command=show_status)
 
 
 def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
@@ -358,7 +355,7 @@ def add_reload(commands: Any) -> None:
         "1 nothing has changed, and one line says why.",
         allow_abbrev=False,
     )
-    parser.set_defaults(given=no_settings, config=None, demo=False, command=reload)
+    parser.set_defaults(given=no_settings, config=None, command=reload)
 
 
 def reload(given: Mapping[str, object]) -> CommandResult:

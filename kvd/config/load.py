@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import file_digest
-from ipaddress import ip_address
 from pathlib import Path
 from stat import S_IROTH, S_IXOTH
 from typing import Any, ClassVar, TypeVar, cast
@@ -27,7 +26,6 @@ from kvd.config.parsers import (
     Bind,
     Binds,
     Setting,
-    TcpBind,
     parse_uint,
 )
 from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
@@ -53,7 +51,6 @@ Parsed = TypeVar("Parsed")
 
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
-DEMO_HOST = "127.0.0.1"  # of the simulated engines
 
 # Files of TLS, by the names of their settings.
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
@@ -161,7 +158,6 @@ class Config:
     log_level: str
     log_format: str
     access_log: bool
-    demo: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
     values: Mapping[str, Any]  # of all settings, by name: what this was made of
 
@@ -268,12 +264,12 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, "kvd does not know it"
 
 
-def load(given: Mapping[str, object], environ: Mapping[str, str], *, demo: bool = False) -> Config:
+def load(given: Mapping[str, object], environ: Mapping[str, str]) -> Config:
     """Returns the daemon's configuration; takes and raises what `read` does."""
-    return build(read(given, environ), environ, demo=demo)
+    return build(read(given, environ), environ)
 
 
-def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool = False) -> Config:
+def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     """Returns the configuration of these values, one for every setting; raises `StartError`."""
     outgoing = EgressPolicy(values["outgoing_allow"])
     binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
@@ -281,8 +277,6 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         raise StartError("every face is off")
     policy = _policy(values, environ)
     link = _link(values)
-    if demo:
-        _check_demo(binds["indexer_bind"], policy, outgoing)
     workers = _workers(values, outgoing)
     if binds["indexer_bind"] is None and binds["selection_bind"] is not None:
         for one in workers:
@@ -353,7 +347,6 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str], *, demo: bool =
         log_level=values["log_level"],
         log_format=values["log_format"],
         access_log=values["access_log"],
-        demo=demo,
         test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
         values=values,
     )
@@ -402,17 +395,6 @@ def _readable_by_all(path: Path) -> bool:
         return bool(whole.stat().st_mode & S_IROTH) and all(each & S_IXOTH for each in folders)
     except OSError:
         return False  # gone since it was read, or closed to us: reading it says so
-
-
-def _check_demo(binds: Binds | None, policy: Policy, outgoing: EgressPolicy) -> None:
-    """Raises StartError if the demo could not use the indexer's first address, or it the demo's."""
-    first = None if binds is None else binds.each[0]
-    if not isinstance(first, TcpBind) or first.tls:
-        raise StartError("--demo needs an --indexer-bind of HOST:PORT")
-    if policy.tokens:
-        raise StartError("--demo has no token: it needs a kvd without --tokens-file")
-    if not outgoing.allows(ip_address(DEMO_HOST)):
-        raise StartError(f"--demo has its engines at {DEMO_HOST}, which is not in outgoing_allow")
 
 
 def _unless_off(value: Any) -> Any:

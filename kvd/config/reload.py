@@ -40,7 +40,6 @@ class Reader:
 
     given: Mapping[str, object]
     environ: Mapping[str, str]
-    demo: bool = False
 
     @property
     def has_file(self) -> bool:
@@ -53,13 +52,13 @@ class Reader:
         Raises StartError for a configuration that no daemon could start with.
         """
         said = read(self.given, self.environ)
-        wanted = build(said, self.environ, demo=self.demo)
+        wanted = build(said, self.environ)
         differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
         # Addresses wait for a restart, and those with TLS need its files until then.
         held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
         taken = [each.name for each in differ if each.live and each.name not in held]
         changes = {name: said[name] for name in taken}
-        config = build({**running.values, **changes}, self.environ, demo=self.demo)
+        config = build({**running.values, **changes}, self.environ)
         # The same file may say something else.
         changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
         waiting = [each.name for each in differ if each.name not in changes]

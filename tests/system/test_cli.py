@@ -182,7 +182,6 @@ def test_a_start_error_is_one_line_and_ends_with_78(
         ),
         ("slot-tracker --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
         ("serve --replica-sync-peers tcp://127.0.0.1:1", "--replica-sync-port"),
-        ("serve --indexer-bind off --demo", "--demo"),
     ],
 )
 def test_so_is_one_about_several_faces(

@@ -1,12 +1,16 @@
-"""The demo: its engines tell the truth about their caches, and `kvd serve --demo` shows it."""
+"""The demo: its engines tell the truth about their caches, and the program shows it."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -16,8 +20,8 @@ import pytest
 import trio
 import zmq
 
-from kvd.demo.display import DemoStats, LiveLine, Traffic, introduction, live_text
-from kvd.demo.engines import (
+from examples.demo.display import LiveLine, Totals, Traffic, introduction, live_text, parse_totals
+from examples.demo.engines import (
     BLOCK_SIZE,
     Block,
     Engine,
@@ -27,8 +31,14 @@ from kvd.demo.engines import (
     VllmEngine,
     chains,
 )
-from kvd.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, VOCABULARY, Workload, tokenize
-from tests.support.processes import Server, clean_environment, find_free_port
+from examples.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, VOCABULARY, Workload, tokenize
+from tests.support.processes import (
+    START_DEADLINE_S,
+    STOP_DEADLINE_S,
+    Server,
+    clean_environment,
+    find_free_port,
+)
 
 TURNS = 300
 
@@ -165,7 +175,7 @@ async def test_batches_arrive_as_the_real_frames() -> None:
 
 def test_the_live_line_tells_rates_and_shares() -> None:
     traffic = Traffic(turns=7, right=6, prompt_tokens=200, cached_tokens=150)
-    text = live_text(DemoStats(10, 5, 3), DemoStats(30, 8, 5), 2.0, traffic)
+    text = live_text(Totals(10, 5, 3), Totals(30, 8, 5), 2.0, traffic)
     assert text == ("10 events/s, 8 blocks, 1 queries/s, 75% cached, 6/7 answers exact")
 
 
@@ -183,21 +193,73 @@ def test_the_introduction_is_to_be_pasted() -> None:
     assert '\n{"scores":{}}\n' in text
 
 
+def test_the_totals_are_sums_over_labels() -> None:
+    metrics = """# HELP kvd_events_total Events understood
+# TYPE kvd_events_total counter
+kvd_events_total{type="stored"} 3
+kvd_events_total{type="removed"} 2
+kvd_events_ignored_total{reason="medium"} 100
+kvd_index_blocks 7
+kvd_questions_total 5
+kvd_questions_matched_total 4
+"""
+    assert parse_totals(metrics) == Totals(events=5, blocks=7, queries=5)
+
+
+class Demo(Server):
+    """The program in a process group of its own, as a shell with a terminal starts it."""
+
+    def __init__(self, folder: Path, port: int, *flags: str) -> None:
+        others = ("SLOT_TRACKER", "SELECTION", "CONDUCTOR")
+        environ = clean_environment(**{f"KVD_{name}_BIND": "off" for name in others})
+        bind = () if "--indexer-bind" in flags else ("--indexer-bind", f"127.0.0.1:{port}")
+        command = ["setsid", sys.executable, "-m", "examples.demo", *bind, *flags]
+        super().__init__(command, folder, port, environ)
+
+    def wait_live(self) -> None:
+        self.wait_until(lambda: "answers exact" in self.stdout, "showing its live line")
+
+    def daemon(self) -> int:
+        """Returns a descriptor of the daemon's process (pidfd_open(2))."""
+        (child,) = [pid for pid, parent in running() if parent == self.process.pid]
+        return os.pidfd_open(child)
+
+
+def running() -> Iterator[tuple[int, int]]:
+    """Yields every process of this machine, and its parent."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+
+
+def has_ended(daemon: int) -> bool:
+    """Waits for the end of a daemon; the descriptor of a process is readable once it has ended."""
+    ended, _, _ = select.select([daemon], [], [], STOP_DEADLINE_S)
+    os.close(daemon)
+    return bool(ended)
+
+
+Start = Callable[..., Demo]
+
+
 @pytest.fixture
-def demo(tmp_path: Path) -> Iterator[Server]:
-    port = find_free_port()
-    command = [sys.executable, "-m", "kvd", "serve", "--demo"]
-    names = ("SLOT_TRACKER", "SELECTION", "CONDUCTOR")
-    others = {f"KVD_{name}_BIND": "off" for name in names}
-    binds = {"KVD_INDEXER_BIND": f"127.0.0.1:{port}", **others}
-    environ = clean_environment(**binds)
-    server = Server(command, tmp_path, port, environ)
-    yield server
-    server.stop()
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the demo with further flags."""
+    started: list[Demo] = []
+
+    def start_one(*flags: str, port: int | None = None) -> Demo:
+        started.append(Demo(tmp_path, port or find_free_port(), *flags))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.stop()
 
 
-def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(demo: Server) -> None:
-    demo.wait_until(lambda: "answers exact" in demo.stdout, "showing its live line")
+def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> None:
+    demo = start()
+    demo.wait_live()
+    daemon = demo.daemon()
     shown = demo.stdout
     question = json.loads(shown.split("-d '")[1].split("'")[0])
     answer = httpx.post(f"{demo.base_url}/query", json=question, trust_env=False).json()
@@ -207,8 +269,77 @@ def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(demo: Server) -> Non
     turns, exact = _live_figures(shown)
     assert turns >= 1
     assert exact == turns, shown
-    assert demo.stop(signal.SIGINT) == 0
+    os.killpg(demo.process.pid, signal.SIGINT)  # as a terminal does
+    assert demo.process.wait(STOP_DEADLINE_S) == 0
+    assert has_ended(daemon)
+    assert "event=stopped" in demo.stderr
     assert "warning" not in demo.stderr
+    assert "Traceback" not in demo.stderr
+
+
+def test_a_sigterm_ends_both(start: Start) -> None:
+    demo = start()
+    demo.wait_live()
+    daemon = demo.daemon()
+    assert demo.stop(signal.SIGTERM) == 0
+    assert has_ended(daemon)
+    assert "event=stopped" in demo.stderr
+    assert "Traceback" not in demo.stderr
+
+
+def test_no_daemon_is_left_behind(start: Start) -> None:
+    demo = start()
+    demo.wait_live()
+    daemon = demo.daemon()
+    assert demo.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert has_ended(daemon)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, 128 + signal.SIGKILL)]
+)
+def test_a_daemon_that_ends_ends_the_demo(start: Start, number: signal.Signals, code: int) -> None:
+    demo = start()
+    demo.wait_live()
+    daemon = demo.daemon()
+    signal.pidfd_send_signal(daemon, number)
+    assert has_ended(daemon)
+    assert demo.process.wait(STOP_DEADLINE_S) == code
+    assert "Traceback" not in demo.stderr
+
+
+def test_an_address_in_use_is_said_and_ends_the_demo(start: Start) -> None:
+    """Another daemon there is not taken for the demo's own."""
+    first = start()
+    first.wait_live()
+    second = start("--indexer-bind", f"127.0.0.1:{first.port}")
+    assert second.process.wait(START_DEADLINE_S) == 1
+    assert "in use" in second.stderr
+    assert "kvd is up" not in second.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "complaint"),
+    [
+        (("--indexer-bind", "0.0.0.0:{port}"), 78, "0.0.0.0"),
+        (("--no-such-flag",), 2, "--no-such-flag"),
+        (("--indexer-bind", "unix:/tmp/kvd.sock"), 2, "need an --indexer-bind of HOST:PORT"),
+        (("--indexer-bind", "tls:127.0.0.1:{port}"), 2, "need an --indexer-bind of HOST:PORT"),
+        (("--indexer-bind", "off"), 2, "need an --indexer-bind of HOST:PORT"),
+        (("--indexer-bind", "127.0.0.1:0"), 2, "need an --indexer-bind of HOST:PORT"),
+        (("--tokens-file", "{tokens}"), 1, "demo: /register answered 401"),
+        (("--outgoing-allow", "10.0.0.0/8"), 1, "demo: /register answered 400: .*outgoing_allow"),
+    ],
+)
+def test_what_cannot_be_demonstrated_is_said(
+    start: Start, tmp_path: Path, flags: tuple[str, ...], code: int, complaint: str
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a admin 0123456789abcdef\n")
+    port = find_free_port()
+    demo = start(*(flag.format(port=port, tokens=tokens) for flag in flags), port=port)
+    assert demo.process.wait(START_DEADLINE_S) == code, demo.stderr
+    assert re.search(complaint, demo.stderr), demo.stderr
     assert "Traceback" not in demo.stderr
 
 

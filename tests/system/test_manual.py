@@ -131,7 +131,7 @@ def test_shells_read_their_completions(folder: Path, name: str, shell: str) -> N
     [
         ("kvd ", {"serve", "config", "--version"}, "check"),
         ("kvd config ", {"check", "show"}, "serve"),
-        ("kvd config check --log", {"--log-level"}, "--demo"),
+        ("kvd config check --log", {"--log-level"}, "--interval"),
         ("kvd serve --log-level ", {"debug", "info", "warning", "error"}, "--help"),
         ("kvd serve --router-queue-policy w", {"wspt"}, "fcfs"),
         ("kvd indexer --", {"--port", "--threads"}, "--router-temperature"),

@@ -66,7 +66,6 @@ def test_defaults_are_local_and_quiet() -> None:
     assert config.replica_sync is None
     assert config.workers == ()
     assert config.log_level == "info"
-    assert not config.demo
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_default() -> None:
@@ -261,8 +260,6 @@ def test_either_face_can_be_off() -> None:
     )
     with pytest.raises(StartError, match="every face is off"):
         load(dict.fromkeys(FACE_BINDS, OFF), {})
-    with pytest.raises(StartError, match="--demo"):
-        load({"indexer_bind": OFF}, {}, demo=True)
 
 
 def test_replicas_need_a_port() -> None:
@@ -338,14 +335,6 @@ def test_files_of_tls_may_be_for_a_face_of_another_command(tmp_path: Path, share
     with pytest.raises(StartError, match=r"cannot read /nobody"):
         load(given, environ)
     assert load({**given, "indexer_bind": parse_face_binds("[::1]:2")}, environ).tls is None
-
-
-def test_the_demo_needs_a_port() -> None:
-    assert load({}, {}, demo=True).demo
-    with pytest.raises(StartError, match="--demo"):
-        load({"indexer_bind": parse_face_binds("unix:/tmp/kvd.sock")}, {}, demo=True)
-    with pytest.raises(StartError, match="--demo"):
-        load({"indexer_bind": parse_face_binds("tls:127.0.0.1:1")}, {}, demo=True)
 
 
 def test_the_default_bind_is_the_one_of_the_original_on_loopback() -> None:

@@ -16,7 +16,7 @@ from tests.support.processes import REPOSITORY
 # circle. `__main__` belongs to the command line; the last row is modules, which everybody may use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__", "kvd.cli"),
-    ("kvd.app", "kvd.demo"),
+    ("kvd.app",),
     ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync"),
     ("kvd.config",),
     ("kvd.http", "kvd.net"),
@@ -134,16 +134,21 @@ def test_pure_packages_stay_pure(package: str) -> None:
 def test_who_knows_the_wall_clock() -> None:
     """Deadlines, expiry and backoff must not follow a clock that somebody sets.
 
-    Log lines show it, versions of session bindings begin with it, which the daemon passes on for,
-    and the demo's engines put it into their batches, as engines do.
+    Log lines show it. Versions of session bindings begin with it; the daemon passes it on for them.
     """
     wall = re.compile(
         r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
     )
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
-    assert using == {"kvd.telemetry.logs", "kvd.demo.fleet", "kvd.app.daemon"}
+    assert using == {"kvd.telemetry.logs", "kvd.app.daemon"}
     daemon = MODULES["kvd.app.daemon"].read_text()
     assert len(wall.findall(daemon)) == 1 and "time.time_ns,\n" in daemon  # to Selections
+
+
+def test_the_examples_use_kvd_from_outside() -> None:
+    for path in (REPOSITORY / "examples").rglob("*.py"):
+        used = {name.split(".")[0] for name in imports(path)}
+        assert not used & {"kvd", "kvd_core"}, path
 
 
 CORE_SOURCES = [

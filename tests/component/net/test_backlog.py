@@ -302,11 +302,10 @@ def sources() -> Iterator[Path]:
 
 
 def test_all_sockets_are_made_in_one_place() -> None:
-    """Those of the demo's engines are not kvd's; they publish, and have no heartbeats."""
     made = {
         path.name
         for path in sources()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("context.socket")
     }
-    assert made == {"zsocket.py", "engines.py"}
+    assert made == {"zsocket.py"}

@@ -10,10 +10,10 @@ from random import Random
 
 import trio
 
-from kvd.demo.client import Client
-from kvd.demo.display import Traffic
-from kvd.demo.engines import BLOCK_SIZE, Engine, Publisher
-from kvd.demo.workload import Conversation, Workload
+from examples.demo.client import Client
+from examples.demo.display import Traffic
+from examples.demo.engines import BLOCK_SIZE, Engine, Publisher
+from examples.demo.workload import Conversation, Workload
 
 Instances = dict[str, dict[str, int]]  # the part of /query's answer that is used here
 
@@ -49,8 +49,11 @@ class Fleet:
         self._workers = workers
         self._workload = Workload(random)
 
-    async def register(self) -> None:
-        """Registers every engine and waits until the daemon listens to it."""
+    async def register(self) -> str | None:
+        """Registers every engine and waits until the daemon listens to it.
+
+        Returns what the daemon said if it does not take one of them.
+        """
         for worker in self._workers:
             registration = {
                 "instance_id": worker.instance_id,
@@ -60,9 +63,10 @@ class Fleet:
             }
             status, body = await self._client.request("POST", "/register", registration)
             if status != 201:
-                raise RuntimeError(f"/register answered {status}: {body.decode()}")
+                return f"/register answered {status}: {body.decode()}"
             await worker.publisher.subscribed()
             worker.publisher.publish(worker.engine.first_events(), time.time())
+        return None
 
     async def unregister(self, client: Client) -> None:
         """Takes the engines out again, over a connection that no request was cut off on."""

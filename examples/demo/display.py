@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 
 @dataclass(frozen=True, slots=True)
-class DemoStats:
+class Totals:
     """The daemon's own totals since its start, and what it holds now."""
 
     events: int
     blocks: int
     queries: int
+
+
+def parse_totals(metrics: str) -> Totals:
+    """Returns the totals in a text of metrics, each the sum of one metric over all labels."""
+
+    def total(name: str) -> int:
+        samples = re.findall(rf"^{name}(?:{{.*}})? (\d+)$", metrics, re.MULTILINE)
+        return sum(map(int, samples))
+
+    return Totals(
+        events=total("kvd_events_total"),
+        blocks=total("kvd_index_blocks"),
+        queries=total("kvd_questions_total"),
+    )
 
 
 @dataclass(slots=True)
@@ -69,7 +84,7 @@ class LiveLine:
         self._out.flush()
 
 
-def live_text(before: DemoStats, now: DemoStats, seconds: float, traffic: Traffic) -> str:
+def live_text(before: Totals, now: Totals, seconds: float, traffic: Traffic) -> str:
     """Returns the live line for the `seconds` that lie between the two readings."""
     events = (now.events - before.events) / seconds
     queries = (now.queries - before.queries) / seconds

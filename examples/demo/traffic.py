@@ -1,14 +1,9 @@
-"""The demo of `kvd serve --demo`: two simulated engines and a router, beside a real daemon.
-
-Everything passes through the daemon's public doors: the engines register over HTTP and publish
-over ZMQ; the router asks /query for each turn of a conversation, sends the turn to the engine
-that is cheapest, and checks the answer against what the engines really hold.
-"""
+"""Has simulated engines serve conversations behind a daemon, and shows how well it answers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import TextIO
@@ -17,12 +12,10 @@ from urllib.parse import urlsplit
 import trio
 import zmq
 
-from kvd.demo.client import Client
-from kvd.demo.display import DemoStats, LiveLine, Traffic, introduction, live_text
-from kvd.demo.engines import BLOCK_SIZE, Publisher, SglangEngine, VllmEngine
-from kvd.demo.fleet import Fleet, Worker, question
-
-__all__ = ["DemoStats", "run_demo"]
+from examples.demo.client import Client
+from examples.demo.display import LiveLine, Totals, Traffic, introduction, live_text, parse_totals
+from examples.demo.engines import BLOCK_SIZE, Publisher, SglangEngine, VllmEngine
+from examples.demo.fleet import Fleet, Worker, question
 
 VLLM_BLOCKS = 192  # device blocks; too few for all live conversations, so that blocks are evicted
 SGLANG_BLOCKS = 96
@@ -33,29 +26,22 @@ FAREWELL_S = 1.0  # at most this long the engines try to unregister at the end
 SEED = 1  # the same conversations at every start
 
 
-async def run_demo(
-    base_url: str,
-    *,
-    stats: Callable[[], DemoStats],
-    out: TextIO = sys.stdout,
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """Runs until cancelled; `base_url` is the plain listener of this process's KV indexer.
+async def run_traffic(base_url: str, out: TextIO = sys.stdout) -> str:
+    """Runs until cancelled; returns only if the daemon refuses an engine, with what it says.
 
-    `stats` reads the daemon's totals. Reports as started once the engines are registered and the
-    daemon listens to them. Cancel it before the daemon stops answering.
+    `base_url` is that of the daemon's KV indexer. Cancel it before the daemon stops answering.
     """
     async with simulated_fleet(base_url) as (fleet, workers):
-        await fleet.register()
-        task_status.started()
-        start = stats(), trio.current_time()
+        if (refusal := await fleet.register()) is not None:
+            return refusal
+        start = await read_totals(base_url), trio.current_time()
         for _ in range(WARM_UP_TURNS):
             await fleet.turn()
         sample = fleet.latest_tokens[:SAMPLE_TOKENS]
         answer = await fleet.ask(sample)
         out.write(introduction(base_url, list(map(str, workers)), question(sample), answer))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(show_live, fleet.traffic, stats, start, LiveLine(out))
+            nursery.start_soon(show_live, base_url, fleet.traffic, start, LiveLine(out))
             while True:
                 await fleet.turn()
 
@@ -86,16 +72,21 @@ async def connected(base_url: str) -> AsyncIterator[Client]:
         yield Client(stream, url.netloc)
 
 
+async def read_totals(base_url: str) -> Totals:
+    async with connected(base_url) as client:
+        status, body = await client.request("GET", "/metrics")
+    if status != 200:
+        raise RuntimeError(f"/metrics answered {status}: {body.decode()}")
+    return parse_totals(body.decode())
+
+
 async def show_live(
-    traffic: Traffic,
-    stats: Callable[[], DemoStats],
-    start: tuple[DemoStats, float],
-    line: LiveLine,
+    base_url: str, traffic: Traffic, start: tuple[Totals, float], line: LiveLine
 ) -> None:
-    """Shows the live line until cancelled; its first rates are those since `start` (stats, s)."""
+    """Shows the live line until cancelled; its first rates are those since `start` (totals, s)."""
     before, since_s = start
     while True:
-        now, now_s = stats(), trio.current_time()
+        now, now_s = await read_totals(base_url), trio.current_time()
         line.show(live_text(before, now, now_s - since_s, traffic))
         before, since_s = now, now_s
         await trio.sleep(line.period_s)
