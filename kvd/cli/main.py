@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -27,7 +27,7 @@ from kvd.wire.urls import masked
 
 log = logs.get_logger(__name__)
 
-DESCRIPTION = "KV-cache index daemon: which inference worker holds which prompt prefix."
+DESCRIPTION = "KV-cache index daemon: knows which inference worker holds which prompt prefix."
 EXIT_NOT_DONE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -38,7 +38,7 @@ CommandResult = tuple[str, int]  # what a command writes to standard output, and
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line, and where it is told what would be right.
 
-    The usage of most commands has dozens of lines, above which that one is not found.
+    The usage of a command does not help: it has no room for dozens of flags.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -119,17 +119,17 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
     )
     serve = commands.add_parser(
         "serve",
-        help="run every face",
-        description="Runs every face kvd has, the KV indexer, the slot tracker, the selection "
-        "service and the conductor, in one process.",
-        epilog="Each flag can be given in the environment instead: --indexer-bind as "
-        f"KVD_INDEXER_BIND, and so on, but {borrowed}; or in a file, as indexer_bind. The flag "
-        "wins over the environment, that over the file.",
+        help="run all faces",
+        description="Runs the KV indexer, the slot tracker, the selection service and the "
+        "conductor in one process.",
+        epilog="Every flag has a variable in the environment, such as "
+        "KVD_INDEXER_BIND for --indexer-bind, and a key in the file, such as indexer_bind. A flag "
+        "wins over the environment, and the environment wins over the file. These flags have "
+        f"variables with other names: {borrowed}.",
         allow_abbrev=False,
     )
     add_file(serve)
-    for setting in settings.SETTINGS:
-        add_setting(serve, setting)
+    add_settings(serve, settings.SETTINGS)
     add_without_effect(serve)
     serve.set_defaults(given=serve_settings)
 
@@ -142,9 +142,8 @@ def add_indexer(commands: Any) -> None:
     )
     add_address(indexer, settings.DEFAULT_INDEXER_BIND)
     add_threads(indexer)
-    for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
-        add_setting(indexer, setting)
-    indexer.add_argument("--routing-group", metavar="NAME", help="another name of --tenant-id")
+    indexer.add_argument("--routing-group", metavar="NAME", help="alias of --tenant-id")
+    add_face_settings(indexer, settings.WORKER_SETTINGS + settings.PEER_SETTINGS)
     indexer.set_defaults(given=indexer_settings)
 
 
@@ -155,8 +154,7 @@ def add_slot_tracker(commands: Any) -> None:
         "the slot tracker alone, with the flags of `python -m dynamo.slot_tracker`",
     )
     add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
-    for setting in settings.REPLICA_SETTINGS:
-        add_setting(slot_tracker, setting)
+    add_face_settings(slot_tracker, settings.REPLICA_SETTINGS)
     slot_tracker.set_defaults(given=slot_tracker_settings)
 
 
@@ -172,21 +170,19 @@ def add_select_service(commands: Any) -> None:
         "--indexer-peers",
         type=_usage(parsers.parse_peers),
         metavar="URL,...",
-        help="services to take the state from at the start",
+        help="selection services to recover the index from at startup",
     )
-    for setting in settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS:
-        add_setting(service, setting)
+    add_face_settings(service, settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS)
     add_without_effect(service)
     service.set_defaults(given=select_service_settings)
 
 
 def add_conductor(commands: Any) -> None:
     conductor = add_face(
-        commands, "conductor", "the conductor alone, Mooncake's indexer API over KV events"
+        commands, "conductor", "the conductor alone, with Mooncake's indexer API over KV events"
     )
     add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
-    for setting in settings.CONDUCTOR_SETTINGS:
-        add_setting(conductor, setting)
+    add_face_settings(conductor, settings.CONDUCTOR_SETTINGS)
     conductor.set_defaults(given=conductor_settings)
 
 
@@ -196,23 +192,24 @@ def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
         name,
         help=f"run {what}",
         description=f"Runs {what}.",
-        epilog="What has no flag here is set in the environment, see `kvd serve --help`.",
+        epilog="The environment and the file set all other settings; `kvd serve --help` lists "
+        "them.",
         allow_abbrev=False,
     )
     add_file(parser)
-    for setting in settings.FACE_SETTINGS:
-        add_setting(parser, setting)
     return parser
 
 
 def add_config(commands: Any) -> None:
-    parser = commands.add_parser(
-        "config", help="look at what a configuration file, the environment and flags amount to"
-    )
+    parser = commands.add_parser("config", help="check or show the configuration")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for action, run, help in (
-        ("check", check_config, "say whether `kvd serve` would take them, and what is wrong"),
-        ("show", show_config, "write all settings as a file, and who says so"),
+        (
+            "check",
+            check_config,
+            "check the settings that `kvd serve` would use and report the first error",
+        ),
+        ("show", show_config, "write all settings as a file, each with its source"),
     ):
         one = actions.add_parser(
             action,
@@ -221,8 +218,7 @@ def add_config(commands: Any) -> None:
             allow_abbrev=False,
         )
         add_file(one)
-        for setting in settings.SETTINGS:
-            add_setting(one, setting)
+        add_settings(one, settings.SETTINGS)
         one.set_defaults(given=serve_settings, command=run)
     add_config_docs(actions)
 
@@ -230,8 +226,8 @@ def add_config(commands: Any) -> None:
 def add_config_docs(actions: Any) -> None:
     docs = actions.add_parser(
         "docs",
-        help="write all settings as Markdown, as docs/configuration.md has them",
-        description="Writes all settings as Markdown, as docs/configuration.md has them.",
+        help="write the tables of docs/configuration.md",
+        description="Writes the tables of docs/configuration.md, in Markdown.",
         allow_abbrev=False,
     )
     docs.set_defaults(given=no_settings, config=None, command=write_docs)
@@ -272,44 +268,43 @@ def show_config(given: Mapping[str, object]) -> CommandResult:
 def add_status(commands: Any) -> None:
     parser = commands.add_parser(
         "status",
-        help="say how a running kvd is",
-        description="Asks the faces of a running kvd, where file, environment and flags say that "
-        "they listen, and says what is registered, indexed and running, how fast that changes, and "
-        "whether the streams of the workers can be believed. Where no file is named it is that of "
-        f"the service, {config.SERVICE_FILE}, if there is one to be read.",
-        epilog="Exit codes: 0 all streams are exact, 1 some are not, 2 a face does not answer.",
+        help="report the health of a running daemon",
+        description="Reports the health of a running daemon: its registrations, its index, its "
+        "live requests, its rates, and the workers whose event streams are inexact. It asks each "
+        "face at the address in the file, the environment or the flags. Without --config it reads "
+        f"the service's file, {config.SERVICE_FILE}, if that is readable.",
+        epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
+        "be selected or a model never matches, 2 a face does not answer.",
         allow_abbrev=False,
     )
     add_file(parser)
-    for setting in settings.SETTINGS:
-        if setting.name in config.FACE_BINDS:
-            add_setting(parser, setting)
+    add_settings(parser, settings.BIND_SETTINGS)
     parser.add_argument(
         "--interval",
         type=_usage(parsers.parse_pause),
         default=1.0,
         metavar="SECONDS",
-        help="time over which rates are taken (default 1.0)",
+        help="time over which rates are measured (default 1.0)",
     )
     parser.add_argument(
         "--token-file",
         type=_usage(parsers.parse_path),
         metavar="FILE",
-        help="a bearer token with the scope read, alone in the file",
+        help="file with a bearer token of scope read and nothing else",
     )
     parser.add_argument(
         "--client-certfile",
         type=_usage(parsers.parse_path),
         metavar="FILE",
-        help="PEM certificate to show at addresses with tls:, where clients need one",
+        help="PEM client certificate for tls: addresses that require one",
     )
     parser.add_argument(
         "--client-keyfile",
         type=_usage(parsers.parse_path),
         metavar="FILE",
-        help="PEM private key of that, unless it is in the same file",
+        help="PEM private key of --client-certfile, unless that file contains it",
     )
-    parser.add_argument("--json", action="store_true", help="write everything, as JSON")
+    parser.add_argument("--json", action="store_true", help="write the whole report as JSON")
     parser.set_defaults(given=status_settings, command=show_status)
 
 
@@ -348,11 +343,11 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
 def add_reload(commands: Any) -> None:
     parser = commands.add_parser(
         "reload",
-        help="have the service read its files again, and say what came of it",
-        description="Has the kvd that systemd runs read its files again, and says what came of "
-        "it: this is what `systemctl reload kvd` runs.",
-        epilog="Exit codes: 0 what the files say holds, but for what waits for a restart; "
-        "1 nothing has changed, and one line says why.",
+        help="reload the files of the service and report the outcome",
+        description="Makes the kvd that systemd runs reload its files, and reports the outcome. "
+        "`systemctl reload kvd` runs this command.",
+        epilog="Exit codes: 0 the files are in force, except for settings that need a restart; "
+        "1 nothing has changed, and one line gives the reason.",
         allow_abbrev=False,
     )
     parser.set_defaults(given=no_settings, config=None, command=reload)
@@ -375,7 +370,7 @@ def add_file(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=_usage(parsers.parse_path),
         metavar="FILE",
-        help=f"TOML file of settings, by their names; {config.CONFIG_VARIABLE} in the environment",
+        help=f"TOML file of settings; the environment can name it in {config.CONFIG_VARIABLE}",
     )
     parser.set_defaults(command=None, without_effect=())
 
@@ -385,7 +380,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=_usage(parsers.parse_u32),
         metavar="N",
-        help="accepted and without effect: kvd indexes on one thread",
+        help="accepted without effect: kvd indexes on one thread",
     )
 
 
@@ -404,7 +399,25 @@ def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> No
     )
 
 
-def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> None:
+def add_face_settings(parser: argparse.ArgumentParser, chosen: tuple[parsers.Setting, ...]) -> None:
+    """Adds the settings of a command that runs one face alone."""
+    add_settings(parser, chosen + settings.FACE_SETTINGS)
+
+
+def add_settings(parser: argparse.ArgumentParser, chosen: Iterable[parsers.Setting]) -> None:
+    """Adds the flags of settings, the common ones first, then each subject under its title."""
+    # A usage with every flag fills a screen, and the common ones are not found below it.
+    parser.usage = "%(prog)s [options]"
+    by_name = {setting.name: setting for setting in chosen}
+    for title, group in settings.GROUPS.items():
+        found = [by_name[setting.name] for setting in group if setting.name in by_name]
+        if found:
+            target = parser if title == settings.COMMON else parser.add_argument_group(title)
+            for setting in found:
+                add_setting(target, setting)
+
+
+def add_setting(parser: argparse._ActionsContainer, setting: parsers.Setting) -> None:
     """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
     default = "" if setting.default is None else f" (default {setting.default})"
     names = [setting.flag] if setting.also is None else [setting.flag, setting.also]

@@ -1,4 +1,4 @@
-"""Says how a running daemon is: `kvd status`.
+"""Reports the health of a running daemon: `kvd status`.
 
     /metrics of every face ── interval ── /metrics again ──> sizes, rates
     /workers (indexer), /loads (slot tracker), /services (conductor) ──> who, how much, how well
@@ -50,7 +50,7 @@ KNOWN_BY = {
 }
 
 # What helps against a refusal.
-TOKEN_HINT = "; --token-file names a file with a token of the scope read alone in it"
+TOKEN_HINT = "; --token-file needs a file with a bearer token of scope read and nothing else"
 HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
 
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
@@ -192,7 +192,7 @@ def _try(look: Look, face: Face, client: Client) -> None:
 def _look_first(face: Face, client: Client) -> None:
     face.before = read_samples(client.ask(face.bind, "/metrics"))
     if not any(name == KNOWN_BY[face.name] for name, _ in face.before):
-        raise ValueError(f"what answers there is no kvd {face.name}")
+        raise ValueError(f"the server at this address is not a kvd {face.name}")
 
 
 def _look_again(face: Face, client: Client) -> None:

@@ -61,19 +61,29 @@ COUNT = parsers.within(1, I32_MAX)
 
 WORKER_SETTINGS = (
     Setting(
-        "block_size", parsers.parse_positive, None, "TOKENS", "block size of the workers given here"
+        "block_size",
+        parsers.parse_positive,
+        None,
+        "TOKENS",
+        "block size of the workers in --workers",
     ),
-    Setting("model_name", parsers.parse_name, "default", "NAME", "model of the workers given here"),
     Setting(
-        "tenant_id", parsers.parse_name, DEFAULT_TENANT, "NAME", "tenant of the workers given here"
+        "model_name", parsers.parse_name, "default", "NAME", "model of the workers in --workers"
+    ),
+    Setting(
+        "tenant_id",
+        parsers.parse_name,
+        DEFAULT_TENANT,
+        "NAME",
+        "tenant of the workers in --workers",
     ),
     Setting(
         "workers",
         parsers.parse_list,
         None,
         "ID[:RANK]=ENDPOINT[;REPLAY][;URL],...",
-        "engines to listen to from the start, with the endpoint that replays are asked from, and "
-        "the URL at which the worker serves, with which it can be selected, too",
+        "engines to subscribe to at startup: event endpoint, replay endpoint, and the URL "
+        "at which the worker can be selected",
     ),
 )
 
@@ -83,28 +93,29 @@ REPLICA_SETTINGS = (
         parsers.parse_replica_port,
         None,
         "PORT",
-        "where requests are told to replicas of this process",
+        "port on which this process publishes its requests to replicas",
     ),
     Setting(
         "replica_sync_host",
         parsers.parse_host,
         "127.0.0.1",
         "HOST",
-        "address of that port; 0.0.0.0 is every interface",
+        "address of --replica-sync-port; 0.0.0.0 is every interface",
     ),
     Setting(
         "replica_sync_peers",
         parsers.parse_replica_peers,
         None,
         "ENDPOINT,...",
-        "replicas to take requests from, as tcp://HOST:PORT",
+        "replicas to receive requests from, as tcp://HOST:PORT",
     ),
     Setting(
         "replica_sync_queue_messages",
         parsers.within(0, I32_MAX),
         REPLICA_LINK.queue_messages,
         "N",
-        "events queued to each replica, and from each, before some are dropped; 0 is unbounded",
+        "maximum number of events queued to and from each replica; further events are "
+        "dropped; 0: unlimited",
     ),
 )
 
@@ -141,7 +152,7 @@ ROUTER_SETTINGS = (
         parsers.parse_mode,
         RouterMode.KV,
         "|".join(RouterMode),
-        "who is chosen among the workers that may serve a request",
+        "rule that picks a worker among the eligible ones",
         live=True,
     ),
     _dynamo(
@@ -149,7 +160,7 @@ ROUTER_SETTINGS = (
         parsers.parse_share_threshold,
         OFF,
         "SHARE",
-        "of a worker's blocks in use, above which it gets no new work",
+        "share of a worker's KV blocks in use above which the worker gets no new requests",
         live=True,
     ),
     _dynamo(
@@ -157,7 +168,7 @@ ROUTER_SETTINGS = (
         parsers.parse_tokens_threshold,
         OFF,
         "TOKENS",
-        "being prefilled, above which a worker gets no new work",
+        "prefill tokens above which a worker gets no new requests",
         live=True,
     ),
     _dynamo(
@@ -165,7 +176,7 @@ ROUTER_SETTINGS = (
         parsers.parse_threshold,
         OFF,
         "BATCHES",
-        "prefill tokens, in batches, above which a worker gets no new work",
+        "prefill load, in batches, above which a worker gets no new requests",
         live=True,
     ),
     _dynamo(
@@ -173,7 +184,7 @@ ROUTER_SETTINGS = (
         parsers.parse_threshold,
         OFF,
         "BATCHES",
-        "prefill tokens, in batches, above which advisory answers call a worker prefill_busy",
+        "prefill load, in batches, above which advisory answers mark a worker prefill_busy",
         live=True,
     ),
     _dynamo(
@@ -181,7 +192,8 @@ ROUTER_SETTINGS = (
         parsers.parse_threshold,
         OFF,
         "SHARE",
-        "of a worker's blocks in use, above which answers call it decode_busy",
+        "share of a worker's KV blocks in use above which advisory answers mark the worker "
+        "decode_busy",
         live=True,
     ),
     _dynamo(
@@ -189,7 +201,7 @@ ROUTER_SETTINGS = (
         parsers.parse_weight,
         1.0,
         "WEIGHT",
-        "what a prompt block to compute costs, beside 1 for a block in use",
+        "cost of a prompt block to compute, relative to a block in use, which costs 1",
         live=True,
         also_borrowed=("DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_OVERLAP_SCORE_WEIGHT"),
     ),
@@ -198,7 +210,7 @@ ROUTER_SETTINGS = (
         parsers.parse_weight,
         1.0,
         "CREDIT",
-        "of a block that is saved when it is cached on the device",
+        "share of a prompt block's cost saved when the block is cached on the device",
         live=True,
     ),
     _dynamo(
@@ -206,7 +218,8 @@ ROUTER_SETTINGS = (
         parsers.parse_weight,
         0.0,
         "DECAY",
-        "of that credit, as a worker prefills more than the others; 1 halves it at one prompt more",
+        "decay of the overlap credit while a worker prefills more than the others; 1 "
+        "halves the credit at one prompt more",
         live=True,
     ),
     _dynamo(
@@ -214,7 +227,7 @@ ROUTER_SETTINGS = (
         parsers.parse_weight,
         0.0,
         "WEIGHT",
-        "what each request of a worker costs beside its blocks, in blocks",
+        "cost of each active request of a worker, in blocks",
         live=True,
     ),
     _dynamo(
@@ -222,7 +235,7 @@ ROUTER_SETTINGS = (
         parsers.parse_share,
         0.75,
         "SHARE",
-        "of a block that is saved when it is cached in host memory",
+        "share of a prompt block's cost saved when the block is cached in host memory",
         live=True,
     ),
     _dynamo(
@@ -230,7 +243,7 @@ ROUTER_SETTINGS = (
         parsers.parse_share,
         0.25,
         "SHARE",
-        "of a block that is saved when it is cached on disk or beyond",
+        "share of a prompt block's cost saved when the block is cached on disk or beyond",
         live=True,
     ),
     _dynamo(
@@ -238,7 +251,7 @@ ROUTER_SETTINGS = (
         parsers.parse_weight,
         0.0,
         "T",
-        "0 takes the cheapest worker, more samples",
+        "0 always picks the cheapest worker; higher values sample among workers",
         live=True,
     ),
     _dynamo(
@@ -246,7 +259,7 @@ ROUTER_SETTINGS = (
         parsers.parse_threshold,
         DEFAULT_QUEUE_THRESHOLD,
         "BATCHES",
-        "prefill tokens, in batches, above which a worker is busy; off: none ever is",
+        "prefill load, in batches, above which a worker is busy; off: a worker is never busy",
         live=True,
     ),
     _dynamo(
@@ -254,7 +267,7 @@ ROUTER_SETTINGS = (
         parsers.parse_policy,
         QueuePolicy.FCFS,
         "|".join(QueuePolicy),
-        "who goes first when all workers were busy",
+        "order in which queued requests are scheduled once a worker is free",
         live=True,
     ),
     Setting(
@@ -262,7 +275,7 @@ ROUTER_SETTINGS = (
         COUNT,
         MAX_WAITING,
         "N",
-        "selections that may wait at once; more are answered 503",
+        "maximum number of queued requests; further requests are answered with 503",
         live=True,
     ),
     Setting(
@@ -270,7 +283,8 @@ ROUTER_SETTINGS = (
         parsers.parse_seconds,
         DEFAULT_MAX_WAIT_S,
         "SECONDS",
-        "that a selection waits; below http_handler_s, which ends it without saying why",
+        "maximum time a request waits in the queue; keep it below http_handler_s, which "
+        "ends the request without a reason",
         live=True,
     ),
     Setting(
@@ -278,7 +292,7 @@ ROUTER_SETTINGS = (
         parsers.parse_grace,
         DEFAULT_DISCONNECTED_S,
         "SECONDS",
-        "how long a worker is chosen still whose event connection is lost; off: as if it were not",
+        "time a worker stays eligible after its event connection is lost; off: it stays eligible",
         live=True,
     ),
     Setting(
@@ -286,7 +300,8 @@ ROUTER_SETTINGS = (
         parsers.parse_grace,
         OFF,
         "SECONDS",
-        "the same of a connection that was never made; off: chosen all the while",
+        "time a worker stays eligible before its event connection is first made; off: it "
+        "stays eligible",
         live=True,
     ),
     Setting(
@@ -294,14 +309,14 @@ ROUTER_SETTINGS = (
         COUNT,
         MAX_RETRIES,
         "N",
-        "answers to bookings kept for whoever asks again with its Idempotency-Key",
+        "maximum number of reservation answers kept for retries with the same Idempotency-Key",
     ),
     _dynamo(
         "router_use_kv_events",
         parsers.parse_switch,
         True,
         "BOOL",
-        "whether workers say what they cache",
+        "whether workers publish KV events; if not, cached blocks are predicted from requests",
         also="--router-kv-events",
     ),
     _dynamo(
@@ -309,28 +324,28 @@ ROUTER_SETTINGS = (
         parsers.parse_pause,
         DEFAULT_TTL_S,
         "SECONDS",
-        "without events, how long a booked prompt is thought to be cached",
+        "lifetime of predicted blocks when workers publish no KV events",
     ),
     _dynamo(
         "router_max_tree_size",
         parsers.parse_positive,
         DEFAULT_MAX_TREE_SIZE,
         "BLOCKS",
-        "without events, blocks of a model and tenant thought to be cached",
+        "maximum number of predicted blocks per model and tenant when workers publish no KV events",
     ),
     _dynamo(
         "router_prune_target_ratio",
         parsers.parse_share,
         DEFAULT_PRUNE_TARGET_RATIO,
         "SHARE",
-        "of these, how many stay when there are more",
+        "fraction of predicted blocks kept when router_max_tree_size is exceeded",
     ),
     _dynamo(
         "router_predicted_ttl_secs",
         parsers.parse_seconds,
         None,
         "SECONDS",
-        "beside events, how long a booked prompt is thought to be cached (default: not)",
+        "lifetime of blocks predicted in addition to KV events (default: no predictions)",
     ),
     _dynamo(
         "router_assume_kv_reuse",
@@ -352,21 +367,23 @@ ROUTER_SETTINGS = (
         parsers.parse_switch,
         False,
         "BOOL",
-        "whether output blocks weigh less towards the expected end of a request",
+        "whether output blocks lose weight towards the expected end of a request",
     ),
     Setting(
         "session_affinity_ttl_secs",
         parsers.parse_affinity_ttl,
         None,
         "SECONDS",
-        "how long a session is bound to its rank after its last request (default: not)",
+        "time a session stays bound to its rank after its last request (default: sessions "
+        "are not bound)",
     ),
     Setting(
         "session_affinity_sessions",
         COUNT,
         MAX_SESSIONS,
         "N",
-        "sessions that are bound at once; more end the binding that would end next",
+        "maximum number of bound sessions; a further session replaces the binding that "
+        "expires first",
     ),
     _dynamo(
         "router_track_prefill_tokens",
@@ -381,7 +398,7 @@ ROUTER_SETTINGS = (
         parsers.parse_switch,
         True,
         "BOOL",
-        "whether the last token of a prompt, and so its block, is computed though it is cached",
+        "whether the last prompt token and its block are computed even if they are cached",
         live=True,
     ),
     _dynamo(
@@ -389,7 +406,7 @@ ROUTER_SETTINGS = (
         parsers.parse_positive,
         4,
         "N",
-        "without effect: one thread applies events and answers questions",
+        "accepted without effect: one thread applies events and answers queries",
     ),
 )
 
@@ -399,7 +416,7 @@ CONDUCTOR_SETTINGS = (
         parsers.parse_u64,
         DEFAULT_SEED,
         "SEED",
-        "of the rolling sequence hashes that publishers and clients of the conductor use",
+        "seed of the rolling sequence hashes shared by the conductor's publishers and clients",
     ),
 )
 
@@ -409,56 +426,57 @@ PEER_SETTINGS = (
         parsers.parse_peers,
         None,
         "URL,...",
-        "indexers to take the state from at the start",
+        "indexers to recover the index from at startup",
     ),
     Setting(
         "peers_token_file",
         parsers.parse_path,
         None,
         "FILE",
-        "a bearer token, with the scope admin at the peers",
+        "file with a bearer token of scope admin at the peers",
     ),
     Setting(
         "recovery_delay_s",
         parsers.parse_pause,
         1.0,  # as documented: past the moment in which a new subscription misses events
         "SECONDS",
-        "pause between listening and asking a peer",
+        "pause between subscribing to events and asking a peer for its dump",
     ),
     Setting(
         "recovery_connect_s",
         parsers.parse_seconds,
         RECOVERY_DEFAULTS.connect_s,
         "SECONDS",
-        "until a peer is connected to, or the next one asked",
+        "time allowed to connect to a peer before the next peer is asked",
     ),
     Setting(
         "recovery_stall_s",
         parsers.parse_seconds,
         RECOVERY_DEFAULTS.stall_s,
         "SECONDS",
-        "without a byte of its dump",
+        "time allowed without receiving a byte of a peer's dump",
     ),
     Setting(
         "recovery_total_s",
         parsers.parse_seconds,
         RECOVERY_DEFAULTS.total_s,
         "SECONDS",
-        "for one peer in all",
+        "total time allowed for recovery from one peer",
     ),
     Setting(
         "recovery_bytes",
         parsers.within(1024 * 1024, 2**40),
         RECOVERY_DEFAULTS.body_bytes,
         "BYTES",
-        "of a dump",
+        "maximum size of a peer's dump",
     ),
     Setting(
         "recovery_blocks",
         COUNT,
         RECOVERY_DEFAULTS.blocks,
         "BLOCKS",
-        "of a dump, and so many runs of blocks; 16 and 56 bytes each until they are stored",
+        "maximum number of blocks in a peer's dump, and of runs of blocks; a block takes "
+        "16 bytes and a run 56 until stored",
     ),
 )
 
@@ -468,16 +486,24 @@ SECURITY_SETTINGS = (
         parsers.parse_path,
         None,
         "FILE",
-        "PEM certificate chain of addresses with tls:",
+        "PEM certificate chain of tls: addresses",
         live=True,
     ),
-    Setting("tls_keyfile", parsers.parse_path, None, "FILE", "PEM private key of that", live=True),
+    Setting(
+        "tls_keyfile",
+        parsers.parse_path,
+        None,
+        "FILE",
+        "PEM private key of tls: addresses",
+        live=True,
+    ),
     Setting(
         "tls_client_ca",
         parsers.parse_path,
         None,
         "FILE",
-        "PEM certificates: on addresses with tls: clients need one that these have signed",
+        "PEM certificates of the authorities that must have signed the certificate of a "
+        "client of a tls: address",
         live=True,
     ),
     Setting(
@@ -485,21 +511,21 @@ SECURITY_SETTINGS = (
         parsers.parse_file_mode,
         "0660",
         "MODE",
-        "of the sockets of addresses with unix:",
+        "file mode of the sockets of unix: addresses",
     ),
     Setting(
         "unix_socket_group",
         parsers.parse_group,
         None,
         "GROUP",
-        "name or number of the group they belong to",
+        "name or number of the group that owns the sockets of unix: addresses",
     ),
     Setting(
         "tokens_file",
         parsers.parse_path,
         None,
         "FILE",
-        "bearer tokens that clients need, each with its scopes; see security.md",
+        "file of bearer tokens with their scopes; every client needs one of them; see security.md",
         live=True,
     ),
     Setting(
@@ -507,14 +533,14 @@ SECURITY_SETTINGS = (
         parsers.parse_switch,
         False,
         "BOOL",
-        "whether addresses beyond this machine may be open to whoever reaches them",
+        "whether addresses beyond this machine may serve unauthenticated clients",
     ),
     Setting(
         "allowed_hosts",
         parsers.parse_hosts,
         None,
         "NAME,...",
-        "names of this machine that clients of its loopback interface may use",
+        "further names of this machine that clients on its loopback interface may use",
         live=True,
     ),
     Setting(
@@ -522,7 +548,7 @@ SECURITY_SETTINGS = (
         parsers.parse_origins,
         None,
         "ORIGIN,...",
-        "of pages whose requests are served",
+        "origins of the web pages that may send requests",
         live=True,
     ),
 )
@@ -533,7 +559,7 @@ FLEET_SETTINGS = (
         parsers.parse_path,
         None,
         "FILE",
-        "TOML file of workers, publishers and replicas, followed while kvd runs",
+        "TOML file of workers, publishers and replicas; kvd applies its changes while running",
     ),
 )
 
@@ -543,7 +569,8 @@ OUTGOING_SETTINGS = (
         parsers.parse_outgoing,
         outgoing.DEFAULT,
         "NETWORK,...",
-        "where engines, replicas and peers may be: networks as 10.0.0.0/8, private, ipc",
+        "networks where engines, replicas and peers may be: networks such as 10.0.0.0/8, "
+        "private, ipc",
         live=True,
     ),
     Setting(
@@ -551,7 +578,7 @@ OUTGOING_SETTINGS = (
         parsers.parse_seconds,
         LOOKUP_S,
         "SECONDS",
-        "that one lookup of a name may take",
+        "time allowed for one host name lookup",
         live=True,
     ),
     Setting(
@@ -559,7 +586,7 @@ OUTGOING_SETTINGS = (
         parsers.parse_seconds,
         LOOK_AGAIN_S,
         "SECONDS",
-        "between two lookups of a name whose connection is lost",
+        "pause between lookups of a host name whose connection is lost",
         live=True,
     ),
 )
@@ -570,77 +597,79 @@ ENGINE_SETTINGS = (
         parsers.parse_seconds,
         LINK_DEFAULTS.heartbeat_s,
         "SECONDS",
-        "ping each engine and replica every",
+        "interval between pings of each engine and replica",
     ),
     Setting(
         "engine_heartbeat_timeout_s",
         parsers.parse_seconds,
         LINK_DEFAULTS.heartbeat_timeout_s,
         "SECONDS",
-        "a silent engine or replica is lost after",
+        "silence after which the connection to an engine or replica counts as lost",
     ),
     Setting(
         "engine_connect_timeout_s",
         parsers.parse_seconds,
         LINK_DEFAULTS.connect_timeout_s,
         "SECONDS",
-        "until a connection to one is made, or tried again",
+        "time allowed to connect to an engine or replica before another attempt",
     ),
     Setting(
         "engine_handshake_timeout_s",
         parsers.parse_seconds,
         LINK_DEFAULTS.handshake_timeout_s,
         "SECONDS",
-        "until it has answered there",
+        "time allowed for the ZMTP handshake with an engine or replica",
     ),
     Setting(
         "engine_reconnect_s",
         parsers.parse_seconds,
         LINK_DEFAULTS.reconnect_s,
         "SECONDS",
-        "pause before another attempt, doubled with each that fails",
+        "pause before the first reconnection attempt; each failure doubles the pause",
     ),
     Setting(
         "engine_reconnect_max_s",
         parsers.parse_seconds,
         LINK_DEFAULTS.reconnect_max_s,
         "SECONDS",
-        "the longest of these pauses",
+        "longest pause between reconnection attempts",
     ),
     Setting(
         "engine_stale_s",
         parsers.parse_seconds,
         STALE_AFTER_S,
         "SECONDS",
-        "disconnected, after which a stream is stale, and one that says nothing is reported",
+        "time after which a disconnected stream is stale and a silent stream is reported",
     ),
     Setting(
         "engine_queue_messages",
         parsers.within(0, I32_MAX),
         LINK_DEFAULTS.queue_messages,
         "N",
-        "batches of an engine that wait to be applied; beyond it gaps; 0 is unbounded",
+        "maximum number of unapplied batches of an engine; further batches are dropped and "
+        "leave a gap; 0: unlimited",
     ),
     Setting(
         "engine_queue_bytes",
         parsers.within(0, 2**40),
         LINK_DEFAULTS.queue_bytes,
         "BYTES",
-        "that these may take, with 16 for each; 0 is unbounded",
+        "maximum size of the unapplied batches of an engine, with 16 bytes added for each "
+        "batch; 0: unlimited",
     ),
     Setting(
         "engine_message_bytes",
         parsers.within(64 * 1024, I32_MAX),  # the decoder takes no more
         LINK_DEFAULTS.max_message_bytes,
         "BYTES",
-        "of a batch; a longer one costs the connection",
+        "maximum size of a batch; a larger batch closes the connection",
     ),
     Setting(
         "replay_idle_s",
         parsers.parse_seconds,
         REPLAY_DEFAULTS.idle_s,
         "SECONDS",
-        "that a replay goes on without a batch of use",
+        "time allowed between two useful batches of a replay",
         live=True,
     ),
     Setting(
@@ -648,7 +677,7 @@ ENGINE_SETTINGS = (
         parsers.parse_seconds,
         REPLAY_DEFAULTS.total_s,
         "SECONDS",
-        "that it takes in all, with the wait for its turn",
+        "total time allowed for a replay, including the wait for its turn",
         live=True,
     ),
     Setting(
@@ -656,7 +685,7 @@ ENGINE_SETTINGS = (
         parsers.parse_pause,
         REPLAY_DEFAULTS.spare_s,
         "SECONDS",
-        "for which an engine is not asked again after one that brought nothing",
+        "pause before an engine is asked again after a replay that brought nothing",
         live=True,
     ),
     Setting(
@@ -664,7 +693,7 @@ ENGINE_SETTINGS = (
         COUNT,
         REPLAY_DEFAULTS.max_messages,
         "N",
-        "messages of one answer",
+        "maximum number of messages in a replay",
         live=True,
     ),
     Setting(
@@ -672,7 +701,7 @@ ENGINE_SETTINGS = (
         parsers.within(64 * 1024, 2**40),
         REPLAY_DEFAULTS.max_bytes,
         "BYTES",
-        "of one answer",
+        "maximum size of a replay",
         live=True,
     ),
     Setting(
@@ -680,7 +709,7 @@ ENGINE_SETTINGS = (
         parsers.within(1, 4096),  # three descriptors each
         REPLAY_DEFAULTS.at_once,
         "N",
-        "replays under way",
+        "maximum number of concurrent replays",
         live=True,
     ),
 )
@@ -691,7 +720,8 @@ INDEX_SETTINGS = (
         parsers.within(0, 2**40),
         0,
         "BLOCKS",
-        "of all models and tenants, and as many (rank, block) pairs; 0 is as many as fit",
+        "maximum number of indexed blocks over all models and tenants, and of (rank, "
+        "block) pairs; 0: unlimited",
         live=True,
     ),
     Setting(
@@ -699,7 +729,7 @@ INDEX_SETTINGS = (
         COUNT,
         MAX_PARTITIONS,
         "N",
-        "models and tenants that each face knows",
+        "maximum number of (model, tenant) pairs on each face",
         live=True,
     ),
     Setting(
@@ -707,7 +737,7 @@ INDEX_SETTINGS = (
         parsers.within(1, 1024),
         MAX_DUMPS,
         "N",
-        "dumps of the index under way",
+        "maximum number of concurrent dumps of the index",
     ),
 )
 
@@ -717,14 +747,16 @@ CURVE_SETTINGS = (
         parsers.parse_path,
         None,
         "FILE",
-        "secret key of this process, to engines and replicas that speak CURVE (default: any)",
+        "file with this process's CURVE secret key for engines and replicas (default: a "
+        "fresh key at each start)",
     ),
     Setting(
         "replica_sync_client_keys",
         parsers.parse_path,
         None,
         "FILE",
-        "public keys of replicas, one a line: nobody else hears of requests (default: everybody)",
+        "file with the CURVE public keys of the replicas that may subscribe to requests, "
+        "one per line (default: any replica may)",
     ),
 )
 
@@ -737,7 +769,7 @@ HTTP_SETTINGS = (
         parsers.parse_positive,
         HTTP_DEFAULTS.connections,
         "N",
-        "HTTP connections per listener",
+        "maximum number of HTTP connections per listener",
         live=True,
     ),
     Setting(
@@ -745,7 +777,7 @@ HTTP_SETTINGS = (
         parsers.parse_seconds,
         HTTP_DEFAULTS.idle_seconds,
         "SECONDS",
-        "idle HTTP connections close after",
+        "time after which an idle HTTP connection is closed",
         live=True,
     ),
     Setting(
@@ -753,7 +785,7 @@ HTTP_SETTINGS = (
         parsers.parse_seconds,
         HTTP_DEFAULTS.graceful_seconds,
         "SECONDS",
-        "time that open requests get at shutdown",
+        "time allowed for open requests to finish at shutdown",
         live=True,
     ),
     Setting(
@@ -761,70 +793,129 @@ HTTP_SETTINGS = (
         parsers.at_least(DEFAULT_BODY_LIMIT),
         HTTP_DEFAULTS.body_bytes,
         "BYTES",
-        "of a question's or workers' body; all others may have 2 MiB",
+        "maximum size of the body of a query or of a worker registration; other bodies may "
+        "have 2 MiB",
     ),
     Setting(
         "http_bodies_bytes",
         parsers.at_least(DEFAULT_BODY_LIMIT),
         HTTP_DEFAULTS.bodies_bytes,
         "BYTES",
-        "of all bodies that a listener is receiving",
+        "maximum total size of the request bodies that a listener is receiving",
     ),
     Setting(
         "http_head_bytes",
         parsers.at_least(LEAST_HEAD_BYTES),
         HTTP_DEFAULTS.head_bytes,
         "BYTES",
-        "of a request's head",
+        "maximum size of a request head",
     ),
     Setting(
         "http_headers",
         parsers.at_least(LEAST_HEADERS),
         HTTP_DEFAULTS.headers,
         "N",
-        "headers of a request",
+        "maximum number of headers of a request",
     ),
     Setting(
         "http_url_bytes",
         parsers.at_least(LEAST_HEAD_BYTES),
         HTTP_DEFAULTS.url_bytes,
         "BYTES",
-        "of its target",
+        "maximum length of the request target",
     ),
     Setting(
         "http_head_s",
         parsers.parse_seconds,
         HTTP_DEFAULTS.head_seconds,
         "SECONDS",
-        "from its first byte to the end of its head",
+        "time allowed to receive a request head",
     ),
     Setting(
         "http_body_s",
         parsers.parse_seconds,
         HTTP_DEFAULTS.body_seconds,
         "SECONDS",
-        "from there to the end of its body",
+        "time allowed to receive a request body",
     ),
     Setting(
         "http_handler_s",
         parsers.parse_seconds,
         HTTP_DEFAULTS.handler_seconds,
         "SECONDS",
-        "until an answer that waits for something begins",
+        "time allowed until the answer to a waiting request begins",
     ),
     Setting(
         "http_send_s",
         parsers.parse_seconds,
         HTTP_DEFAULTS.send_seconds,
         "SECONDS",
-        "without a client taking a byte of its answer",
+        "time allowed without the client reading a byte of the answer",
     ),
     Setting(
         "http_linger_s",
         parsers.parse_seconds,
         HTTP_DEFAULTS.linger_seconds,
         "SECONDS",
-        "in which a refused client may go on sending",
+        "time a refused client may keep sending before its connection is closed",
+    ),
+)
+
+BIND_SETTINGS = (
+    Setting(
+        "indexer_bind",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_INDEXER_BIND,)),
+        BINDS,
+        "addresses of the KV indexer",
+    ),
+    Setting(
+        "slot_tracker_bind",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_SLOT_TRACKER_BIND,)),
+        BINDS,
+        "addresses of the slot tracker",
+    ),
+    Setting(
+        "selection_bind",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_SELECTION_BIND,)),
+        BINDS,
+        "addresses of the selection service",
+    ),
+    Setting(
+        "conductor_bind",
+        parsers.parse_face_binds,
+        Binds((DEFAULT_CONDUCTOR_BIND,)),
+        BINDS,
+        "addresses of the conductor",
+    ),
+)
+
+LOG_SETTINGS = (
+    Setting(
+        "log_level",
+        parsers.parse_level,
+        "info",
+        "LEVEL",
+        f"lowest level that is logged, one of {', '.join(LEVELS)}",
+        live=True,
+    ),
+    Setting(
+        "log_format",
+        parsers.parse_log_form,
+        "logfmt",
+        "|".join(FORMS),
+        "format of the log lines on stderr",
+        live=True,
+    ),
+    Setting(
+        "access_log",
+        parsers.parse_switch,
+        False,
+        "BOOL",
+        "whether kvd logs every HTTP request",
+        live=True,
     ),
 )
 
@@ -834,44 +925,16 @@ DAEMON_SETTINGS = (
         parsers.parse_u32,
         0,
         "N",
-        "instances that must be registered before any is listened to",
+        "number of instances that must register before kvd subscribes to any of them",
         borrowed="DYN_ROUTER_MIN_INITIAL_WORKERS",
         empty_is_wrong=True,
-    ),
-    Setting(
-        "indexer_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_INDEXER_BIND,)),
-        BINDS,
-        "where the KV indexer listens",
-    ),
-    Setting(
-        "slot_tracker_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_SLOT_TRACKER_BIND,)),
-        BINDS,
-        "where the slot tracker listens",
-    ),
-    Setting(
-        "selection_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_SELECTION_BIND,)),
-        BINDS,
-        "where the selection service listens",
-    ),
-    Setting(
-        "conductor_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_CONDUCTOR_BIND,)),
-        BINDS,
-        "where the conductor listens",
     ),
     Setting(
         "request_expiry_s",
         parsers.parse_positive,
         300,
         "SECONDS",
-        "a request is forgotten when it is older than",
+        "age at which a live request is dropped",
         borrowed="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
         live=True,
     ),
@@ -880,54 +943,37 @@ DAEMON_SETTINGS = (
         parsers.within(1, MAX_REQUESTS),
         MAX_REQUESTS,
         "N",
-        "live requests of a model and tenant, on the slot tracker, and on the selection service",
+        "maximum number of live requests per model and tenant, on the slot tracker and on "
+        "the selection service each",
     ),
     Setting(
         "max_request_blocks",
         parsers.within(1, MAX_REQUEST_BLOCKS),
         MAX_REQUEST_BLOCKS,
         "BLOCKS",
-        "of these, on both together",
+        "maximum number of blocks of live requests per model and tenant, on the slot "
+        "tracker and the selection service together",
     ),
     Setting(
         "queues_messages",
         parsers.within(0, 2**40),
         MAX_QUEUED_MESSAGES,
         "N",
-        "messages of all engines and replicas that wait; 0 is unbounded",
+        "maximum number of unapplied messages of all engines and replicas; 0: unlimited",
     ),
     Setting(
         "queues_bytes",
         parsers.within(0, 2**40),
         MAX_QUEUED_BYTES,
         "BYTES",
-        "that these may take; 0 is unbounded",
+        "maximum total size of the unapplied messages of all engines and replicas; 0: unlimited",
     ),
     Setting(
         "metrics_ranks",
         parsers.parse_u32,
         1000,
         "N",
-        "/metrics shows loads rank by rank while no more ranks are registered than",
-        live=True,
-    ),
-    Setting(
-        "log_level", parsers.parse_level, "info", "LEVEL", f"one of {', '.join(LEVELS)}", live=True
-    ),
-    Setting(
-        "log_format",
-        parsers.parse_log_form,
-        "logfmt",
-        "|".join(FORMS),
-        "form of the lines on stderr",
-        live=True,
-    ),
-    Setting(
-        "access_log",
-        parsers.parse_switch,
-        False,
-        "BOOL",
-        "whether each HTTP request is a line of the log",
+        "largest number of registered ranks for which /metrics shows loads rank by rank",
         live=True,
     ),
 )
@@ -966,8 +1012,13 @@ WITHOUT_EFFECT = {
     "router-tracking-key-id": _NO_KEYS,
 }
 
+# What everybody sets: the help of a command shows it first, together with the flags that are no
+# settings.
+COMMON = "Common"
+
+# By subject, in the order of the help, the manual and the documentation.
 GROUPS = {
-    "Workers known from the start": WORKER_SETTINGS,
+    COMMON: (*BIND_SETTINGS, *WORKER_SETTINGS, *LOG_SETTINGS),
     "Recovery": PEER_SETTINGS,
     "Replicas": REPLICA_SETTINGS,
     "Routing": ROUTER_SETTINGS,

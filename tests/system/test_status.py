@@ -222,7 +222,7 @@ def test_a_face_that_answers_in_place_of_another_is_told(
         off = [f"--{name}-bind=off" for name in LISTS if name != face]
         code, shown = status(capsys, f"{flag}={other.partition('=')[2]}", *off)
         assert code == 2
-        assert shown["faces"][face]["error"] == f"what answers there is no kvd {face}"
+        assert shown["faces"][face]["error"] == f"the server at this address is not a kvd {face}"
 
 
 def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
@@ -285,7 +285,7 @@ def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_p
         for flags, status_ in (([], 401), ([f"--token-file={tmp_path / 'token'}"], 403)):
             assert main(["status", "--interval=0", bind, *off, *flags]) == 2
             said = capsys.readouterr().out
-            assert f"/metrics: {status_} " in said and "--token-file names a file" in said
+            assert f"/metrics: {status_} " in said and "--token-file needs a file" in said
 
 
 def test_only_faces_that_are_on_are_asked() -> None:
