@@ -13,33 +13,44 @@ sleeps here, on the same set of descriptors, and serves what comes to the lanes.
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
    ends the stay, and trio looks at everything anew.
 2. A process without requests never stays: trio sleeps as usual.
+3. Nothing depends on it: with a trio that has renamed what is used here, requests wake trio.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NoReturn
 
 import trio
-from trio._core import _run
 
 from kvd.http.fast_path import FastPath, serve_between
+from kvd.telemetry.logs import get_logger
 
 # Time without a request after which trio waits again: clients that ask less often wake trio.
 LINGER_S = 0.05
+
+# Trio has no public name for its set of descriptors and its tasks that can run.
+EPOLL = "_core._run.GLOBAL_RUN_CONTEXT.runner.io_manager._epoll"
+RUNNABLE = "_core._run.GLOBAL_RUN_CONTEXT.runner.runq"
+
+log = get_logger(__name__)
 
 _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("interlude", None)
 
 
 class IdlePoller(trio.abc.Instrument):
-    """One for all lanes of a run of trio."""
+    """One for all lanes of a run of trio; an instrument only if it is usable."""
 
     def __init__(self, budget_ns: int) -> None:
-        # Trio has no public name for its set of descriptors and its tasks that can run.
-        runner = _run.GLOBAL_RUN_CONTEXT.runner
-        self._others = runner.io_manager._epoll.fileno()
-        self._runnable = runner.runq
+        try:
+            self._others = attrgetter(EPOLL)(trio).fileno()
+            self._runnable = attrgetter(RUNNABLE)(trio)
+            self.usable = True
+        except AttributeError as error:
+            self.usable = False
+            log.warning("idle_poller_off", reason=error, trio=trio.__version__)
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
         self.fast_paths: list[FastPath] = []
@@ -71,14 +82,16 @@ def interlude(fast_path: FastPath, budget_ns: int) -> Iterator[IdlePoller]:
     if here is None:
         here = IdlePoller(budget_ns)
         _current.set(here)
-        trio.lowlevel.add_instrument(here)
+        if here.usable:
+            trio.lowlevel.add_instrument(here)
     here.fast_paths.append(fast_path)
     try:
         yield here
     finally:
         here.fast_paths.remove(fast_path)
         if not here.fast_paths:
-            trio.lowlevel.remove_instrument(here)
+            if here.usable:
+                trio.lowlevel.remove_instrument(here)
             _current.set(None)
 
 

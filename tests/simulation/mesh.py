@@ -32,7 +32,8 @@ from kvd.wire.early import EARLY_STEPS_S
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Face, Lifecycle, Outcome, decode, encode
 from kvd_core.json.scan import BodyScanner
-from tests.support.selecting import BLOCK_SIZE, Listeners, look, worker
+from tests.support.idle_listeners import IdleListeners
+from tests.support.selecting import BLOCK_SIZE, look, worker
 
 KEY = PartitionKey("m", "t")
 WORKERS = (1, 2)
@@ -67,7 +68,7 @@ class Replica:
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.selections = Selections(
             state,
-            Registry(state, Listeners()),
+            Registry(state, IdleListeners()),
             options,
             EXPIRY_S,
             rng,

@@ -7,8 +7,6 @@ from array import array
 from random import Random
 from typing import Any
 
-import trio
-
 from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
@@ -20,35 +18,15 @@ from kvd.selection.options import RouterOptions
 from kvd.selection.requests import Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
-from kvd.wire.event_stream import EventStream
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.selector.settings import Settings
+from tests.support.idle_listeners import IdleListeners
 
 M = PartitionKey("m", "t")
 N = PartitionKey("n", "t")
 BLOCK_SIZE = 4
 EXPIRY_S = 100.0
-
-
-class Listeners:
-    """Listeners that read nothing; ending one takes a while, as long as `slow` is set."""
-
-    def __init__(self) -> None:
-        self.running: dict[RankKey, EventStream] = {}
-        self.starts = 0
-        self.slow = True
-
-    def start(self, key: RankKey, listener: EventStream) -> None:
-        if key in self.running:
-            raise KeyError(key)
-        self.running[key] = listener
-        self.starts += 1
-
-    async def stop(self, key: RankKey) -> bool:
-        if self.slow:
-            await trio.lowlevel.checkpoint()
-        return self.running.pop(key, None) is not None
 
 
 class Service:
@@ -64,7 +42,7 @@ class Service:
     ) -> None:
         self.now = 1000.0
         self.state = State()
-        self.listeners = Listeners()
+        self.listeners = IdleListeners()
         self.registry = Registry(self.state, self.listeners, ListenerCapacity(max_ranks))
         self.options = options or RouterOptions()
         self.selections = Selections(

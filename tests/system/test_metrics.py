@@ -35,18 +35,9 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 from tests.support.exposition import parse
+from tests.support.idle_listeners import IdleListeners
 from tests.support.processes import Server
 from tests.support.running import running
-
-
-class Idle:
-    """Listeners that read nothing."""
-
-    def start(self, key: RankKey, listener: EventStream) -> None:
-        pass
-
-    async def stop(self, key: RankKey) -> bool:
-        return False
 
 
 class NoStream:
@@ -194,7 +185,7 @@ def test_parked_blocks_that_lacked_their_salt_are_counted() -> None:
 async def test_forgotten_places_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvd.index.registry, "MAX_LEFT_PLACES", 2)
     state = State()
-    registry = Registry(state, Idle())
+    registry = Registry(state, IdleListeners())
     for instance_id in range(5):
         key = RankKey(PartitionKey("m", "a"), instance_id, 0)
         registry.register(key, "tcp://127.0.0.1:1", 16, None)

@@ -22,6 +22,7 @@ from kvd.index.peers import Peers
 from kvd.index.registry import LEFT_PAIR_S, MAX_LEFT_PAIRS, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd_core.index.prefix_index import TIERS
+from tests.support.idle_listeners import IdleListeners
 from tests.support.running import running_kvd
 
 BLOCK = 4
@@ -92,18 +93,9 @@ def ask(routes: dict[str, Route], path: str, body: bytes) -> bytes:
     return answer
 
 
-class Nobody:
-    """Listeners that hear nothing."""
-
-    def start(self, key: object, listener: object) -> None: ...
-
-    async def stop(self, key: object) -> bool:
-        return False
-
-
 def made() -> tuple[State, Registry, dict[str, Route]]:
     state = State()
-    registry = Registry(state, Nobody())
+    registry = Registry(state, IdleListeners())
     routes = indexer.routes(state, registry, Peers(), indexer.dumps_bound(8))
     return state, registry, {route.path: route for route in routes}
 

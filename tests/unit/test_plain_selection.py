@@ -26,7 +26,7 @@ from kvd.faces.selection.routes import selection_routes
 from kvd.http.types import Request, Response, Route
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
-from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.selection.candidates import schedulable
 from kvd.selection.options import THRESHOLDS, RouterOptions
 from kvd.selection.requests import QueuedRequest, SelectRequest
@@ -34,7 +34,6 @@ from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL, Role, WorkerRecord
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
-from kvd.wire.event_stream import EventStream
 from kvd.wire.lifecycle import Lifecycle
 from kvd_core.base.draws import Draws
 from kvd_core.base.hashing import sequence_hashes
@@ -43,6 +42,7 @@ from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 from kvd_core.selector.choice_counts import CHOICE_PHASES
 from kvd_core.selector.selector import Pool
 from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from tests.support.idle_listeners import IdleListeners
 from tests.support.json_bodies import bodies, written
 
 Answer = tuple[int, bytes]
@@ -65,16 +65,6 @@ PLAIN = {SELECT, RESERVE, COMPLETE, FREE, PROJECT}
 TENANTS = st.sampled_from([DEFAULT_TENANT, "other"])
 
 
-class Deaf:
-    """Listeners that hear nothing."""
-
-    def start(self, key: RankKey, listener: EventStream) -> None:
-        pass
-
-    async def stop(self, key: RankKey) -> bool:
-        return False
-
-
 class Face:
     """A selection service with some live reservations, and its routes."""
 
@@ -91,7 +81,7 @@ class Face:
         )
         options = RouterOptions(weighing, max_held=max_held, **more)
         state = State()
-        registry = Registry(state, Deaf())
+        registry = Registry(state, IdleListeners())
         clocks = (lambda: NOW), (lambda: int(NOW * 1e9))
         ledgers = Ledgers()
         self.slots = SlotTrackers(300, ledgers)

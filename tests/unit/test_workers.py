@@ -12,7 +12,7 @@ from kvd.http.types import Request
 from kvd.index.partitions import State
 from kvd.index.registry import Registry, by_instance
 from kvd.model import PartitionKey, RankKey
-from tests.system.test_metrics import Idle
+from tests.support.idle_listeners import IdleListeners
 
 RANKS = 2_000
 SOMEWHERE = "tcp://127.0.0.1:1"
@@ -21,7 +21,7 @@ SOMEWHERE = "tcp://127.0.0.1:1"
 class Fleet:
     def __init__(self, instances: int) -> None:
         self.state = State()
-        self.registry = Registry(self.state, Idle())
+        self.registry = Registry(self.state, IdleListeners())
         for number in range(RANKS):
             key = RankKey(PartitionKey("m", "t"), number % instances, number // instances)
             self.registry.register(key, SOMEWHERE, 16, None)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from threading import Event as ThreadEvent
 from typing import Any
 
 import pytest
 import trio
 
+from kvd.http import idle_poll
 from kvd.http.fast_path import FastPath
-from kvd.http.idle_poll import interlude
+from kvd.http.idle_poll import EPOLL, RUNNABLE, interlude
 from kvd.http.permits import PermitRules
 from kvd.http.types import Request, Response, Route
+from tests.support.loglines import logged
 from tests.support.serving import PATIENT, ROUTES, Running, serving
 
 REQUEST = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
@@ -164,3 +169,45 @@ def test_a_bug_between_passes_ends_the_run() -> None:
     cause = caught.value.__cause__
     assert isinstance(cause, BaseExceptionGroup)
     assert cause.split(ZeroDivisionError)[1] is None
+
+
+# ---- the private names of trio
+
+# Every name on the way to what is used, by the path to it from `trio`.
+NAMES = sorted(
+    {path[:end] for path in (EPOLL, RUNNABLE) for end, at in enumerate(path + ".") if at == "."}
+)
+
+
+@pytest.mark.parametrize("path", NAMES)
+async def test_the_installed_trio_has_this_name(path: str) -> None:
+    try:
+        attrgetter(path)(trio)
+    except AttributeError as error:
+        pytest.fail(
+            f"trio {trio.__version__} has renamed trio.{path} ({error}): kvd serves without its "
+            "idle poller, and slower, until kvd/http/idle_poll.py says the new name"
+        )
+
+
+async def test_what_the_names_stand_for() -> None:
+    assert isinstance(attrgetter(EPOLL)(trio), select.epoll)
+    assert len(attrgetter(RUNNABLE)(trio)) == 0  # this task runs, and there is no other
+
+
+@pytest.mark.parametrize("path", NAMES)
+async def test_without_a_name_requests_are_served(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trio itself needs its names, so it is kvd that asks for one that trio does not have."""
+    for constant in ("EPOLL", "RUNNABLE"):
+        used = getattr(idle_poll, constant)
+        monkeypatch.setattr(idle_poll, constant, re.sub(rf"^{path}\b", f"{path}_of_old", used))
+    with logged() as lines:
+        async with serving(**CALM) as one, serving(**CALM) as other:
+            for running in (one, other):
+                assert await trio.to_thread.run_sync(ask, running, REQUEST, MANY) == MANY
+            assert one.front.stats.requests == other.front.stats.requests == MANY
+        (line,) = [line for line in lines().splitlines() if "idle_poller_off" in line]
+        assert "level=warning" in line
+        assert f"{path.rpartition('.')[2]}_of_old" in line

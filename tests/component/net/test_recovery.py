@@ -30,9 +30,9 @@ from kvd.net.recovery import (
     settle,
 )
 from kvd.wire.dump import BINARY_DUMP, wants_binary
-from kvd.wire.event_stream import EventStream
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.support.dumps import binary_of, dump_json, event, read, rows_of
+from tests.support.idle_listeners import IdleListeners
 from tests.support.serving import serving
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
@@ -43,26 +43,13 @@ GOOD = dump_json(event([(1, 1), (2, 2)], worker=7), event([(1, 1)], worker=8, dp
 Serve = Callable[[trio.SocketStream], Awaitable[None]]
 
 
-class Idle:
-    """Listeners that read nothing."""
-
-    def __init__(self) -> None:
-        self.listeners: dict[RankKey, EventStream] = {}
-
-    def start(self, key: RankKey, listener: EventStream) -> None:
-        self.listeners[key] = listener
-
-    async def stop(self, key: RankKey) -> None:
-        del self.listeners[key]
-
-
 class Replica:
     """An indexer's state without its daemon."""
 
     def __init__(self) -> None:
         self.state = State()
-        self.idle = Idle()
-        self.registry = Registry(self.state, self.idle)
+        self.listeners = IdleListeners()
+        self.registry = Registry(self.state, self.listeners)
         self.stats = RecoveryStats()
 
     def register(self, instance_id: int, block_size: int = 16, rank: int = 0) -> None:
@@ -410,7 +397,7 @@ async def test_a_worker_that_registers_keeps_its_blocks() -> None:
 async def test_an_engine_that_was_started_again_unheard_is_not_credited_with_a_dump() -> None:
     fresh = await restored()
     fresh.register(7)
-    (listener,) = fresh.idle.listeners.values()
+    (listener,) = fresh.listeners.running.values()
     listener.connecting()
     listener.joined()
     listener.take(0, msgpack.packb([1.5, [], None]))
@@ -421,7 +408,7 @@ async def test_an_engine_that_was_started_again_unheard_is_not_credited_with_a_d
 async def test_a_dump_is_kept_and_not_exact_when_its_engine_is_heard_in_the_middle() -> None:
     fresh = await restored()
     fresh.register(7)
-    (listener,) = fresh.idle.listeners.values()
+    (listener,) = fresh.listeners.running.values()
     listener.take(4, msgpack.packb([1.5, [], None]))
     listener.judge()
     listener.apply_held()
@@ -539,7 +526,7 @@ async def test_restored_ranks_settle_when_they_have_been_listened_to(
         pass
     await fresh.unregister(8)
     assert fresh.state.unsettled == {(PARTITION, 7)}
-    (listener,) = fresh.idle.listeners.values()
+    (listener,) = fresh.listeners.running.values()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(settle, fresh.state, fresh.registry)
         await trio.sleep(3 * SETTLED_AFTER_S)
