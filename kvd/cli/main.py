@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -38,7 +38,7 @@ CommandResult = tuple[str, int]  # what a command writes to standard output, and
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line, and where it is told what would be right.
 
-    The usage of most commands has dozens of lines, above which that one is not found.
+    The usage of a command does not help: it has no room for dozens of flags.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -129,11 +129,10 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
         allow_abbrev=False,
     )
     add_file(serve)
-    for setting in settings.SETTINGS:
-        add_setting(serve, setting)
     serve.add_argument(
         "--demo", action="store_true", help="run two simulated engines and a live display"
     )
+    add_settings(serve, settings.SETTINGS)
     add_without_effect(serve)
     serve.set_defaults(given=serve_settings)
 
@@ -146,9 +145,8 @@ def add_indexer(commands: Any) -> None:
     )
     add_address(indexer, settings.DEFAULT_INDEXER_BIND)
     add_threads(indexer)
-    for setting in settings.WORKER_SETTINGS + settings.PEER_SETTINGS:
-        add_setting(indexer, setting)
     indexer.add_argument("--routing-group", metavar="NAME", help="alias of --tenant-id")
+    add_face_settings(indexer, settings.WORKER_SETTINGS + settings.PEER_SETTINGS)
     indexer.set_defaults(given=indexer_settings, demo=False)
 
 
@@ -159,8 +157,7 @@ def add_slot_tracker(commands: Any) -> None:
         "the slot tracker alone, with the flags of `python -m dynamo.slot_tracker`",
     )
     add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
-    for setting in settings.REPLICA_SETTINGS:
-        add_setting(slot_tracker, setting)
+    add_face_settings(slot_tracker, settings.REPLICA_SETTINGS)
     slot_tracker.set_defaults(given=slot_tracker_settings, demo=False)
 
 
@@ -178,8 +175,7 @@ def add_select_service(commands: Any) -> None:
         metavar="URL,...",
         help="selection services to recover the index from at startup",
     )
-    for setting in settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS:
-        add_setting(service, setting)
+    add_face_settings(service, settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS)
     add_without_effect(service)
     service.set_defaults(given=select_service_settings, demo=False)
 
@@ -189,8 +185,7 @@ def add_conductor(commands: Any) -> None:
         commands, "conductor", "the conductor alone, with Mooncake's indexer API over KV events"
     )
     add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
-    for setting in settings.CONDUCTOR_SETTINGS:
-        add_setting(conductor, setting)
+    add_face_settings(conductor, settings.CONDUCTOR_SETTINGS)
     conductor.set_defaults(given=conductor_settings, demo=False)
 
 
@@ -205,8 +200,6 @@ def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_file(parser)
-    for setting in settings.FACE_SETTINGS:
-        add_setting(parser, setting)
     return parser
 
 
@@ -228,8 +221,7 @@ def add_config(commands: Any) -> None:
             allow_abbrev=False,
         )
         add_file(one)
-        for setting in settings.SETTINGS:
-            add_setting(one, setting)
+        add_settings(one, settings.SETTINGS)
         one.set_defaults(given=serve_settings, demo=False, command=run)
     add_config_docs(actions)
 
@@ -282,16 +274,14 @@ def add_status(commands: Any) -> None:
         help="report the health of a running daemon",
         description="Reports the health of a running daemon: its registrations, its index, its "
         "live requests, its rates, and the workers whose event streams are inexact. It asks each "
-        "face at the address in the file, the environment or the flags. Without --config it reads the "
-        f"service's file, {config.SERVICE_FILE}, if that is readable.",
+        "face at the address in the file, the environment or the flags. Without --config it reads "
+        f"the service's file, {config.SERVICE_FILE}, if that is readable.",
         epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
         "be selected or a model never matches, 2 a face does not answer.",
         allow_abbrev=False,
     )
     add_file(parser)
-    for setting in settings.SETTINGS:
-        if setting.name in config.FACE_BINDS:
-            add_setting(parser, setting)
+    add_settings(parser, settings.BIND_SETTINGS)
     parser.add_argument(
         "--interval",
         type=_usage(parsers.parse_pause),
@@ -412,7 +402,25 @@ def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> No
     )
 
 
-def add_setting(parser: argparse.ArgumentParser, setting: parsers.Setting) -> None:
+def add_face_settings(parser: argparse.ArgumentParser, chosen: tuple[parsers.Setting, ...]) -> None:
+    """Adds the settings of a command that runs one face alone."""
+    add_settings(parser, chosen + settings.FACE_SETTINGS)
+
+
+def add_settings(parser: argparse.ArgumentParser, chosen: Iterable[parsers.Setting]) -> None:
+    """Adds the flags of settings, the common ones first, then each subject under its title."""
+    # A usage with every flag fills a screen, and the common ones are not found below it.
+    parser.usage = "%(prog)s [options]"
+    by_name = {setting.name: setting for setting in chosen}
+    for title, group in settings.GROUPS.items():
+        found = [by_name[setting.name] for setting in group if setting.name in by_name]
+        if found:
+            target = parser if title == settings.COMMON else parser.add_argument_group(title)
+            for setting in found:
+                add_setting(target, setting)
+
+
+def add_setting(parser: argparse._ActionsContainer, setting: parsers.Setting) -> None:
     """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
     default = "" if setting.default is None else f" (default {setting.default})"
     names = [setting.flag] if setting.also is None else [setting.flag, setting.also]

@@ -861,16 +861,7 @@ HTTP_SETTINGS = (
     ),
 )
 
-DAEMON_SETTINGS = (
-    Setting(
-        "min_initial_workers",
-        parsers.parse_u32,
-        0,
-        "N",
-        "number of instances that must register before kvd subscribes to any of them",
-        borrowed="DYN_ROUTER_MIN_INITIAL_WORKERS",
-        empty_is_wrong=True,
-    ),
+BIND_SETTINGS = (
     Setting(
         "indexer_bind",
         parsers.parse_face_binds,
@@ -898,6 +889,45 @@ DAEMON_SETTINGS = (
         Binds((DEFAULT_CONDUCTOR_BIND,)),
         BINDS,
         "addresses of the conductor",
+    ),
+)
+
+LOG_SETTINGS = (
+    Setting(
+        "log_level",
+        parsers.parse_level,
+        "info",
+        "LEVEL",
+        f"lowest level that is logged, one of {', '.join(LEVELS)}",
+        live=True,
+    ),
+    Setting(
+        "log_format",
+        parsers.parse_log_form,
+        "logfmt",
+        "|".join(FORMS),
+        "format of the log lines on stderr",
+        live=True,
+    ),
+    Setting(
+        "access_log",
+        parsers.parse_switch,
+        False,
+        "BOOL",
+        "whether kvd logs every HTTP request",
+        live=True,
+    ),
+)
+
+DAEMON_SETTINGS = (
+    Setting(
+        "min_initial_workers",
+        parsers.parse_u32,
+        0,
+        "N",
+        "number of instances that must register before kvd subscribes to any of them",
+        borrowed="DYN_ROUTER_MIN_INITIAL_WORKERS",
+        empty_is_wrong=True,
     ),
     Setting(
         "request_expiry_s",
@@ -946,30 +976,6 @@ DAEMON_SETTINGS = (
         "largest number of registered ranks for which /metrics shows loads rank by rank",
         live=True,
     ),
-    Setting(
-        "log_level",
-        parsers.parse_level,
-        "info",
-        "LEVEL",
-        f"lowest level that is logged, one of {', '.join(LEVELS)}",
-        live=True,
-    ),
-    Setting(
-        "log_format",
-        parsers.parse_log_form,
-        "logfmt",
-        "|".join(FORMS),
-        "format of the log lines on stderr",
-        live=True,
-    ),
-    Setting(
-        "access_log",
-        parsers.parse_switch,
-        False,
-        "BOOL",
-        "whether kvd logs every HTTP request",
-        live=True,
-    ),
 )
 
 # Those that every command has which serves a face.
@@ -1006,8 +1012,13 @@ WITHOUT_EFFECT = {
     "router-tracking-key-id": _NO_KEYS,
 }
 
+# What everybody sets: the help of a command shows it first, together with the flags that are no
+# settings.
+COMMON = "Common"
+
+# By subject, in the order of the help, the manual and the documentation.
 GROUPS = {
-    "Workers known from the start": WORKER_SETTINGS,
+    COMMON: (*BIND_SETTINGS, *WORKER_SETTINGS, *LOG_SETTINGS),
     "Recovery": PEER_SETTINGS,
     "Replicas": REPLICA_SETTINGS,
     "Routing": ROUTER_SETTINGS,

@@ -26,7 +26,7 @@ from kvd.cli.main import (
 )
 from kvd.config.load import DEFAULTS, load
 from kvd.config.parsers import OFF, parse_face_binds
-from kvd.config.settings import SELECT_SERVICE_SETTINGS, SETTINGS
+from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.platform.descriptors import LEAST
 from tests.support.processes import (
     REPOSITORY,
@@ -342,6 +342,17 @@ def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"cannot listen on {bind}" in start(bind, pems["cert"], code=1)
     assert "cannot use" in start("127.0.0.1:0", pems["key"], os.EX_CONFIG)  # no certificate in it
+
+
+def test_help_shows_the_common_flags_first_and_the_others_by_subject() -> None:
+    text = run("serve", "--help").stdout
+    common, _, others = text.partition("\nRecovery:\n")
+    for setting in SETTINGS:
+        section = common if setting in GROUPS[COMMON] else others
+        assert f"\n  {setting.flag}" in section, setting.name
+    assert len(common.splitlines()) < 40  # a page
+    titles = re.findall(r"^(\S.*):$", others, re.MULTILINE)
+    assert titles == [title for title in GROUPS if title not in (COMMON, "Recovery")]
 
 
 def test_every_flag_is_said_to_have_the_variable_it_has() -> None:
