@@ -19,7 +19,7 @@ from kvd.http.certificates import TlsCredentials, load_terms
 from kvd.http.context import ServerContext
 from kvd.http.errors import PLAIN, Failures
 from kvd.http.front import Front
-from kvd.http.limits import GAUGES, HttpLimits, HttpStats
+from kvd.http.limits import GAUGES, STATS_HELP, HttpLimits, HttpStats
 from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.tls import TlsServer
@@ -141,10 +141,10 @@ class ApiServer:
             if self._sockets:
                 front = Front(routes, app, self._limits, self._context)
                 self.stats = front.stats
-                await self._start(nursery, front, self._sockets, stop, "kvd_http", "no TLS")
+                await self._start(nursery, front, self._sockets, stop, "kvd_http", "without TLS")
             if self._terms is not None:
                 server = TlsServer(routes, app, self._terms, self._limits, self._context)
-                await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "TLS")
+                await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "with TLS")
             task_status.started()
 
     def _bounded(self, route: Route) -> Route:
@@ -163,12 +163,15 @@ class ApiServer:
         what: str,
     ) -> None:
         self._servers.append(server)
-        help = f"HTTP server, addresses with {what}"
-        self.sources.append(lambda: _families(prefix, help, server.stats))
+        helps = {name: f"{help}, on addresses {what}" for name, help in STATS_HELP.items()}
+        self.sources.append(lambda: stats_families(prefix, server.stats, helps, GAUGES))
         await nursery.start(server.serve, sockets, stop)
 
     def _refusal_families(self) -> Iterator[Family]:
-        name, help = "kvd_http_refusals_total", "Requests of those who may not ask, by reason"
+        name, help = (
+            "kvd_http_refusals_total",
+            "Number of requests refused as unauthorized, by reason",
+        )
         yield by_label(name, "counter", help, "reason", self._context.authorizer.refused)
 
 
@@ -199,7 +202,3 @@ def read_files(tls: TlsFiles) -> TlsCredentials:
         return load_terms(tls)
     except ValueError as error:
         raise StartError(str(error)) from None
-
-
-def _families(prefix: str, help: str, stats: HttpStats) -> Iterator[Family]:
-    yield from stats_families(prefix, stats, help, GAUGES)

@@ -179,10 +179,10 @@ class Apis:
 
 def _recovery_families(known: Components) -> Iterator[Family]:
     stats = known.recovery
-    help = "Attempts to take a peer's state, by outcome"
+    help = "Number of attempts to recover from a peer, by outcome"
     name = "kvd_recovery_attempts_total"
     yield by_label(name, "counter", help, "outcome", stats.attempts)
-    yield gauge("kvd_recovery_blocks", "Blocks taken from a peer", stats.blocks)
-    yield gauge("kvd_recovery_seconds", "Time that took", stats.seconds)
-    help = "Peers refused at the bound"
+    yield gauge("kvd_recovery_blocks", "Number of blocks recovered from a peer", stats.blocks)
+    yield gauge("kvd_recovery_seconds", "Seconds taken to recover from a peer", stats.seconds)
+    help = "Number of peers refused at the limit"
     yield counter("kvd_peers_refused_total", help, known.peers.refused)

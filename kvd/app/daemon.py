@@ -447,20 +447,27 @@ class _Daemon:
 
     def _own_families(self) -> Iterator[Family]:
         """Yields what the process counts of itself, on every face."""
-        name, help = "kvd_config_reloads_total", "Times that the configuration was read again"
+        name, help = (
+            "kvd_config_reloads_total",
+            "Number of reloads of the configuration, by outcome",
+        )
         yield by_label(name, "counter", help, "outcome", self._reloads)
-        help = "Messages of engines and replicas that wait until they can be applied"
+        help = "Number of unapplied messages of engines and replicas"
         yield gauge("kvd_queued_messages", help, self._waiting.messages)
-        yield gauge("kvd_queued_bytes", "What these take", self._waiting.size_bytes)
+        yield gauge(
+            "kvd_queued_bytes",
+            "Total size of the unapplied messages of engines and replicas in bytes",
+            self._waiting.size_bytes,
+        )
         yield from self._heaps.metrics()
-        help = "Log lines dropped because nobody read them, or they could not be written"
+        help = "Number of log lines dropped because stderr could not take them"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
 
     def _outgoing_families(self) -> Iterator[Family]:
         outgoing = self._outgoing
         name, help = (
             "kvd_outgoing_refused_total",
-            "Addresses that may not be connected to, by stage",
+            "Number of outgoing addresses refused, by stage",
         )
         stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}
         yield by_label(name, "counter", help, "at", stages)

@@ -252,9 +252,9 @@ class FleetFileFollower:
             "failed": len(self._failed),
             "off": self._elsewhere,
         }
-        help = "Entries of the fleet file, by what became of them; off: their face is not served"
+        help = "Number of entries of the fleet file, by state; off: the face is not served"
         yield by_label("kvd_fleet_entries", "gauge", help, "state", states)
-        help = "Times that the fleet file was read"
+        help = "Number of reads of the fleet file, by outcome"
         yield by_label("kvd_fleet_reads_total", "counter", help, "outcome", self.reads)
 
 

@@ -76,3 +76,33 @@ class HttpStats:
     cut_at_stop: int = 0  # connections still busy when the graceful deadline passed
     handler_bugs: int = 0  # exceptions no handler should raise: answered 500
     bugs: int = 0  # exceptions in the server's own code
+
+
+# What /metrics says of each number of HttpStats.
+STATS_HELP = {
+    "connections_open": "Number of open connections",
+    "connections_waiting": "Number of open connections whose request waits for its handler",
+    "connections_total": "Number of connections accepted",
+    "connections_refused": "Number of connections answered 503 at the limit http_connections",
+    "connections_displaced": "Number of idle connections closed to accept new ones",
+    "accept_pauses": "Number of pauses in accepting for lack of file descriptors or memory",
+    "requests": "Number of request heads understood",
+    "requests_app": "Number of requests passed to the ASGI application",
+    "malformed": "Number of malformed requests answered 400",
+    "too_large": "Number of requests answered 413 for their body's size",
+    "bodies_refused": "Number of requests answered 503 at the limit http_bodies_bytes",
+    "head_too_large": "Number of requests answered 414 or 431 for their head's size",
+    "encoded": "Number of requests answered 415 for a compressed body",
+    "expectation_failed": "Number of requests answered 417",
+    "head_timeouts": "Number of connections closed after http_head_s",
+    "body_timeouts": "Number of requests ended after http_body_s",
+    "handler_timeouts": "Number of requests ended after http_handler_s",
+    "send_timeouts": "Number of connections closed after http_send_s",
+    "idle_timeouts": "Number of connections closed after http_idle_s",
+    "linger_timeouts": "Number of connections closed after http_linger_s",
+    "handshakes_failed": "Number of TLS handshakes failed",
+    "client_gone": "Number of clients that left during a request or a response",
+    "cut_at_stop": "Number of connections cut after http_graceful_s",
+    "handler_bugs": "Number of requests answered 500 for a bug in a handler",
+    "bugs": "Number of bugs in the HTTP server",
+}

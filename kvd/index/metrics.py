@@ -16,24 +16,24 @@ BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE)
 
 # Counters of a listener that are summed over all of them, and what each says.
 LISTENER_COUNTERS = {
-    "messages": "Well-formed messages of engines",
-    "payload_bytes": "Payload bytes of these",
-    "stale": "Messages ignored because their number had been passed",
-    "gaps": "Times that messages of an engine were missing",
-    "replayed": "Missing messages that a replay brought",
-    "lost": "Missing messages that were given up",
-    "dropped": "Messages that found no room among those that wait; they show as gaps",
-    "strays": "Messages in replays that were no answer to what was asked",
-    "spared_replays": "Replays not requested because the server had just been silent",
-    "restarts": "Engines that were started again",
-    "superseded": "Times that an engine's own history took the place of a peer's blocks",
-    "flawed": "Batches that could not be understood wholly",
-    "joins": "Connections on which an engine answered",
-    "losses": "Of these, connections that broke",
-    "crashes": "Bugs, each of which cost a batch and the connection",
-    "failures": "Sockets that could not be connected or had to be given up",
-    "unreachable": "Times that an engine could not be reached for engine_stale_s",
-    "silent": "Times that nothing came over a new connection for engine_stale_s",
+    "messages": "Number of well-formed messages received from engines",
+    "payload_bytes": "Total payload bytes of the messages received from engines",
+    "stale": "Number of messages ignored because their sequence number had been passed",
+    "gaps": "Number of gaps found in the messages of engines",
+    "replayed": "Number of missing messages recovered by replays",
+    "lost": "Number of missing messages given up as lost",
+    "dropped": "Number of messages dropped because the queue was full; each leaves a gap",
+    "strays": "Number of replay messages that answered no request",
+    "spared_replays": "Number of replays skipped because the previous replay had brought nothing",
+    "restarts": "Number of engine restarts detected",
+    "superseded": "Number of times that an engine's history replaced blocks of a dump",
+    "flawed": "Number of batches with a part that could not be read",
+    "joins": "Number of connections on which an engine answered",
+    "losses": "Number of established connections to engines that broke",
+    "crashes": "Number of bugs that cost a batch and its connection",
+    "failures": "Number of sockets to engines that could not be connected or had to be closed",
+    "unreachable": "Number of times that an engine stayed unreachable for engine_stale_s",
+    "silent": "Number of times that a new connection stayed silent for engine_stale_s",
 }
 
 
@@ -56,39 +56,59 @@ def listener_families(
             yield None
     help = "Number of ZMQ listeners by status"
     yield by_label("dynamo_kvindexer_listeners", "gauge", help, "status", statuses)
-    help = "Event streams by how far the index can be believed for them"
+    help = "Number of event streams by state: exact, degraded, recovering or stale"
     yield by_label("kvd_streams", "gauge", help, "state", streams)
-    help = "Event streams over which nothing has come for engine_stale_s, by why"
+    help = "Number of event streams without a message for engine_stale_s, by reason"
     yield by_label("kvd_quiet_streams", "gauge", help, "why", quiet)
     for name, help in LISTENER_COUNTERS.items():
         yield counter(f"kvd_listener_{name}_total", help, getattr(totals, name))
-    help = "Messages of engines refused for their shape"
+    help = "Number of messages of engines refused for their framing, by reason"
     bad = dict.fromkeys(BAD_MESSAGES, 0) | totals.bad_frames
     yield by_label("kvd_bad_messages_total", "counter", help, "reason", bad)
-    help = "Replays by how they ended"
+    help = "Number of replays, by how they ended"
     ends = dict.fromkeys(map(str, ReplayEnd), 0) | totals.replays
     yield by_label("kvd_replays_total", "counter", help, "end", ends)
 
 
 # Sums over all partitions: name of the family, key in PrefixIndex.stats(), help.
 INDEX_GAUGES = (
-    ("kvd_index_blocks", "blocks", "Distinct blocks in the index"),
-    ("kvd_index_chains", "chains", "Chains they are stored in"),
-    ("kvd_index_bytes", "bytes", "Memory of the index in bytes, estimated"),
-    ("kvd_parked_blocks", "parked_now", "Blocks whose parent is unknown, set aside"),
+    ("kvd_index_blocks", "blocks", "Number of distinct blocks in the index"),
+    ("kvd_index_chains", "chains", "Number of chains that store the blocks of the index"),
+    ("kvd_index_bytes", "bytes", "Estimated memory of the index in bytes"),
+    (
+        "kvd_parked_blocks",
+        "parked_now",
+        "Number of blocks set aside because their parent is unknown",
+    ),
 )
 # The same, those that have ended included (State.ended_totals).
 INDEX_COUNTERS = (
-    ("kvd_questions_total", "questions", "Prompts looked up while there were blocks"),
-    ("kvd_questions_matched_total", "matched", "Of these, those that some rank had a part of"),
-    ("kvd_parked_blocks_dropped_total", "parked_dropped", "Parked blocks lost to the bound"),
+    ("kvd_questions_total", "questions", "Number of prompts looked up while the index held blocks"),
+    (
+        "kvd_questions_matched_total",
+        "matched",
+        "Number of looked up prompts that matched at least one block",
+    ),
+    (
+        "kvd_parked_blocks_dropped_total",
+        "parked_dropped",
+        "Number of parked blocks dropped at the limit",
+    ),
     (
         "kvd_parked_blocks_unsalted_total",
         "parked_unsalted",
-        "Parked blocks placed that were hashed without the salt of their prompt",
+        "Number of parked blocks indexed although they were hashed without their prompt's salt",
     ),
-    ("kvd_unknown_blocks_removed_total", "removed_unknown", "Removals of blocks not held"),
-    ("kvd_rebound_blocks_total", "rebound", "Engine hashes that came back with other content"),
+    (
+        "kvd_unknown_blocks_removed_total",
+        "removed_unknown",
+        "Number of removals of blocks that the index did not hold",
+    ),
+    (
+        "kvd_rebound_blocks_total",
+        "rebound",
+        "Number of engine hashes that were announced again with other content",
+    ),
 )
 
 
@@ -110,21 +130,21 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
     help = "Number of active model+routing-group indexers"
     yield gauge("dynamo_kvindexer_models", help, len(state.partitions))
     yield gauge("dynamo_kvindexer_workers", "Number of registered worker instances", instances)
-    help = "Instances known from a peer's dump that have not registered"
+    help = "Number of instances known from a peer's dump that have not registered"
     yield gauge("kvd_recovered_workers", help, recovered)
-    help = "Models and tenants that are asked about and never match, although blocks are held"
+    help = "Number of indexed (model, tenant) pairs whose queries never match"
     yield gauge("kvd_unmatched_models", help, unmatched)
-    yield by_label("kvd_blocks", "gauge", "(rank, block) pairs by tier", "tier", held)
+    yield by_label("kvd_blocks", "gauge", "Number of (rank, block) pairs by tier", "tier", held)
     for family, name, help in INDEX_GAUGES:
         yield gauge(family, help, sums[name])
     for family, name, help in INDEX_COUNTERS:
         yield counter(family, help, sums[name])
     budget = state.budget
-    help = "Bound of the blocks and of the (rank, block) pairs, 0 without one"
+    help = "Maximum number of blocks and of (rank, block) pairs; 0 means unlimited"
     yield gauge("kvd_index_max_blocks", help, budget.max_blocks)
-    help = "(rank, block) pairs in the index, on whatever tiers"
+    help = "Number of (rank, block) pairs in the index over all tiers"
     yield gauge("kvd_index_pairs", help, budget.pairs)
-    help = "Blocks told that there was no room for, each time that they were"
+    help = "Number of announced blocks refused because the index was full"
     yield counter("kvd_index_refused_blocks_total", help, budget.refused)
     yield from _ingest_families(state)
 
@@ -132,15 +152,17 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
 def _ingest_families(state: State) -> Iterator[Family]:
     totals = state.ingest.as_dict()
     kinds = {kind: totals[kind] for kind in ("stored", "removed", "cleared")}
-    yield counter("kvd_batches_total", "Event batches applied", totals["batches"])
-    yield by_label("kvd_events_total", "counter", "Events understood", "type", kinds)
-    help = "Events understood that had no effect"
+    yield counter("kvd_batches_total", "Number of event batches applied", totals["batches"])
+    yield by_label(
+        "kvd_events_total", "counter", "Number of events understood, by type", "type", kinds
+    )
+    help = "Number of events understood but ignored, by reason"
     yield by_label("kvd_events_ignored_total", "counter", help, "reason", totals["ignored"])
-    help = "Events and batches that could not be read"
+    help = "Number of events and batches that could not be read, by reason"
     yield by_label("kvd_bad_events_total", "counter", help, "reason", totals["bad"])
-    help = "Partitions refused at the bound"
+    help = "Number of (model, tenant) pairs refused at the limit"
     yield counter("kvd_partitions_refused_total", help, state.refused_partitions)
-    help = "Partitions of a dump that gave way to a registration with another block size"
+    help = "Number of dumped (model, tenant) pairs replaced for another block size"
     yield counter("kvd_partitions_replaced_total", help, state.replaced_partitions)
-    help = "Unregistrations during recovery that were not noted, at the bound"
+    help = "Number of unregistrations during recovery that were not recorded, at the limit"
     yield counter("kvd_departures_unnoted_total", help, state.unnoted_departures)

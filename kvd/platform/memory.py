@@ -103,7 +103,7 @@ class Heaps:
 
     def metrics(self) -> Iterator[Family]:
         """What the heaps hold free, as of the last look, and how often that was given back."""
-        help = "Bytes that the C library's heaps hold free, resident or not"
+        help = "Free bytes held by the C library's heaps, resident or not"
         yield gauge("kvd_heap_free_bytes", help, self._free)
-        help = "Times that free memory of the C library's heaps was given back to the system"
+        help = "Number of times that the C library's heaps returned free memory to the system"
         yield counter("kvd_heap_trims_total", help, self._trims)

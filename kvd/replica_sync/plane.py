@@ -132,5 +132,5 @@ class ReplicaSync:
 
     def families(self) -> Iterator[Family]:
         if self._doorkeeper is not None:
-            help = "Clients that may not subscribe to what replicas are told"
+            help = "Number of clients refused as subscribers of the request events for replicas"
             yield counter("kvd_replica_keys_refused_total", help, self._doorkeeper.refused)

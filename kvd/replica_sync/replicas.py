@@ -124,29 +124,33 @@ class Replicas:
     def families(self) -> Iterator[Family]:
         """Yields what metrics say; addresses are no labels."""
         connected = sum(replica.connected for replica in self._replicas.values())
-        yield gauge("kvd_replica_peers", "Registered replicas", len(self._replicas))
-        yield gauge("kvd_replica_peers_connected", "Of these, replicas that answer", connected)
-        help = "Replicas refused at the bound"
+        yield gauge("kvd_replica_peers", "Number of registered replicas", len(self._replicas))
+        yield gauge(
+            "kvd_replica_peers_connected",
+            "Number of registered replicas that are connected",
+            connected,
+        )
+        help = "Number of replicas refused at the limit"
         yield counter("kvd_replica_peers_refused_total", help, self.refused)
         for name, help in COUNTERS.items():
             yield counter(f"kvd_replica_{name}_total", help, getattr(self._counts, name))
-        help = "Messages of replicas that are no events, by reason"
+        help = "Number of messages of replicas refused as malformed events, by reason"
         yield by_label("kvd_replica_refused_total", "counter", help, "reason", self._counts.refused)
-        help = "Events of replicas that did not fit what is known here, by reason"
+        help = "Number of events of replicas that contradicted this process's state, by reason"
         yield by_label("kvd_replica_dropped_total", "counter", help, "reason", self._counts.dropped)
 
 
 # Counters of ReplicaCounts, and what each says.
 COUNTERS = {
-    "published": "Events published to replicas",
-    "oversized": "Events not published because they are longer than any replica reads",
-    "overflows": "Times that a replica's queue was full: it misses events until half is sent",
-    "received": "Messages of replicas, whatever became of them",
-    "missed": "Messages of replicas dropped because too many waited",
-    "own": "Of these, messages that this process had published",
-    "applied": "Of these, events that were applied",
-    "joins": "Connections on which a replica answered",
-    "losses": "Of these, connections that broke",
-    "failures": "Sockets that could not be connected or had to be given up",
-    "crashes": "Bugs, each of which cost an event and the connection",
+    "published": "Number of events published to replicas",
+    "oversized": "Number of events withheld because they exceeded the length that replicas read",
+    "overflows": "Number of times that a replica's queue was full and events were dropped",
+    "received": "Number of messages received from replicas",
+    "missed": "Number of messages of replicas dropped because the queue was full",
+    "own": "Number of received messages that this process had published itself",
+    "applied": "Number of events of replicas applied",
+    "joins": "Number of connections on which a replica answered",
+    "losses": "Number of established connections to replicas that broke",
+    "failures": "Number of sockets to replicas that could not be connected or had to be closed",
+    "crashes": "Number of bugs that cost an event and its connection",
 }

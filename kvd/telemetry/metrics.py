@@ -144,7 +144,7 @@ class RequestMetrics:
         ]
         # A family without samples is not announced: series appear once they are hit.
         if errors:
-            help = "HTTP error responses (4xx/5xx)"
+            help = "Total HTTP error responses (4xx/5xx)"
             yield Family(f"{self._prefix}_errors_total", "counter", help, errors)
         if requests:
             name = f"{self._prefix}_request_duration_seconds"
@@ -156,7 +156,7 @@ class RequestMetrics:
                     bounds, one.seconds.buckets, one.seconds.sum, (("endpoint", path),)
                 )
             ]
-            yield Family(name, "histogram", "HTTP request latency", samples)
+            yield Family(name, "histogram", "Latency of HTTP requests in seconds", samples)
             help = "Total HTTP requests"
             yield Family(f"{self._prefix}_requests_total", "counter", help, requests)
 
@@ -178,10 +178,12 @@ def histogram_samples(
     yield "_count", labels, sum(buckets)
 
 
-def stats_families(prefix: str, stats: Any, help: str, gauges: frozenset[str]) -> Iterator[Family]:
+def stats_families(
+    prefix: str, stats: Any, helps: Mapping[str, str], gauges: frozenset[str]
+) -> Iterator[Family]:
     """Shows every number of a dataclass of plain counters as `<prefix>_<field>_total`."""
     for each in fields(stats):
-        value = getattr(stats, each.name)
+        value, help = getattr(stats, each.name), helps[each.name]
         if each.name in gauges:
             yield gauge(f"{prefix}_{each.name}", help, value)
         else:
@@ -197,4 +199,6 @@ def memory_families() -> Iterator[Family]:
     except OSError:
         return
     resident = int(pages[1]) * getpagesize()
-    yield gauge("process_resident_memory_bytes", "Resident memory of the process", resident)
+    yield gauge(
+        "process_resident_memory_bytes", "Resident memory of the process in bytes", resident
+    )

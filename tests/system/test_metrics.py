@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -242,13 +243,21 @@ def test_helpers_make_whole_families() -> None:
     assert text_of(iter([counter("a_total", "A", 3), None])) == (
         "# HELP a_total A\n# TYPE a_total counter\na_total 3\n"
     )
-    from kvd.http.limits import HttpStats
+    from kvd.http.limits import STATS_HELP, HttpStats
 
-    stats = stats_families("kvd_http", HttpStats(requests=5), "H", frozenset({"connections_open"}))
+    gauges = frozenset({"connections_open"})
+    stats = stats_families("kvd_http", HttpStats(requests=5), STATS_HELP, gauges)
     samples = parse(text_of(stats))
     assert samples["kvd_http_requests_total"] == 5
     assert samples["kvd_http_connections_open"] == 0
     assert samples["kvd_http_connections_total"] == 0
+
+
+def test_every_number_of_the_http_server_has_a_help_of_its_own() -> None:
+    from kvd.http.limits import STATS_HELP, HttpStats
+
+    assert [each.name for each in fields(HttpStats)] == list(STATS_HELP)
+    assert len(set(STATS_HELP.values())) == len(STATS_HELP)
 
 
 def scrape(server: Server) -> tuple[httpx.Response, dict[str, float]]:

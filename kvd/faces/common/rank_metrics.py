@@ -24,13 +24,13 @@ def rank_families(
             loads.append((_labels(key, worker_id, dp_rank), ledger.load(rank)))
         if number % BREATH == 0:
             yield None
-    help = "Prompt tokens that a rank has yet to process"
+    help = "Number of prompt tokens that a rank has yet to process"
     tokens = [("", labels, load.prefill_tokens) for labels, load in loads]
     yield Family(tokens_name, "gauge", help, tokens)
-    help = "Distinct blocks of the requests that a rank works on"
+    help = "Number of distinct blocks of a rank's live requests"
     blocks = [("", labels, load.decode_blocks) for labels, load in loads]
     yield Family(blocks_name, "gauge", help, blocks)
-    help = "Live requests of a rank"
+    help = "Number of live requests of a rank"
     requests = [("", labels, load.requests) for labels, load in loads]
     yield Family(requests_name, "gauge", help, requests)
 

@@ -204,8 +204,8 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
     listed = list(publishers)
     listeners = [publisher.listener for publisher in listed]
     yield from listener_families(listeners, publishers.left_counts, trio.current_time())
-    yield gauge("kvd_conductor_publishers", "Registered publishers", len(listed))
-    help = "Publishers refused because there are no descriptors for their listeners"
+    yield gauge("kvd_conductor_publishers", "Number of registered publishers", len(listed))
+    help = "Number of publishers refused for lack of file descriptors"
     yield counter("kvd_conductor_publishers_refused_total", help, publishers.refused)
     outcomes, held = dict.fromkeys(OUTCOMES, 0), dict.fromkeys(HELD, 0)
     unmatched = 0
@@ -219,10 +219,10 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
             outcomes[name] += said[name]
         if number % BREATH == 0:
             yield None
-    help = "Events of registered publishers that were not simply applied"
+    help = "Number of events of registered publishers not simply applied, by outcome"
     yield by_label("kvd_conductor_events", "gauge", help, "outcome", outcomes)
-    help = "Blocks of registered publishers, once a rank and medium, and those without a place yet"
+    help = "Number of blocks of publishers by rank and medium; waiting: not indexed yet"
     yield by_label("kvd_conductor_blocks", "gauge", help, "state", held)
-    help = "Publishers with blocks, of which no question about their instance found a first one"
+    help = "Number of publishers whose blocks no query about their instance has matched"
     yield gauge("kvd_conductor_unmatched_publishers", help, unmatched)
     yield from state_families(state, len({each.described.key.triple for each in listed}))

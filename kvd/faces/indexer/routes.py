@@ -292,12 +292,12 @@ def families(state: State, registry: Registry, dumps: Admission) -> Iterator[Fam
     """Yields what /metrics says of listeners, partitions and recovery."""
     listeners = [registration.listener for registration in registry.registrations()]
     yield from listener_families(listeners, registry.left_counts, trio.current_time())
-    help = "Places in streams of unregistered ranks that were forgotten, at the bound"
+    help = "Number of stream positions of unregistered ranks forgotten at the limit"
     yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
-    help = "Ranks refused because there are no descriptors for their listeners"
+    help = "Number of ranks refused for lack of file descriptors"
     yield counter("kvd_ranks_refused_total", help, registry.refused_ranks)
-    yield gauge("kvd_dumps_open", "Dumps under way", dumps.inside)
-    yield counter("kvd_dumps_refused_total", "Dumps refused at the bound", dumps.refused)
+    yield gauge("kvd_dumps_open", "Number of dumps in progress", dumps.inside)
+    yield counter("kvd_dumps_refused_total", "Number of dumps refused at the limit", dumps.refused)
     yield from state_families(state, registry.instances())
 
 

@@ -11,27 +11,27 @@ from kvd.telemetry.metrics import BREATH, Family, counter, gauge
 def booking_families(selections: Selections) -> Iterator[Family | None]:
     reservations = selections.reservations
     retries = reservations.retries
-    yield gauge("kvd_selection_reservations", "Live reservations", len(reservations.live))
-    help = "Bookings ended because their client left before its answer"
+    yield gauge("kvd_selection_reservations", "Number of live reservations", len(reservations.live))
+    help = "Number of reservations freed because their client left before its answer"
     yield counter("kvd_selection_given_back_total", help, reservations.given_back)
-    help = "Reservations dropped for their age"
+    help = "Number of reservations dropped for their age"
     yield counter("kvd_selection_expired_total", help, reservations.expired)
-    help = "Reservations that went with their rank"
+    help = "Number of reservations removed with their rank"
     yield counter("kvd_selection_removed_total", help, reservations.removed)
     early = reservations.early
-    help = "Ends heard before their reservations from replicas, which none has met yet"
+    help = "Number of ends received from replicas that still wait for their reservations"
     yield gauge("kvd_selection_early_ends", help, len(early))
-    help = "Of these, forgotten at the bound"
+    help = "Number of ends received before their reservations and forgotten at the limit"
     yield counter("kvd_selection_early_ends_forgotten_total", help, early.forgotten)
-    yield gauge("kvd_selection_retries_known", "Answers that can be had again", len(retries))
-    help = "Requests answered again under their Idempotency-Key"
+    yield gauge("kvd_selection_retries_known", "Number of answers kept for retries", len(retries))
+    help = "Number of retries answered under their Idempotency-Key"
     yield counter("kvd_selection_retries_total", help, retries.repeated)
-    help = "Answers forgotten at the bound"
+    help = "Number of answers kept for retries and forgotten at the limit"
     yield counter("kvd_selection_retries_forgotten_total", help, retries.forgotten)
     if selections.affinity is not None:
         sessions = selections.affinity.sessions
-        yield gauge("kvd_selection_sessions", "Sessions that are bound", len(sessions))
-        help = "Sessions forgotten at the bound"
+        yield gauge("kvd_selection_sessions", "Number of sessions bound to a rank", len(sessions))
+        help = "Number of sessions forgotten at the limit"
         yield counter("kvd_selection_sessions_dropped_total", help, sessions.dropped)
     predicted = 0
     for number, key in enumerate(list(selections.fleets), 1):
@@ -39,5 +39,5 @@ def booking_families(selections: Selections) -> Iterator[Family | None]:
         predicted += 0 if partition is None else partition.index.predicted()
         if number % BREATH == 0:
             yield None
-    help = "Blocks thought to be cached beside what events tell"
+    help = "Number of blocks predicted to be cached in addition to KV events"
     yield gauge("kvd_selection_predicted_blocks", help, predicted)

@@ -49,27 +49,31 @@ Key = Literal[
 ]
 # Sums over choices, by phase: name of the family, key in ChoiceSums, help.
 SUMS: tuple[tuple[str, Key, str], ...] = (
-    ("kvd_selection_choices_total", "choices", "Ranks chosen"),
-    ("kvd_selection_prompt_tokens_total", "prompt_tokens", "Tokens of the prompts chosen for"),
+    ("kvd_selection_choices_total", "choices", "Number of ranks chosen"),
+    (
+        "kvd_selection_prompt_tokens_total",
+        "prompt_tokens",
+        "Total prompt tokens of the requests with a chosen rank",
+    ),
     (
         "kvd_selection_cached_tokens_total",
         "cached_tokens",
-        "Of these, cached by the rank that was chosen, weighed by tier",
+        "Total prompt tokens cached by the chosen ranks, weighted by tier",
     ),
     (
         "kvd_selection_effective_prefill_tokens_total",
         "effective_tokens",
-        "Of these, for it to compute",
+        "Total prompt tokens left for the chosen ranks to compute",
     ),
     (
         "kvd_selection_chosen_overlap_blocks_total",
         "chosen_blocks",
-        "Prompt blocks cached by the rank that was chosen",
+        "Total prefix overlap of the chosen ranks, in blocks",
     ),
     (
         "kvd_selection_best_overlap_blocks_total",
         "best_blocks",
-        "Prompt blocks cached by whoever cached most of those who could be chosen",
+        "Total of the largest prefix overlap among the eligible ranks, in blocks",
     ),
 )
 
@@ -80,13 +84,13 @@ def choice_families(
     """Shows loads rank by rank up to `most_ranks` schedulable ranks; `requests` are the face's."""
     counts, tally = selections.counts, selections.tally
     yield from _ends(counts)
-    help = "Requests for both phases that one worker serves for want of a prefill worker"
+    help = "Number of two-phase requests served by one worker for lack of a prefill worker"
     yield counter("kvd_selection_fallbacks_total", help, tally.fallbacks)
-    help = "Prompts hashed again, as the block size changed while they waited"
+    help = "Number of prompts hashed again because the block size changed in the queue"
     yield counter("kvd_selection_rehashed_total", help, tally.rehashed)
-    help = "Selections that wait until a rank is not busy"
+    help = "Number of selections queued until a rank is free"
     yield gauge("kvd_selection_waiting", help, selections.scheduler.held)
-    help = "Time that selections waited, however that ended"
+    help = "Seconds that selections waited in the queue"
     bounds = [f"{bound:.4f}" for bound in BUCKETS]
     waits = list(histogram_samples(bounds, tally.waits.buckets, tally.waits.sum))
     yield Family("kvd_selection_wait_seconds", "histogram", help, waits)
@@ -101,11 +105,11 @@ def _ends(counts: ChoiceCounts) -> Iterator[Family]:
         for mode, phase, outcome, number in counts.outcomes()
     ]
     if ended:  # series appear once they are hit
-        help = "Selections that have ended, by how"
+        help = "Number of selections ended, by outcome"
         yield Family("kvd_selection_decisions_total", "counter", help, ended)
     held = [("", _kind(mode, phase), number) for mode, phase, number in counts.held()]
     if held:
-        help = "Selections that had to wait"
+        help = "Number of selections that were queued"
         yield Family("kvd_selection_held_total", "counter", help, held)
 
 
@@ -117,7 +121,9 @@ def _choices(sums: list[ChoiceSums]) -> Iterator[Family]:
     for name, key, help in SUMS:
         values = {PHASE_NAMES[phase]: one[key] for phase, one in enumerate(sums)}
         yield by_label(name, "counter", help, "phase", values)
-    help = "Blocks by which the chosen rank cached less than the one that cached most"
+    help = (
+        "Blocks that the chosen rank lacked of the largest prefix overlap among the eligible ranks"
+    )
     bounds = [str(bound) for bound in REGRET_BOUNDS]
     samples = [
         sample
@@ -135,8 +141,8 @@ def _choices(sums: list[ChoiceSums]) -> Iterator[Family]:
 def _as_on_the_router(counts: ChoiceCounts, requests: RequestMetrics) -> Iterator[Family]:
     lengths, tokens = counts.lengths()
     prefix = "dynamo_component_router"
-    yield counter(f"{prefix}_requests_total", "Selections served", sum(lengths))
-    help = "Prompt tokens of selections served"
+    yield counter(f"{prefix}_requests_total", "Number of selections served", sum(lengths))
+    help = "Prompt tokens of each selection served"
     samples = list(histogram_samples([str(bound) for bound in LENGTH_BOUNDS], lengths, tokens))
     yield Family(f"{prefix}_input_sequence_tokens", "histogram", help, samples)
     sums = [counts.choices(phase) for phase in CACHING]
@@ -147,17 +153,17 @@ def _as_on_the_router(counts: ChoiceCounts, requests: RequestMetrics) -> Iterato
             [str(bound) for bound in RATE_BOUNDS], rates, sum(one["rates_sum"] for one in sums)
         )
     )
-    help = "Share of the prompt cached by the rank that was chosen"
+    help = "Share of the prompt cached by the chosen rank"
     yield Family(f"{prefix}_kv_hit_rate", "histogram", help, samples)
-    help = "Prompt tokens cached by whoever cached most of those who could be chosen"
+    help = "Total of the largest prefix overlap among the eligible ranks, in tokens"
     best = sum(one["best_tokens"] for one in sums)
     yield counter(f"{prefix}_kv_best_eligible_cached_prefix_tokens_total", help, best)
-    help = "Prompt tokens cached by the rank that was chosen"
+    help = "Total prefix overlap of the chosen ranks, in tokens"
     chosen = sum(one["chosen_tokens"] for one in sums)
     yield counter(f"{prefix}_kv_selected_cached_prefix_tokens_total", help, chosen)
     took, seconds = requests.durations(SELECT_PATHS)
     bounds = [f"{bound * 1000:.1f}" for bound in BUCKETS]
-    help = "Milliseconds from a request for a selection to its answer, waiting included"
+    help = "Milliseconds from a selection request to its answer, including the time in the queue"
     samples = list(histogram_samples(bounds, took, seconds * 1000))
     yield Family("dynamo_router_overhead_total_ms", "histogram", help, samples)
 
@@ -166,8 +172,8 @@ def _ranks(selections: Selections, most_ranks: int) -> Iterator[Family | None]:
     fleets = sorted(selections.fleets.items())
     number = sum(len(record.ranks) for _, fleet in fleets for record in fleet.workers.values())
     absent = sum(not each.reachable for _, fleet in fleets for each in fleet.absent.values())
-    yield gauge("kvd_selection_ranks", "Ranks that can be chosen", number - absent)
-    help = "Ranks that cannot, because their event connections are lost"
+    yield gauge("kvd_selection_ranks", "Number of ranks that can be chosen", number - absent)
+    help = "Number of ranks that cannot be chosen because their event connection is lost"
     yield gauge("kvd_selection_absent_ranks", help, absent)
     if number <= most_ranks:
         ranks = [

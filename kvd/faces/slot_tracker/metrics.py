@@ -11,11 +11,11 @@ from kvd.telemetry.metrics import BREATH, Family, by_label, counter, gauge
 
 # Counters of the ledgers, by what each says.
 LEDGER_COUNTERS = {
-    "added": "Requests booked, those of replicas included",
-    "repeated": "Retries of a booking that changed nothing",
-    "freed": "Requests freed",
-    "expired": "Requests dropped for their age",
-    "removed": "Requests that went with their worker",
+    "added": "Number of requests added, those of replicas included",
+    "repeated": "Number of repeated requests to add, which changed nothing",
+    "freed": "Number of requests freed",
+    "expired": "Number of requests dropped for their age",
+    "removed": "Number of requests removed with their worker",
 }
 REFUSALS = ("exists", "full", "overflow", "output_blocks")
 
@@ -34,22 +34,26 @@ def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | Non
             workers += len(tracker.workers)
         if number % BREATH == 0:
             yield None
-    yield gauge("kvd_slots_trackers", "Models and tenants with slot trackers", len(slots.trackers))
-    yield gauge("kvd_slots_workers", "Registered workers", workers)
-    yield gauge("kvd_slots_ranks", "Their ranks", ranks)
-    yield gauge("kvd_slots_requests", "Live requests", live)
+    yield gauge(
+        "kvd_slots_trackers",
+        "Number of (model, tenant) pairs with a slot tracker",
+        len(slots.trackers),
+    )
+    yield gauge("kvd_slots_workers", "Number of registered workers", workers)
+    yield gauge("kvd_slots_ranks", "Number of ranks of the registered workers", ranks)
+    yield gauge("kvd_slots_requests", "Number of live requests", live)
     for name, help in LEDGER_COUNTERS.items():
         yield counter(f"kvd_slots_requests_{name}_total", help, sums[name])
-    help = "Bookings and output blocks refused"
+    help = "Number of requests and output blocks refused, by reason"
     refused = {reason: sums[f"refused_{reason}"] for reason in REFUSALS}
     yield by_label("kvd_slots_refused_total", "counter", help, "reason", refused)
-    help = "Bookings whose client left before its answer"
+    help = "Number of requests freed because their client left before its answer"
     yield counter("kvd_slots_given_back_total", help, slots.given_back)
-    help = "Ends heard before their requests from replicas, which no request has met yet"
+    help = "Number of ends received from replicas that still wait for their requests"
     yield gauge("kvd_slots_early_ends", help, len(slots.early))
-    help = "Of these, forgotten at the bound"
+    help = "Number of ends received before their requests and forgotten at the limit"
     yield counter("kvd_slots_early_ends_forgotten_total", help, slots.early.forgotten)
-    help = "Trackers refused at the bound"
+    help = "Number of slot trackers refused at the limit"
     yield counter("kvd_slots_trackers_refused_total", help, slots.refused_trackers)
     if ranks <= most_ranks:
         names = ("prefill_tokens", "decode_blocks", "rank_requests")
