@@ -575,7 +575,7 @@ def test_secrets_that_everybody_may_read_are_warned_of(
     peer.chmod(0o660)
     text = f'tokens_file = "{tokens}"\npeers_token_file = "{peer}"\n'
     with daemon(open_folder, text=text) as kvd:
-        warned = f'event="everybody may read secrets" files={tokens}\n'
+        warned = f"event=secrets_exposed files={tokens}\n"
         kvd.server.wait_said(warned)
         check = ["config", "check", "--config", str(kvd.path)]
         assert main(check) == 0
