@@ -561,7 +561,7 @@ def reload(folder: Path) -> str:
     kept = CONFIG.read_text()
     pid = shown("MainPID")
     CONFIG.write_text(kept + '\nlog_level = "debug"\nhttp_connections = 900\n')
-    assert "reloaded: http_connections log_level" in reloaded()
+    assert "reloaded: log_level http_connections" in reloaded()
     assert samples(8090)[applied] == 1
     CONFIG.write_text(kept + "\nlog_levle = 1\n")
     assert "log_levle: no such setting; log_level?" in refused()

@@ -97,8 +97,9 @@ class ApiServer:
         for sock in exposed:
             if not is_local(sock):
                 raise StartError(
-                    f"whoever reaches {address(sock)} could use the {self.name}: that takes "
-                    "--tokens-file, tls: with --tls-client-ca, or --allow-unauthenticated"
+                    f"any client could use the {self.name} at {address(sock)}: an address "
+                    "beyond this machine needs --tokens-file, tls: with --tls-client-ca, or "
+                    "--allow-unauthenticated"
                 )
 
     def addresses(self) -> list[str]:

@@ -184,7 +184,7 @@ class _Daemon:
             opened.callback(file_remover(self._control))
         self._warn_of_secrets()
         if self._keys is not None:
-            log.info("curve", public_key=self._keys.public.decode())
+            log.info("curve_key", public_key=self._keys.public.decode())
         await self._sync.open(context)
 
     async def _run(self, passed: activation.Passed, reloads: Signals) -> None:
@@ -326,7 +326,7 @@ class _Daemon:
 
     def _warn_of_secrets(self) -> None:
         if paths := exposed_secrets(self._config):
-            log.warning("everybody may read secrets", files=" ".join(map(str, paths)))
+            log.warning("secrets_exposed", files=" ".join(map(str, paths)))
 
     async def _prepare(self) -> tuple[list[Prepared], tuple[str, ...]]:
         """Returns the parts of a reload, and settings that wait for a restart; raises StartError.
@@ -417,12 +417,12 @@ class _Daemon:
             limits = config.recovery
             recovered = await recover(*asked, limits, token=token, dialer=dialer) is not None
             if not recovered:
-                log.warning("no peer to recover from", peers=len(config.peers))
+                log.warning("recovery_failed", peers=len(config.peers))
             self._note_recovery(recovered)
             gc.freeze()  # it stays: 65,536 workers were 16 ms of every full collection
         self._recovered.set()
         if registry.instances() < config.min_initial_workers:
-            log.info("waiting for workers", minimum=config.min_initial_workers)
+            log.info("waiting_for_workers", minimum=config.min_initial_workers)
         await registry.wait_for_instances(config.min_initial_workers)
         ready.set()
         log.info("ready", workers=registry.instances())

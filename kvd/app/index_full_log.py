@@ -32,8 +32,8 @@ class IndexFullLog:
                 crowded = budget.crowded - self._crowded == refused - self._refused
                 bound = {"bound": WAITING} if crowded else {"max_blocks": budget.max_blocks}
                 held = {"blocks": budget.blocks, "pairs": budget.pairs}
-                log.warning("index full", **bound, **held)
+                log.warning("index_full", **bound, **held)
             self._refused, self._crowded, self._last = refused, budget.crowded, now
         elif self._last is not None and now - self._last >= QUIET_S:
             self._last = None
-            log.info("index has room", refused_blocks=refused - self._refused_before)
+            log.info("index_has_room", refused_blocks=refused - self._refused_before)

@@ -25,7 +25,7 @@ class UnmatchedLog:
                 partition.unmatched_said = True
                 model_name, tenant_id = partition.key
                 log.warning(
-                    "questions never match",
+                    "queries_never_match",
                     model=model_name,
                     tenant=tenant_id,
                     questions=partition.index.questions,

@@ -209,7 +209,7 @@ class FleetFileFollower:
         self.reads["applied"] += 1
         after = set(self._held)
         log.info(
-            "fleet",
+            "fleet_applied",
             file=self._path,
             added=len(after - before),
             changed=len(before & after & set(changed)),

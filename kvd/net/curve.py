@@ -90,5 +90,5 @@ class ZapAuthenticator:
         if key in self.keys:
             return [version, number, b"200", b"OK", b"", b""]
         self.refused += 1
-        self._log.warning("client refused", address=address.decode("latin-1"), key=key)
+        self._log.warning("client_refused", address=address.decode("latin-1"), key=key)
         return [version, number, b"400", b"unknown key", b"", b""]

@@ -225,7 +225,7 @@ class Link:
             self._fault = ""
             linked.joined()
             self._idle.cancel()
-            self._log.info(f"{self._log.kind} joined", endpoint=linked.endpoint)
+            self._log.info("stream_joined", endpoint=linked.endpoint)
         elif event == zmq.EVENT_DISCONNECTED:
             self._wait_until(trio.current_time() + self._options.give_up_s)
             self._lost(f"{self._fault or 'connection lost'}: {linked.endpoint}")
@@ -262,7 +262,7 @@ class Link:
 
     def _lost(self, why: str) -> None:
         if self._linked.connected:
-            self._log.warning(f"{self._log.kind} lost", error=why)
+            self._log.warning("stream_lost", error=why)
         self._linked.lost_connection(why, trio.current_time())
 
 

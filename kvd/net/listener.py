@@ -166,9 +166,9 @@ class _Reader:
         refused, dropped = listener.refused, listener.dropped
         more = self._backlog.take_in(link, budget_ns)
         if listener.refused != refused:
-            self._log.warning("messages refused", **listener.bad_frames)
+            self._log.warning("messages_refused", **listener.bad_frames)
         if listener.dropped != dropped:
-            self._log.warning("messages dropped", dropped=listener.dropped)
+            self._log.warning("messages_dropped", dropped=listener.dropped)
         return more
 
     async def _take_some(self, link: Link) -> bool:
@@ -198,7 +198,7 @@ class _Reader:
         listener = self._listener
         if listener.restarts != self._restarts_said:
             self._restarts_said = listener.restarts
-            self._log.warning("engine restarted", last_seq=listener.passed)
+            self._log.warning("engine_restarted", last_seq=listener.passed)
 
     def _say_flaw(self) -> None:
         """Logs the last batch that was not understood, live or replayed, unless it has been."""
@@ -206,7 +206,7 @@ class _Reader:
         if flaw is not None and flaw is not self._flaw_said:
             self._flaw_said = flaw
             seq, reason = flaw
-            self._log.warning("batch not understood", batch=seq, reason=reason)
+            self._log.warning("batch_not_understood", batch=seq, reason=reason)
 
     async def _resolve_held(self) -> None:
         """Applies or drops the batch held back; fetches first what is missing before it."""
@@ -220,7 +220,7 @@ class _Reader:
         await self._finish()
         self._say_flaw()
         if lost:
-            self._log.warning("batches lost", missing=lost, lost=listener.lost, replay=end)
+            self._log.warning("batches_lost", missing=lost, lost=listener.lost, replay=end)
 
     async def _ask(self, link: Link) -> None:
         """Asks an engine that has come back whether it is the same; waits while it is spared."""
@@ -258,7 +258,7 @@ class _Reader:
             end = await self._replayer.fetch(listener)
         count = listener.replayed - replayed
         if count:
-            self._log.info("batches replayed", count=count, ended=end)
+            self._log.info("batches_replayed", count=count, ended=end)
         elif end not in (ReplayEnd.REACHED, ReplayEnd.MARKER):
             self._spare()
         return end

@@ -127,8 +127,9 @@ class ListenerTasks:
         quiet = listener.check_quiet(now)
         if quiet is not None:
             log.warning(
-                "engine " + quiet,
+                "engine_quiet",
                 listener=listener.name,
+                quiet=quiet,
                 endpoint=listener.endpoint,
                 for_s=listener.stale_after_s,
                 error=listener.last_error,
@@ -139,5 +140,8 @@ class ListenerTasks:
         if before is now:
             return
         self._health[listener] = now
-        say = log.info if now in (StreamHealth.EXACT, StreamHealth.RECOVERING) else log.warning
-        say("stream", listener=listener.name, health=now, was=before, loss=listener.loss)
+        fields = {"listener": listener.name, "health": now, "was": before, "loss": listener.loss}
+        if now in (StreamHealth.EXACT, StreamHealth.RECOVERING):
+            log.info("stream_health", **fields)
+        else:
+            log.warning("stream_health", **fields)

@@ -126,13 +126,13 @@ async def _attempt(
         if not planned:
             raise _Passed(Attempt.EMPTY)
     except _Passed as passed:
-        log.info("peer has nothing to recover", peer=url, why=passed.attempt)
+        log.info("peer_dump_empty", peer=url, why=passed.attempt)
         return passed.attempt
     except FetchError as error:
-        log.warning("peer cannot be reached", peer=url, error=str(error))
+        log.warning("peer_unreachable", peer=url, error=str(error))
         return Attempt.UNREACHABLE
     except (ValueError, KvdError) as error:
-        log.warning("peer's dump refused", peer=url, error=str(error))
+        log.warning("peer_dump_refused", peer=url, error=str(error))
         return Attempt.REFUSED
     for blocks in restore(state, planned):
         stats.blocks = blocks

@@ -131,7 +131,7 @@ class Replication:
             for replica in replicas:
                 if not replica.connected:
                     error = replica.last_error or "not there yet"
-                    log.warning("replica absent", replica=replica.endpoint, error=error)
+                    log.warning("replica_unreachable", replica=replica.endpoint, error=error)
 
 
 class _Reader:
@@ -237,4 +237,4 @@ class _Reader:
 
     def _refuse(self, reason: Refused) -> None:
         self._counts.refused[reason] += 1
-        self._log.warning("message refused", reason=reason)
+        self._log.warning("replica_message_refused", reason=reason)

@@ -83,7 +83,7 @@ class Sessions:
             self._linked.failed(why, now)
             if now - started > 2 * longest:
                 pause_s = shortest  # not one of a row of failures
-            self._log.warning(f"{self._log.kind} failed", error=why, retry_s=pause_s)
+            self._log.warning("stream_failed", error=why, retry_s=pause_s)
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest)
 
@@ -94,7 +94,7 @@ class Sessions:
             why = await self._session()
         except* Exception:
             self._linked.crashed()
-            self._log.exception(f"{self._log.kind} crashed")
+            self._log.exception("stream_crashed")
         return why
 
     async def _session(self) -> str:

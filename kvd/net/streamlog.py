@@ -15,10 +15,10 @@ LOG_EVERY_S = 30.0
 class StreamLog:
     """`kind` says what `name` is the name of."""
 
-    __slots__ = ("_limit", "_log", "_name", "kind")
+    __slots__ = ("_kind", "_limit", "_log", "_name")
 
     def __init__(self, log: Log, kind: str, name: str) -> None:
-        self.kind = kind
+        self._kind = kind
         self._log = log
         self._name = name
         self._limit = RateLimit(LOG_EVERY_S)
@@ -35,4 +35,4 @@ class StreamLog:
     def _write(self, write: Callable[..., None], event: str, fields: dict[str, object]) -> None:
         held = self._limit.admit(event, trio.current_time())
         if held is not None:
-            write(event, **{self.kind: self._name}, **fields, held=held)
+            write(event, **{self._kind: self._name}, **fields, held=held)

@@ -81,8 +81,9 @@ class ReplicaSync:
             host, _ = split_host_port(endpoint.removeprefix("tcp://"))
             if not is_loopback(host):
                 raise StartError(
-                    f"whoever reaches {endpoint} would hear of all requests: replica sync beyond "
-                    "this machine takes --replica-sync-client-keys or --allow-unauthenticated"
+                    f"any client could subscribe to the requests at {endpoint}: replica sync "
+                    "beyond this machine needs --replica-sync-client-keys or "
+                    "--allow-unauthenticated"
                 )
 
     def start(

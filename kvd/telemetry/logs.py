@@ -1,8 +1,8 @@
 """Writes one line per state change to stderr, as key=value fields or as JSON.
 
-    ts=2026-11-21T11:48:03.120Z level=warning logger=kvd.net.listener event=gap worker=1 missing=4
-    {"ts":"2026-11-21T11:48:03.120Z","level":"warning","logger":"kvd.net.listener","event":"gap"...
-    <4>level=warning logger=kvd.net.listener event=gap worker=1 missing=4      to systemd's journal
+    ts=2026-11-21T11:48:03.120Z level=warning logger=kvd.net.listener event=batches_lost missing=4
+    {"ts":"2026-11-21T11:48:03.120Z","level":"warning","logger":"kvd.net.listener","event":"batches_lost"...
+    <4>level=warning logger=kvd.net.listener event=batches_lost missing=4      to systemd's journal
 
 The first argument of a call names what happened, keyword arguments are its fields. Texts are
 quoted and cut where they could break the line. Containers and bytes show as their length only:

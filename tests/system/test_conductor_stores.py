@@ -149,5 +149,5 @@ def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
     assert (shown["waiting"], shown["ignored"]) == (WAITING, {"full": 1})
     conductor.until_row("/query", QUERY, matched(16))
     log = conductor.server
-    said = f'event="index full" bound="{WAITING_BOUND}" blocks=4 '
+    said = f'event=index_full bound="{WAITING_BOUND}" blocks=4 '
     log.wait_until(lambda: said in log.stderr, "the line of what finds no room")

@@ -50,7 +50,7 @@ def test_what_holds_is_said_and_what_waits(
         path.write_text('http_idle_s = 5\nlog_format = "json"\nmax_dumps = 3\n')
         assert main(["reload"]) == 0
         assert capsys.readouterr().out == (
-            "reloaded: http_idle_s log_format\nrestart needed: max_dumps\n"
+            "reloaded: log_format http_idle_s\nrestart needed: max_dumps\n"
         )
         assert stat.S_IMODE((folder / "control").stat().st_mode) == 0o600
     assert not (folder / "control").exists()

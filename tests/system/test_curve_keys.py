@@ -147,7 +147,7 @@ def test_replicas_with_keys(start: Start, tmp_path: Path) -> None:
             )
         )
     (server, clients), (_, others) = started
-    assert "event=curve public_key=" in server.stderr and SECRET not in server.stderr
+    assert "event=curve_key public_key=" in server.stderr and SECRET not in server.stderr
     with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
         stranger.linger = 0
         stranger.subscribe(b"")

@@ -283,7 +283,7 @@ def test_publishers_of_messages_of_a_wrong_shape(kvd: Kvd) -> None:
             worker.send_frames(b"kv", b"no", b"number")
         worker.check_indexed()
     lines = kvd.server.stderr.splitlines()
-    refused = [line for line in lines if '"messages refused"' in line]
+    refused = [line for line in lines if "event=messages_refused" in line]
     assert refused, lines
     assert len(refused) < 10  # it tells, and does not fill the disk
 

@@ -313,7 +313,7 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert held() == [100] * 10 + [0] * 90
         shown = listener(kvd)
         assert (shown["stream"], shown["loss"]) == ("degraded", "batch 99 found no room")
-        said = 'event="index full" max_blocks=1000'
+        said = "event=index_full max_blocks=1000"
         kvd.server.wait_until(lambda: said in kvd.server.stderr, "said")
         off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
         bind = f"--indexer-bind=127.0.0.1:{kvd.server.port}"
@@ -338,7 +338,7 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert limits in capsys.readouterr().out.splitlines()
         send(made, 104, ["AllBlocksCleared"])
         kvd.server.wait_until(lambda: listener(kvd)["stream"] == "exact", "exact again")
-        assert kvd.server.stderr.count("index full") == 1
+        assert kvd.server.stderr.count("event=index_full") == 1
 
 
 # ---- the page

@@ -192,7 +192,7 @@ def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
         assert displaced_by_another(kvd) == 1
         kvd.reload("http_connections = 7\n")
         assert displaced_by_another(kvd) == 0
-        kvd.server.wait_said('event=reloaded changed="http_connections log_level"')
+        kvd.server.wait_said('event=reloaded changed="log_level http_connections"')
 
 
 def displaced_by_another(kvd: Daemon) -> float:

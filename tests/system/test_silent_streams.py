@@ -114,7 +114,7 @@ def test_blocks_of_another_size_are_said(fleet: Fleet, capsys: Capture) -> None:
     engine.publish(stored(block_size=2))
     loss = "the engine has blocks of 2 tokens, 4 are registered"
     fleet.wait_shown("m", stream="degraded", loss=loss, ignored_events={"block_size": 1})
-    line = fleet.wait_logged("event=stream", "health=degraded")
+    line = fleet.wait_logged("event=stream_health", "health=degraded")
     assert "listener=m:default/1:0 " in line and f'loss="{loss}"' in line and "warn" in line
     code, said = fleet.status(capsys)
     assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
@@ -131,7 +131,7 @@ def test_a_stream_that_is_ignored_wholly_is_not_exact(fleet: Fleet, capsys: Capt
     engine.publish({"seq": 0, "batch": [0.0, [elsewhere], 0]})
     loss = "all events were ignored: medium 1"
     fleet.wait_shown("m", stream="degraded", loss=loss, ignored_events={"medium": 1})
-    fleet.wait_logged("event=stream", "health=degraded", f'loss="{loss}"')
+    fleet.wait_logged("event=stream_health", "health=degraded", f'loss="{loss}"')
     code, said = fleet.status(capsys)
     assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
     assert fleet.metric("kvd_events_ignored_total") == 1
@@ -196,7 +196,7 @@ def test_an_engine_that_cannot_be_reached_is_said(
         shown = fleet.wait_shown("m", last_error=error, quiet="unreachable")
         assert shown["status"] == "pending" and shown["stream"] == "recovering"
         assert shown["quiet_s"] >= STALE_S
-        line = fleet.wait_logged('event="engine unreachable"')
+        line = fleet.wait_logged("event=engine_quiet", "quiet=unreachable")
         assert "listener=m:default/1:0 " in line and f'error="{error}"' in line and "warn" in line
         code, said = fleet.status(capsys)
         row = f"  worker 1 of m/default: recovering, pending; rank 0: unreachable, {error}"
@@ -226,7 +226,7 @@ def test_a_stream_that_is_connected_and_silent_is_said(fleet: Fleet, capsys: Cap
     fleet.register("m", engine.endpoint("pub"))
     shown = fleet.wait_shown("m", status="active", quiet="silent")
     assert shown["stream"] == "recovering" and shown["quiet_s"] >= STALE_S
-    line = fleet.wait_logged('event="engine silent"')
+    line = fleet.wait_logged("event=engine_quiet", "quiet=silent")
     assert "listener=m:default/1:0 " in line and engine.endpoint("pub") in line and "warn" in line
     code, said = fleet.status(capsys)
     assert code == 1
@@ -261,7 +261,7 @@ def test_questions_that_never_match_are_said(fleet: Fleet, capsys: Capture) -> N
     row = fleet.row("m")
     warning = f"none of {UNMATCHED_QUESTIONS} questions has matched a block"
     assert (row["matched"], row["warning"]) == (0, warning)
-    line = fleet.wait_logged('event="questions never match"', "model=m")
+    line = fleet.wait_logged("event=queries_never_match", "model=m")
     assert "tenant=default" in line and f"questions={UNMATCHED_QUESTIONS}" in line
     code, said = fleet.status(capsys)
     assert code == 1 and f"  m/default: {warning}" in said
@@ -354,7 +354,7 @@ def test_the_selection_face_shows_why_a_worker_is_not_chosen_and_its_streams(
         lifecycles = {"schedulable": 1, "unschedulable": 1, "incomplete": 1}
         assert ready.status_code == 200 and ready.json()["lifecycles"] == lifecycles
         assert "listeners" not in row(3) and row(3)["lifecycle"] == "incomplete"
-        fleet.wait_logged('event="engine unreachable"', "listener=m:default/2:0 ")
+        fleet.wait_logged("event=engine_quiet", "quiet=unreachable", "listener=m:default/2:0 ")
         code, said = fleet.status(capsys)
         assert code == 1
         assert f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said

@@ -250,7 +250,7 @@ async def test_a_loss_is_said_once(daemon: Daemon, log: Callable[[], str]) -> No
     await daemon.reaches(4)
     await until(lambda: "health=degraded" in log())
     lines = log().splitlines()
-    [lost] = [line for line in lines if 'event="batches lost"' in line]
+    [lost] = [line for line in lines if "event=batches_lost" in line]
     assert 'listener=m:default/1:0 missing="1,3" lost=2' in lost
     [degraded] = [line for line in lines if "health=degraded" in line]
     assert degraded.endswith('loss="missing 1,3"')
@@ -265,7 +265,7 @@ async def test_a_batch_that_is_not_understood_is_named_with_the_reason(
     daemon.worker.send(stored(0), b"\xc1", cleared)
     await daemon.reaches(2)
     assert daemon.listener.health(trio.current_time()) == "exact"
-    [line] = [line for line in log().splitlines() if "not understood" in line]
+    [line] = [line for line in log().splitlines() if "event=batch_not_understood" in line]
     assert "batch=1 reason=not_msgpack" in line
 
 

@@ -413,7 +413,7 @@ async def test_who_is_not_connected_is_named_in_the_log(
         return {
             getattr(record, "fields")["replica"]  # noqa: B009 - what kvd.telemetry.logs adds
             for record in caplog.records
-            if record.message == "replica absent"
+            if record.message == "replica_unreachable"
         }
 
     process = await start(nursery, context, absent_every_s=0.01)

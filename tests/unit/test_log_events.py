@@ -1,0 +1,69 @@
+"""Log events are a closed set of names, and docs/operations.md lists them with their fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd.telemetry.logs import Log
+from tests.support.processes import REPOSITORY
+
+METHODS = {name for name in vars(Log) if not name.startswith("_")}
+NAME = re.compile("[a-z]+(_[a-z]+)*")
+# These pass on the event of their caller.
+WRAPPERS = {"kvd/telemetry/logs.py", "kvd/net/streamlog.py"}
+OWN = {"lines_dropped"}  # which the log writes about itself, in kvd/telemetry/logs.py
+ROW = re.compile(r"^\| `(\w+)` \| [a-z ]+ \| \S.*\. \| (.*)\|$", re.MULTILINE)
+
+
+def is_log(node: ast.expr) -> bool:
+    """Whether an expression is a logger by its name: `log`, `self._log`."""
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name.removeprefix("_") == "log"
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(Path(REPOSITORY, "kvd").rglob("*.py")):
+        name = str(path.relative_to(REPOSITORY))
+        if name not in WRAPPERS:
+            yield name, ast.parse(path.read_text())
+
+
+def written() -> dict[str, set[str]]:
+    """Returns the events of all log calls, each with the fields that its calls name."""
+    found: dict[str, set[str]] = {}
+    for source, module in sources():
+        calls = {id(node.func): node for node in ast.walk(module) if isinstance(node, ast.Call)}
+        for node in ast.walk(module):
+            if isinstance(node, ast.Attribute) and node.attr in METHODS and is_log(node.value):
+                place = f"{source}:{node.lineno}"
+                call = calls.get(id(node))
+                assert call is not None, f"{place}: a log method is passed on, not called"
+                (event,) = call.args
+                assert isinstance(event, ast.Constant), f"{place}: the event is no literal"
+                assert NAME.fullmatch(event.value), f"{place}: {event.value!r} is no snake_case"
+                fields = found.setdefault(event.value, set())
+                fields.update(each.arg for each in call.keywords if each.arg is not None)
+    return found
+
+
+def documented() -> dict[str, set[str]]:
+    text = (REPOSITORY / "docs/operations.md").read_text()
+    section = text.partition("\n### Log events\n")[2].partition("\n## ")[0]
+    return {event: set(re.findall(r"`(\w+)`", said)) for event, said in ROW.findall(section)}
+
+
+def test_the_documentation_lists_every_event_and_no_other() -> None:
+    assert documented().keys() == written().keys() | OWN
+
+
+def test_the_documentation_lists_every_field_that_a_call_names() -> None:
+    listed = documented()
+    missing = {event: fields - listed[event] for event, fields in written().items()}
+    assert not any(missing.values()), missing
+
+
+def test_the_documented_events_are_in_order() -> None:
+    assert list(documented()) == sorted(documented())
