@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import trio
 
+from examples.demo.client import HungUp
 from examples.demo.daemon import Daemon
 from examples.demo.traffic import run_traffic
 
@@ -67,7 +68,7 @@ async def run(daemon: Daemon, base_url: str) -> int:
             await daemon.ready()
             try:
                 refusal = await run_traffic(base_url)
-            except* OSError:  # a daemon that ends hangs up, and its end cancels this
+            except* HungUp:  # a daemon that ends hangs up, and its end cancels this
                 await trio.sleep(HANG_UP_S)
                 raise
             nursery.cancel_scope.cancel()

@@ -10,6 +10,10 @@ import trio
 RECEIVE_BYTES = 65_536
 
 
+class HungUp(Exception):
+    """The daemon is not there, or not any more."""
+
+
 class Client:
     """One keep-alive connection; one request at a time."""
 
@@ -20,20 +24,23 @@ class Client:
     async def request(
         self, method: str, path: str, value: object | None = None
     ) -> tuple[int, bytes]:
-        """Sends `value` as JSON, if any; returns status and body. Raises OSError on a hang-up."""
+        """Sends `value` as JSON, if any; returns status and body. Raises HungUp."""
         body = b"" if value is None else json.dumps(value).encode()
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        await self._stream.send_all(head.encode() + body)
         answer = _Answer()
         parser = httptools.HttpResponseParser(answer)
-        while not answer.complete:
-            data = await self._stream.receive_some(RECEIVE_BYTES)
-            if not data:
-                raise ConnectionResetError(f"{self._host} hung up during {method} {path}")
-            parser.feed_data(data)
+        try:
+            await self._stream.send_all(head.encode() + body)
+            while not answer.complete:
+                data = await self._stream.receive_some(RECEIVE_BYTES)
+                if not data:
+                    raise HungUp(f"{self._host} hung up during {method} {path}")
+                parser.feed_data(data)
+        except trio.BrokenResourceError as error:
+            raise HungUp(f"{self._host} reset {method} {path}") from error
         return parser.get_status_code(), bytes(answer.body)
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import trio
 import zmq
 
-from examples.demo.client import Client
+from examples.demo.client import Client, HungUp
 from examples.demo.display import LiveLine, Totals, Traffic, introduction, live_text, parse_totals
 from examples.demo.engines import BLOCK_SIZE, Publisher, SglangEngine, VllmEngine
 from examples.demo.fleet import Fleet, Worker, question
@@ -58,7 +58,7 @@ async def simulated_fleet(base_url: str) -> AsyncIterator[tuple[Fleet, list[Work
             try:
                 yield fleet, workers
             finally:
-                with trio.move_on_after(FAREWELL_S, shield=True), suppress(OSError):
+                with trio.move_on_after(FAREWELL_S, shield=True), suppress(HungUp):
                     async with connected(base_url) as fresh:
                         await fleet.unregister(fresh)
     finally:
@@ -68,7 +68,11 @@ async def simulated_fleet(base_url: str) -> AsyncIterator[tuple[Fleet, list[Work
 @asynccontextmanager
 async def connected(base_url: str) -> AsyncIterator[Client]:
     url = urlsplit(base_url)
-    async with await trio.open_tcp_stream(url.hostname or "", url.port or 80) as stream:
+    try:
+        stream = await trio.open_tcp_stream(url.hostname or "", url.port or 80)
+    except OSError as error:
+        raise HungUp(str(error)) from error
+    async with stream:
         yield Client(stream, url.netloc)
 
 
