@@ -16,7 +16,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 from tests.support.publishing import Running, running_conductor
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"

@@ -13,7 +13,8 @@ import zmq
 
 from kvd.cli.main import main
 from tests.support import exposition
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running
 from tests.system.test_fleet import TOKENS, Engine
 

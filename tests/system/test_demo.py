@@ -28,7 +28,8 @@ from kvd.demo.engines import (
     chains,
 )
 from kvd.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, VOCABULARY, Workload, tokenize
-from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 
 TURNS = 300
 

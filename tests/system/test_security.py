@@ -30,7 +30,8 @@ from tests.support.asking import (
     make_client_certificates,
     serving_faces,
 )
-from tests.support.processes import REPOSITORY, Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.reloading import daemon
 from tests.support.running import running, running_kvd
 
