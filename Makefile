@@ -1,6 +1,7 @@
 # make run    sets everything up on a plain Debian 12 (or newer) and starts kvd with a live demo
 # make test   sets everything up and runs linters, type checker and the whole test suite
 # make check  is the quick part of that: no test that starts a daemon
+# make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11) at first use;
@@ -15,7 +16,7 @@ CORE    := $(VENV)/.core-$(FLAVOUR)
 PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist loadfile
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 
-.PHONY: run test check lint build clean
+.PHONY: run test check soak lint build clean
 
 run: $(CORE) $(VENV)/.run
 	@exec $(VENV)/bin/kvd serve --demo
@@ -25,6 +26,9 @@ test: lint
 
 check: lint
 	@$(PYTEST) tests/unit tests/component
+
+soak: lint
+	@KVD_TEST_BUDGET=30 $(PYTEST)
 
 lint: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/ruff check .

@@ -187,6 +187,7 @@ def test_replicas_with_keys(start: Start, tmp_path: Path) -> None:
         (SECRET, "x\n", "keys: line 1: expected the 40 characters of a public key"),
         ("\0", None, "secret: expected"),
     ],
+    ids=["short", "no secret", "not a public key", "no text"],
 )
 def test_bad_files(
     secret: str | None,
