@@ -1,5 +1,7 @@
 # make run    sets everything up on a plain Debian 12 (or newer) and starts kvd with a live demo
 # make test   sets everything up and runs linters, type checker and the whole test suite
+# make check  is the quick part of that: no test that starts a daemon
+# make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11) at first use;
@@ -10,15 +12,23 @@ VENV    := .venv
 PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
 CORE    := $(VENV)/.core-$(FLAVOUR)
+# One worker a core. A test module stays on one worker, as its tests share daemons.
+PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist loadfile
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 
-.PHONY: run test lint build clean
+.PHONY: run test check soak lint build clean
 
 run: $(CORE) $(VENV)/.run
 	@exec $(VENV)/bin/python -m examples.demo
 
 test: lint
-	@$(VENV)/bin/python -m pytest
+	@$(PYTEST)
+
+check: lint
+	@$(PYTEST) tests/unit tests/component
+
+soak: lint
+	@KVD_TEST_BUDGET=30 $(PYTEST)
 
 lint: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/ruff check .

@@ -16,13 +16,17 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.budget import scaled
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 from tests.support.publishing import Running, running_conductor
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"
 
 # The same examples in every run, and none that fails because the machine is busy.
-hypothesis.settings.register_profile("kvd", derandomize=True, deadline=None)
+hypothesis.settings.register_profile(
+    "kvd", derandomize=True, deadline=None, max_examples=scaled(50)
+)
 hypothesis.settings.load_profile("kvd")
 
 

@@ -1,5 +1,5 @@
 from collections.abc import Iterable, Sequence
-from typing import Final, TypedDict
+from typing import Final, TypedDict, type_check_only
 
 from kvd_core.json.scan import BodyScanner
 
@@ -14,6 +14,7 @@ ALL_TIERS: Final[int]
 SLICE_STEPS: Final[int]
 IGNORED: Final[tuple[str, ...]]
 
+@type_check_only
 class IngestTotals(TypedDict):
     batches: int
     stored: int
@@ -22,6 +23,7 @@ class IngestTotals(TypedDict):
     ignored: dict[str, int]
     bad: dict[str, int]
 
+@type_check_only
 class IndexStats(TypedDict):
     blocks: int
     questions: int

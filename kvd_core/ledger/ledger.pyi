@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple, TypedDict, type_check_only
 
 from kvd_core.json.scan import BodyScanner
 
@@ -31,6 +31,7 @@ class Load(NamedTuple):
     decode_blocks: int
     requests: int
 
+@type_check_only
 class LedgerStats(TypedDict):
     requests: int
     blocks: int

@@ -1,5 +1,5 @@
 from collections.abc import Iterator
-from typing import Final, TypedDict
+from typing import Final, TypedDict, type_check_only
 
 from kvd_core.selector.selector import Pool
 from kvd_core.selector.settings import Settings
@@ -13,6 +13,7 @@ REGRET_BOUNDS: Final[tuple[int, ...]]
 LENGTH_BOUNDS: Final[tuple[int, ...]]
 RATE_BOUNDS: Final[tuple[float, ...]]
 
+@type_check_only
 class ChoiceSums(TypedDict):
     choices: int
     prompt_tokens: int

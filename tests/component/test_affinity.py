@@ -21,7 +21,8 @@ from kvd.wire.affinity import Bound, Version
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.selector.settings import Settings
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running_kvd
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
 

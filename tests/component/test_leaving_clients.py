@@ -27,6 +27,7 @@ from kvd.selection.queue import Waiting
 from kvd.selection.requests import QueuedRequest
 from kvd.slots.trackers import SlotTrackers
 from kvd_core.selector.settings import Settings
+from tests.support.budget import scaled
 from tests.support.selecting import M, Service, worker
 from tests.support.serving import Client, Running, open_descriptors, serving
 
@@ -232,7 +233,7 @@ class Caller:
             self.mine.append(members["reservation_id"])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(scaled(2)))
 async def test_sixty_four_clients_that_leave_at_any_moment(seed: int) -> None:
     descriptors = open_descriptors()
     service = Service(RouterOptions(Settings(queue_threshold=1.0), max_wait_s=0.5))

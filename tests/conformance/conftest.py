@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.conformance.steps import Target
-from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 
 COMMANDS = {
     "indexer": "indexer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections import deque
 from typing import Any
@@ -11,6 +10,7 @@ import msgpack
 import zmq
 
 from tests.conformance.failure import BadScenario, Failure, wait_until
+from tests.support.ports import find_free_port
 
 DEFAULT_TOPIC = "kv-events"
 SUBSCRIPTION_WITHIN_S = 10.0
@@ -19,13 +19,6 @@ LINGER_MS = 200  # what was published before an engine dies still leaves
 REPLAY_POLL_MS = 20
 END_OF_REPLAY = b"\xff" * 8
 SUBSCRIBED, UNSUBSCRIBED = b"\x01", b"\x00"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def pack(value: Any) -> bytes:
@@ -65,7 +58,7 @@ class Engine:
     def endpoint(self, part: str) -> str:
         """Returns the endpoint of `pub` or `replay`, chosen now if the engine is not bound yet."""
         if part not in self._ports:
-            self._ports[part] = free_port()
+            self._ports[part] = find_free_port()
         return f"tcp://127.0.0.1:{self._ports[part]}"
 
     def reserve(self) -> None:

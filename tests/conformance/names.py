@@ -6,8 +6,9 @@ import re
 import secrets
 from typing import Any
 
-from tests.conformance.engine import Engine, free_port
+from tests.conformance.engine import Engine
 from tests.conformance.servers import FakeHttp, Spawned
+from tests.support.ports import find_free_port
 
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.:-]*)\}")
 WHOLE_ID = re.compile(r"\{id:\d+\}")
@@ -55,7 +56,7 @@ class Names:
             return str(self._first_id + int(argument))
         if kind == "port":
             if argument not in self._ports:
-                self._ports[argument] = free_port()
+                self._ports[argument] = find_free_port()
             return str(self._ports[argument])
         name, _, part = text.partition(".")
         if name in self.engines:

@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 
-from tests.conformance.engine import free_port
 from tests.conformance.failure import Failure, wait_until
 from tests.conformance.matcher import difference
+from tests.support.ports import find_free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOP_WITHIN_S = 5.0
@@ -31,7 +31,7 @@ class Spawned:
     """A process of the server under test on a port of its own."""
 
     def __init__(self, command: list[str], arguments: list[str], environ: dict[str, str]) -> None:
-        port = free_port()
+        port = find_free_port()
         inherited = {
             name: value
             for name, value in os.environ.items()

@@ -1,16 +1,16 @@
-"""Some lives of meshes of replicas; more of them with KVD_MESH_SEEDS=0-4999."""
+"""Some lives of meshes of replicas."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import trio
 
 from kvd.wire.lifecycle import Outcome
 from tests.simulation.mesh import Mesh
+from tests.support.budget import scaled
 
-SEEDS = os.environ.get("KVD_MESH_SEEDS", "0-11")  # the first and the last, 0.1 s each
+SEEDS = scaled(12)  # 0.1 s each
 REQUESTS = 60
 WHILES = 2  # of which each uses the ids of the one before again
 
@@ -29,9 +29,8 @@ async def life(seed: int) -> Counter[Outcome]:
 
 
 def test_replicas_agree_however_steps_are_routed_and_whoever_stalls() -> None:
-    first, last = (int(text) for text in SEEDS.split("-"))
     outcomes: Counter[Outcome] = Counter()
-    for seed in range(first, last + 1):
+    for seed in range(SEEDS):
         try:
             outcomes += trio.run(life, seed)
         except AssertionError as error:

@@ -1,14 +1,14 @@
-"""Ports whose ranks share them: what is called exact is. KVD_PORT_SEEDS says how many lives."""
+"""Ports whose ranks share them: what is called exact is."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 from tests.simulation.oracle import Wrong
 from tests.simulation.ports import live
+from tests.support.budget import scaled
 
-SEEDS = int(os.environ.get("KVD_PORT_SEEDS", "40"))  # 80 ms each on an idle core
+SEEDS = scaled(40)  # 80 ms each on an idle core
 EVENTS = (
     "asked",
     "asked again",

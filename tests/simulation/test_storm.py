@@ -25,13 +25,14 @@ from tests.simulation.engine import BLOCK
 from tests.simulation.fleet import Fleet, check_replica
 from tests.simulation.oracle import Oracle
 from tests.simulation.replica import Replica
+from tests.support.budget import scaled
 
 KEYS = [
     RankKey(PartitionKey("model", tenant), instance_id, dp_rank)
     for tenant, instance_id, dp_rank in (("a", 1, 0), ("a", 1, 1), ("b", 1, 0), ("a", 2, 0))
 ]
 CLIENTS = 3
-EXAMPLES = 150  # 20 ms each
+EXAMPLES = scaled(75)  # 20 ms each
 
 # Seconds, or so many turns of the loop: recovery, replays and stops all take some.
 # Mostly none, as calls that meet are what matters.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -103,10 +102,3 @@ def clean_environment(**extra: str) -> dict[str, str]:
         if not name.startswith(("KVD_", "DYN_")) and name not in SERVICE_VARIABLES
     }
     return inherited | extra
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

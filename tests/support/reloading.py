@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 
 from tests.support import exposition
-from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 from tests.support.running import running_kvd
 
 

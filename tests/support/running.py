@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 
 
 @contextmanager

@@ -18,7 +18,8 @@ import pytest
 
 from kvd.telemetry.stderr import MAX_WAITING_BYTES
 from tests.support import exposition
-from tests.support.processes import REPOSITORY, Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.running import running
 
 QUERY = {"model_name": "m", "token_ids": [1, 2, 3, 4]}

@@ -22,7 +22,8 @@ import pytest
 from kvd.cli import status
 from kvd.cli.main import main
 from kvd.platform import activation
-from tests.support.processes import POLL_S, START_DEADLINE_S, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import POLL_S, START_DEADLINE_S, clean_environment
 
 # Moves descriptors to where systemd passes them and becomes kvd: the process must name itself.
 EXEC = """

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.config.load import StartError, load, without_effect
 from kvd.config.settings import WITHOUT_EFFECT
-from tests.support.processes import find_free_port
+from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
 
 

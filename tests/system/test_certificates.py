@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.support.asking import FACES, Faces, bearer, make_client_certificates, serving_faces
-from tests.support.processes import find_free_port
+from tests.support.ports import find_free_port
 from tests.support.running import running
 
 OLD, NEW = "old-0123456789abc", "new-0123456789abc"

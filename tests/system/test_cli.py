@@ -28,13 +28,8 @@ from kvd.config.load import DEFAULTS, load
 from kvd.config.parsers import OFF, parse_face_binds
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.platform.descriptors import LEAST
-from tests.support.processes import (
-    REPOSITORY,
-    STOP_DEADLINE_S,
-    Server,
-    clean_environment,
-    find_free_port,
-)
+from tests.support.ports import find_free_port
+from tests.support.processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment
 from tests.support.running import running, running_both
 
 ENDPOINT = "tcp://127.0.0.1:5557"

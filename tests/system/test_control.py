@@ -14,7 +14,8 @@ import pytest
 
 from kvd.app.control import FOLDER_VARIABLE
 from kvd.cli.main import main
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running
 
 TOKENS = "operator read 0123456789abcdef\n"

@@ -13,7 +13,8 @@ import zmq
 
 from kvd.cli.main import main
 from tests.support import exposition
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running
 from tests.system.test_fleet import TOKENS, Engine
 
@@ -186,6 +187,7 @@ def test_replicas_with_keys(start: Start, tmp_path: Path) -> None:
         (SECRET, "x\n", "keys: line 1: expected the 40 characters of a public key"),
         ("\0", None, "secret: expected"),
     ],
+    ids=["short", "no secret", "not a public key", "no text"],
 )
 def test_bad_files(
     secret: str | None,

@@ -32,12 +32,12 @@ from examples.demo.engines import (
     chains,
 )
 from examples.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, VOCABULARY, Workload, tokenize
+from tests.support.ports import find_free_port
 from tests.support.processes import (
     START_DEADLINE_S,
     STOP_DEADLINE_S,
     Server,
     clean_environment,
-    find_free_port,
 )
 
 TURNS = 300

@@ -25,7 +25,8 @@ from kvd.http.limits import HttpLimits
 from kvd.platform.descriptors import ENOUGH
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
-from tests.support.processes import REPOSITORY, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import REPOSITORY
 from tests.support.running import running, running_kvd
 
 PACKAGING = REPOSITORY / "packaging"

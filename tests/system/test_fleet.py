@@ -38,7 +38,8 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.wire.egress import DEFAULT, AllowedNetworks, EgressPolicy
 from kvd.wire.replica import Replica, ReplicaCounts
 from tests.support import exposition
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running, running_kvd
 from tests.support.selecting import Service
 

@@ -31,7 +31,8 @@ from kvd.http.limits import HttpLimits
 from kvd.platform.descriptors import listeners_within
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.support.applying import apply_whole
-from tests.support.processes import REPOSITORY, Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.running import running_both
 from tests.support.slot_bodies import POSTS
 from tests.support.zmtp_fakes import GREETING, large_frame, message, ready

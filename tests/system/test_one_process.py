@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvd_core.base.hashing import local_hashes, sequence_hashes
-from tests.support.processes import find_free_port
+from tests.support.ports import find_free_port
 from tests.support.running import running
 
 TOKENS = list(range(16))

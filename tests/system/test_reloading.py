@@ -21,7 +21,8 @@ from kvd.config.reload import Reader
 from kvd.config.settings import SETTINGS
 from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency
 from tests.support import exposition
-from tests.support.processes import STOP_DEADLINE_S, find_free_port, reads
+from tests.support.ports import find_free_port
+from tests.support.processes import STOP_DEADLINE_S, reads
 from tests.support.reloading import Daemon, daemon, starting
 from tests.support.running import running, running_kvd
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvd_core.base.hashing import sequence_hashes
 from tests.conformance.failure import wait_until
-from tests.support.processes import find_free_port
+from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
 
 WITHIN_S = 20.0

@@ -30,7 +30,9 @@ from tests.support.asking import (
     make_client_certificates,
     serving_faces,
 )
-from tests.support.processes import REPOSITORY, Server, clean_environment, find_free_port
+from tests.support.budget import scaled
+from tests.support.ports import find_free_port
+from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.reloading import daemon
 from tests.support.running import running, running_kvd
 
@@ -44,7 +46,7 @@ keeper   admin       {ADMIN}
 """
 ROUTES = all_routes()
 ALL = [(face, route) for face, routes in ROUTES.items() for route in routes]
-MUTATED = int(os.environ.get("KVD_TEST_MUTATED", "1000"))  # requests, over all faces
+MUTATED = scaled(500)  # requests, over all faces
 
 
 @pytest.fixture(scope="module")

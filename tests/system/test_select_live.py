@@ -19,7 +19,8 @@ import pytest
 
 from kvd_core.selector.settings import Settings
 from tests.support.chances import assert_drawn
-from tests.support.processes import Server, clean_environment, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 from tests.support.twins import Service, Setup, Twin
 
 CASES = int(os.environ.get("KVD_LIVE_CASES", "2100"))

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running
 
 BLOCK = 16  # tokens

@@ -18,7 +18,8 @@ from kvd.cli.status import read_samples
 from kvd.index.partitions import UNMATCHED_QUESTIONS
 from tests.conformance.engine import Engine
 from tests.conformance.failure import show, wait_until
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running
 
 WITHIN_S = 20.0  # for what takes a second or two

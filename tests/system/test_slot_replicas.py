@@ -15,7 +15,8 @@ import httpx
 import pytest
 import zmq
 
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 
 MODELS = ("m", "org/model:v1")
 WORKERS = (1, 2, 2**64 - 1)

@@ -12,7 +12,7 @@ import pytest
 from kvd.cli.main import main
 from kvd.wire.hosts import everywhere
 from tests.support import exposition
-from tests.support.processes import find_free_port
+from tests.support.ports import find_free_port
 from tests.support.running import running
 
 FACES = ("indexer", "slot_tracker", "selection", "conductor")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conformance.engine import Engine
 from tests.conformance.failure import show, wait_until
-from tests.support.processes import find_free_port
+from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
 
 WITHIN_S = 20.0

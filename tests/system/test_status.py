@@ -20,7 +20,7 @@ from kvd.cli.status import LISTS, faces_of, read_samples
 from kvd.config import load as config
 from kvd.config.parsers import Binds, TcpBind, UnixBind
 from tests.support.asking import make_client_certificates
-from tests.support.processes import find_free_port
+from tests.support.ports import find_free_port
 from tests.support.running import running
 
 PAIR = {"cert": "pem", "key": "key"}

@@ -20,13 +20,8 @@ from kvd.config.parsers import OFF, Binds, TcpBind
 from kvd.config.reload import Reader
 from kvd.platform.activation import Passed
 from kvd.platform.signals import Signals
-from tests.support.processes import (
-    STOP_DEADLINE_S,
-    Server,
-    clean_environment,
-    find_free_port,
-    reads,
-)
+from tests.support.ports import find_free_port
+from tests.support.processes import STOP_DEADLINE_S, Server, clean_environment, reads
 from tests.support.running import running
 
 

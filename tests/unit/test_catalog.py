@@ -18,6 +18,7 @@ from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
 from kvd.selection.workers import RECONSIDERED
 from kvd.wire.lifecycle import Step
 from kvd_core.selector.settings import Settings
+from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, worker
 
@@ -477,7 +478,7 @@ async def step(service: Service, kind: str, *rest: Any) -> None:
         await service.registry.unregister(rest[0], "m", "t", None)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scaled(60))
 @given(st.booleans(), st.lists(STEPS, max_size=25))
 def test_any_row_of_changes_leaves_all_in_agreement(
     uses_events: bool, steps: list[tuple[Any, ...]]

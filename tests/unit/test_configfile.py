@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.cli.main import load_config, main
@@ -17,6 +17,7 @@ from kvd.config import file as configfile
 from kvd.config.load import CONFIG, Said, StartError, load, resolve
 from kvd.config.parsers import Setting, parse_face_binds
 from kvd.config.settings import SETTINGS
+from tests.support.budget import scaled
 from tests.support.processes import REPOSITORY
 
 WORKER = "1=tcp://127.0.0.1:5557"
@@ -205,6 +206,7 @@ SAID = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=scaled(20))
 @given(said=SAID)
 def test_whatever_is_said_where_holds_by_one_rule(
     said: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory

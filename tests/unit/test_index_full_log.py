@@ -24,11 +24,11 @@ def test_a_full_index_is_said_once_until_there_was_room_for_a_while() -> None:
             store(2)
             log.check(second)
         assert lines().count("\n") == 1
-        assert 'event=index_full max_blocks=1 blocks=1 pairs=1' in lines()
+        assert "event=index_full max_blocks=1 blocks=1 pairs=1" in lines()
         log.check(9.0 + QUIET_S - 0.1)
         assert lines().count("\n") == 1
         log.check(9.0 + QUIET_S)
-        assert lines().endswith('event=index_has_room refused_blocks=8\n')
+        assert lines().endswith("event=index_has_room refused_blocks=8\n")
         store(2)
         log.check(500.0)
         assert lines().count("index_full") == 2

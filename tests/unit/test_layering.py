@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -49,9 +50,15 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Returns all of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yields what a file imports, submodules by their full name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,6 +73,7 @@ def package(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+@cache
 def package_imports() -> dict[str, set[str]]:
     """Returns what every package uses of other packages."""
     found: dict[str, set[str]] = {}
@@ -93,7 +101,7 @@ def test_no_package_uses_itself_by_way_of_others() -> None:
 
 def assigned_functions(path: Path) -> Iterator[str]:
     """Yields assignments of functions to attributes of other objects."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if not isinstance(node, ast.Assign):
             continue
         value = node.value
@@ -112,7 +120,7 @@ def assigned_functions(path: Path) -> Iterator[str]:
 METHODS = {
     node.name
     for path in MODULES.values()
-    for node in ast.walk(ast.parse(path.read_text()))
+    for node in nodes(path)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list
 } | {"__len__"}
 

@@ -42,6 +42,7 @@ from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 from kvd_core.selector.choice_counts import CHOICE_PHASES
 from kvd_core.selector.selector import Pool
 from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from tests.support.budget import scaled
 from tests.support.idle_listeners import IdleListeners
 from tests.support.json_bodies import bodies, written
 
@@ -269,7 +270,7 @@ BOOKED = usual(reservation_id='"c"')
 BOTH = usual(model_name='"roles"', phase='"both"', reservation_id='"c"')
 
 
-@settings(deadline=None)
+@settings(max_examples=scaled(30))
 @given(LIVES, MODES)
 @example([(RESERVE, BOOKED), (RESERVE, BOOKED), (COMPLETE, b"c"), (FREE, b"c"), (FREE, b"c")], KV)
 @example([(RESERVE, usual()), (SELECT, usual()), (RESERVE, usual())], KV)
@@ -302,7 +303,7 @@ def test_what_is_answered_is_what_the_handler_does(
         fleet.ledger.verify()
 
 
-@settings(deadline=None)
+@settings(max_examples=scaled(30))
 @given(LIVES)
 def test_with_sessions_and_predictions_it_is_what_the_handler_does(
     requests: list[tuple[str, bytes]],
@@ -343,7 +344,7 @@ MORE_STEPS = st.tuples(st.sampled_from([OUTPUT, SHOW]), st.sampled_from(SEGMENTS
 MORE = st.lists(st.one_of(QUESTIONS, STEPS, MORE_STEPS, CHANGES), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
+@settings(max_examples=scaled(30))
 @given(MORE, OPTIONS)
 @example([("put", (50, "m", DEFAULT_TENANT)), (RESERVE, BOOKED), (FREE, b"c")], {"mode": KV})
 @example([("track", 0), ("add", 0), (SELECT, usual()), (PROJECT, usual())], {"mode": KV})
@@ -367,7 +368,7 @@ def test_with_all_options_and_changes_it_is_what_the_handler_does(
         fleet.ledger.verify()
 
 
-@settings(deadline=None)
+@settings(max_examples=scaled(30))
 @given(LIVES)
 def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],

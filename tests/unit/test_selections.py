@@ -641,7 +641,7 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
         service.check()
 
 
-async def test_ten_thousand_wait(nursery: trio.Nursery) -> None:
+async def test_two_thousand_wait(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     rng = Random(4)
     lanes = [None, None, ONLY[1], ONLY[2], Constraints(pinned=(1, 0))]
@@ -655,14 +655,14 @@ async def test_ten_thousand_wait(nursery: trio.Nursery) -> None:
             constraints=rng.choice(lanes),
             strict_priority=rng.randrange(3),
         )
-        for number in range(10_000)
+        for number in range(2000)
     ]
     await settled()
-    assert service.selections.scheduler.held == 10_000
-    for caller in rng.sample(callers, 1000):
+    assert service.selections.scheduler.held == 2000
+    for caller in rng.sample(callers, 200):
         caller.scope.cancel()
     await settled()
-    assert service.selections.scheduler.held == 9000
+    assert service.selections.scheduler.held == 1800
     service.selections.reservations.prefill_complete("a")
     service.selections.reservations.prefill_complete("b")
     while service.selections.scheduler.held:
@@ -671,7 +671,7 @@ async def test_ten_thousand_wait(nursery: trio.Nursery) -> None:
             service.selections.reservations.free(name)
     await settled()
     answered = [caller for caller in callers if caller.answer]
-    assert len(answered) == 9000 and all(caller.error is None for caller in callers)
+    assert len(answered) == 1800 and all(caller.error is None for caller in callers)
     assert not service.fleet().queue._lanes and not service.selections.reservations.live
     assert service.fleet().ledger.stats()["blocks"] == 0
     service.check()

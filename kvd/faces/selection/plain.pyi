@@ -1,10 +1,11 @@
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, type_check_only
 
 from kvd.http.fast_path import Answerer
 from kvd_core.base.draws import Draws
 from kvd_core.json.scan import BodyScanner
 
+@type_check_only
 class Selections(Protocol):
     options: Any
     reservations: Any

@@ -1,9 +1,10 @@
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, type_check_only
 
 from kvd.http.fast_path import Answerer
 from kvd_core.json.scan import BodyScanner
 
+@type_check_only
 class Slots(Protocol):
     @property
     def trackers(self) -> Mapping[Any, Any]: ...

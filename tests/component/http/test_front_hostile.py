@@ -11,11 +11,12 @@ import trio
 
 from kvd.http.auth import Policy, Token
 from kvd.http.types import Scope
+from tests.support.budget import scaled
 from tests.support.serving import BIG, SOON, Client, Running, eventually, open_descriptors, serving
 
 pytestmark = pytest.mark.usefixtures("layers")
 
-MUTATED = {"plain": 3000, "tls": 300}  # a handshake takes milliseconds
+MUTATED = {"plain": scaled(1500), "tls": scaled(150)}  # a handshake takes milliseconds
 
 GARBAGE = {
     "not http": b"hello\r\n\r\n",

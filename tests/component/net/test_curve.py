@@ -109,7 +109,11 @@ async def test_other_keys_get_nothing_and_the_status_says_so(
     assert not there.socket.poll(50)  # nobody has subscribed
 
 
-@pytest.mark.parametrize(("server_key", "ended"), [(PUBLIC, "marker"), (OTHER_PUBLIC, "silent")])
+@pytest.mark.parametrize(
+    ("server_key", "ended"),
+    [(PUBLIC, "marker"), (OTHER_PUBLIC, "silent")],
+    ids=["same", "other"],
+)
 async def test_replays_have_the_same_key(
     context: zmq.Context, nursery: trio.Nursery, server_key: str, ended: str
 ) -> None:

@@ -22,7 +22,8 @@ from kvd.telemetry.metrics import render
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Step
 from kvd.wire.replica import ReplicaCounts
-from tests.support.processes import Server, find_free_port
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.replicating import PARTITION, Process, add, event, frames, start
 from tests.support.zmtp_fakes import Publisher, until
 

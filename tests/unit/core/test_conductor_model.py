@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,9 @@ from kvd_core.base.hashing import local_hashes
 from kvd_core.conductor.conductor import Conductor, Source, namespace
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
+from tests.support.budget import scaled
 
-LIVES = int(os.environ.get("KVD_LIVES", "60"))
+LIVES = scaled(30)
 BLOCK_SIZE = 2
 DEPTH = 5
 MEDIA = ("GPU", "CPU", "DISK", "CXL", "EXTERNAL")

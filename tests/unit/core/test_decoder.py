@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvd_core.events.decoder import REASONS, Batch, decode
 from tests.models import event_model
+from tests.support.budget import scaled
 from tests.support.processes import REPOSITORY
 
 DATA = REPOSITORY / "tests" / "support" / "data" / "engine_batches.jsonl"
@@ -540,7 +541,7 @@ def test_any_bytes_give_a_value(payload):
     check_any(payload)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scaled(150))
 @given(st.sampled_from(PAYLOADS), st.data())
 def test_mutated_recordings_give_a_value(payload, data):
     mutated = bytearray(payload)
@@ -633,7 +634,7 @@ def array_events(draw: st.DrawFn) -> list[Any]:
 EVENTS = mostly(st.one_of(map_events(), array_events()))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(st.lists(EVENTS, max_size=4), mostly(st.one_of(st.none(), st.integers(0, 9))), st.booleans())
 def test_events_of_any_members_mean_what_the_model_says(events, rank, as_map):
     value: Any = [1.5, events, rank]

@@ -8,6 +8,7 @@ import pytest
 
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
 from tests.models.prefix_model import ModelRank, frequencies
+from tests.support.budget import scaled
 
 TIERS = (0, 1, 2, 3)
 SLICES = (1, 2, 5, 20, 100, 1000)  # steps of a sweep
@@ -162,7 +163,7 @@ def assert_empty(index: PrefixIndex, start: dict[str, object]) -> None:
         assert stats[size] == start[size], size
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(scaled(12)))
 def test_index_equals_model(seed: int) -> None:
     pair = Pair(random.Random(seed))
     start = pair.index.stats()
@@ -175,7 +176,7 @@ def test_index_equals_model(seed: int) -> None:
     assert_empty(pair.index, start)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(scaled(3)))
 def test_index_equals_model_on_long_chains(seed: int) -> None:
     pair = Pair(random.Random(seed), stretch=230)
     for _ in range(40):

@@ -14,6 +14,7 @@ import pytest
 
 from kvd_core.ledger.ledger import Ledger, Loads
 from tests.models.ledger_model import ModelLedger, ModelLoads
+from tests.support.budget import scaled
 
 VOCABULARY = 2  # hashes: few, so that prompts share prefixes and branch often
 FRACTIONS = (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0)
@@ -191,7 +192,7 @@ class Pair:
         assert self.ledger.stats()["bytes"] == Ledger().stats()["bytes"]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(scaled(12)))
 def test_ledger_equals_model(seed: int) -> None:
     pair = Pair(random.Random(seed), ranks=(1, 3, 12, 40)[seed % 4], owners=1 + seed // 4 % 3)
     for _ in range(250):
@@ -202,7 +203,7 @@ def test_ledger_equals_model(seed: int) -> None:
     pair.end()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(scaled(3)))
 def test_ledger_equals_model_on_long_prompts(seed: int) -> None:
     pair = Pair(random.Random(seed), ranks=3, owners=1 + seed % 2, stretch=2500)
     for _ in range(60):

@@ -13,6 +13,7 @@ from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
+from tests.support.budget import scaled
 
 TTL_S = 10.0
 DEFAULTS = Settings()
@@ -263,7 +264,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=scaled(75))
 @given(STEPS)
 def test_it_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) -> None:
     fleet = Fleet(3)

@@ -33,6 +33,7 @@ from tests.models.selector_model import (
     terms,
 )
 from tests.models.selector_model import cached_tokens as model_cached_tokens
+from tests.support.budget import scaled
 from tests.support.chances import assert_drawn
 
 PROMPT = [2**64 - 1, *range(1, 64)]  # local hashes; its sequence hashes are others
@@ -804,7 +805,7 @@ MODEL_SETTINGS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scaled(100))
 @given(
     plans=st.dictionaries(PLACES, PLANS, min_size=1, max_size=8),
     block_size=st.sampled_from([1, 3, 5, 16, 64]),

@@ -16,9 +16,10 @@ import pytest
 from kvd.wire.cursor import Verdict
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
+from tests.support.budget import scaled
 
 STEPS = 400
-SEEDS = 100  # ten thousand of them have passed
+SEEDS = scaled(40)  # ten thousand of them have passed
 
 
 class Applied(list[bytes]):

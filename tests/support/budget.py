@@ -1,0 +1,12 @@
+"""How much the random tests do; `make soak` sets KVD_TEST_BUDGET=30, for thirty times as much."""
+
+from __future__ import annotations
+
+import os
+
+BUDGET = float(os.environ.get("KVD_TEST_BUDGET", "1"))
+
+
+def scaled(usual: int) -> int:
+    """Returns how many examples, seeds or steps to try where the suite usually tries so many."""
+    return max(1, round(usual * BUDGET))
