@@ -31,4 +31,4 @@ def test_a_full_index_is_said_once_until_there_was_room_for_a_while() -> None:
         assert lines().endswith("event=index_has_room refused_blocks=8\n")
         store(2)
         log.check(500.0)
-        assert lines().count("index_full") == 2
+        assert lines().count("event=index_full") == 2
