@@ -232,8 +232,12 @@ def test_what_is_kept_is_not_too_long(client: httpx.Client, name: str) -> None:
     assert response.status_code == 422
 
 
+# Dynamo 1.6.1 does not have this route yet.
+NOT_AT_THE_PEER = "/query_tiered_by_hash"
+
+
 @pytest.mark.peer
-@ROUTES
+@pytest.mark.parametrize("path", sorted(POSTS.keys() - {NOT_AT_THE_PEER}))
 def test_the_live_peer_refuses_the_same(
     path: str, refusals: Refusals, peer_process: Callable[..., Server]
 ) -> None:
