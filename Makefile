@@ -15,6 +15,7 @@ CORE    := $(VENV)/.core-$(FLAVOUR)
 # One worker a core. A test module stays on one worker, as its tests share daemons.
 PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist loadfile
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
+HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
 .PHONY: run test check soak lint build clean
 
@@ -33,6 +34,7 @@ soak: lint
 lint: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/clang-format --dry-run -Werror $(HEADERS)
 	@$(VENV)/bin/mypy
 
 build: $(CORE)

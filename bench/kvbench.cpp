@@ -23,36 +23,33 @@ namespace {
 using namespace kvbench;
 
 struct Mode {
-    const char* name;
-    int (*run)(const Options&);
+  const char* name;
+  int (*run)(const Options&);
 };
 
 constexpr Mode kModes[] = {
-    {"ingest", run_ingest},
-    {"hold", run_hold},
-    {"admit", run_admit},
-    {"http", run_http},
-    {"bodies", run_bodies},
+    {"ingest", run_ingest}, {"hold", run_hold},     {"admit", run_admit},
+    {"http", run_http},     {"bodies", run_bodies},
 };
 
 int usage() {
-    std::fprintf(stderr, "usage: kvbench ingest|hold|admit|http|bodies [--option value]...\n");
-    for (const OptionSpec& option : kOptions)
-        std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
-    return 2;
+  std::fprintf(stderr, "usage: kvbench ingest|hold|admit|http|bodies [--option value]...\n");
+  for (const OptionSpec& option : kOptions)
+    std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
+  return 2;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    for (const Mode& mode : kModes) {
-        if (argc < 2 || std::strcmp(argv[1], mode.name)) continue;
-        try {
-            return mode.run(Options(argc, argv, 2));
-        } catch (const std::exception& error) {
-            std::fprintf(stderr, "kvbench %s: %s\n", mode.name, error.what());
-            return 1;
-        }
+  for (const Mode& mode : kModes) {
+    if (argc < 2 || std::strcmp(argv[1], mode.name)) continue;
+    try {
+      return mode.run(Options(argc, argv, 2));
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "kvbench %s: %s\n", mode.name, error.what());
+      return 1;
     }
-    return usage();
+  }
+  return usage();
 }

@@ -14,117 +14,113 @@ namespace kvbench {
 
 // How often a reply (blanks aside, which JSON writers place as they like) holds `part`.
 inline long occurrences(const std::string& reply, const std::string& part) {
-    std::string dense;
-    for (char c : reply)
-        if (c != ' ') dense.push_back(c);
-    long count = 0;
-    for (size_t at = dense.find(part); at != std::string::npos; at = dense.find(part, at + 1))
-        count++;
-    return count;
+  std::string dense;
+  for (char c : reply)
+    if (c != ' ') dense.push_back(c);
+  long count = 0;
+  for (size_t at = dense.find(part); at != std::string::npos; at = dense.find(part, at + 1))
+    count++;
+  return count;
 }
 
 class Fleet {
-public:
-    Fleet(const Options& options, const DataSet& data)
-        : data_(data),
-          bodies_(options),
-          server_(options.text("url")),
-          engines_(data.workers),
-          selects_(options.text("face") == "select"),
-          timeout_(options.number("timeout")) {}
+ public:
+  Fleet(const Options& options, const DataSet& data)
+      : data_(data),
+        bodies_(options),
+        server_(options.text("url")),
+        engines_(data.workers),
+        selects_(options.text("face") == "select"),
+        timeout_(options.number("timeout")) {}
 
-    void register_all() {
-        for (long worker = 0; worker < engines_.count(); worker++)
-            server_.call(registration(worker));
-        engines_.wait_subscribed();
+  void register_all() {
+    for (long worker = 0; worker < engines_.count(); worker++) server_.call(registration(worker));
+    engines_.wait_subscribed();
+  }
+
+  void publish(long worker, const std::string& payload) { engines_.publish(worker, payload); }
+
+  // Returns once everything published so far is applied: a worker's events are applied in
+  // order, so a sentinel block published last on every worker is visible last.
+  void wait_applied() {
+    const Sentinel sentinel = next_sentinel();
+    for (long worker = 0; worker < engines_.count(); worker++) publish(worker, sentinel.payload);
+    // Long enough that asking costs the server next to nothing beside applying, short
+    // against a run of a second.
+    constexpr double kPollEvery = 0.005;
+    wait_visible(sentinel, engines_.count(), kPollEvery);
+  }
+
+  // Publishes one block on `worker` and asks for it back to back; seconds until it is found.
+  double publish_and_find(long worker) {
+    const Sentinel sentinel = next_sentinel();
+    const double start = now();
+    publish(worker, sentinel.payload);
+    wait_visible(sentinel, 1, 0);
+    return now() - start;
+  }
+
+  // Asks for the whole of a chain; throws unless one worker at least holds all of it.
+  void check_chain(long worker, long chain) {
+    const Tokens tokens = data_.tokens(worker, chain, 0, data_.depth);
+    const std::string reply = server_.call(question(tokens));
+    if (!occurrences(reply, found(data_.depth)))
+      throw std::runtime_error("chain " + std::to_string(chain) + " of worker " +
+                               std::to_string(worker + 1) +
+                               " is not indexed in full: " + reply.substr(0, 300));
+  }
+
+  // To be called after a long pause.
+  void reconnect() { server_.reconnect(); }
+
+ private:
+  struct Sentinel {
+    std::string payload, request;
+  };
+
+  Sentinel next_sentinel() {
+    Tokens tokens;
+    for (long slot = 0; slot < data_.block_size; slot++)
+      tokens.push_back(kSentinelTokens + uint32_t(sentinels_ * data_.block_size + slot));
+    sentinels_++;
+    Batch batch;
+    batch.stored(local_hashes(tokens, size_t(data_.block_size)), nullptr, tokens, data_.block_size);
+    return {batch.take(), question(tokens)};
+  }
+
+  void wait_visible(const Sentinel& sentinel, long workers, double poll_every) {
+    const double deadline = now() + timeout_;
+    while (occurrences(server_.call(sentinel.request), found(1)) < workers) {
+      if (now() > deadline) throw std::runtime_error("events were not applied in time");
+      sleep_seconds(poll_every);
     }
+  }
 
-    void publish(long worker, const std::string& payload) { engines_.publish(worker, payload); }
+  std::string registration(long worker) const {
+    const std::string& endpoint = engines_.endpoint(worker);
+    if (selects_)
+      return post_request("/workers",
+                          bodies_.catalog_worker(worker + 1, endpoint, data_.block_size));
+    return post_request("/register", bodies_.registration(worker + 1, endpoint, data_.block_size));
+  }
 
-    // Returns once everything published so far is applied: a worker's events are applied in
-    // order, so a sentinel block published last on every worker is visible last.
-    void wait_applied() {
-        const Sentinel sentinel = next_sentinel();
-        for (long worker = 0; worker < engines_.count(); worker++)
-            publish(worker, sentinel.payload);
-        // Long enough that asking costs the server next to nothing beside applying, short
-        // against a run of a second.
-        constexpr double kPollEvery = 0.005;
-        wait_visible(sentinel, engines_.count(), kPollEvery);
-    }
+  std::string question(const Tokens& tokens) const {
+    return post_request(selects_ ? "/overlap_scores" : "/query", bodies_.query(tokens));
+  }
 
-    // Publishes one block on `worker` and asks for it back to back; seconds until it is found.
-    double publish_and_find(long worker) {
-        const Sentinel sentinel = next_sentinel();
-        const double start = now();
-        publish(worker, sentinel.payload);
-        wait_visible(sentinel, 1, 0);
-        return now() - start;
-    }
+  // What a reply says of a worker that holds all `blocks` blocks asked for.
+  std::string found(long blocks) const {
+    if (selects_) return "\"device_blocks\":" + std::to_string(blocks) + ",";
+    return "\"longest_matched\":" + std::to_string(blocks * data_.block_size);
+  }
 
-    // Asks for the whole of a chain; throws unless one worker at least holds all of it.
-    void check_chain(long worker, long chain) {
-        const Tokens tokens = data_.tokens(worker, chain, 0, data_.depth);
-        const std::string reply = server_.call(question(tokens));
-        if (!occurrences(reply, found(data_.depth)))
-            throw std::runtime_error("chain " + std::to_string(chain) + " of worker " +
-                                     std::to_string(worker + 1) + " is not indexed in full: " +
-                                     reply.substr(0, 300));
-    }
-
-    // To be called after a long pause.
-    void reconnect() { server_.reconnect(); }
-
-private:
-    struct Sentinel {
-        std::string payload, request;
-    };
-
-    Sentinel next_sentinel() {
-        Tokens tokens;
-        for (long slot = 0; slot < data_.block_size; slot++)
-            tokens.push_back(kSentinelTokens + uint32_t(sentinels_ * data_.block_size + slot));
-        sentinels_++;
-        Batch batch;
-        batch.stored(local_hashes(tokens, size_t(data_.block_size)), nullptr, tokens,
-                     data_.block_size);
-        return {batch.take(), question(tokens)};
-    }
-
-    void wait_visible(const Sentinel& sentinel, long workers, double poll_every) {
-        const double deadline = now() + timeout_;
-        while (occurrences(server_.call(sentinel.request), found(1)) < workers) {
-            if (now() > deadline) throw std::runtime_error("events were not applied in time");
-            sleep_seconds(poll_every);
-        }
-    }
-
-    std::string registration(long worker) const {
-        const std::string& endpoint = engines_.endpoint(worker);
-        if (selects_)
-            return post_request("/workers",
-                                bodies_.catalog_worker(worker + 1, endpoint, data_.block_size));
-        return post_request("/register",
-                            bodies_.registration(worker + 1, endpoint, data_.block_size));
-    }
-
-    std::string question(const Tokens& tokens) const {
-        return post_request(selects_ ? "/overlap_scores" : "/query", bodies_.query(tokens));
-    }
-
-    // What a reply says of a worker that holds all `blocks` blocks asked for.
-    std::string found(long blocks) const {
-        if (selects_) return "\"device_blocks\":" + std::to_string(blocks) + ",";
-        return "\"longest_matched\":" + std::to_string(blocks * data_.block_size);
-    }
-
-    const DataSet& data_;
-    Bodies bodies_;
-    Caller server_;
-    Engines engines_;
-    bool selects_;  // the server is a selection service, else an indexer
-    double timeout_;
-    long sentinels_ = 0;
+  const DataSet& data_;
+  Bodies bodies_;
+  Caller server_;
+  Engines engines_;
+  bool selects_;  // the server is a selection service, else an indexer
+  double timeout_;
+  long sentinels_ = 0;
 };
 
 }  // namespace kvbench

@@ -12,9 +12,9 @@
 namespace kvbench {
 
 struct OptionSpec {
-    const char* name;
-    const char* fallback;
-    const char* help;
+  const char* name;
+  const char* fallback;
+  const char* help;
 };
 
 inline constexpr OptionSpec kOptions[] = {
@@ -40,7 +40,8 @@ inline constexpr OptionSpec kOptions[] = {
     {"live", "32", "requests that stay live, over all workers"},
     // http
     {"kind", "query",
-     "query | query_by_hash | query_tiered_by_hash | select | select_tokens | reserve | life | potential_loads | get | raw"},
+     "query | query_by_hash | query_tiered_by_hash | select | select_tokens | reserve | life | "
+     "potential_loads | get | raw"},
     {"tokens", "2048", "tokens in a prompt"},
     {"hit", "0.5", "leading share of a prompt that is indexed, or live"},
     {"conns", "1", "connections"},
@@ -54,45 +55,45 @@ inline constexpr OptionSpec kOptions[] = {
 };
 
 class Options {
-public:
-    // Reads `--name value` pairs from argv[first] on; throws on anything else.
-    Options(int argc, char** argv, int first) {
-        for (const OptionSpec& spec : kOptions) values_[spec.name] = spec.fallback;
-        for (int i = first; i < argc; i += 2) {
-            const std::string flag = argv[i];
-            const std::string name = flag.rfind("--", 0) == 0 ? flag.substr(2) : "";
-            if (!values_.count(name)) throw std::runtime_error("unknown option " + flag);
-            if (i + 1 == argc) throw std::runtime_error("no value for " + flag);
-            values_[name] = argv[i + 1];
-        }
+ public:
+  // Reads `--name value` pairs from argv[first] on; throws on anything else.
+  Options(int argc, char** argv, int first) {
+    for (const OptionSpec& spec : kOptions) values_[spec.name] = spec.fallback;
+    for (int i = first; i < argc; i += 2) {
+      const std::string flag = argv[i];
+      const std::string name = flag.rfind("--", 0) == 0 ? flag.substr(2) : "";
+      if (!values_.count(name)) throw std::runtime_error("unknown option " + flag);
+      if (i + 1 == argc) throw std::runtime_error("no value for " + flag);
+      values_[name] = argv[i + 1];
     }
+  }
 
-    const std::string& text(const std::string& name) const { return values_.at(name); }
+  const std::string& text(const std::string& name) const { return values_.at(name); }
 
-    // A whole number >= `least`.
-    long integer(const std::string& name, long least) const {
-        char* end = nullptr;
-        const std::string& text = values_.at(name);
-        const long value = std::strtol(text.c_str(), &end, 10);
-        if (text.empty() || *end || value < least) bad(name, text);
-        return value;
-    }
+  // A whole number >= `least`.
+  long integer(const std::string& name, long least) const {
+    char* end = nullptr;
+    const std::string& text = values_.at(name);
+    const long value = std::strtol(text.c_str(), &end, 10);
+    if (text.empty() || *end || value < least) bad(name, text);
+    return value;
+  }
 
-    // A number >= 0.
-    double number(const std::string& name) const {
-        char* end = nullptr;
-        const std::string& text = values_.at(name);
-        const double value = std::strtod(text.c_str(), &end);
-        if (text.empty() || *end || !(value >= 0)) bad(name, text);
-        return value;
-    }
+  // A number >= 0.
+  double number(const std::string& name) const {
+    char* end = nullptr;
+    const std::string& text = values_.at(name);
+    const double value = std::strtod(text.c_str(), &end);
+    if (text.empty() || *end || !(value >= 0)) bad(name, text);
+    return value;
+  }
 
-private:
-    [[noreturn]] static void bad(const std::string& name, const std::string& text) {
-        throw std::runtime_error("bad value for --" + name + ": " + text);
-    }
+ private:
+  [[noreturn]] static void bad(const std::string& name, const std::string& text) {
+    throw std::runtime_error("bad value for --" + name + ": " + text);
+  }
 
-    std::map<std::string, std::string> values_;
+  std::map<std::string, std::string> values_;
 };
 
 }  // namespace kvbench

@@ -74,7 +74,8 @@ class Authorizer {
     unsigned scopes = 0, known = 0;
     for (const Token& token : tokens_) {
       uint64_t differ = token.size ^ shown.size;
-      for (size_t i = 0; i < kMaxToken / sizeof(uint64_t); ++i) differ |= token.words[i] ^ shown.words[i];
+      for (size_t i = 0; i < kMaxToken / sizeof(uint64_t); ++i)
+        differ |= token.words[i] ^ shown.words[i];
       const unsigned same = differ == 0;
       known |= same;
       scopes |= token.scopes & (0u - same);
@@ -100,7 +101,8 @@ class Authorizer {
   static bool digit(char c) { return c >= '0' && c <= '9'; }
 
   static bool token_char(char c) {  // RFC 6750 §2.1
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || digit(c) || (c && std::strchr("-._~+/=", c));
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || digit(c) ||
+           (c && std::strchr("-._~+/=", c));
   }
 
   // Whether no page could have had this name lead here: an address, localhost, or a listed name.

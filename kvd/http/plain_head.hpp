@@ -43,11 +43,13 @@ inline bool names_host(const Text& text) {
   if (p == end) return true;
   if (*p == '[') {
     for (++p; p < end && (digit(*p) || letter(*p, 'f') || *p == ':' || *p == '.');) ++p;
-    if (p == end || *p++ != ']' || p - text.begin < 4 || p - text.begin > ptrdiff_t{kMaxBracketed}) return false;
+    if (p == end || *p++ != ']' || p - text.begin < 4 || p - text.begin > ptrdiff_t{kMaxBracketed})
+      return false;
   } else {
     size_t label = 0;
     for (; p < end && *p != ':'; ++p) {
-      if (*p == '.' ? label == 0 : !digit(*p) && !letter(*p, 'z') && *p != '-' && *p != '_') return false;
+      if (*p == '.' ? label == 0 : !digit(*p) && !letter(*p, 'z') && *p != '-' && *p != '_')
+        return false;
       label = *p == '.' ? 0 : label + 1;
       if (label > kMaxLabel) return false;
     }
@@ -103,8 +105,8 @@ struct PlainHead {
   Text query;       // behind the question mark
   size_t n_headers = 0;
   PlainHeader headers[kMaxHeaders];
-  size_t length = 0;  // of the body
-  bool json = false;  // the body is announced as exactly application/json
+  size_t length = 0;   // of the body
+  bool json = false;   // the body is announced as exactly application/json
   bool keyed = false;  // an Idempotency-Key may change what the request means
   Claims claims;
 };
@@ -215,10 +217,13 @@ class PlainHeadReader {
   }
 
   // Printable, and no character that a URL may not have or that ends a path.
-  static bool target_char(char c) { return c > ' ' && c <= '~' && std::strchr("\"#<>?\\^`{|}", c) == nullptr; }
+  static bool target_char(char c) {
+    return c > ' ' && c <= '~' && std::strchr("\"#<>?\\^`{|}", c) == nullptr;
+  }
 
   static bool name_char(char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '_';
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' ||
+           c == '_';
   }
 
   const char* p_;

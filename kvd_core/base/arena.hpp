@@ -178,7 +178,8 @@ class ProbeTable {
   // The key must be absent.
   template <class Keys>
   void insert(uint64_t hash, uint32_t value, const Keys& keys) {
-    if ((count_ + 1) * 5ull > slots_.size() * 4ull) resize(slots_.empty() ? 8 : capacity() * 2, keys);
+    if ((count_ + 1) * 5ull > slots_.size() * 4ull)
+      resize(slots_.empty() ? 8 : capacity() * 2, keys);
     place(hash, value);
     ++count_;
   }

@@ -69,7 +69,8 @@ class KeyedHash {
     second_ = 0xa4093822299f31d0ull;
 #else
     uint64_t numbers[3];
-    if (getentropy(numbers, sizeof numbers) != 0) throw std::runtime_error("kvd_core: no random numbers");
+    if (getentropy(numbers, sizeof numbers) != 0)
+      throw std::runtime_error("kvd_core: no random numbers");
     mask_ = numbers[0];
     first_ = numbers[1];
     second_ = numbers[2];

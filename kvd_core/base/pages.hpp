@@ -18,46 +18,50 @@ namespace kvd {
 
 // Zeroed memory; throws std::bad_alloc.
 inline void* map_pages(size_t bytes) {
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    return memory;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return memory;
 }
 
 inline void unmap_pages(void* memory, size_t bytes) { munmap(memory, bytes); }
 
 // Memory of the heap, as it happens to be; to be freed with std::free. Throws std::bad_alloc.
 inline void* take_heap(size_t bytes) {
-    void* memory = std::malloc(bytes);
-    if (memory == nullptr) throw std::bad_alloc();
-    return memory;
+  void* memory = std::malloc(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
 }
 
 // For vectors that may become large; small ones are in the heap as any other's.
 template <class T>
 struct PageAllocator {
-    static constexpr size_t kMapped = 64 * 1024;
+  static constexpr size_t kMapped = 64 * 1024;
 
-    using value_type = T;
+  using value_type = T;
 
-    PageAllocator() = default;
-    template <class U>
-    PageAllocator(const PageAllocator<U>&) {}
+  PageAllocator() = default;
+  template <class U>
+  PageAllocator(const PageAllocator<U>&) {}
 
-    T* allocate(size_t n) {
-        const size_t bytes = n * sizeof(T);
-        if (bytes >= kMapped) return static_cast<T*>(map_pages(bytes));
-        return static_cast<T*>(take_heap(bytes));
-    }
+  T* allocate(size_t n) {
+    const size_t bytes = n * sizeof(T);
+    if (bytes >= kMapped) return static_cast<T*>(map_pages(bytes));
+    return static_cast<T*>(take_heap(bytes));
+  }
 
-    void deallocate(T* memory, size_t n) {
-        if (n * sizeof(T) >= kMapped) unmap_pages(memory, n * sizeof(T));
-        else std::free(memory);
-    }
+  void deallocate(T* memory, size_t n) {
+    if (n * sizeof(T) >= kMapped) unmap_pages(memory, n * sizeof(T));
+    else std::free(memory);
+  }
 
-    template <class U>
-    bool operator==(const PageAllocator<U>&) const { return true; }
-    template <class U>
-    bool operator!=(const PageAllocator<U>&) const { return false; }
+  template <class U>
+  bool operator==(const PageAllocator<U>&) const {
+    return true;
+  }
+  template <class U>
+  bool operator!=(const PageAllocator<U>&) const {
+    return false;
+  }
 };
 
 template <class T>

@@ -79,7 +79,8 @@ class Conductor final : public Placements {
 
   // ---- who is registered (conductor/sources.hpp)
 
-  Source* add_source(const std::string& key, uint64_t home, uint64_t adapter, uint32_t dp_rank, bool store);
+  Source* add_source(const std::string& key, uint64_t home, uint64_t adapter, uint32_t dp_rank,
+                     bool store);
 
   // Its blocks no longer count; `Index::sweep` frees them.
   void remove_source(Source* source);
@@ -119,10 +120,12 @@ class Conductor final : public Placements {
   // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns how
   // far it has come, kNone when they are refused because the index is full. `settle` has to follow.
   uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
-                       LayerId layer, uint64_t space, bool by_engine, bool has_parent, Steps& steps);
+                       LayerId layer, uint64_t space, bool by_engine, bool has_parent,
+                       Steps& steps);
 
   // Takes the layers of `mask` from what the holder calls `hash`.
-  void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space, bool by_engine);
+  void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space,
+              bool by_engine);
 
   // Drops what the holder has on the layers of `mask` in one namespace, or with `all` in all.
   void clear(Source* source, RankId id, LayerMask mask, uint64_t space, bool all);
@@ -139,7 +142,9 @@ class Conductor final : public Placements {
     return layer;
   }
 
-  LayerId device_group(int32_t group) { return index_.group_layer(kDeviceLayer, static_cast<uint32_t>(group)); }
+  LayerId device_group(int32_t group) {
+    return index_.group_layer(kDeviceLayer, static_cast<uint32_t>(group));
+  }
 
   // Another engine process speaks from now on.
   void forget_groups(const Source& source) {
@@ -155,7 +160,8 @@ class Conductor final : public Placements {
 
   // Gives blocks told by sequence hash alone their places behind `last`, the last one of a prompt in a
   // namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False without any.
-  bool explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from, size_t n, uint64_t space);
+  bool explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from, size_t n,
+               uint64_t space);
 
   // Calls visit(rank, layers) for what counts as the block of a key though the tree has none.
   template <class Visit>
@@ -205,7 +211,8 @@ class Conductor final : public Placements {
 
   // A prompt of the base model: local hashes are plain ones where the seeds are the same.
   bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) override {
-    return from != n && !loose_.empty() && seed_ == kBaseSeed && explain(last, locals, locals, from, n, 0);
+    return from != n && !loose_.empty() && seed_ == kBaseSeed &&
+           explain(last, locals, locals, from, n, 0);
   }
 
   // What can be placed now may be all that waits, so it is done in slices, too.
@@ -282,16 +289,21 @@ class Conductor final : public Placements {
   bool knows(const Rank& rank, uint64_t name) const;
   bool has(const Rank& rank, uint64_t name, LayerId layer) const;
   uint32_t slot_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
-  uint32_t slot_of(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
+  uint32_t slot_of(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                   bool any_space) const;
   BlockId block_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
-  BlockId meaning(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
+  BlockId meaning(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                  bool any_space) const;
   BlockId meaning_or_standard(const Source& source, RankId id, uint64_t hash, uint64_t space,
                               bool any_space) const;
-  BlockId nearer(const Source& source, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
-  BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space, bool any_space) const;
+  BlockId nearer(const Source& source, RankId id, uint64_t hash, uint64_t space,
+                 bool any_space) const;
+  BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space,
+                bool any_space) const;
   size_t looked_up();
   BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space, bool any_space) const;
-  uint64_t standard_parent(const Source& source, RankId id, const StoredBlocks& e, uint64_t space) const;
+  uint64_t standard_parent(const Source& source, RankId id, const StoredBlocks& e,
+                           uint64_t space) const;
   uint64_t parked_sequence(const Source& source, RankId id, uint64_t hash, uint64_t space) const;
 
   // ---- placing (conductor/events.hpp)
@@ -300,8 +312,8 @@ class Conductor final : public Placements {
   bool affords(RankId id, const Store& s, BlockId below);
   void put(RankId id, const Store& s, BlockId below);
   void adopt(RankId id, uint64_t name, BlockId block, LayerMask layers);
-  bool credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space, bool by_engine,
-              bool copy);
+  bool credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space,
+              bool by_engine, bool copy);
   void clear_space(RankId id, LayerMask mask, uint64_t space);
 
   // ---- what waits (conductor/waiting.hpp)
@@ -328,21 +340,22 @@ class Conductor final : public Placements {
   void drop_stale(uint64_t key);
 
   Index& index_;
-  uint64_t seed_;         // of sequence hashes
-  RankId guard_ = kNone;  // from the first source on: holds what must not be trimmed for the length of an operation
+  uint64_t seed_;  // of sequence hashes
+  // From the first source on: holds what must not be trimmed for the length of an operation.
+  RankId guard_ = kNone;
   std::vector<std::unique_ptr<Source>> sources_;
   std::vector<std::unique_ptr<Instance>> instances_;
   std::unordered_map<std::string, Instance*, KeyedHash> by_key_;
   Instance* common_ = nullptr;   // of kCommonKey
   std::vector<Source*> owners_;  // by rank; null for a worker's
-  std::vector<Medium> media_;  // beyond the tiers, in the order of their layers
+  std::vector<Medium> media_;    // beyond the tiers, in the order of their layers
   std::unordered_multimap<uint64_t, Waiter, KeyedHash> loose_;
-  KeyedHash hash_;               // of keys under which children wait
-  std::vector<uint64_t> work_;   // keys whose meaning has changed
+  KeyedHash hash_;                // of keys under which children wait
+  std::vector<uint64_t> work_;    // keys whose meaning has changed
   std::vector<Waiter> waiting_;   // what waited for one of them, to be looked at
-  size_t looked_at_ = 0;         // so many of these have been
-  std::vector<uint64_t> stale_;  // scratch of `prune`
-  size_t prune_at_ = 0;          // bucket of `loose_` that it was at last
+  size_t looked_at_ = 0;          // so many of these have been
+  std::vector<uint64_t> stale_;   // scratch of `prune`
+  size_t prune_at_ = 0;           // bucket of `loose_` that it was at last
   mutable size_t looked_up_ = 0;  // names tables that `elsewhere` has asked since `looked_up`
 
   // Scratch of the operation in progress, kept for its capacity.

@@ -27,9 +27,9 @@ namespace kvd {
 
 // Media that are other media; any further name is a medium of its own.
 constexpr std::pair<std::string_view, std::string_view> kFoldedMedia[] = {
-    {"", "GPU"},          {"DEVICE", "GPU"}, {"CPU_PINNED", "CPU"}, {"CPU_TIER1", "CPU"},
-    {"HOST", "CPU"},      {"HOST_PINNED", "CPU"}, {"DRAM", "CPU"},  {"CPU_TIER2", "DISK"},
-    {"NVME", "DISK"},     {"SSD", "DISK"},   {"STORAGE", "DISK"},   {"FS", "DISK"},
+    {"", "GPU"},      {"DEVICE", "GPU"},      {"CPU_PINNED", "CPU"}, {"CPU_TIER1", "CPU"},
+    {"HOST", "CPU"},  {"HOST_PINNED", "CPU"}, {"DRAM", "CPU"},       {"CPU_TIER2", "DISK"},
+    {"NVME", "DISK"}, {"SSD", "DISK"},        {"STORAGE", "DISK"},   {"FS", "DISK"},
 };
 // Longest name of a medium, which becomes a member of every answer.
 constexpr size_t kMaxMediumBytes = 64;
@@ -44,19 +44,22 @@ struct EngineCounters {
   uint64_t lora_name = 0;   // of another adapter than the registered one
   uint64_t block_size = 0;  // of another block size
   uint64_t remote = 0;
-  uint64_t group = 0;       // of cache groups that are no prefix
-  uint64_t pairs = 0;       // EAGLE's
+  uint64_t group = 0;  // of cache groups that are no prefix
+  uint64_t pairs = 0;  // EAGLE's
   uint64_t full = 0;
   uint64_t media = 0;
   uint64_t holders = 0;
-  uint64_t refused = 0;     // by themselves: a hash repeated
+  uint64_t refused = 0;  // by themselves: a hash repeated
   uint64_t bad[kReasons] = {};
 };
 
 class EngineEvents {
  public:
   EngineEvents(Conductor& conductor, Source* source, std::string lora_name, std::string salt)
-      : conductor_(conductor), source_(source), lora_name_(std::move(lora_name)), salt_(std::move(salt)) {}
+      : conductor_(conductor),
+        source_(source),
+        lora_name_(std::move(lora_name)),
+        salt_(std::move(salt)) {}
 
   enum class Progress : uint8_t { REFUSED, DONE, UNFINISHED };
 
@@ -102,7 +105,8 @@ class EngineEvents {
     if (is_elsewhere(e)) return e.n_hashes;
     std::string_view adapter = e.lora_name;
     std::string number;
-    if (adapter.empty() && e.has_lora_id && e.lora_id > 0) adapter = number = "#" + std::to_string(e.lora_id);
+    if (adapter.empty() && e.has_lora_id && e.lora_id > 0)
+      adapter = number = "#" + std::to_string(e.lora_id);
     if (!lora_name_.empty() && !adapter.empty() && adapter != lora_name_) {
       ++counters.lora_name;
       return e.n_hashes;
@@ -219,15 +223,17 @@ class EngineEvents {
     counters.parked += from == 0 && outcome == Conductor::Outcome::PARKED;
     counters.full += outcome == Conductor::Outcome::FULL;
     counters.refused += outcome == Conductor::Outcome::REFUSED;
-    const bool kept = outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
+    const bool kept =
+        outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
     counters.stored += kept;
     return kept;
   }
 
   // Stores blocks by hash alone until the steps are used up; returns how far it has come.
-  uint32_t store_names(RankId id, const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, Steps& steps) {
-    const uint32_t reached = conductor_.store_named(source_, id, e.hashes, from, to, layer, source_->home,
-                                                    true, e.has_parent, steps);
+  uint32_t store_names(RankId id, const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to,
+                       Steps& steps) {
+    const uint32_t reached = conductor_.store_named(source_, id, e.hashes, from, to, layer,
+                                                    source_->home, true, e.has_parent, steps);
     counters.full += reached == kNone;
     counters.stored += reached != kNone;
     return reached;

@@ -39,8 +39,15 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Stor
   hash_tokens(e, space);
   names_.resize(e.n);
   for (uint32_t i = 0; i < e.n; ++i) names_[i] = name_of(*source, e.hashes[i], space, e.by_engine);
-  Store s{names_.data(), locals_.data(), e.n, e.has_parent,
-          name_of(*source, e.parent, space, e.by_engine), e.layer, 0, plain_.data(), space};
+  Store s{names_.data(),
+          locals_.data(),
+          e.n,
+          e.has_parent,
+          name_of(*source, e.parent, space, e.by_engine),
+          e.layer,
+          0,
+          plain_.data(),
+          space};
   if (e.n == 0) return Outcome::PLACED;
   if (index_.refers_to_itself(s)) {
     ++index_.tally_.self_references;
@@ -68,9 +75,9 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Stor
   return placed ? Outcome::PLACED : Outcome::PARKED;
 }
 
-inline uint32_t Conductor::store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from,
-                                       uint32_t n, LayerId layer, uint64_t space, bool by_engine,
-                                       bool has_parent, Steps& steps) {
+inline uint32_t Conductor::store_named(Source* source, RankId id, const uint64_t* hashes,
+                                       uint32_t from, uint32_t n, LayerId layer, uint64_t space,
+                                       bool by_engine, bool has_parent, Steps& steps) {
   if (!index_.has_room(id, n - from)) return kNone;
   index_.ranks_[id].settling = !by_engine;
   const bool copy = index_.is_copy(id, n, has_parent);
@@ -86,8 +93,8 @@ inline uint32_t Conductor::store_named(Source* source, RankId id, const uint64_t
   return kNone;
 }
 
-inline void Conductor::remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space,
-                              bool by_engine) {
+inline void Conductor::remove(Source* source, RankId id, uint64_t hash, LayerMask mask,
+                              uint64_t space, bool by_engine) {
   const Rank& rank = index_.ranks_[id];
   uint64_t name = name_of(*source, hash, space, by_engine);
   if (!knows(rank, name)) {
@@ -184,8 +191,8 @@ inline void Conductor::adopt(RankId id, uint64_t name, BlockId block, LayerMask 
 }
 
 // With `copy` a block that is held already is a second copy of it. False when there is no room.
-inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space,
-                              bool by_engine, bool copy) {
+inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId layer,
+                              uint64_t space, bool by_engine, bool copy) {
   const uint64_t name = name_of(source, hash, space, by_engine);
   uint32_t slot = slot_of(source, id, hash, space, by_engine);
   // A holder's own name stands, even where it has told of it in another namespace.

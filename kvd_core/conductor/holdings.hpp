@@ -40,11 +40,13 @@ class Holdings {
   // Meets a prompt by its tokens' local hashes in a namespace. `plain` gives the hashes by the seed
   // of sequence hashes when they are needed: n of them.
   template <class Plain>
-  void by_tokens(Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space, Plain&& plain) {
+  void by_tokens(Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space,
+                 Plain&& plain) {
     reset(conductor, n);
     size_t met = find_path(conductor.index(), locals, n);
     const uint64_t* own = met != n && conductor.anything_loose() ? plain() : nullptr;
-    if (own != nullptr && conductor.explain(last_met(conductor.index()), locals, own, met, n, space)) {
+    if (own != nullptr &&
+        conductor.explain(last_met(conductor.index()), locals, own, met, n, space)) {
       path_.clear();
       met = find_path(conductor.index(), locals, n);
     }
@@ -72,7 +74,8 @@ class Holdings {
   }
 
   // The same by its sequence hashes, from the root.
-  void by_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n, uint64_t space) {
+  void by_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n,
+                    uint64_t space) {
     reset(conductor, n);
     const size_t met = find_sequences(conductor, sequences, n, space);
     take_runs(conductor);
@@ -179,7 +182,8 @@ class Holdings {
     return index.tree().node(path_.back().node).chain.block()[path_.back().count - 1];
   }
 
-  size_t find_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n, uint64_t space) {
+  size_t find_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n,
+                        uint64_t space) {
     const Tree& tree = conductor.index().tree();
     const Sequences& known = conductor.sequences();
     NodeId node = Tree::kRoot;
@@ -193,7 +197,8 @@ class Holdings {
       const Chain& chain = tree.node(node).chain;
       const size_t most = std::min<size_t>(chain.len(), n - i);
       size_t met = 1;
-      while (met < most && known.key_of(chain.block()[met]) == known.key(space, sequences[i + met])) ++met;
+      while (met < most && known.key_of(chain.block()[met]) == known.key(space, sequences[i + met]))
+        ++met;
       path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
       i += met;
       if (met < chain.len()) break;
@@ -215,7 +220,8 @@ class Holdings {
       if (o.set == RankSets::kEmptySet) return;
       for (const RankId id : index.tree().sets().members(o.set)) {
         const Rank& rank = index.rank(id);
-        if (rank.live && ((groups_ >> layer & 1) == 0 || !rank.windows.empty())) add(id, layer, o.from, o.to);
+        if (rank.live && ((groups_ >> layer & 1) == 0 || !rank.windows.empty()))
+          add(id, layer, o.from, o.to);
       }
     };
     for (const Step& step : path_) {
@@ -242,16 +248,18 @@ class Holdings {
     }
   }
 
-  void take_loose(const Conductor& conductor, const uint64_t* sequences, size_t from, size_t n, uint64_t space) {
+  void take_loose(const Conductor& conductor, const uint64_t* sequences, size_t from, size_t n,
+                  uint64_t space) {
     for (size_t i = from; i < n; ++i) {
       bool held = false;
-      conductor.each_credit(conductor.sequences().key(space, sequences[i]), [&](RankId id, LayerMask layers) {
-        for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-          if ((layers & counted_ & 1u << layer) == 0) continue;
-          held = true;
-          add(id, layer, static_cast<uint32_t>(i), static_cast<uint32_t>(i + 1));
-        }
-      });
+      conductor.each_credit(
+          conductor.sequences().key(space, sequences[i]), [&](RankId id, LayerMask layers) {
+            for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+              if ((layers & counted_ & 1u << layer) == 0) continue;
+              held = true;
+              add(id, layer, static_cast<uint32_t>(i), static_cast<uint32_t>(i + 1));
+            }
+          });
       if (!held) break;
     }
   }
@@ -319,7 +327,8 @@ class Holdings {
       raise(only.layer, only.to);
       return {only.to, only.own ? only.to : 0};
     }
-    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.from < b.from; });
+    std::sort(pieces_.begin(), pieces_.end(),
+              [](const Piece& a, const Piece& b) { return a.from < b.from; });
     Reach reach;
     for (const Piece& piece : pieces_) {
       if (piece.from > reach.longest) break;
@@ -355,8 +364,9 @@ class Holdings {
   // ---- tier by tier
 
   static bool serves(const Instance& instance, uint64_t adapter) {
-    return std::any_of(instance.sources.begin(), instance.sources.end(),
-                       [&](const Source* each) { return !each->store && each->adapter == adapter; });
+    return std::any_of(instance.sources.begin(), instance.sources.end(), [&](const Source* each) {
+      return !each->store && each->adapter == adapter;
+    });
   }
 
   static bool serves(const Worker&, uint64_t) { return true; }  // only events tell of its adapters
@@ -364,10 +374,12 @@ class Holdings {
   // Takes `pieces_` as those of one rank. As in index/match.hpp no tier goes back to one above.
   Reaches walk(uint32_t dp_rank) {
     constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
-    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.from < b.from; });
+    std::sort(pieces_.begin(), pieces_.end(),
+              [](const Piece& a, const Piece& b) { return a.from < b.from; });
     const uint32_t device = along(0, kDeviceLayer, false);
     const uint32_t host = along(device, kHost, false);
-    return {dp_rank, device, along(device, kHost, true), host, along(along(host, kDisk, false), kExternal, false)};
+    return {dp_rank, device, along(device, kHost, true), host,
+            along(along(host, kDisk, false), kExternal, false)};
   }
 
   // How far `pieces_` of a layer go on from a block, all or the rank's own.
@@ -396,8 +408,8 @@ class Holdings {
 
   // Calls visit(instance) and visit(worker) for all of which there is a row, or for one.
   template <class Visit>
-  void each_shown(const Conductor& conductor, const std::vector<const Worker*>& workers, std::string_view only,
-                  Visit&& visit) {
+  void each_shown(const Conductor& conductor, const std::vector<const Worker*>& workers,
+                  std::string_view only, Visit&& visit) {
     if (conductor.common() != nullptr) conductor.common()->asked += counts_;
     for (const auto& instance : conductor.instances()) {
       if (instance.get() == conductor.common()) continue;
@@ -442,7 +454,8 @@ class Holdings {
       for (const RankId id : each.ids) {
         if (collect(id, true)) conductor.note_match(id);
       }
-      if (at < others.size() && others[at].first == each.dp_rank) collect(others[at++].second, true);
+      if (at < others.size() && others[at].first == each.dp_rank)
+        collect(others[at++].second, true);
       for (const RankId id : instance.shared) {
         if (collect(id, false)) conductor.note_match(id);
       }
@@ -453,8 +466,8 @@ class Holdings {
   }
 
   template <class Visit>
-  void worker_rank(const Conductor& conductor, const Instance& instance, const std::pair<uint32_t, RankId>& rank,
-                   Visit&& visit) {
+  void worker_rank(const Conductor& conductor, const Instance& instance,
+                   const std::pair<uint32_t, RankId>& rank, Visit&& visit) {
     if (!conductor.index().rank(rank.second).listed && head_[rank.second] == kNone) return;
     pieces_.clear();
     collect(rank.second, true);
@@ -503,7 +516,8 @@ class Holdings {
     }
     for (LayerId layer = 3; shown_ >> 3 != 0 && layer < kMaxLayers; ++layer) {
       if (most_[layer] == 0) continue;
-      out.append(",").append(layer == 3 ? "\"EXTERNAL\"" : conductor.media()[index.tier_of(layer) - kFirstMedium].key);
+      out.append(",").append(
+          layer == 3 ? "\"EXTERNAL\"" : conductor.media()[index.tier_of(layer) - kFirstMedium].key);
       out.append(":");
       number(most_[layer] * size, out);
     }

@@ -25,7 +25,8 @@
 
 namespace kvd {
 
-inline uint64_t Conductor::name_of(const Source& source, uint64_t hash, uint64_t space, bool by_engine) {
+inline uint64_t Conductor::name_of(const Source& source, uint64_t hash, uint64_t space,
+                                   bool by_engine) {
   return by_engine || space == source.home ? hash : hash ^ mix64(space ^ source.home);
 }
 
@@ -77,8 +78,8 @@ inline BlockId Conductor::meaning(const Source& source, RankId id, uint64_t hash
 }
 
 // The same, or the block of that sequence hash, which is found sooner than the names of all others.
-inline BlockId Conductor::meaning_or_standard(const Source& source, RankId id, uint64_t hash, uint64_t space,
-                                              bool any_space) const {
+inline BlockId Conductor::meaning_or_standard(const Source& source, RankId id, uint64_t hash,
+                                              uint64_t space, bool any_space) const {
   BlockId found = nearer(source, id, hash, space, any_space);
   if (found == kNone) found = sequences().find(sequences().key(space, hash));
   return found != kNone ? found : elsewhere(*source.instance, hash, space, any_space);
@@ -147,7 +148,8 @@ inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint
     const Parked* parked = parked_of(loose);
     if (parked == nullptr || parked->hash != hash || parked->sequence == 0) continue;
     if (loose.rank == id) return parked->sequence;
-    const bool nearer = owner(loose.rank) != nullptr && owner(loose.rank)->instance == source.instance;
+    const bool nearer =
+        owner(loose.rank) != nullptr && owner(loose.rank)->instance == source.instance;
     if (nearer) return parked->sequence;
     clear = clear && (found == 0 || found == parked->sequence);
     found = parked->sequence;

@@ -65,9 +65,11 @@ class Repack {
     const char *begin = digits.data(), *end = begin + digits.size();
     uint64_t natural = 0;
     int64_t negative = 0;
-    if (const auto [at, error] = std::from_chars(begin, end, natural); error == std::errc() && at == end) {
+    if (const auto [at, error] = std::from_chars(begin, end, natural);
+        error == std::errc() && at == end) {
       put(natural);
-    } else if (const auto [at, error] = std::from_chars(begin, end, negative); error == std::errc() && at == end) {
+    } else if (const auto [at, error] = std::from_chars(begin, end, negative);
+               error == std::errc() && at == end) {
       negative == 0 ? put(uint64_t{0}) : put(wire::INT64, static_cast<uint64_t>(negative), 8);
     } else {
       real(begin, end);

@@ -31,8 +31,8 @@
 
 namespace kvd {
 
-inline Source* Conductor::add_source(const std::string& key, uint64_t home, uint64_t adapter, uint32_t dp_rank,
-                                     bool store) {
+inline Source* Conductor::add_source(const std::string& key, uint64_t home, uint64_t adapter,
+                                     uint32_t dp_rank, bool store) {
   if (guard_ == kNone) prepare();
   Instance* instance = find(key);
   if (instance == nullptr) {
@@ -42,8 +42,8 @@ inline Source* Conductor::add_source(const std::string& key, uint64_t home, uint
     by_key_[key] = instance;
     if (key == kCommonKey) common_ = instance;
   }
-  sources_.push_back(
-      std::make_unique<Source>(Source{instance, 0, 0, instance->asked, home, adapter, dp_rank, store, {}}));
+  sources_.push_back(std::make_unique<Source>(
+      Source{instance, 0, 0, instance->asked, home, adapter, dp_rank, store, {}}));
   instance->sources.push_back(sources_.back().get());
   list_rows(*instance);
   return sources_.back().get();
@@ -93,8 +93,9 @@ inline void Conductor::give_back(const Instance& instance) {
 }
 
 inline bool Conductor::has_row(const Instance& instance, uint32_t dp_rank) {
-  return std::binary_search(instance.rows.begin(), instance.rows.end(), Instance::Row{dp_rank, {}},
-                            [](const Instance::Row& a, const Instance::Row& b) { return a.dp_rank < b.dp_rank; });
+  return std::binary_search(
+      instance.rows.begin(), instance.rows.end(), Instance::Row{dp_rank, {}},
+      [](const Instance::Row& a, const Instance::Row& b) { return a.dp_rank < b.dp_rank; });
 }
 
 inline RankId Conductor::holder(Source* source, uint32_t backend, bool ranked, uint32_t dp_rank) {
@@ -139,7 +140,8 @@ inline LayerId Conductor::medium(const std::string& name, const std::string& key
   for (LayerId tier = 0; tier < kTierLayers; ++tier) {
     if (name == kTiers[tier]) return tier;
   }
-  const auto at = std::find_if(media_.begin(), media_.end(), [&](const Medium& each) { return each.name == name; });
+  const auto at = std::find_if(media_.begin(), media_.end(),
+                               [&](const Medium& each) { return each.name == name; });
   const uint32_t number = kFirstMedium + static_cast<uint32_t>(at - media_.begin());
   const LayerId layer = index_.group_layer(number, 0);
   if (layer != kNone && at == media_.end()) media_.push_back({name, key});
@@ -163,7 +165,8 @@ inline void Conductor::drop(std::vector<T*>& list, const T* item) {
 
 template <class T>
 inline void Conductor::drop_owned(std::vector<std::unique_ptr<T>>& list, const T* item) {
-  list.erase(std::find_if(list.begin(), list.end(), [&](const auto& each) { return each.get() == item; }));
+  list.erase(
+      std::find_if(list.begin(), list.end(), [&](const auto& each) { return each.get() == item; }));
 }
 
 inline void Conductor::own(RankId id, Source* source) {
@@ -205,8 +208,9 @@ inline void Conductor::show(const Instance& instance, const Holder& holder,
 
 inline Instance::Row& Conductor::row(Instance& instance, uint32_t dp_rank) {
   auto& rows = instance.rows;
-  const auto at = std::lower_bound(rows.begin(), rows.end(), dp_rank,
-                                   [](const Instance::Row& a, uint32_t b) { return a.dp_rank < b; });
+  const auto at =
+      std::lower_bound(rows.begin(), rows.end(), dp_rank,
+                       [](const Instance::Row& a, uint32_t b) { return a.dp_rank < b; });
   if (at != rows.end() && at->dp_rank == dp_rank) return *at;
   return *rows.insert(at, {dp_rank, {}});
 }

@@ -49,7 +49,8 @@ inline void Conductor::verify(Require&& require) const {
   for (const auto& instance : instances_) {
     if (instance->worker == nullptr) continue;
     for (const auto& [dp_rank, id] : instance->worker->ranks) {
-      require(!index_.rank(id).lent || has_row(*instance, dp_rank), "sources 3: a rank made for holders has some");
+      require(!index_.rank(id).lent || has_row(*instance, dp_rank),
+              "sources 3: a rank made for holders has some");
     }
   }
   require(is_spread(loose_), "conductor: keys of what waits are spread over the buckets");
@@ -73,7 +74,8 @@ inline bool Conductor::can_wait(uint32_t n) const {
 }
 
 // Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
-inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e, const Store& s, uint64_t above) {
+inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e, const Store& s,
+                                uint64_t above) {
   for (uint32_t i = 0; i < s.n; ++i) {
     const uint32_t slot = index_.ranks_[id].names.find(s.names[i], keys());
     if (slot != Names::kAbsent) {
@@ -82,8 +84,8 @@ inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e
       const BlockId below = keys().block(value);
       if ((keys().layers(value) >> s.layer & 1) == 0) index_.gain_name(id, slot, s.layer);
       if (i + 1 == s.n) return;
-      const Store rest{s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i],
-                       s.layer, 0, s.plain + i + 1, s.space};
+      const Store rest{s.names + i + 1, s.locals + i + 1, s.n - i - 1, true, s.names[i], s.layer, 0,
+                       s.plain + i + 1, s.space};
       put(id, rest, below);
       for (uint32_t j = i + 1; j < s.n; ++j) {
         settle_own(id, s.names[j]);
@@ -92,8 +94,8 @@ inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e
       return;
     }
     if (above != 0) above = sequences().next(above, s.plain[i]);
-    Store one{s.names + i, s.locals + i, 1, true, i == 0 ? e.parent : e.hashes[i - 1],
-              s.layer, 0, s.plain + i, s.space};
+    Store one{s.names + i, s.locals + i, 1,      true, i == 0 ? e.parent : e.hashes[i - 1], s.layer,
+              0,           s.plain + i,  s.space};
     set_aside(source, id, e.hashes[i], one, above, e.by_engine);
     // Another publisher may have told of the block before, under the same hash.
     if (i != 0) await(sequences().key(s.space, one.parent));
@@ -157,7 +159,8 @@ inline void Conductor::await(uint64_t key) {
 
 // A hash means something now; an engine's own also to whoever of its instance, or for every instance,
 // has told of it by the hash alone, which waits in the namespace of that registration.
-inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine) {
+inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash,
+                                bool by_engine) {
   if (loose_.empty()) return;
   await(sequences().key(space, hash));
   if (!by_engine) return;
@@ -186,7 +189,8 @@ inline const Parked* Conductor::parked_of(const Waiter& loose) const {
 inline bool Conductor::has_entry(RankId id, uint64_t name, uint64_t key) const {
   const auto range = loose_.equal_range(key);
   return std::any_of(range.first, range.second, [&](const auto& entry) {
-    return entry.second.rank == id && entry.second.name == name && parked_of(entry.second) != nullptr;
+    return entry.second.rank == id && entry.second.name == name &&
+           parked_of(entry.second) != nullptr;
   });
 }
 
@@ -218,7 +222,8 @@ inline void Conductor::look_at(const Waiter& loose) {
 
 inline void Conductor::try_credit(Source& source, const Waiter& loose, const Parked& parked) {
   BlockId block = kNone;
-  if (!parked.has_content) block = meaning(source, loose.rank, parked.hash, parked.space, parked.by_engine);
+  if (!parked.has_content)
+    block = meaning(source, loose.rank, parked.hash, parked.space, parked.by_engine);
   if (block == kNone) block = sequences().find(sequences().key(parked.space, parked.sequence));
   if (block == kNone) return;
   const Parked was = parked;
@@ -229,7 +234,8 @@ inline void Conductor::try_credit(Source& source, const Waiter& loose, const Par
   announce(source, was.space, was.hash, was.by_engine);
 }
 
-inline void Conductor::try_behind_parent(Source& source, const Waiter& loose, const Parked& parked) {
+inline void Conductor::try_behind_parent(Source& source, const Waiter& loose,
+                                         const Parked& parked) {
   BlockId below = meaning(source, loose.rank, parked.parent, parked.space, parked.by_engine);
   uint64_t above = 0;
   if (below == kNone) {
@@ -245,7 +251,8 @@ inline void Conductor::try_behind_parent(Source& source, const Waiter& loose, co
     if (sequences().space_of(below) != was.space) ++index_.tally_.parked_unsalted;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
-      put(loose.rank, {&loose.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space}, below);
+      put(loose.rank, {&loose.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space},
+          below);
     }
     announce(source, was.space, was.hash, was.by_engine);
   } else if (above != 0 && parked.sequence == 0) {
@@ -253,14 +260,15 @@ inline void Conductor::try_behind_parent(Source& source, const Waiter& loose, co
     known->sequence = sequences().next(above, known->plain);
     const uint64_t space = known->space, own = known->hash;
     const bool by_engine = known->by_engine;
-    enter(sequences().key(space, known->sequence), {loose.rank, loose.name, loose.stamp, Kind::CREDIT});
+    enter(sequences().key(space, known->sequence),
+          {loose.rank, loose.name, loose.stamp, Kind::CREDIT});
     await(sequences().key(space, known->sequence));
     announce(source, space, own, by_engine);
   }
 }
 
-inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from,
-                               size_t n, uint64_t space) {
+inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint64_t* plain,
+                               size_t from, size_t n, uint64_t space) {
   uint64_t sequence = 0;
   if (last != kNone) {
     sequence = sequences().sequence_of(last);
@@ -280,7 +288,8 @@ inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint6
 }
 
 // Places the first that waits under the key of its sequence hash; the others follow it as they do any.
-inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below) {
+inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space,
+                             BlockId below) {
   const auto range = loose_.equal_range(key);
   for (auto it = range.first; it != range.second; ++it) {
     const Waiter loose = it->second;
@@ -307,7 +316,8 @@ inline void Conductor::take_out(const Waiter& loose) {
 
 // Frees what waited for those that are no more, while that is most of it; the sweep does so, too.
 inline void Conductor::prune(Steps& steps) {
-  for (; loose_.size() > kMostALoose * index_.parked_ + 256 && steps.left(); steps.take(1 + stale_.size())) {
+  for (; loose_.size() > kMostALoose * index_.parked_ + 256 && steps.left();
+       steps.take(1 + stale_.size())) {
     prune_at_ = prune_at_ + 1 < loose_.bucket_count() ? prune_at_ + 1 : 0;
     stale_.clear();
     for (auto it = loose_.begin(prune_at_); it != loose_.end(prune_at_); ++it) {

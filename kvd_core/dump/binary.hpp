@@ -53,11 +53,16 @@ class DumpBinary {
     if (ended_) Stage::refuse("something follows the end of the dump");
     if (!begun_) return magic(p, n);
     switch (*p) {
-      case 'P': return entry(p, n);
-      case kRunTag: return run(p, n);
-      case kRankTag: return rank(p, n);
-      case 'E': return last(p, n);
-      default: Stage::refuse("an unknown record");
+      case 'P':
+        return entry(p, n);
+      case kRunTag:
+        return run(p, n);
+      case kRankTag:
+        return rank(p, n);
+      case 'E':
+        return last(p, n);
+      default:
+        Stage::refuse("an unknown record");
     }
   }
 
@@ -103,7 +108,8 @@ class DumpBinary {
     of.term = get<uint64_t>(p + 19);
     stage_.begin_run();
     p += kRunHead + text;
-    for (uint32_t i = 0; i < blocks; ++i, p += 16) stage_.add_block(get<uint64_t>(p), get<uint64_t>(p + 8));
+    for (uint32_t i = 0; i < blocks; ++i, p += 16)
+      stage_.add_block(get<uint64_t>(p), get<uint64_t>(p + 8));
     stage_.end_run(id, of);
     return p;
   }
@@ -114,7 +120,8 @@ class DumpBinary {
     const bool is_text = (flags & kTextWorker) != 0;
     const uint64_t worker = get<uint64_t>(p + 10);
     constexpr uint8_t kAll = kTextWorker | kSalted | kOffloads | kNumbersGroups;
-    if (stage_.entries().empty() || (flags & ~kAll) != 0 || groups > kMaxGroups || windows > kMaxLayers) {
+    if (stage_.entries().empty() || (flags & ~kAll) != 0 || groups > kMaxGroups ||
+        windows > kMaxLayers) {
       Stage::refuse("a rank that cannot be");
     }
     const size_t text = is_text ? name_bytes(worker) : 0;
@@ -128,9 +135,11 @@ class DumpBinary {
     told.main_group = static_cast<int32_t>(get<uint32_t>(p + 6));
     const uint8_t* at = p + kRankHead + text;
     for (uint32_t i = 0; i < groups; ++i, at += kGroupBytes) {
-      if (at[4] > static_cast<uint8_t>(Kind::OTHER)) Stage::refuse("a cache group of an unknown kind");
+      if (at[4] > static_cast<uint8_t>(Kind::OTHER))
+        Stage::refuse("a cache group of an unknown kind");
       const int64_t window = static_cast<int64_t>(get<uint64_t>(at + 5));
-      told.groups.push_back({static_cast<int32_t>(get<uint32_t>(at)), static_cast<Kind>(at[4]), window});
+      told.groups.push_back(
+          {static_cast<int32_t>(get<uint32_t>(at)), static_cast<Kind>(at[4]), window});
     }
     for (uint32_t i = 0; i < windows; ++i, at += kWindowBytes) {
       told.windows.push_back({get<uint32_t>(at), get<uint32_t>(at + 4)});

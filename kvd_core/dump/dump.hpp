@@ -177,7 +177,8 @@ class Dump {
     const BlockId parent = tree().parent_of(tree().node(at.node).chain.block()[at.offset]);
     const uint64_t name = parent == kNone ? 0 : name_of(rank_, parent);
     if (told_.insert(rank_).second) format_->rank(worker, index_, index_.rank(rank_), out);
-    const RunHead head{&worker, dp_rank_, index_.tier_of(layer_), index_.group_of(layer_), parent != kNone, name};
+    const RunHead head{&worker,         dp_rank_, index_.tier_of(layer_), index_.group_of(layer_),
+                       parent != kNone, name};
     format_->open(head, out);
   }
 
@@ -272,7 +273,8 @@ class Dump {
   }
 
   uint64_t unused(RankId rank, uint64_t name) const {
-    while (index_.rank(rank).names.find(name, index_.keys()) != Names::kAbsent) name = mix64(name + 1);
+    while (index_.rank(rank).names.find(name, index_.keys()) != Names::kAbsent)
+      name = mix64(name + 1);
     return name;
   }
 
@@ -319,7 +321,7 @@ class Dump {
   std::string owner_;             // the open run's worker and rank
   uint32_t dp_rank_ = 0;
 
-  std::unordered_set<RankId> told_;  // ranks whose first run has begun
+  std::unordered_set<RankId> told_;              // ranks whose first run has begun
   std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
   std::unordered_map<RankId, std::unordered_map<BlockId, uint64_t>> other_names_;
 };

@@ -73,7 +73,8 @@ class DumpFormat {
  public:
   virtual ~DumpFormat() = default;
   // What a rank's stream has told, before the rank's first run.
-  virtual void rank(const Worker& worker, const Index& index, const RankTraits& told, std::string& out) = 0;
+  virtual void rank(const Worker& worker, const Index& index, const RankTraits& told,
+                    std::string& out) = 0;
   virtual void open(const RunHead& head, std::string& out) = 0;
   // Blocks of one run, all of the same term.
   virtual void blocks(const uint64_t* names, const uint64_t* locals, size_t n, uint64_t term,
@@ -138,7 +139,8 @@ class TextFormat : public DumpFormat {
 
 class BinaryFormat : public DumpFormat {
  public:
-  void rank(const Worker& worker, const Index& index, const RankTraits& told, std::string& out) override {
+  void rank(const Worker& worker, const Index& index, const RankTraits& told,
+            std::string& out) override {
     const uint8_t said = (told.salted ? kSalted : 0) | (told.offloads ? kOffloads : 0) |
                          (told.numbers_groups ? kNumbersGroups : 0);
     if (said == 0 && told.groups.empty() && told.windows.empty() && told.main_group < 0) return;

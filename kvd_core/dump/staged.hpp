@@ -188,7 +188,9 @@ class Stage {
   }
 
   StagedRank& rank(std::vector<StagedRank>& ranks, uint32_t dp_rank) {
-    const auto before = [](const StagedRank& some, uint32_t wanted) { return some.dp_rank < wanted; };
+    const auto before = [](const StagedRank& some, uint32_t wanted) {
+      return some.dp_rank < wanted;
+    };
     const auto at = std::lower_bound(ranks.begin(), ranks.end(), dp_rank, before);
     if (at != ranks.end() && at->dp_rank == dp_rank) return *at;
     if (ranks.size() == kMaxRanksPerWorker) refuse("too many ranks of one worker");
@@ -255,7 +257,9 @@ class Restore {
     bool operator==(const Name& o) const { return rank == o.rank && name == o.name; }
   };
   struct NameHash : KeyedHash {
-    size_t operator()(const Name& n) const noexcept { return KeyedHash::operator()(n.name, n.rank); }
+    size_t operator()(const Name& n) const noexcept {
+      return KeyedHash::operator()(n.name, n.rank);
+    }
   };
 
   // Gives a worker's ranks what their streams had told; returns what that costs, in blocks.
@@ -313,7 +317,8 @@ class Restore {
     index.rank(rank).settling = index.rank(rank).restored = true;
     const LayerId layer = run.group == kNone ? run.tier : index.group_layer(run.tier, run.group);
     if (layer == kNone) return;  // too many groups: as their events would be, they are left out
-    const Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, layer, run.term};
+    const Store blocks{names_.data(), locals_.data(), run.n,   run.has_parent,
+                       run.parent,    layer,          run.term};
     if (index.store(rank, blocks)) stored_ += run.n;
     if (waiting_.empty()) return;
     for (const uint64_t name : names_) {

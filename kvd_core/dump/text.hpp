@@ -38,13 +38,26 @@ class DumpText {
     places_.push_back(next);
     member_ = Member::OTHER;
     switch (next) {
-      case Place::ENTRY: begin_entry(); break;
-      case Place::RUN: begin_run(); break;
-      case Place::EVENT: seen_[1] = 0; break;
-      case Place::DATA: seen_[2] = 0; break;
-      case Place::STORED: seen_[3] = 0; break;
-      case Place::BLOCK: seen_[4] = 0; break;
-      default: break;
+      case Place::ENTRY:
+        begin_entry();
+        break;
+      case Place::RUN:
+        begin_run();
+        break;
+      case Place::EVENT:
+        seen_[1] = 0;
+        break;
+      case Place::DATA:
+        seen_[2] = 0;
+        break;
+      case Place::STORED:
+        seen_[3] = 0;
+        break;
+      case Place::BLOCK:
+        seen_[4] = 0;
+        break;
+      default:
+        break;
     }
   }
 
@@ -52,13 +65,26 @@ class DumpText {
     const Place left = place();
     places_.pop_back();
     switch (left) {
-      case Place::ENTRY: end_entry(); break;
-      case Place::RUN: end_run(); break;
-      case Place::DATA: require(2, Member::STORED, "event data other than `stored`"); break;
-      case Place::STORED: require(3, Member::BLOCKS, "an event without blocks"); break;
-      case Place::EVENT: require(1, Member::DATA, "an event without data"); break;
-      case Place::BLOCK: end_block(); break;
-      default: break;
+      case Place::ENTRY:
+        end_entry();
+        break;
+      case Place::RUN:
+        end_run();
+        break;
+      case Place::DATA:
+        require(2, Member::STORED, "event data other than `stored`");
+        break;
+      case Place::STORED:
+        require(3, Member::BLOCKS, "an event without blocks");
+        break;
+      case Place::EVENT:
+        require(1, Member::DATA, "an event without data");
+        break;
+      case Place::BLOCK:
+        end_block();
+        break;
+      default:
+        break;
     }
     member_ = Member::OTHER;
   }
@@ -72,16 +98,29 @@ class DumpText {
     if (place() == Place::SKIPPED) return;
     take_member();
     switch (member_) {
-      case Member::OTHER: elsewhere(); break;
-      case Member::BLOCK_HASH: name_ = hash(digits); break;
-      case Member::TOKENS_HASH: local_ = hash(digits); break;
-      case Member::PARENT: parent_ = hash(digits), has_parent_ = true; break;
-      case Member::DP_RANK: dp_rank_ = static_cast<uint32_t>(unsigned_of(digits, 0xffffffffu)); break;
-      case Member::WORKER: worker_ = std::to_string(unsigned_of(digits, ~uint64_t{0})); break;
+      case Member::OTHER:
+        elsewhere();
+        break;
+      case Member::BLOCK_HASH:
+        name_ = hash(digits);
+        break;
+      case Member::TOKENS_HASH:
+        local_ = hash(digits);
+        break;
+      case Member::PARENT:
+        parent_ = hash(digits), has_parent_ = true;
+        break;
+      case Member::DP_RANK:
+        dp_rank_ = static_cast<uint32_t>(unsigned_of(digits, 0xffffffffu));
+        break;
+      case Member::WORKER:
+        worker_ = std::to_string(unsigned_of(digits, ~uint64_t{0}));
+        break;
       case Member::BLOCK_SIZE:
         entry().block_size = static_cast<uint32_t>(unsigned_of(digits, 0xffffffffu));
         break;
-      default: Stage::refuse("a number in the wrong place");
+      default:
+        Stage::refuse("a number in the wrong place");
     }
   }
 
@@ -89,20 +128,33 @@ class DumpText {
     if (place() == Place::SKIPPED) return;
     take_member();
     switch (member_) {
-      case Member::OTHER: elsewhere(); break;
-      case Member::WORKER: worker_ = quoted(said); break;
-      case Member::TIER: tier_ = tier_of(said); break;
-      case Member::MODEL: entry().model = said, entry().has_model = true; break;
-      case Member::TENANT: entry().tenant = said, entry().has_tenant = true; break;
-      case Member::FAILED: Stage::refuse("the peer could not dump all of its indexes");
-      default: Stage::refuse("a text in the wrong place");
+      case Member::OTHER:
+        elsewhere();
+        break;
+      case Member::WORKER:
+        worker_ = quoted(said);
+        break;
+      case Member::TIER:
+        tier_ = tier_of(said);
+        break;
+      case Member::MODEL:
+        entry().model = said, entry().has_model = true;
+        break;
+      case Member::TENANT:
+        entry().tenant = said, entry().has_tenant = true;
+        break;
+      case Member::FAILED:
+        Stage::refuse("the peer could not dump all of its indexes");
+      default:
+        Stage::refuse("a text in the wrong place");
     }
   }
 
   void word(std::string_view said) {
     if (place() == Place::SKIPPED) return;
     take_member();
-    const bool optional = member_ == Member::PARENT || member_ == Member::DP_RANK || member_ == Member::TIER;
+    const bool optional =
+        member_ == Member::PARENT || member_ == Member::DP_RANK || member_ == Member::TIER;
     if (member_ == Member::OTHER) {
       elsewhere();
     } else if (said != "null" || !optional) {
@@ -112,11 +164,35 @@ class DumpText {
 
  private:
   enum class Place : uint8_t {
-    OUTSIDE, ENTRIES, ENTRY, EVENTS, RUN, EVENT, DATA, STORED, BLOCKS, BLOCK, SKIPPED
+    OUTSIDE,
+    ENTRIES,
+    ENTRY,
+    EVENTS,
+    RUN,
+    EVENT,
+    DATA,
+    STORED,
+    BLOCKS,
+    BLOCK,
+    SKIPPED
   };
   enum class Member : uint8_t {
-    OTHER, BLOCK_SIZE, MODEL, TENANT, EVENTS, FAILED, WORKER, TIER, EVENT, DATA, DP_RANK, STORED, PARENT,
-    BLOCKS, BLOCK_HASH, TOKENS_HASH
+    OTHER,
+    BLOCK_SIZE,
+    MODEL,
+    TENANT,
+    EVENTS,
+    FAILED,
+    WORKER,
+    TIER,
+    EVENT,
+    DATA,
+    DP_RANK,
+    STORED,
+    PARENT,
+    BLOCKS,
+    BLOCK_HASH,
+    TOKENS_HASH
   };
 
   Place place() const { return places_.back(); }
@@ -144,32 +220,46 @@ class DumpText {
         if (name == "data") return Member::DATA;
         if (name == "dp_rank") return Member::DP_RANK;
         return Member::OTHER;
-      case Place::DATA: return name == "stored" ? Member::STORED : Member::OTHER;
+      case Place::DATA:
+        return name == "stored" ? Member::STORED : Member::OTHER;
       case Place::STORED:
         if (name == "parent_hash") return Member::PARENT;
         if (name == "blocks") return Member::BLOCKS;
         return Member::OTHER;
-      default: return Member::OTHER;
+      default:
+        return Member::OTHER;
     }
   }
 
   // What a container that opens here is.
   Place below(bool object) const {
     switch (place()) {
-      case Place::OUTSIDE: return want(object, Place::ENTRIES);
-      case Place::ENTRIES: return want(object, Place::ENTRY);
-      case Place::EVENTS: return want(object, Place::RUN);
-      case Place::BLOCKS: return want(object, Place::BLOCK);
-      default: break;
+      case Place::OUTSIDE:
+        return want(object, Place::ENTRIES);
+      case Place::ENTRIES:
+        return want(object, Place::ENTRY);
+      case Place::EVENTS:
+        return want(object, Place::RUN);
+      case Place::BLOCKS:
+        return want(object, Place::BLOCK);
+      default:
+        break;
     }
     switch (member_) {
-      case Member::OTHER: return Place::SKIPPED;
-      case Member::EVENTS: return want(!object, Place::EVENTS);
-      case Member::BLOCKS: return want(!object, Place::BLOCKS);
-      case Member::EVENT: return want(object, Place::EVENT);
-      case Member::DATA: return want(object, Place::DATA);
-      case Member::STORED: return want(object, Place::STORED);
-      default: Stage::refuse("an object or array in the wrong place");
+      case Member::OTHER:
+        return Place::SKIPPED;
+      case Member::EVENTS:
+        return want(!object, Place::EVENTS);
+      case Member::BLOCKS:
+        return want(!object, Place::BLOCKS);
+      case Member::EVENT:
+        return want(object, Place::EVENT);
+      case Member::DATA:
+        return want(object, Place::DATA);
+      case Member::STORED:
+        return want(object, Place::STORED);
+      default:
+        Stage::refuse("an object or array in the wrong place");
     }
   }
 
@@ -184,8 +274,10 @@ class DumpText {
       case Place::OUTSIDE:
       case Place::ENTRIES:
       case Place::EVENTS:
-      case Place::BLOCKS: Stage::refuse("a value of the wrong type");
-      default: break;
+      case Place::BLOCKS:
+        Stage::refuse("a value of the wrong type");
+      default:
+        break;
     }
   }
 
@@ -200,12 +292,18 @@ class DumpText {
 
   uint32_t& seen_at(Place place) {
     switch (place) {
-      case Place::RUN: return seen_[0];
-      case Place::EVENT: return seen_[1];
-      case Place::DATA: return seen_[2];
-      case Place::STORED: return seen_[3];
-      case Place::BLOCK: return seen_[4];
-      default: return seen_[5];  // ENTRY
+      case Place::RUN:
+        return seen_[0];
+      case Place::EVENT:
+        return seen_[1];
+      case Place::DATA:
+        return seen_[2];
+      case Place::STORED:
+        return seen_[3];
+      case Place::BLOCK:
+        return seen_[4];
+      default:
+        return seen_[5];  // ENTRY
     }
   }
 
@@ -252,7 +350,8 @@ class DumpText {
     uint64_t value = 0;
     const auto end = digits.data() + digits.size();
     const auto read = std::from_chars(digits.data(), end, value);
-    if (read.ec != std::errc() || read.ptr != end || value > maximum) Stage::refuse("a number out of range");
+    if (read.ec != std::errc() || read.ptr != end || value > maximum)
+      Stage::refuse("a number out of range");
     return value;
   }
 
@@ -274,7 +373,8 @@ class DumpText {
     std::string out = "\"";
     for (const char c : said) {
       if (c == '"' || c == '\\') out.push_back('\\');
-      if (static_cast<unsigned char>(c) < ' ') Stage::refuse("a control character in a worker's id");
+      if (static_cast<unsigned char>(c) < ' ')
+        Stage::refuse("a control character in a worker's id");
       out.push_back(c);
     }
     out.push_back('"');

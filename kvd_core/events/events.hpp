@@ -199,7 +199,8 @@ inline void point_into(const Scratch& scratch, PendingStored& pending) {
 
 inline void point_into(const Scratch& scratch, PendingRemoved& pending) {
   pending.event.hashes = scratch.hashes.data() + pending.hashes_at;
-  if (pending.has_remaining) pending.event.remaining = scratch.remaining.data() + pending.remaining_at;
+  if (pending.has_remaining)
+    pending.event.remaining = scratch.remaining.data() + pending.remaining_at;
 }
 
 }  // namespace decoding
@@ -214,8 +215,7 @@ template <class Sink>
 BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, Sink& sink) {
   using decoding::Type;
   decoding::BatchReader batch(payload, size, scratch);
-  for (Steps all(INT64_MAX); batch.read(all);) {
-  }
+  for (Steps all(INT64_MAX); batch.read(all);) {}
   if (batch.has_events) sink.begin(batch.has_rank, batch.rank);
   for (const decoding::Pending& item : scratch.order) {
     if (item.type == Type::STORED) {
@@ -309,8 +309,8 @@ class SlicedBatch {
 
   std::optional<decoding::BatchReader> reader_;
   Scratch* scratch_ = nullptr;
-  size_t next_ = 0;   // of `Scratch::order`
-  uint32_t at_ = 0;   // of that event's hashes
+  size_t next_ = 0;  // of `Scratch::order`
+  uint32_t at_ = 0;  // of that event's hashes
   bool reading_ = false;
   bool refused_ = false;
 };

@@ -27,7 +27,8 @@ constexpr uint32_t kPublisherPosition = 3;  // in an array
 
 inline const uint8_t* take_publisher(Cursor& in) {
   std::string_view id;
-  return in.bin(&id) && id.size() == kPublisherBytes ? reinterpret_cast<const uint8_t*>(id.data()) : nullptr;
+  return in.bin(&id) && id.size() == kPublisherBytes ? reinterpret_cast<const uint8_t*>(id.data())
+                                                     : nullptr;
 }
 
 // Where the id is of a map; of several the last, as of every member.
@@ -58,8 +59,8 @@ inline const uint8_t* publisher_of(const uint8_t* payload, size_t size, const ui
   if (size < kTail || (payload[0] & 0xf0) == 0x90) {
     if (size < kTail || payload[0] < kShortest) return nullptr;
     const uint8_t* tail = payload + size - kTail;
-    if (expected != nullptr && payload[0] == kShortest && tail[0] == wire::BIN8 && tail[1] == kPublisherBytes &&
-        std::memcmp(tail + 2, expected, kPublisherBytes) == 0) {
+    if (expected != nullptr && payload[0] == kShortest && tail[0] == wire::BIN8 &&
+        tail[1] == kPublisherBytes && std::memcmp(tail + 2, expected, kPublisherBytes) == 0) {
       return tail + 2;
     }
   }

@@ -58,11 +58,24 @@ enum Member : uint8_t {
   OTHER_MEMBER,
 };
 constexpr std::string_view kMembers[] = {
-    "type",       "block_hashes", "parent_block_hash", "token_ids",
-    "block_size", "lora_id",      "medium",            "lora_name",
-    "extra_keys", "group_idx",    "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
-    "locality",   "cache_salt",   "block_mm_infos",    "remaining_copy_counts",
-    "origin",     "event_type",
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "cache_salt",
+    "block_mm_infos",
+    "remaining_copy_counts",
+    "origin",
+    "event_type",
 };
 static_assert(sizeof kMembers / sizeof *kMembers == OTHER_MEMBER, "a name for every member");
 
@@ -528,7 +541,9 @@ class EventReader {
     wait(scratch_.removed.size());
     scratch_.removed.push_back({{nullptr, event_->n_hashes, event_->tier, event_->kind,
                                  event_->remote, event_->group, event_->medium, nullptr},
-                                pending_->hashes_at, remaining_at_, n_remaining_ == event_->n_hashes});
+                                pending_->hashes_at,
+                                remaining_at_,
+                                n_remaining_ == event_->n_hashes});
     return true;
   }
 

@@ -29,8 +29,8 @@ struct StoredEvent {
   uint64_t parent;
   const uint32_t* tokens;  // pairs: all first elements + the last second element
   uint32_t n_tokens;
-  bool pairs;                  // EAGLE; never with 0 tokens
-  uint64_t block_size;         // tokens; 0 when absent
+  bool pairs;           // EAGLE; never with 0 tokens
+  uint64_t block_size;  // tokens; 0 when absent
   Tier tier;
   Kind kind;
   bool remote;                 // locality present and not LOCAL
@@ -39,11 +39,11 @@ struct StoredEvent {
   std::string_view lora_name;  // empty = none
   bool has_lora_id;
   int64_t lora_id;
-  std::string_view salt;       // empty = none
-  bool names_salts;            // there is a list of extra_keys, in which a salt would stand
-  const uint32_t* mm_begin;    // n_hashes + 1 offsets into mm; nullptr when no block has objects
-  const uint64_t* mm;          // block i: mm[mm_begin[i] .. mm_begin[i + 1]) ascending
-  std::string_view medium;     // as it is spelled; empty = none
+  std::string_view salt;     // empty = none
+  bool names_salts;          // there is a list of extra_keys, in which a salt would stand
+  const uint32_t* mm_begin;  // n_hashes + 1 offsets into mm; nullptr when no block has objects
+  const uint64_t* mm;        // block i: mm[mm_begin[i] .. mm_begin[i + 1]) ascending
+  std::string_view medium;   // as it is spelled; empty = none
   Origin origin;
 };
 
@@ -55,7 +55,8 @@ struct RemovedEvent {
   bool remote;
   int32_t group;  // -1 absent
   std::string_view medium;
-  const uint32_t* remaining;  // copies that the engine has left of each; nullptr when it does not say
+  const uint32_t*
+      remaining;  // copies that the engine has left of each; nullptr when it does not say
 };
 
 struct ClearedEvent {
@@ -65,24 +66,25 @@ struct ClearedEvent {
 };
 
 enum class Reason : uint8_t {
-  TOO_LARGE,     // above kMaxPayloadBytes; not looked at
-  NOT_MSGPACK,   // the byte 0xc1
-  TRUNCATED,     // a value runs past the payload's end
-  TRAILING,      // bytes after the batch; its events count
-  BATCH_SHAPE,   // neither an array of two or more nor a map with events, or events are no array
-  TIMESTAMP,     // no number
-  RANK,          // neither null nor 0 .. 2^31 - 1
-  EVENT_SHAPE,   // neither array nor map, or no tag
+  TOO_LARGE,    // above kMaxPayloadBytes; not looked at
+  NOT_MSGPACK,  // the byte 0xc1
+  TRUNCATED,    // a value runs past the payload's end
+  TRAILING,     // bytes after the batch; its events count
+  BATCH_SHAPE,  // neither an array of two or more nor a map with events, or events are no array
+  TIMESTAMP,    // no number
+  RANK,         // neither null nor 0 .. 2^31 - 1
+  EVENT_SHAPE,  // neither array nor map, or no tag
   UNKNOWN_TYPE,
-  HASHES,        // missing, or one is neither an integer nor bytes
+  HASHES,  // missing, or one is neither an integer nor bytes
   PARENT,
-  TOKENS,        // missing, or neither all u32 nor all pairs of u32
+  TOKENS,  // missing, or neither all u32 nor all pairs of u32
   BLOCK_SIZE,
-  FIELD_TYPE,    // another member that decides what the event means is of a wrong type
+  FIELD_TYPE,  // another member that decides what the event means is of a wrong type
 };
 constexpr const char* kReasonNames[] = {
-    "too_large", "not_msgpack", "truncated",    "trailing", "batch_shape", "timestamp", "rank",
-    "event_shape", "unknown_type", "hashes", "parent", "tokens", "block_size", "field_type",
+    "too_large", "not_msgpack", "truncated",   "trailing",     "batch_shape",
+    "timestamp", "rank",        "event_shape", "unknown_type", "hashes",
+    "parent",    "tokens",      "block_size",  "field_type",
 };
 constexpr size_t kReasons = sizeof kReasonNames / sizeof *kReasonNames;
 static_assert(kReasons == static_cast<size_t>(Reason::FIELD_TYPE) + 1, "a name for every reason");
@@ -112,11 +114,11 @@ Value spelled(const Spelling<Value> (&table)[N], std::string_view text, Value ot
 // Case matters to the engines and to Dynamo: "gpu" is unknown. Lower-case "cpu" is what the
 // Mooncake and LMCache connectors inside vLLM write; FS and OBJ are vLLM's before STORAGE.
 constexpr Spelling<Tier> kMedia[] = {
-    {"GPU", Tier::DEVICE},        {"CPU", Tier::HOST},       {"CPU_PINNED", Tier::HOST},
-    {"STORAGE", Tier::DISK},      {"", Tier::DEVICE},        {"DISK", Tier::DISK},
-    {"EXTERNAL", Tier::EXTERNAL}, {"cpu", Tier::HOST},       {"DEVICE", Tier::DEVICE},
-    {"CPU_TIER1", Tier::HOST},    {"CPU_TIER2", Tier::DISK}, {"NVME", Tier::DISK},
-    {"FS", Tier::DISK},           {"OBJ", Tier::DISK},       {"NETWORK", Tier::EXTERNAL},
+    {"GPU", Tier::DEVICE},        {"CPU", Tier::HOST},        {"CPU_PINNED", Tier::HOST},
+    {"STORAGE", Tier::DISK},      {"", Tier::DEVICE},         {"DISK", Tier::DISK},
+    {"EXTERNAL", Tier::EXTERNAL}, {"cpu", Tier::HOST},        {"DEVICE", Tier::DEVICE},
+    {"CPU_TIER1", Tier::HOST},    {"CPU_TIER2", Tier::DISK},  {"NVME", Tier::DISK},
+    {"FS", Tier::DISK},           {"OBJ", Tier::DISK},        {"NETWORK", Tier::EXTERNAL},
     {"REMOTE", Tier::EXTERNAL},   {"SHARED", Tier::EXTERNAL},
 };
 

@@ -120,7 +120,8 @@ class Answer {
     for (const uint32_t holders : match_.frequencies()) {
       if (length == 0 || holders != last) {
         last = holders;
-        length = static_cast<size_t>(std::to_chars(figure + 1, std::end(figure), holders).ptr - figure);
+        length =
+            static_cast<size_t>(std::to_chars(figure + 1, std::end(figure), holders).ptr - figure);
       }
       if (std::end(text) - to < std::end(figure) - figure) {
         out_.append(text, to);

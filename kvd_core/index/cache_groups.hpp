@@ -53,12 +53,14 @@ inline bool is_further_group(const RankTraits& traits, int32_t group) {
 
 // How many blocks behind a prefix's end the event's window group must hold; false where that is
 // unknown.
-inline bool window_blocks(const RankTraits& traits, const StoredEvent& e, uint64_t block_size, uint32_t* blocks) {
+inline bool window_blocks(const RankTraits& traits, const StoredEvent& e, uint64_t block_size,
+                          uint32_t* blocks) {
   const CacheGroup* group = known_group(traits, e.group);
   const int64_t window = e.window > 0 ? e.window : group != nullptr ? group->window : 0;
   if (e.group < 0 || window <= 0 || block_size == 0) return false;
   // The next token attends to itself and the window - 1 tokens before it.
-  *blocks = static_cast<uint32_t>(std::min<uint64_t>((static_cast<uint64_t>(window) - 1 + block_size - 1) / block_size, kNone));
+  *blocks = static_cast<uint32_t>(
+      std::min<uint64_t>((static_cast<uint64_t>(window) - 1 + block_size - 1) / block_size, kNone));
   return true;
 }
 

@@ -74,7 +74,9 @@ class Index {
   // budget the index has one of its own, which is without end.
   explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks,
                  std::shared_ptr<Budget> budget = nullptr)
-      : block_size_(block_size), max_blocks_(max_blocks), records_(0, NameKeys::kRecordBit - 16),
+      : block_size_(block_size),
+        max_blocks_(max_blocks),
+        records_(0, NameKeys::kRecordBit - 16),
         budget_(budget != nullptr ? std::move(budget) : std::make_shared<Budget>()) {}
 
   ~Index() {
@@ -162,9 +164,7 @@ class Index {
     return layer == kGhostLayer ? kNone : group_layers_[layer - kFirstGroupLayer].first;
   }
 
-  bool has_layer(LayerId layer) const {
-    return layer < kFirstGroupLayer + group_layers_.size();
-  }
+  bool has_layer(LayerId layer) const { return layer < kFirstGroupLayer + group_layers_.size(); }
 
   // The group of a layer beside the main group's, kNone for the others.
   uint32_t group_of(LayerId layer) const {
@@ -325,7 +325,8 @@ class Index {
       const NodeId id = unsequenced_.next;
       unsequenced_.next = tree_.successor(id);
       const Chain& chain = tree_.node(id).chain;
-      sequences_->chain(tree_.parent_of(chain.block()[0]), chain.block(), chain.local(), chain.len(), 0, false);
+      sequences_->chain(tree_.parent_of(chain.block()[0]), chain.block(), chain.local(),
+                        chain.len(), 0, false);
       if (placements_ != nullptr) placements_->sequenced(chain.block(), chain.len());
       steps.take(1 + chain.len() * kStepsASequence);
     }
@@ -425,14 +426,14 @@ class Index {
   std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
   std::unordered_map<BlockId, uint64_t> terms_;
   std::unique_ptr<Sequences> sequences_;  // null while nobody asks for them
-  Watcher unsequenced_;  // the next chain whose blocks have none yet
+  Watcher unsequenced_;                   // the next chain whose blocks have none yet
   Placements* placements_ = nullptr;
   bool linked_ = false;  // some rank is seen as another
   bool chunked_ = false;
   std::unordered_map<RankId, std::vector<RankId>> shared_with_;  // of those seen as kMany
   size_t max_parked_ = kMaxParked;
   ParkedQueue order_;
-  size_t parked_ = 0;             // of live ranks
+  size_t parked_ = 0;  // of live ranks
   uint64_t stamp_ = 0;
   uint64_t held_[kTierLayers] = {};  // by live ranks
   Tally tally_;

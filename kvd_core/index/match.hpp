@@ -132,7 +132,8 @@ class Match {
   }
 
   static bool counts(const Rank& rank, Only only) {
-    return rank.live && !rank.hidden && (only == Only::kAll || rank.salted == (only == Only::kSalted));
+    return rank.live && !rank.hidden &&
+           (only == Only::kAll || rank.salted == (only == Only::kSalted));
   }
 
   static bool is_workers(const Rank& rank) { return rank.live && !rank.published && !rank.hidden; }
@@ -188,7 +189,9 @@ class Match {
     });
   }
 
-  static bool is_met_alone(const Rank& rank) { return rank.seen_as != kNone && !rank.windows.empty(); }
+  static bool is_met_alone(const Rank& rank) {
+    return rank.seen_as != kNone && !rank.windows.empty();
+  }
 
   bool move(RankId id, uint32_t from, uint32_t to) {
     if (from != 0 && depth_[id].depth.device != from) return false;
@@ -224,7 +227,8 @@ class Match {
     end_with_chunks(index, only, &Depth::host, &Depth::disk);
   }
 
-  void end_with_chunks(const Index& index, Only only, uint32_t Depth::*above, uint32_t Depth::*here) {
+  void end_with_chunks(const Index& index, Only only, uint32_t Depth::* above,
+                       uint32_t Depth::* here) {
     if (!index.chunked()) return;
     for (const RankId id : touched_) {
       const Rank& rank = index.rank(id);
@@ -235,7 +239,7 @@ class Match {
   }
 
   // A tier goes on where the rank stands on the tier above.
-  void start_from(const Index& index, Only only, uint32_t Depth::*above, uint32_t Depth::*here) {
+  void start_from(const Index& index, Only only, uint32_t Depth::* above, uint32_t Depth::* here) {
     for (const RankId id : touched_) {
       if (counts(index.rank(id), only)) depth_[id].depth.*here = depth_[id].depth.*above;
     }
@@ -248,7 +252,7 @@ class Match {
     }
   }
 
-  void extend(const Index& index, LayerId layer, Only only, uint32_t Depth::*field) {
+  void extend(const Index& index, LayerId layer, Only only, uint32_t Depth::* field) {
     if (index.held(layer) == 0) return;
     each_run(index, layer, [&](SetId set, uint32_t from, uint32_t to) {
       for (const RankId member : index.tree().sets().members(set)) {

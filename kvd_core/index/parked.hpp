@@ -56,7 +56,8 @@ inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* co
     ++parked_;
     ++tally_.parked;
     // What grows beyond that may have the whole bound, and growing is not done in slices.
-    if (rare.parked.size() == kGrowsTo && max_parked_ > kMaxParked) rare.parked.reserve(max_parked_);
+    if (rare.parked.size() == kGrowsTo && max_parked_ > kMaxParked)
+      rare.parked.reserve(max_parked_);
   }
   Parked& p = it->second;
   p.layers |= 1u << layer;
@@ -110,8 +111,8 @@ inline bool Index::is_parked(const ParkedQueue::Entry& entry) const {
   return it != rank.rare->parked.end() && it->second.stamp == entry.stamp;
 }
 
-inline void Index::forget_parked(RankId id,
-                                 std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it) {
+inline void Index::forget_parked(
+    RankId id, std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it) {
   RareState& rare = *ranks_[id].rare;
   if (it->second.has_content && !ranks_[id].published) wait_no_more(rare, it->second);
   --parked_;
@@ -180,7 +181,8 @@ inline void Index::settle_child(RankId id, uint64_t parent, uint64_t name) {
   if (term != p.term) ++tally_.parked_unsalted;
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((p.layers >> layer & 1) == 0) continue;
-    const Store s{&name, &p.local, 1, true, parent, layer, term, p.plain == 0 ? nullptr : &p.plain, p.space};
+    const Store s{&name,  &p.local, 1, true, parent, layer, term, p.plain == 0 ? nullptr : &p.plain,
+                  p.space};
     place(id, s, tree_.after(block_of(id, parent)));
   }
   work_.push_back(name);

@@ -44,11 +44,13 @@ class Predicted {
   static constexpr uint32_t kMaxEvicted = 64;
 
   // Beyond `max` entries the oldest go, until `target` are left.
-  Predicted(double ttl_s, uint32_t max, uint32_t target) : ttl_s_(ttl_s), max_(max), target_(target) {}
+  Predicted(double ttl_s, uint32_t max, uint32_t target)
+      : ttl_s_(ttl_s), max_(max), target_(target) {}
 
   uint32_t size() const { return entries_.live(); }
   size_t bytes() const {
-    return entries_.bytes() + exact_.bytes() + content_.bytes() + owners_.capacity() * sizeof(uint32_t);
+    return entries_.bytes() + exact_.bytes() + content_.bytes() +
+           owners_.capacity() * sizeof(uint32_t);
   }
 
   // Chains local hashes: `chained[i]` stands for the blocks up to i.
@@ -105,7 +107,7 @@ class Predicted {
   static constexpr uint32_t kNoEntry = 0xffffffffu;
 
   struct Entry {
-    uint64_t hash;   // chained
+    uint64_t hash;  // chained
     uint64_t local;
     double expiry;
     uint32_t owner;
@@ -117,11 +119,15 @@ class Predicted {
 
   struct ByHash {
     const Predicted& in;
-    uint64_t hash_of(uint32_t id) const { return in.hash_(in.entries_[id].hash, in.entries_[id].owner); }
+    uint64_t hash_of(uint32_t id) const {
+      return in.hash_(in.entries_[id].hash, in.entries_[id].owner);
+    }
   };
   struct ByLocal {
     const Predicted& in;
-    uint64_t hash_of(uint32_t id) const { return in.hash_(in.entries_[id].local, in.entries_[id].owner); }
+    uint64_t hash_of(uint32_t id) const {
+      return in.hash_(in.entries_[id].local, in.entries_[id].owner);
+    }
   };
 
   uint32_t owner_of(uint32_t rank) {
@@ -169,8 +175,7 @@ class Predicted {
     exact_.shrink(ByHash{*this});
     part(id);
     entries_.give(id);
-    while (entries_.live() == 0 && entries_.shrink()) {
-    }
+    while (entries_.live() == 0 && entries_.shrink()) {}
   }
 
   // ---- the order of expiry

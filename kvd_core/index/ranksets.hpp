@@ -99,8 +99,8 @@ class RankSets {
   template <class Fill>
   SetId intern(uint64_t hash, Fill&& fill) {
     fill(scratch_);
-    const uint32_t at =
-        table_.find(hash, [&](uint32_t v) { return sets_[v].hash == hash && sets_[v].ranks == scratch_; });
+    const uint32_t at = table_.find(
+        hash, [&](uint32_t v) { return sets_[v].hash == hash && sets_[v].ranks == scratch_; });
     if (at != ProbeTable::kEmpty) return table_.at(at);
     const SetId id = sets_.take();
     sets_[id].ranks = scratch_;

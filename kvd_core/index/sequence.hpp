@@ -67,13 +67,15 @@ class Sequences {
   }
 
   BlockId find(uint64_t key) const {
-    const uint32_t at = slots_.find(hash_(key), [&](uint32_t block) { return key_at(block) == key; });
+    const uint32_t at =
+        slots_.find(hash_(key), [&](uint32_t block) { return key_at(block) == key; });
     return at == ProbeTable::kEmpty ? kNone : slots_.at(at);
   }
 
   // Sets what is known of consecutive blocks behind `above` (kNone: the root), from their local
   // hashes. Those of other seeds may be told (`told` false): they do not overrule what is known.
-  void chain(BlockId above, const BlockId* blocks, const uint64_t* plain, uint32_t n, uint64_t space, bool told) {
+  void chain(BlockId above, const BlockId* blocks, const uint64_t* plain, uint32_t n,
+             uint64_t space, bool told) {
     uint64_t last = above == kNone ? 0 : sequence_of(above);
     // A block of one namespace below one of another has a place that no prompt leads to.
     if (above != kNone && (last == 0 || space_of(above) != space)) return;
@@ -109,7 +111,8 @@ class Sequences {
 
   size_t bytes() const {
     constexpr size_t kSpaceBytes = 48;  // a hash node
-    return used_pages_ * kPage * sizeof(uint64_t) + pages_.capacity() * sizeof(Page) + slots_.bytes() + spaces_.size() * kSpaceBytes;
+    return used_pages_ * kPage * sizeof(uint64_t) + pages_.capacity() * sizeof(Page) +
+           slots_.bytes() + spaces_.size() * kSpaceBytes;
   }
 
  private:

@@ -57,8 +57,8 @@ inline bool Index::store(RankId id, const Store& s) {
   return true;
 }
 
-inline bool Index::store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
-                               uint32_t still, Origin origin) {
+inline bool Index::store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer,
+                               bool has_parent, uint32_t still, Origin origin) {
   if (!has_room(id, n + still)) return false;
   const bool copy = is_copy(id, n, has_parent, origin);
   uint32_t refused = 0;
@@ -145,7 +145,8 @@ inline void Index::place(RankId id, const Store& s, Position at, BlockId below) 
 inline void Index::sequence_blocks(const Store& s) {
   const bool told = s.plain != nullptr;
   if (told || sequences_->seed() == kBaseSeed) {
-    sequences_->chain(tree_.parent_of(ids_[0]), ids_.data(), told ? s.plain : s.locals, s.n, s.space, told);
+    sequences_->chain(tree_.parent_of(ids_[0]), ids_.data(), told ? s.plain : s.locals, s.n,
+                      s.space, told);
   }
   if (placements_ != nullptr) placements_->placed(s, ids_.data());
 }

@@ -175,7 +175,8 @@ class Stream {
       return store_names(e, place.layer, from, to, e.n_hashes) ? to : e.n_hashes;
     }
     // A lone last block would be one below a parent, which means something else.
-    const uint32_t left = e.n_hashes - from, to = from + (left > kBlocksAtOnce + 1 ? kBlocksAtOnce : left);
+    const uint32_t left = e.n_hashes - from,
+                   to = from + (left > kBlocksAtOnce + 1 ? kBlocksAtOnce : left);
     steps.take(kStepsABlock * (to - from));
     const bool whole = store_blocks(e, place.layer, from, to);
     for (const Window& window : windows_of_all(e)) store_names(e, window.layer, from, to, to);
@@ -204,7 +205,8 @@ class Stream {
     if (e.has_tier && e.tier == Tier::UNKNOWN) {
       ignore(Ignored::MEDIUM);
     } else if (e.has_tier) {
-      clear_layers(index_.tier_mask(static_cast<uint32_t>(e.tier)), 1u << static_cast<uint32_t>(e.tier));
+      clear_layers(index_.tier_mask(static_cast<uint32_t>(e.tier)),
+                   1u << static_cast<uint32_t>(e.tier));
     } else if (traits().numbers_groups) {
       clear_layers(index_.tier_mask(kDeviceLayer), 1u << kDeviceLayer);
     } else {
@@ -333,7 +335,8 @@ class Stream {
     if (e.n_tokens != 0) {
       if (traits().main_group < 0) traits().main_group = e.group < 0 ? 0 : e.group;
       // Only vLLM numbers groups, and it tells of what it offloads a chunk an event.
-      if (e.group >= 0 && e.tier != Tier::DEVICE && e.n_hashes != 0) index_.note_chunk(rank_, e.n_hashes);
+      if (e.group >= 0 && e.tier != Tier::DEVICE && e.n_hashes != 0)
+        index_.note_chunk(rank_, e.n_hashes);
       return {static_cast<LayerId>(e.tier), false};
     }
     if (e.n_hashes != 0) index_.rank(rank_).offloads = true;
@@ -353,7 +356,8 @@ class Stream {
   Place whole_prefix_place(const StoredEvent& e) { return group_place(e, kNone); }
 
   Place group_place(const StoredEvent& e, uint32_t blocks) {
-    const LayerId layer = index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
+    const LayerId layer =
+        index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
     if (layer == kNone) {
       ignore(Ignored::GROUP);
       return kNowhere;
@@ -365,7 +369,8 @@ class Stream {
   LayerId layer_of(const RemovedEvent& e) {
     if (!ours(e)) return kNone;
     const Kind kind = kind_of(traits(), e);
-    const bool of_group = e.group >= 0 && (kind == Kind::WINDOW || is_further_group(traits(), e.group));
+    const bool of_group =
+        e.group >= 0 && (kind == Kind::WINDOW || is_further_group(traits(), e.group));
     if (of_group) {
       return index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
     }
@@ -393,7 +398,8 @@ class Stream {
   bool store_names(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, uint32_t end) {
     stores_ = true;
     const bool below = e.has_parent && e.n_hashes == 1;  // a lone block below a parent is a copy
-    if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to, e.origin)) return true;
+    if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to, e.origin))
+      return true;
     return no_room();
   }
 
@@ -422,7 +428,7 @@ class Stream {
     }
     if (e.mm_begin != nullptr) hash_images(e, said, from, n, seed);
     Store run{e.hashes + from, locals_.data(), static_cast<uint32_t>(n), has_parent, parent,
-              layer, inherited};
+              layer,           inherited};
     run.origin = e.origin;
     if (index_.sequences() != nullptr) add_plain(e, said, n, seed, run);
     stores_ = stores_ || n != 0;
@@ -441,7 +447,8 @@ class Stream {
   }
 
   // Blocks that images reach into carry the images' identity beside their tokens.
-  void hash_images(const StoredEvent& e, const uint32_t* said, size_t first, size_t n, uint64_t seed) {
+  void hash_images(const StoredEvent& e, const uint32_t* said, size_t first, size_t n,
+                   uint64_t seed) {
     const size_t size = index_.block_size();
     const size_t window = e.pairs ? size + 1 : size;
     for (size_t i = 0; i < n; ++i) {
@@ -472,8 +479,8 @@ class Stream {
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
   bool names_ranks_ = false;            // some have named theirs
   uint64_t ignored_[kIgnored] = {};
-  bool ignores_ = false;                // events of this engine process had no effect
-  bool stores_ = false;                 // and some that stored have had
+  bool ignores_ = false;  // events of this engine process had no effect
+  bool stores_ = false;   // and some that stored have had
   uint64_t other_block_size_ = 0;
   Scratch scratch_;
   std::vector<uint64_t> locals_;

@@ -39,7 +39,8 @@ class TieredAnswer {
     out_.append(",\"frequencies\":[]},\"lower_tier\":[");
     bool first = true;
     for (size_t tier = 1; tier < kTierLayers; ++tier) {
-      if (std::none_of(rows_.begin(), rows_.end(), [&](const Row& row) { return row.blocks[tier] != 0; })) {
+      if (std::none_of(rows_.begin(), rows_.end(),
+                       [&](const Row& row) { return row.blocks[tier] != 0; })) {
         continue;
       }
       out_.append(first ? "[\"" : ",[\"").append(kTierNames[tier]).append("\",{\"hits\":");
@@ -68,8 +69,10 @@ class TieredAnswer {
       const Match::Depth depth = match_.depth(id);
       if (depth.disk == 0) continue;
       const uint32_t disk = match_.before_external(id);
-      rows_.push_back({worker.number, dp_rank,
-                       {depth.device, depth.host - depth.device, disk - depth.host, depth.disk - disk}});
+      rows_.push_back(
+          {worker.number,
+           dp_rank,
+           {depth.device, depth.host - depth.device, disk - depth.host, depth.disk - disk}});
     }
   }
 

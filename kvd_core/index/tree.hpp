@@ -255,7 +255,8 @@ class Tree {
   // Adds `rank` to the holders of blocks [from, to) of a chain. Where it is one already,
   // `already(offset)` is called instead. Returns how many blocks gained it.
   template <class Already>
-  uint32_t hold(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank, Already&& already) {
+  uint32_t hold(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank,
+                Already&& already) {
     uint32_t gained = 0;
     edit(id, layer, from, to, [&](SetId set, uint32_t a, uint32_t b) {
       if (sets_.contains(set, rank)) {
@@ -270,7 +271,8 @@ class Tree {
 
   // Takes `rank` out of the holders of blocks [from, to), where it must be one. The caller trims.
   void release(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank) {
-    edit(id, layer, from, to, [&](SetId set, uint32_t, uint32_t) { return sets_.without(set, rank); });
+    edit(id, layer, from, to,
+         [&](SetId set, uint32_t, uint32_t) { return sets_.without(set, rank); });
   }
 
   // Takes `rank` out of the holders of the whole chain on the layers of `mask`, where it need not
@@ -366,7 +368,9 @@ class Tree {
   }
 
  private:
-  uint64_t child_hash(NodeId parent, uint64_t local_hash) const { return hash_(local_hash, parent); }
+  uint64_t child_hash(NodeId parent, uint64_t local_hash) const {
+    return hash_(local_hash, parent);
+  }
 
   size_t chain_bytes() const {  // an estimate: the sum would cost a walk over all nodes
     return size_t{blocks_.live()} * (sizeof(uint64_t) + sizeof(BlockId)) +

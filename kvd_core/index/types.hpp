@@ -119,11 +119,11 @@ struct Parked {
   LayerMask layers;
   uint64_t stamp;
   // What the conductor keeps of its own (conductor/conductor.hpp); 0 elsewhere.
-  uint64_t hash = 0;        // as the publisher announced it
-  uint64_t space = 0;       // namespace
-  uint64_t plain = 0;       // local hash by the seed of sequence hashes
-  uint64_t sequence = 0;    // sequence hash, 0 unknown
-  bool by_engine = false;   // an engine's own event has told of it
+  uint64_t hash = 0;       // as the publisher announced it
+  uint64_t space = 0;      // namespace
+  uint64_t plain = 0;      // local hash by the seed of sequence hashes
+  uint64_t sequence = 0;   // sequence hash, 0 unknown
+  bool by_engine = false;  // an engine's own event has told of it
   // The others of its rank that wait for the same parent; null where it waits for none (publishers').
   uint64_t name = 0;  // its own
   Parked* newer = nullptr;
@@ -184,11 +184,11 @@ struct RareState {
     size_t operator()(const Key& k) const noexcept { return (*this)(k.id, k.layer); }
   };
 
-  std::unordered_map<Key, uint32_t, Hash> copies;             // name and layer -> further copies
-  std::unordered_map<Key, uint32_t, Hash> shared;             // block and layer -> further names
-  std::unordered_map<uint64_t, Parked, Hash> parked;          // by name
-  std::unordered_map<uint64_t, Parked*, Hash> waiting;        // parent -> the newest that waits for it
-  std::deque<uint64_t> ghosts;                                // names, oldest first
+  std::unordered_map<Key, uint32_t, Hash> copies;       // name and layer -> further copies
+  std::unordered_map<Key, uint32_t, Hash> shared;       // block and layer -> further names
+  std::unordered_map<uint64_t, Parked, Hash> parked;    // by name
+  std::unordered_map<uint64_t, Parked*, Hash> waiting;  // parent -> the newest that waits for it
+  std::deque<uint64_t> ghosts;                          // names, oldest first
 
   size_t exceptions() const { return copies.size() + shared.size(); }
 };
@@ -202,9 +202,9 @@ struct RankTraits {
   bool plain = false;           // its stream has told of blocks without numbering groups
   uint32_t dp_rank = 0;
   uint32_t heard_from = kNone;  // the dp rank whose stream has spoken for it
-  bool listed = false;    // registered, so it is shown without a match too
-  bool salted = false;    // its stream says which blocks carry a cache salt
-  bool offloads = false;  // its stream names lower-tier blocks by hash alone
+  bool listed = false;          // registered, so it is shown without a match too
+  bool salted = false;          // its stream says which blocks carry a cache salt
+  bool offloads = false;        // its stream names lower-tier blocks by hash alone
   // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each alone.
   uint32_t chunk = 0;
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more

@@ -70,7 +70,8 @@ class Verifier {
         const uint64_t own = sequences.sequence_of(block);
         if (sequences.key_of(block) == 0) continue;
         ++known;
-        require(sequences.find(sequences.key_of(block)) == block, "sequences 1: a key leads to its block");
+        require(sequences.find(sequences.key_of(block)) == block,
+                "sequences 1: a key leads to its block");
         const BlockId above = tree_.parent_of(block);
         require(above == kNone || (sequences.key_of(above) != 0 &&
                                    sequences.space_of(above) == sequences.space_of(block)),
@@ -102,7 +103,8 @@ class Verifier {
       const Run& run = n.runs[i];
       const bool first = i == 0 || n.runs[i - 1].layer != run.layer;
       const bool last = i + 1 == n.runs.size() || n.runs[i + 1].layer != run.layer;
-      require(run.end <= n.chain.len() && run.end > (first ? 0 : n.runs[i - 1].end), "tree 5: ends ascend");
+      require(run.end <= n.chain.len() && run.end > (first ? 0 : n.runs[i - 1].end),
+              "tree 5: ends ascend");
       require(i == 0 || n.runs[i - 1].layer <= run.layer, "tree 5: layers ascend");
       require(first || n.runs[i - 1].set != run.set, "tree 5: neighbouring runs differ");
       require(!last || run.set != RankSets::kEmptySet, "tree 5: the last run is held");
@@ -203,7 +205,8 @@ class Verifier {
       require(layers == 1u << kGhostLayer, "index 3: a ghost has no other layer");
       require(rank.rare != nullptr, "index 3: a ghost is in the ring");
       const auto& ring = rank.rare->ghosts;
-      require(std::find(ring.begin(), ring.end(), name) != ring.end(), "index 3: a ghost is in the ring");
+      require(std::find(ring.begin(), ring.end(), name) != ring.end(),
+              "index 3: a ghost is in the ring");
     }
   }
 
@@ -325,17 +328,17 @@ class Verifier {
       require(p.content_.at(at) == id, "predicted 1: a list is found by its first entry");
     } else {
       const auto& neighbour = p.entries_[entry.before];
-      require(neighbour.after == id && neighbour.owner == entry.owner &&
-                  neighbour.local == entry.local,
-              "predicted 1: a list is of one content, and linked both ways");
+      require(
+          neighbour.after == id && neighbour.owner == entry.owner && neighbour.local == entry.local,
+          "predicted 1: a list is of one content, and linked both ways");
     }
   }
 
   const Index& index_;
   const Tree& tree_;
   std::map<SetId, uint32_t> refs_;
-  std::set<std::tuple<BlockId, RankId, LayerId>> held_;                 // by the runs
-  std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t> named_;      // by the live ranks' names
+  std::set<std::tuple<BlockId, RankId, LayerId>> held_;             // by the runs
+  std::map<std::tuple<BlockId, RankId, LayerId>, uint32_t> named_;  // by the live ranks' names
   size_t records_ = 0;
   uint64_t named_by_live_ = 0;
 };

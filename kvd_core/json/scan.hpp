@@ -48,387 +48,393 @@ enum class Kind : uint8_t { absent, null, no, yes, integer, real, text, escaped,
 
 // Where a requested member lies in the body; a text is without its quotes.
 struct Value {
-    Kind kind = Kind::absent;
-    const uint8_t* begin = nullptr;
-    const uint8_t* end = nullptr;
+  Kind kind = Kind::absent;
+  const uint8_t* begin = nullptr;
+  const uint8_t* end = nullptr;
 };
 
 // The scanner of one route: which members it knows is fixed before the first scan. Not re-entrant.
 class BodyScan {
-  public:
-    // A `nullable` array may be null, and counts as absent then.
-    void add_array(const std::string& name, Element element, bool nullable = false) {
-        arrays_.push_back(Array{name, element, nullable, false, false, {}, {}});
-    }
-    void add_field(const std::string& name) { fields_.push_back(Field{name, {}}); }
+ public:
+  // A `nullable` array may be null, and counts as absent then.
+  void add_array(const std::string& name, Element element, bool nullable = false) {
+    arrays_.push_back(Array{name, element, nullable, false, false, {}, {}});
+  }
+  void add_field(const std::string& name) { fields_.push_back(Field{name, {}}); }
 
-    Verdict scan(const uint8_t* body, size_t length);
+  Verdict scan(const uint8_t* body, size_t length);
 
-    // Empties the columns and values.
-    void forget();
+  // Empties the columns and values.
+  void forget();
 
-    const std::string& message() const { return message_; }  // why the last scan was not ok
-    bool present(size_t array) const { return arrays_[array].present; }
-    const Column<uint32_t>& narrow(size_t array) const { return arrays_[array].narrow; }
-    const Column<uint64_t>& wide(size_t array) const { return arrays_[array].wide; }
-    const Value& value(size_t field) const { return fields_[field].value; }
+  const std::string& message() const { return message_; }  // why the last scan was not ok
+  bool present(size_t array) const { return arrays_[array].present; }
+  const Column<uint32_t>& narrow(size_t array) const { return arrays_[array].narrow; }
+  const Column<uint64_t>& wide(size_t array) const { return arrays_[array].wide; }
+  const Value& value(size_t field) const { return fields_[field].value; }
 
-    // Memory kept for the next scan.
-    size_t held_bytes() const {
-        size_t sum = text_.capacity() + brackets_.capacity() * sizeof brackets_[0];
-        for (const Array& array : arrays_)
-            sum += array.narrow.held_bytes() + array.wide.held_bytes();
-        return sum;
-    }
+  // Memory kept for the next scan.
+  size_t held_bytes() const {
+    size_t sum = text_.capacity() + brackets_.capacity() * sizeof brackets_[0];
+    for (const Array& array : arrays_) sum += array.narrow.held_bytes() + array.wide.held_bytes();
+    return sum;
+  }
 
-    // The text of a Kind::escaped value as UTF-8; valid until the next call of anything.
-    const std::string& unescaped(const Value& value) {
-        unescape(value.begin, value.end, text_);
-        return text_;
-    }
+  // The text of a Kind::escaped value as UTF-8; valid until the next call of anything.
+  const std::string& unescaped(const Value& value) {
+    unescape(value.begin, value.end, text_);
+    return text_;
+  }
 
-  private:
-    using Bytes = const uint8_t*;  // a place in the body; nullptr: failed, message_ says why
+ private:
+  using Bytes = const uint8_t*;  // a place in the body; nullptr: failed, message_ says why
 
-    struct Array {
-        std::string name;
-        Element element;
-        bool nullable;
-        bool met;      // its member is in the body, maybe null
-        bool present;
-        Column<uint32_t> narrow;
-        Column<uint64_t> wide;
-    };
-    struct Field {
-        std::string name;
-        Value value;
-    };
+  struct Array {
+    std::string name;
+    Element element;
+    bool nullable;
+    bool met;  // its member is in the body, maybe null
+    bool present;
+    Column<uint32_t> narrow;
+    Column<uint64_t> wide;
+  };
+  struct Field {
+    std::string name;
+    Value value;
+  };
 
-    Bytes body(Bytes p);
-    Bytes member(Bytes p);
-    Bytes key(Bytes p, const char** name, size_t* length);
-    Bytes colon(Bytes p);
-    Bytes field(Bytes p, Field& into);
-    Bytes array(Bytes p, Array& into);
-    template <class E>
-    Bytes elements(Bytes p, const std::string& name, Column<typename E::type>& out);
-    template <class E>
-    Bytes element(Bytes p, const std::string& name, Column<typename E::type>& out);
+  Bytes body(Bytes p);
+  Bytes member(Bytes p);
+  Bytes key(Bytes p, const char** name, size_t* length);
+  Bytes colon(Bytes p);
+  Bytes field(Bytes p, Field& into);
+  Bytes array(Bytes p, Array& into);
+  template <class E>
+  Bytes elements(Bytes p, const std::string& name, Column<typename E::type>& out);
+  template <class E>
+  Bytes element(Bytes p, const std::string& name, Column<typename E::type>& out);
 
-    Bytes any(Bytes p, Kind* kind, size_t* depth);
-    Bytes scalar(Bytes p, Kind* kind);
-    Bytes literal(Bytes p, const char* word);
-    Bytes number(Bytes p, Kind* kind);
-    Bytes container(Bytes p, size_t* depth);
-    Bytes container_key(Bytes p);
-    Bytes string_end(Bytes p);
+  Bytes any(Bytes p, Kind* kind, size_t* depth);
+  Bytes scalar(Bytes p, Kind* kind);
+  Bytes literal(Bytes p, const char* word);
+  Bytes number(Bytes p, Kind* kind);
+  Bytes container(Bytes p, size_t* depth);
+  Bytes container_key(Bytes p);
+  Bytes string_end(Bytes p);
 
-    // Reads as NUL behind the end, which is valid nowhere in JSON's grammar.
-    uint8_t at(Bytes p) const { return p != end_ ? *p : 0; }
-    Bytes white(Bytes p) const {
-        while (p != end_ && is_white(*p)) ++p;
-        return p;
-    }
+  // Reads as NUL behind the end, which is valid nowhere in JSON's grammar.
+  uint8_t at(Bytes p) const { return p != end_ ? *p : 0; }
+  Bytes white(Bytes p) const {
+    while (p != end_ && is_white(*p)) ++p;
+    return p;
+  }
 
-    Bytes bad_number(Bytes p, Bytes end, const std::string& name, size_t index,
-                     const char* problem);
-    Bytes malformed(Bytes p, const char* why);
-    Bytes wrong(const std::string& what);
-    Bytes unexpected(Bytes p, const std::string& expected);
+  Bytes bad_number(Bytes p, Bytes end, const std::string& name, size_t index, const char* problem);
+  Bytes malformed(Bytes p, const char* why);
+  Bytes wrong(const std::string& what);
+  Bytes unexpected(Bytes p, const std::string& expected);
 
-    std::vector<Array> arrays_;
-    std::vector<Field> fields_;
-    Bytes begin_ = nullptr;
-    Bytes end_ = nullptr;
-    bool escaped_ = false;            // the string read last has escapes
-    std::vector<uint64_t> brackets_;  // a bit for each open bracket: 1 = object
-    std::string text_;                // an unescaped key or value
-    std::string message_;
-    Verdict verdict_ = Verdict::ok;
+  std::vector<Array> arrays_;
+  std::vector<Field> fields_;
+  Bytes begin_ = nullptr;
+  Bytes end_ = nullptr;
+  bool escaped_ = false;            // the string read last has escapes
+  std::vector<uint64_t> brackets_;  // a bit for each open bracket: 1 = object
+  std::string text_;                // an unescaped key or value
+  std::string message_;
+  Verdict verdict_ = Verdict::ok;
 };
 
 inline Verdict BodyScan::scan(const uint8_t* body_begin, size_t length) {
-    begin_ = body_begin;
-    end_ = body_begin + length;
-    forget();
-    if (text_.capacity() > KEPT_BYTES) std::string().swap(text_);
-    verdict_ = Verdict::ok;
-    if (body(begin_) == nullptr) forget();
-    return verdict_;
+  begin_ = body_begin;
+  end_ = body_begin + length;
+  forget();
+  if (text_.capacity() > KEPT_BYTES) std::string().swap(text_);
+  verdict_ = Verdict::ok;
+  if (body(begin_) == nullptr) forget();
+  return verdict_;
 }
 
 inline void BodyScan::forget() {
-    for (Array& array : arrays_) {
-        array.met = array.present = false;
-        array.narrow.clear();
-        array.wide.clear();
-    }
-    for (Field& field : fields_) field.value = Value{};
+  for (Array& array : arrays_) {
+    array.met = array.present = false;
+    array.narrow.clear();
+    array.wide.clear();
+  }
+  for (Field& field : fields_) field.value = Value{};
 }
 
 // -- the object ---------------------------------------------------------------------------------
 
 inline BodyScan::Bytes BodyScan::body(Bytes p) {
-    p = white(p);
-    if (at(p) != '{') return unexpected(p, "expected an object");
-    p = white(p + 1);
-    if (at(p) == '}') {
-        ++p;
-    } else {
-        for (bool more = true; more; ++p) {
-            p = member(white(p));
-            if (p == nullptr) return nullptr;
-            p = white(p);
-            if (at(p) != ',' && at(p) != '}') return malformed(p, "expected `,` or `}`");
-            more = *p == ',';
-        }
+  p = white(p);
+  if (at(p) != '{') return unexpected(p, "expected an object");
+  p = white(p + 1);
+  if (at(p) == '}') {
+    ++p;
+  } else {
+    for (bool more = true; more; ++p) {
+      p = member(white(p));
+      if (p == nullptr) return nullptr;
+      p = white(p);
+      if (at(p) != ',' && at(p) != '}') return malformed(p, "expected `,` or `}`");
+      more = *p == ',';
     }
-    p = white(p);
-    return p == end_ ? p : malformed(p, "expected no more");
+  }
+  p = white(p);
+  return p == end_ ? p : malformed(p, "expected no more");
 }
 
 inline BodyScan::Bytes BodyScan::member(Bytes p) {
-    const char* name = nullptr;
-    size_t length = 0;
-    if ((p = key(p, &name, &length)) == nullptr) return nullptr;
-    const auto named = [=](const std::string& known) {
-        return known.size() == length && std::memcmp(known.data(), name, length) == 0;
-    };
-    for (Array& known : arrays_) {
-        if (!named(known.name)) continue;
-        if (std::exchange(known.met, true))
-            return wrong("duplicate member `" + known.name + "`");
-        return (p = colon(p)) != nullptr ? array(p, known) : nullptr;
-    }
-    for (Field& known : fields_) {
-        if (!named(known.name)) continue;
-        if (known.value.kind != Kind::absent) return wrong("duplicate member `" + known.name + "`");
-        return (p = colon(p)) != nullptr ? field(p, known) : nullptr;
-    }
-    Kind kind = Kind::absent;
-    size_t depth;
-    return (p = colon(p)) != nullptr ? any(p, &kind, &depth) : nullptr;
+  const char* name = nullptr;
+  size_t length = 0;
+  if ((p = key(p, &name, &length)) == nullptr) return nullptr;
+  const auto named = [=](const std::string& known) {
+    return known.size() == length && std::memcmp(known.data(), name, length) == 0;
+  };
+  for (Array& known : arrays_) {
+    if (!named(known.name)) continue;
+    if (std::exchange(known.met, true)) return wrong("duplicate member `" + known.name + "`");
+    return (p = colon(p)) != nullptr ? array(p, known) : nullptr;
+  }
+  for (Field& known : fields_) {
+    if (!named(known.name)) continue;
+    if (known.value.kind != Kind::absent) return wrong("duplicate member `" + known.name + "`");
+    return (p = colon(p)) != nullptr ? field(p, known) : nullptr;
+  }
+  Kind kind = Kind::absent;
+  size_t depth;
+  return (p = colon(p)) != nullptr ? any(p, &kind, &depth) : nullptr;
 }
 
 // The name is where it stands in the body, or in text_ when it had to be unescaped.
 inline BodyScan::Bytes BodyScan::key(Bytes p, const char** name, size_t* length) {
-    if (at(p) != '"') return malformed(p, "expected a member name");
-    const Bytes first = p + 1;
-    if ((p = string_end(first)) == nullptr) return nullptr;
-    *name = reinterpret_cast<const char*>(first);
-    *length = static_cast<size_t>(p - first);
-    if (escaped_) {
-        unescape(first, p, text_);
-        *name = text_.data();
-        *length = text_.size();
-    }
-    return p + 1;
+  if (at(p) != '"') return malformed(p, "expected a member name");
+  const Bytes first = p + 1;
+  if ((p = string_end(first)) == nullptr) return nullptr;
+  *name = reinterpret_cast<const char*>(first);
+  *length = static_cast<size_t>(p - first);
+  if (escaped_) {
+    unescape(first, p, text_);
+    *name = text_.data();
+    *length = text_.size();
+  }
+  return p + 1;
 }
 
 inline BodyScan::Bytes BodyScan::colon(Bytes p) {
-    p = white(p);
-    return at(p) == ':' ? white(p + 1) : malformed(p, "expected `:`");
+  p = white(p);
+  return at(p) == ':' ? white(p + 1) : malformed(p, "expected `:`");
 }
 
 inline BodyScan::Bytes BodyScan::field(Bytes p, Field& into) {
-    Kind kind = Kind::absent;
-    size_t depth = 0;
-    const Bytes end = any(p, &kind, &depth);
-    if (end == nullptr) return nullptr;
-    if (depth > MAX_FIELD_DEPTH)
-        return wrong(into.name + ": nested deeper than " + std::to_string(MAX_FIELD_DEPTH) +
-                     " levels");
-    const bool quoted = kind == Kind::text || kind == Kind::escaped;
-    into.value = Value{kind, p + quoted, end - quoted};
-    return end;
+  Kind kind = Kind::absent;
+  size_t depth = 0;
+  const Bytes end = any(p, &kind, &depth);
+  if (end == nullptr) return nullptr;
+  if (depth > MAX_FIELD_DEPTH)
+    return wrong(into.name + ": nested deeper than " + std::to_string(MAX_FIELD_DEPTH) + " levels");
+  const bool quoted = kind == Kind::text || kind == Kind::escaped;
+  into.value = Value{kind, p + quoted, end - quoted};
+  return end;
 }
 
 // -- arrays of integers -------------------------------------------------------------------------
 
 inline BodyScan::Bytes BodyScan::array(Bytes p, Array& into) {
-    if (at(p) == 'n' && into.nullable) return literal(p, "null");
-    if (at(p) != '[') return unexpected(p, into.name + ": expected an array");
-    into.present = true;
-    switch (into.element) {
-        case Element::u32: return elements<U32>(p + 1, into.name, into.narrow);
-        case Element::hash64: return elements<Hash64>(p + 1, into.name, into.wide);
-        default: return elements<Int64>(p + 1, into.name, into.wide);
-    }
+  if (at(p) == 'n' && into.nullable) return literal(p, "null");
+  if (at(p) != '[') return unexpected(p, into.name + ": expected an array");
+  into.present = true;
+  switch (into.element) {
+    case Element::u32:
+      return elements<U32>(p + 1, into.name, into.narrow);
+    case Element::hash64:
+      return elements<Hash64>(p + 1, into.name, into.wide);
+    default:
+      return elements<Int64>(p + 1, into.name, into.wide);
+  }
 }
 
 template <class E>
 BodyScan::Bytes BodyScan::elements(Bytes p, const std::string& name,
                                    Column<typename E::type>& out) {
+  p = white(p);
+  if (at(p) == ']') return p + 1;
+  for (bool blocks = true;;) {
+    if ((p = element<E>(white(p), name, out)) == nullptr) return nullptr;
+    if (blocks && at(p) == ',' && p - begin_ >= LOOK_BACK) {
+      p = take_regular<E>(begin_, p, end_, out);
+      blocks = false;
+    }
     p = white(p);
     if (at(p) == ']') return p + 1;
-    for (bool blocks = true;;) {
-        if ((p = element<E>(white(p), name, out)) == nullptr) return nullptr;
-        if (blocks && at(p) == ',' && p - begin_ >= LOOK_BACK) {
-            p = take_regular<E>(begin_, p, end_, out);
-            blocks = false;
-        }
-        p = white(p);
-        if (at(p) == ']') return p + 1;
-        if (at(p) != ',') return malformed(p, "expected `,` or `]`");
-        ++p;
-    }
+    if (at(p) != ',') return malformed(p, "expected `,` or `]`");
+    ++p;
+  }
 }
 
 // Takes one element byte by byte.
 template <class E>
 BodyScan::Bytes BodyScan::element(Bytes p, const std::string& name, Column<typename E::type>& out) {
-    if (at(p) != '-' && !is_digit(at(p)))
-        return unexpected(p, name + "[" + std::to_string(out.size()) + "]: expected an integer");
-    Kind kind = Kind::absent;
-    const Bytes end = number(p, &kind);
-    if (end == nullptr) return nullptr;
-    const bool minus = *p == '-';
-    const char* problem = nullptr;
-    // serde_json, Dynamo's reader, takes -0 for a float as well.
-    if (kind != Kind::integer || (minus && p[1] == '0')) problem = " is not an integer";
-    else if (!E::digits(p + minus, end, minus, out.room(1))) problem = E::range;
-    if (problem != nullptr) return bad_number(p, end, name, out.size(), problem);
-    out.commit(1);
-    return end;
+  if (at(p) != '-' && !is_digit(at(p)))
+    return unexpected(p, name + "[" + std::to_string(out.size()) + "]: expected an integer");
+  Kind kind = Kind::absent;
+  const Bytes end = number(p, &kind);
+  if (end == nullptr) return nullptr;
+  const bool minus = *p == '-';
+  const char* problem = nullptr;
+  // serde_json, Dynamo's reader, takes -0 for a float as well.
+  if (kind != Kind::integer || (minus && p[1] == '0')) problem = " is not an integer";
+  else if (!E::digits(p + minus, end, minus, out.room(1))) problem = E::range;
+  if (problem != nullptr) return bad_number(p, end, name, out.size(), problem);
+  out.commit(1);
+  return end;
 }
 
 inline BodyScan::Bytes BodyScan::bad_number(Bytes p, Bytes end, const std::string& name,
                                             size_t index, const char* problem) {
-    const size_t length = static_cast<size_t>(end - p);
-    std::string echo(reinterpret_cast<const char*>(p), length < MAX_ECHO ? length : MAX_ECHO);
-    if (length > MAX_ECHO) echo += "...";
-    return wrong(name + "[" + std::to_string(index) + "]: " + echo + problem);
+  const size_t length = static_cast<size_t>(end - p);
+  std::string echo(reinterpret_cast<const char*>(p), length < MAX_ECHO ? length : MAX_ECHO);
+  if (length > MAX_ECHO) echo += "...";
+  return wrong(name + "[" + std::to_string(index) + "]: " + echo + problem);
 }
 
 // -- any value ----------------------------------------------------------------------------------
 
 // Checks one value; depth is the number of bracket levels in it, 0 for a scalar.
 inline BodyScan::Bytes BodyScan::any(Bytes p, Kind* kind, size_t* depth) {
-    *depth = 0;
-    if (at(p) != '{' && at(p) != '[') return scalar(p, kind);
-    *kind = Kind::nested;
-    return container(p, depth);
+  *depth = 0;
+  if (at(p) != '{' && at(p) != '[') return scalar(p, kind);
+  *kind = Kind::nested;
+  return container(p, depth);
 }
 
 inline BodyScan::Bytes BodyScan::scalar(Bytes p, Kind* kind) {
-    switch (at(p)) {
-        case '"':
-            p = string_end(p + 1);
-            *kind = escaped_ ? Kind::escaped : Kind::text;
-            return p != nullptr ? p + 1 : nullptr;
-        case 't': *kind = Kind::yes; return literal(p, "true");
-        case 'f': *kind = Kind::no; return literal(p, "false");
-        case 'n': *kind = Kind::null; return literal(p, "null");
-        default: return number(p, kind);
-    }
+  switch (at(p)) {
+    case '"':
+      p = string_end(p + 1);
+      *kind = escaped_ ? Kind::escaped : Kind::text;
+      return p != nullptr ? p + 1 : nullptr;
+    case 't':
+      *kind = Kind::yes;
+      return literal(p, "true");
+    case 'f':
+      *kind = Kind::no;
+      return literal(p, "false");
+    case 'n':
+      *kind = Kind::null;
+      return literal(p, "null");
+    default:
+      return number(p, kind);
+  }
 }
 
 inline BodyScan::Bytes BodyScan::literal(Bytes p, const char* word) {
-    for (; *word != 0; ++word, ++p)
-        if (at(p) != static_cast<uint8_t>(*word)) return malformed(p, "expected a value");
-    return p;
+  for (; *word != 0; ++word, ++p)
+    if (at(p) != static_cast<uint8_t>(*word)) return malformed(p, "expected a value");
+  return p;
 }
 
 inline BodyScan::Bytes BodyScan::number(Bytes p, Kind* kind) {
-    const auto digits = [this](Bytes q) {
-        while (q != end_ && is_digit(*q)) ++q;
-        return q;
-    };
-    if (at(p) == '-') ++p;
-    if (!is_digit(at(p))) return malformed(p, "expected a value");
-    if (*p == '0' && is_digit(at(p + 1))) return malformed(p, "leading zero");
+  const auto digits = [this](Bytes q) {
+    while (q != end_ && is_digit(*q)) ++q;
+    return q;
+  };
+  if (at(p) == '-') ++p;
+  if (!is_digit(at(p))) return malformed(p, "expected a value");
+  if (*p == '0' && is_digit(at(p + 1))) return malformed(p, "leading zero");
+  p = digits(p);
+  *kind = Kind::integer;
+  if (at(p) == '.') {
+    *kind = Kind::real;
+    if (digits(p + 1) == p + 1) return malformed(p + 1, "expected a digit");
+    p = digits(p + 1);
+  }
+  if (at(p) == 'e' || at(p) == 'E') {
+    *kind = Kind::real;
+    ++p;
+    if (at(p) == '+' || at(p) == '-') ++p;
+    if (digits(p) == p) return malformed(p, "expected a digit");
     p = digits(p);
-    *kind = Kind::integer;
-    if (at(p) == '.') {
-        *kind = Kind::real;
-        if (digits(p + 1) == p + 1) return malformed(p + 1, "expected a digit");
-        p = digits(p + 1);
-    }
-    if (at(p) == 'e' || at(p) == 'E') {
-        *kind = Kind::real;
-        ++p;
-        if (at(p) == '+' || at(p) == '-') ++p;
-        if (digits(p) == p) return malformed(p, "expected a digit");
-        p = digits(p);
-    }
-    return p;
+  }
+  return p;
 }
 
 // Checks an array or object without recursion: brackets_ remembers only which kind is open.
 inline BodyScan::Bytes BodyScan::container(Bytes p, size_t* deepest) {
-    size_t depth = 0;
-    const auto in_object = [&] {
-        return (brackets_[(depth - 1) / 64] >> ((depth - 1) % 64) & 1) != 0;
-    };
-    for (;;) {  // p is at a value
-        const uint8_t open = at(p);
-        if (open == '{' || open == '[') {
-            if (depth == MAX_DEPTH) return malformed(p, "nested too deep");
-            if (depth / 64 == brackets_.size()) brackets_.push_back(0);
-            const uint64_t bit = uint64_t{1} << depth % 64;
-            brackets_[depth / 64] = (brackets_[depth / 64] & ~bit) | (open == '{' ? bit : 0);
-            if (++depth > *deepest) *deepest = depth;
-            p = white(p + 1);
-            if (at(p) != (open == '{' ? '}' : ']')) {
-                if (open == '{' && (p = container_key(p)) == nullptr) return nullptr;
-                continue;
-            }
-        } else {
-            Kind kind = Kind::absent;
-            if ((p = scalar(p, &kind)) == nullptr) return nullptr;
-            p = white(p);
-        }
-        while (at(p) == (in_object() ? '}' : ']')) {  // close what ends here
-            ++p;
-            if (--depth == 0) return p;
-            p = white(p);
-        }
-        if (at(p) != ',')
-            return malformed(p, in_object() ? "expected `,` or `}`" : "expected `,` or `]`");
-        p = white(p + 1);
-        if (in_object() && (p = container_key(p)) == nullptr) return nullptr;
+  size_t depth = 0;
+  const auto in_object = [&] {
+    return (brackets_[(depth - 1) / 64] >> ((depth - 1) % 64) & 1) != 0;
+  };
+  for (;;) {  // p is at a value
+    const uint8_t open = at(p);
+    if (open == '{' || open == '[') {
+      if (depth == MAX_DEPTH) return malformed(p, "nested too deep");
+      if (depth / 64 == brackets_.size()) brackets_.push_back(0);
+      const uint64_t bit = uint64_t{1} << depth % 64;
+      brackets_[depth / 64] = (brackets_[depth / 64] & ~bit) | (open == '{' ? bit : 0);
+      if (++depth > *deepest) *deepest = depth;
+      p = white(p + 1);
+      if (at(p) != (open == '{' ? '}' : ']')) {
+        if (open == '{' && (p = container_key(p)) == nullptr) return nullptr;
+        continue;
+      }
+    } else {
+      Kind kind = Kind::absent;
+      if ((p = scalar(p, &kind)) == nullptr) return nullptr;
+      p = white(p);
     }
+    while (at(p) == (in_object() ? '}' : ']')) {  // close what ends here
+      ++p;
+      if (--depth == 0) return p;
+      p = white(p);
+    }
+    if (at(p) != ',')
+      return malformed(p, in_object() ? "expected `,` or `}`" : "expected `,` or `]`");
+    p = white(p + 1);
+    if (in_object() && (p = container_key(p)) == nullptr) return nullptr;
+  }
 }
 
 inline BodyScan::Bytes BodyScan::container_key(Bytes p) {
-    if (at(p) != '"') return malformed(p, "expected a member name");
-    return (p = string_end(p + 1)) != nullptr ? colon(p + 1) : nullptr;
+  if (at(p) != '"') return malformed(p, "expected a member name");
+  return (p = string_end(p + 1)) != nullptr ? colon(p + 1) : nullptr;
 }
 
 // p is behind the opening quote; returns the closing one.
 inline BodyScan::Bytes BodyScan::string_end(Bytes p) {
-    const TextEnd found = find_end(p, end_);
-    escaped_ = found.escaped;
-    return found.problem == nullptr ? found.at : malformed(found.at, found.problem);
+  const TextEnd found = find_end(p, end_);
+  escaped_ = found.escaped;
+  return found.problem == nullptr ? found.at : malformed(found.at, found.problem);
 }
 
 // -- refusals -----------------------------------------------------------------------------------
 
 inline BodyScan::Bytes BodyScan::malformed(Bytes p, const char* why) {
-    verdict_ = Verdict::malformed;
-    message_ = why;
-    message_ += p < end_ ? " at byte " + std::to_string(p - begin_) : " at the end of the body";
-    return nullptr;
+  verdict_ = Verdict::malformed;
+  message_ = why;
+  message_ += p < end_ ? " at byte " + std::to_string(p - begin_) : " at the end of the body";
+  return nullptr;
 }
 
 inline BodyScan::Bytes BodyScan::wrong(const std::string& what) {
-    verdict_ = Verdict::wrong;
-    message_ = what;
-    return nullptr;
+  verdict_ = Verdict::wrong;
+  message_ = what;
+  return nullptr;
 }
 
 // Refuses the value at p, which is of the wrong kind unless it turns out to be no value at all.
 inline BodyScan::Bytes BodyScan::unexpected(Bytes p, const std::string& expected) {
-    if (at(p) == '{') return wrong(expected + ", found an object");
-    if (at(p) == '[') return wrong(expected + ", found an array");
-    Kind kind = Kind::absent;
-    if (scalar(p, &kind) == nullptr) return nullptr;
-    const bool number = kind == Kind::integer || kind == Kind::real;
-    return wrong(expected + ", found " +
-                 (number                                   ? "a number"
-                  : kind == Kind::null                     ? "null"
-                  : kind == Kind::yes || kind == Kind::no  ? "a boolean"
-                                                           : "a string"));
+  if (at(p) == '{') return wrong(expected + ", found an object");
+  if (at(p) == '[') return wrong(expected + ", found an array");
+  Kind kind = Kind::absent;
+  if (scalar(p, &kind) == nullptr) return nullptr;
+  const bool number = kind == Kind::integer || kind == Kind::real;
+  return wrong(expected + ", found " +
+               (number                                  ? "a number"
+                : kind == Kind::null                    ? "null"
+                : kind == Kind::yes || kind == Kind::no ? "a boolean"
+                                                        : "a string"));
 }
 
 }  // namespace kvd::scanning

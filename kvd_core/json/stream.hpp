@@ -49,7 +49,15 @@ class JsonStream {
   bool complete() const { return expect_ == Expect::NOTHING && kept_.empty(); }
 
  private:
-  enum class Expect : uint8_t { VALUE, VALUE_OR_END, KEY, KEY_OR_END, COLON, COMMA_OR_END, NOTHING };
+  enum class Expect : uint8_t {
+    VALUE,
+    VALUE_OR_END,
+    KEY,
+    KEY_OR_END,
+    COLON,
+    COMMA_OR_END,
+    NOTHING
+  };
 
   [[noreturn]] static void malformed(const char* what) {
     throw std::invalid_argument(std::string("malformed JSON: ") + what);
@@ -76,10 +84,18 @@ class JsonStream {
   // The end of the token at p, or null when it goes on behind `end`.
   const uint8_t* token(const uint8_t* p, const uint8_t* end, Sink& sink) {
     switch (*p) {
-      case '{': open(true, sink); return p + 1;
-      case '[': open(false, sink); return p + 1;
-      case '}': close(true, sink); return p + 1;
-      case ']': close(false, sink); return p + 1;
+      case '{':
+        open(true, sink);
+        return p + 1;
+      case '[':
+        open(false, sink);
+        return p + 1;
+      case '}':
+        close(true, sink);
+        return p + 1;
+      case ']':
+        close(false, sink);
+        return p + 1;
       case ':':
         if (expect_ != Expect::COLON) malformed("an unexpected colon");
         expect_ = Expect::VALUE;
@@ -88,15 +104,18 @@ class JsonStream {
         if (expect_ != Expect::COMMA_OR_END) malformed("an unexpected comma");
         expect_ = in_object() ? Expect::KEY : Expect::VALUE;
         return p + 1;
-      case '"': return string(p + 1, end, sink);
-      default: return scalar(p, end, sink);
+      case '"':
+        return string(p + 1, end, sink);
+      default:
+        return scalar(p, end, sink);
     }
   }
 
   bool in_object() const { return (objects_ >> (depth_ - 1) & 1) != 0; }
 
   void want_value() {
-    if (expect_ != Expect::VALUE && expect_ != Expect::VALUE_OR_END) malformed("an unexpected value");
+    if (expect_ != Expect::VALUE && expect_ != Expect::VALUE_OR_END)
+      malformed("an unexpected value");
   }
 
   void value_ends() { expect_ = depth_ == 0 ? Expect::NOTHING : Expect::COMMA_OR_END; }
@@ -153,7 +172,8 @@ class JsonStream {
 
   static bool in_scalar(uint8_t c) {
     const uint8_t lower = c | 0x20;
-    return scanning::is_digit(c) || (lower >= 'a' && lower <= 'z') || c == '-' || c == '+' || c == '.';
+    return scanning::is_digit(c) || (lower >= 'a' && lower <= 'z') || c == '-' || c == '+' ||
+           c == '.';
   }
 
   const uint8_t* scalar(const uint8_t* p, const uint8_t* end, Sink& sink) {

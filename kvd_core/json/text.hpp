@@ -16,8 +16,6 @@ inline char* put(char* to, std::string_view text) {
   return to + text.size();
 }
 
-inline char* put(char* to, uint64_t value) {
-  return std::to_chars(to, to + kMaxDigits, value).ptr;
-}
+inline char* put(char* to, uint64_t value) { return std::to_chars(to, to + kMaxDigits, value).ptr; }
 
 }  // namespace kvd

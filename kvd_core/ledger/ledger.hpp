@@ -104,8 +104,8 @@ class Ledger {
   // The ledger must have no requests on the rank any more.
   void remove_rank(RankId id) {
     const Rank& rank = loads_->rank(id);
-    order_.erase(std::lower_bound(order_.begin(), order_.end(),
-                                  Listed{rank.worker_id, rank.dp_rank, id}));
+    order_.erase(
+        std::lower_bound(order_.begin(), order_.end(), Listed{rank.worker_id, rank.dp_rank, id}));
     loads_->disown(id, bit_);
     if (!order_.empty()) return;
     loads_->part(this);
@@ -184,7 +184,7 @@ class Ledger {
   Requests requests_;
   std::vector<RankChain> chains_;  // by rank id, of the requests on it
   std::vector<Listed> order_;
-  uint64_t outputs_ = 0;           // output blocks of all requests
+  uint64_t outputs_ = 0;  // output blocks of all requests
   Tally tally_;
 };
 

@@ -33,22 +33,22 @@ namespace kvd::ledger {
 using RequestId = uint32_t;
 
 struct Request {
-  char* text;           // id, then retry key
-  uint64_t hash;        // of the id
-  uint64_t tokens;      // to prefill, as given
-  double admitted;      // seconds of the caller's clock
-  double fraction;      // weight of the first `decayed` output blocks
+  char* text;       // id, then retry key
+  uint64_t hash;    // of the id
+  uint64_t tokens;  // to prefill, as given
+  double admitted;  // seconds of the caller's clock
+  double fraction;  // weight of the first `decayed` output blocks
   RankId rank;
-  NodeId end;           // the last node of its prompt, kRoot when that is empty
-  uint32_t blocks;      // of the prompt
-  uint32_t outputs;     // output blocks
+  NodeId end;        // the last node of its prompt, kRoot when that is empty
+  uint32_t blocks;   // of the prompt
+  uint32_t outputs;  // output blocks
   uint32_t decayed;
   RequestId older, newer;
   RequestId before, after;
-  uint32_t expected;    // tokens of output, kNone if nobody has said
-  uint16_t id_size;     // bytes
-  uint16_t key_size;    // bytes, 0 without a retry key
-  bool prefilling;      // its tokens count
+  uint32_t expected;  // tokens of output, kNone if nobody has said
+  uint16_t id_size;   // bytes
+  uint16_t key_size;  // bytes, 0 without a retry key
+  bool prefilling;    // its tokens count
 
   std::string_view id() const { return {text, id_size}; }
   std::string_view key() const { return {text + id_size, key_size}; }
@@ -56,7 +56,7 @@ struct Request {
 };
 
 // A list threaded through requests by two of their members.
-template <RequestId Request::*Previous, RequestId Request::*Next>
+template <RequestId Request::* Previous, RequestId Request::* Next>
 struct Chain {
   RequestId first = kNone;
   RequestId last = kNone;
@@ -125,8 +125,7 @@ class Requests {
     texts_ -= size_t{request.id_size} + request.key_size + 1;
     std::free(request.text);
     all_.give(number);
-    while (all_.live() == 0 && all_.shrink()) {
-    }
+    while (all_.live() == 0 && all_.shrink()) {}
   }
 
   bool is_spread() const { return ids_.is_spread(*this); }

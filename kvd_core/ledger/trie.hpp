@@ -48,11 +48,11 @@ constexpr uint32_t kNone = 0xffffffffu;
 constexpr NodeId kRoot = kNone;
 
 struct Node {
-  uint64_t* hashes;    // `len` of them
-  uint64_t first;      // hashes[0], so that a probe does not follow the pointer
-  uint32_t len;        // blocks
+  uint64_t* hashes;  // `len` of them
+  uint64_t first;    // hashes[0], so that a probe does not follow the pointer
+  uint32_t len;      // blocks
   NodeId parent;
-  uint32_t ends;       // live requests that end here
+  uint32_t ends;  // live requests that end here
   uint32_t children;
   NodeId child_xor;
   RankRefs passages;
@@ -294,8 +294,7 @@ class Trie {
   }
 
   void give_back() {
-    while (nodes_.shrink()) {
-    }
+    while (nodes_.shrink()) {}
   }
 
   Arena<Node> nodes_;
@@ -303,7 +302,7 @@ class Trie {
   KeyedHash hash_;
   uint64_t blocks_ = 0;
   uint64_t passages_ = 0;
-  size_t heap_ = 0;      // bytes of the passages' buffers
+  size_t heap_ = 0;  // bytes of the passages' buffers
 };
 
 }  // namespace kvd::ledger

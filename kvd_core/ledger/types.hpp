@@ -42,7 +42,7 @@ enum Outcome : int { ADDED, REPEATED, EXISTS, FULL, OVERFLOWN };
 
 struct Tally {
   uint64_t added = 0;
-  uint64_t repeated = 0;         // adds that were retries of a live request
+  uint64_t repeated = 0;  // adds that were retries of a live request
   uint64_t freed = 0;
   uint64_t refused_outputs = 0;  // output blocks
 };
@@ -58,7 +58,7 @@ struct Rank {
   double output = 0;     // and of `outputs`
   char text[56];         // "worker_id":7,"dp_rank":0
   uint8_t text_size = 0;
-  Owners owners = 0;     // whose it is; nobody's: free
+  Owners owners = 0;  // whose it is; nobody's: free
 
   uint64_t decode_blocks() const {
     const double load = prompt + output;
@@ -75,7 +75,7 @@ struct Admission {
   const uint64_t* hashes;
   size_t blocks;
   uint64_t tokens;
-  double now;            // seconds
+  double now;                 // seconds
   uint32_t expected = kNone;  // tokens of output, if known
 };
 

@@ -181,8 +181,7 @@ class Verifier {
     RequestId before = kNone;
     for (RequestId at = ledger.chain(id).first; at != kNone; at = ledger.requests()[at].after) {
       const Request& request = ledger.requests()[at];
-      require(request.rank == id && request.before == before &&
-                  ++count <= ledger.requests().size(),
+      require(request.rank == id && request.before == before && ++count <= ledger.requests().size(),
               "requests 1: a rank's chain has its requests");
       before = at;
     }

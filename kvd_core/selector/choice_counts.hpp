@@ -68,8 +68,8 @@ struct ChoiceSums {
   uint64_t best_blocks = 0;       // by whoever of those who could be chosen caches most
   uint64_t chosen_tokens = 0;     // the same in tokens
   uint64_t best_tokens = 0;
-  Powers<16> regret;              // blocks: best - chosen
-  Tenths rates;                   // of the prompt, cached by who was chosen
+  Powers<16> regret;  // blocks: best - chosen
+  Tenths rates;       // of the prompt, cached by who was chosen
 };
 
 struct ChoiceCounts {

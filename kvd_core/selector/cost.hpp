@@ -72,7 +72,9 @@ class Scale {
   }
 
   // Blocks in use with the prompt on top.
-  uint64_t decode_blocks(const CandidateState& c) const { return c.decode_blocks + (blocks_ - c.live); }
+  uint64_t decode_blocks(const CandidateState& c) const {
+    return c.decode_blocks + (blocks_ - c.live);
+  }
 
   // The same, counting a last block that is not full.
   uint64_t occupied_blocks(const CandidateState& c) const {
@@ -89,7 +91,8 @@ class Scale {
   double device_credit(const CandidateState& c, uint64_t least) const {
     if (c.prefill_tokens <= least) return device_credit_;
     const double excess = real(c.prefill_tokens - least) / real(block_size_);
-    return device_credit_ * (1 / (1 + s_.credit_decay * (excess / real(std::max<uint64_t>(started(), 1)))));
+    return device_credit_ *
+           (1 / (1 + s_.credit_decay * (excess / real(std::max<uint64_t>(started(), 1)))));
   }
 
   Terms terms(const CandidateState& c, double device_credit) const {
@@ -157,7 +160,8 @@ class Scale {
 
   uint64_t tokens(const Cached& c) const {
     if ((c.host | c.disk) == 0) return uint64_t{c.device} * block_size_;
-    const double blocks = real(c.device) + s_.host_credit * real(c.host) + s_.disk_credit * real(c.disk);
+    const double blocks =
+        real(c.device) + s_.host_credit * real(c.host) + s_.disk_credit * real(c.disk);
     return static_cast<uint64_t>(std::round(blocks * real(block_size_)));
   }
 

@@ -185,11 +185,15 @@ class Pool {
     const int64_t refusal = find_open(scale, mask);
     if (refusal < 0) return refusal;
     switch (settings.mode) {
-      case ROUND_ROBIN: return next_in_turn(settings.line);
-      case RANDOM: return open_[below(open_.size(), random)];
-      case LEAST_LOADED: return lowest([&](uint32_t i) { return standings_[i].requests; }, random);
+      case ROUND_ROBIN:
+        return next_in_turn(settings.line);
+      case RANDOM:
+        return open_[below(open_.size(), random)];
+      case LEAST_LOADED:
+        return lowest([&](uint32_t i) { return standings_[i].requests; }, random);
       case KV:
-      case DIRECT: break;
+      case DIRECT:
+        break;
     }
     if (!scale.decays()) {
       const double credit = scale.device_credit();
@@ -311,7 +315,8 @@ class Pool {
   int64_t by_cost(Cost&& cost, double temperature, uint64_t random, const double* factors) {
     if (factors == nullptr && temperature == 0) return lowest(cost, random);
     weights_.clear();
-    for (const uint32_t i : open_) weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
+    for (const uint32_t i : open_)
+      weights_.push_back(cost(i) * (factors == nullptr ? 1 : factors[i]));
     return temperature == 0 ? lowest_weight(random) : drawn(temperature, random);
   }
 
@@ -386,7 +391,7 @@ class Pool {
   struct Turn {
     size_t at = SIZE_MAX;  // a candidate; behind all of them: nobody
     int line = 0;
-    uint64_t before = 0;   // its turn until then
+    uint64_t before = 0;  // its turn until then
   };
 
   struct Seen {
@@ -407,13 +412,13 @@ class Pool {
   Prompt prompt_;
   std::vector<Candidate> candidates_;
   std::vector<CandidateState> standings_;  // one a candidate
-  std::vector<int32_t> overlaps_;    // one a candidate, signed: SSE2 compares no others
-  std::vector<uint32_t> depths_;     // by rank of the ledger
-  std::vector<uint64_t> chained_;    // scratch of `foresee`
-  std::vector<Lines> turns_;         // one a candidate: when it was last chosen, 0 is never
-  std::vector<Seen> seen_;           // one a candidate, once it `remembers_`
+  std::vector<int32_t> overlaps_;          // one a candidate, signed: SSE2 compares no others
+  std::vector<uint32_t> depths_;           // by rank of the ledger
+  std::vector<uint64_t> chained_;          // scratch of `foresee`
+  std::vector<Lines> turns_;               // one a candidate: when it was last chosen, 0 is never
+  std::vector<Seen> seen_;                 // one a candidate, once it `remembers_`
   bool remembers_ = false;
-  std::vector<uint32_t> open_;       // scratch of `choose`
+  std::vector<uint32_t> open_;  // scratch of `choose`
   std::vector<uint32_t> idle_;
   std::vector<uint32_t> ties_;
   std::vector<double> weights_;

@@ -38,7 +38,7 @@ namespace kvd {
 
 // zmq_msg_t of libzmq 4.1 and later: 64 opaque bytes, aligned like a pointer (zmq.h).
 struct alignas(void*) ZmqMessage {
-    unsigned char opaque[64];
+  unsigned char opaque[64];
 };
 
 constexpr int ZMQ_DONTWAIT_FLAG = 1;  // zmq.h: ZMQ_DONTWAIT
@@ -48,129 +48,127 @@ constexpr int EVENT_FRAMES = 3;
 
 // The part of libzmq's C interface that is used here.
 struct Libzmq {
-    void (*version)(int* major, int* minor, int* patch) = nullptr;
-    int (*msg_init)(ZmqMessage*) = nullptr;
-    int (*msg_recv)(ZmqMessage*, void* socket, int flags) = nullptr;
-    void* (*msg_data)(ZmqMessage*) = nullptr;
-    size_t (*msg_size)(const ZmqMessage*) = nullptr;
-    int (*msg_more)(const ZmqMessage*) = nullptr;
-    int (*msg_close)(ZmqMessage*) = nullptr;
+  void (*version)(int* major, int* minor, int* patch) = nullptr;
+  int (*msg_init)(ZmqMessage*) = nullptr;
+  int (*msg_recv)(ZmqMessage*, void* socket, int flags) = nullptr;
+  void* (*msg_data)(ZmqMessage*) = nullptr;
+  size_t (*msg_size)(const ZmqMessage*) = nullptr;
+  int (*msg_more)(const ZmqMessage*) = nullptr;
+  int (*msg_close)(ZmqMessage*) = nullptr;
 
-    // Looks the functions up in a module that is loaded already; returns what is wrong, or null.
-    const char* load(const char* module_path) {
-        void* module = dlopen(module_path, RTLD_NOW | RTLD_NOLOAD);
-        if (!module) return "pyzmq's extension module is not loaded";
-        bool found = resolve(module, "zmq_version", version) &&
-                     resolve(module, "zmq_msg_init", msg_init) &&
-                     resolve(module, "zmq_msg_recv", msg_recv) &&
-                     resolve(module, "zmq_msg_data", msg_data) &&
-                     resolve(module, "zmq_msg_size", msg_size) &&
-                     resolve(module, "zmq_msg_more", msg_more) &&
-                     resolve(module, "zmq_msg_close", msg_close);
-        dlclose(module);  // gives back our reference; pyzmq's own keeps the library in memory
-        if (!found) return "libzmq's functions cannot be found through pyzmq's extension module";
-        int major = 0, minor = 0, patch = 0;
-        version(&major, &minor, &patch);
-        return major == 4 && minor >= 1 ? nullptr : "libzmq is not 4.1 or a later 4.x";
-    }
+  // Looks the functions up in a module that is loaded already; returns what is wrong, or null.
+  const char* load(const char* module_path) {
+    void* module = dlopen(module_path, RTLD_NOW | RTLD_NOLOAD);
+    if (!module) return "pyzmq's extension module is not loaded";
+    bool found =
+        resolve(module, "zmq_version", version) && resolve(module, "zmq_msg_init", msg_init) &&
+        resolve(module, "zmq_msg_recv", msg_recv) && resolve(module, "zmq_msg_data", msg_data) &&
+        resolve(module, "zmq_msg_size", msg_size) && resolve(module, "zmq_msg_more", msg_more) &&
+        resolve(module, "zmq_msg_close", msg_close);
+    dlclose(module);  // gives back our reference; pyzmq's own keeps the library in memory
+    if (!found) return "libzmq's functions cannot be found through pyzmq's extension module";
+    int major = 0, minor = 0, patch = 0;
+    version(&major, &minor, &patch);
+    return major == 4 && minor >= 1 ? nullptr : "libzmq is not 4.1 or a later 4.x";
+  }
 
-  private:
-    template <class Function>
-    static bool resolve(void* module, const char* name, Function*& function) {
-        function = reinterpret_cast<Function*>(dlsym(module, name));
-        return function != nullptr;
-    }
+ private:
+  template <class Function>
+  static bool resolve(void* module, const char* name, Function*& function) {
+    function = reinterpret_cast<Function*>(dlsym(module, name));
+    return function != nullptr;
+  }
 };
 
 enum class Got {
-    empty,            // no message is waiting
-    event,            // seq, publisher, payload and size are those of a well-formed message
-    bad_frame_count,  // a message of another number of frames than 3
-    bad_sequence,     // a message whose second frame is neither 8 nor 24 bytes long
-    failed,           // libzmq refused; errno says why
+  empty,            // no message is waiting
+  event,            // seq, publisher, payload and size are those of a well-formed message
+  bad_frame_count,  // a message of another number of frames than 3
+  bad_sequence,     // a message whose second frame is neither 8 nor 24 bytes long
+  failed,           // libzmq refused; errno says why
 };
 
 class MessageReader {
-  public:
-    MessageReader(const Libzmq& zmq, void* socket) : zmq_(zmq), socket_(socket) {
-        for (ZmqMessage& frame : frames_) zmq_.msg_init(&frame);
-    }
-    ~MessageReader() {
-        for (ZmqMessage& frame : frames_) zmq_.msg_close(&frame);
-    }
-    MessageReader(const MessageReader&) = delete;
-    MessageReader& operator=(const MessageReader&) = delete;
+ public:
+  MessageReader(const Libzmq& zmq, void* socket) : zmq_(zmq), socket_(socket) {
+    for (ZmqMessage& frame : frames_) zmq_.msg_init(&frame);
+  }
+  ~MessageReader() {
+    for (ZmqMessage& frame : frames_) zmq_.msg_close(&frame);
+  }
+  MessageReader(const MessageReader&) = delete;
+  MessageReader& operator=(const MessageReader&) = delete;
 
-    // Takes the next message off the socket.
-    Got next() {
-        int count = 0;
-        do {
-            ZmqMessage& frame = frames_[count < EVENT_FRAMES ? count : EVENT_FRAMES];
-            int rc = receive(frame);
-            if (rc < 0) return count == 0 && errno == EAGAIN ? Got::empty : Got::failed;
-            if (count <= EVENT_FRAMES) ++count;
-            more_ = zmq_.msg_more(&frame);
-        } while (more_);
-        if (count != EVENT_FRAMES) return Got::bad_frame_count;
-        const size_t size = zmq_.msg_size(&frames_[1]);
-        if (size != SEQ_BYTES && size != NAMED_SEQ_BYTES) return Got::bad_sequence;
-        return Got::event;
-    }
+  // Takes the next message off the socket.
+  Got next() {
+    int count = 0;
+    do {
+      ZmqMessage& frame = frames_[count < EVENT_FRAMES ? count : EVENT_FRAMES];
+      int rc = receive(frame);
+      if (rc < 0) return count == 0 && errno == EAGAIN ? Got::empty : Got::failed;
+      if (count <= EVENT_FRAMES) ++count;
+      more_ = zmq_.msg_more(&frame);
+    } while (more_);
+    if (count != EVENT_FRAMES) return Got::bad_frame_count;
+    const size_t size = zmq_.msg_size(&frames_[1]);
+    if (size != SEQ_BYTES && size != NAMED_SEQ_BYTES) return Got::bad_sequence;
+    return Got::event;
+  }
 
-    // Takes the next message, whatever its shape, as `packed`: each frame behind its length. Of one
-    // with more than `most` frames (at least 1) the first beyond that is the last; the others stay,
-    // and the socket is of no more use: Got::bad_frame_count.
-    Got next_of_any_shape(int most, std::string& packed) {
-        packed.clear();
-        int count = 0;
-        do {
-            ZmqMessage& frame = frames_[0];
-            if (receive(frame) < 0) return count == 0 && errno == EAGAIN ? Got::empty : Got::failed;
-            const uint32_t size = static_cast<uint32_t>(zmq_.msg_size(&frame));
-            packed.append(reinterpret_cast<const char*>(&size), sizeof size);
-            packed.append(static_cast<const char*>(zmq_.msg_data(&frame)), size);
-            if (++count > most) return Got::bad_frame_count;
-        } while (zmq_.msg_more(&frames_[0]));
-        return Got::event;
-    }
+  // Takes the next message, whatever its shape, as `packed`: each frame behind its length. Of one
+  // with more than `most` frames (at least 1) the first beyond that is the last; the others stay,
+  // and the socket is of no more use: Got::bad_frame_count.
+  Got next_of_any_shape(int most, std::string& packed) {
+    packed.clear();
+    int count = 0;
+    do {
+      ZmqMessage& frame = frames_[0];
+      if (receive(frame) < 0) return count == 0 && errno == EAGAIN ? Got::empty : Got::failed;
+      const uint32_t size = static_cast<uint32_t>(zmq_.msg_size(&frame));
+      packed.append(reinterpret_cast<const char*>(&size), sizeof size);
+      packed.append(static_cast<const char*>(zmq_.msg_data(&frame)), size);
+      if (++count > most) return Got::bad_frame_count;
+    } while (zmq_.msg_more(&frames_[0]));
+    return Got::event;
+  }
 
-    uint64_t seq() {
-        const auto* bytes = static_cast<const unsigned char*>(zmq_.msg_data(&frames_[1]));
-        uint64_t value = 0;
-        for (size_t i = 0; i < SEQ_BYTES; ++i) value = value << 8 | bytes[i];
-        return value;
-    }
-    // The 16 bytes behind the number, or null.
-    const uint8_t* publisher() {
-        if (zmq_.msg_size(&frames_[1]) != NAMED_SEQ_BYTES) return nullptr;
-        return static_cast<const uint8_t*>(zmq_.msg_data(&frames_[1])) + SEQ_BYTES;
-    }
-    const char* payload() { return static_cast<const char*>(zmq_.msg_data(&frames_[2])); }
-    size_t size() { return zmq_.msg_size(&frames_[2]); }
+  uint64_t seq() {
+    const auto* bytes = static_cast<const unsigned char*>(zmq_.msg_data(&frames_[1]));
+    uint64_t value = 0;
+    for (size_t i = 0; i < SEQ_BYTES; ++i) value = value << 8 | bytes[i];
+    return value;
+  }
+  // The 16 bytes behind the number, or null.
+  const uint8_t* publisher() {
+    if (zmq_.msg_size(&frames_[1]) != NAMED_SEQ_BYTES) return nullptr;
+    return static_cast<const uint8_t*>(zmq_.msg_data(&frames_[1])) + SEQ_BYTES;
+  }
+  const char* payload() { return static_cast<const char*>(zmq_.msg_data(&frames_[2])); }
+  size_t size() { return zmq_.msg_size(&frames_[2]); }
 
-  private:
-    int receive(ZmqMessage& frame) {
-        int rc;
-        do rc = zmq_.msg_recv(&frame, socket_, ZMQ_DONTWAIT_FLAG);
-        while (rc < 0 && errno == EINTR);
-        return rc;
-    }
+ private:
+  int receive(ZmqMessage& frame) {
+    int rc;
+    do rc = zmq_.msg_recv(&frame, socket_, ZMQ_DONTWAIT_FLAG);
+    while (rc < 0 && errno == EINTR);
+    return rc;
+  }
 
-    const Libzmq& zmq_;
-    void* socket_;
-    ZmqMessage frames_[EVENT_FRAMES + 1];
-    int more_ = 0;
+  const Libzmq& zmq_;
+  void* socket_;
+  ZmqMessage frames_[EVENT_FRAMES + 1];
+  int more_ = 0;
 };
 
 // How long one drain may hold the thread.
 class Deadline {
-  public:
-    explicit Deadline(int64_t budget_ns) : end_(Clock::now() + std::chrono::nanoseconds(budget_ns)) {}
-    bool passed() const { return Clock::now() >= end_; }
+ public:
+  explicit Deadline(int64_t budget_ns) : end_(Clock::now() + std::chrono::nanoseconds(budget_ns)) {}
+  bool passed() const { return Clock::now() >= end_; }
 
-  private:
-    using Clock = std::chrono::steady_clock;
-    Clock::time_point end_;
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point end_;
 };
 
 }  // namespace kvd

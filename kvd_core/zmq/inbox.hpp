@@ -36,207 +36,207 @@ namespace kvd {
 
 // How much may wait; 0 is without a bound.
 struct InboxBounds {
-    uint64_t messages = 0;
-    uint64_t bytes = 0;
+  uint64_t messages = 0;
+  uint64_t bytes = 0;
 
-    bool admits(uint64_t some_messages, uint64_t some_bytes) const {
-        return (messages == 0 || some_messages <= messages) && (bytes == 0 || some_bytes <= bytes);
-    }
+  bool admits(uint64_t some_messages, uint64_t some_bytes) const {
+    return (messages == 0 || some_messages <= messages) && (bytes == 0 || some_bytes <= bytes);
+  }
 };
 
 struct InboxBlock {
-    InboxBlock* before;
-    InboxBlock* next;
-    size_t mapped;  // bytes, this head included
-    size_t read;    // offsets of what is there
-    size_t write;
+  InboxBlock* before;
+  InboxBlock* next;
+  size_t mapped;  // bytes, this head included
+  size_t read;    // offsets of what is there
+  size_t write;
 
-    unsigned char* at(size_t offset) { return reinterpret_cast<unsigned char*>(this) + offset; }
+  unsigned char* at(size_t offset) { return reinterpret_cast<unsigned char*>(this) + offset; }
 };
 
 // What all inboxes of a process share: the bounds of all together, and empty blocks.
 class InboxSpace {
-  public:
-    static constexpr size_t kBlock = 64 * 1024;
-    // Empty blocks kept, 1 MiB: about as many inboxes are in use at one moment.
-    static constexpr size_t kSpare = 16;
+ public:
+  static constexpr size_t kBlock = 64 * 1024;
+  // Empty blocks kept, 1 MiB: about as many inboxes are in use at one moment.
+  static constexpr size_t kSpare = 16;
 
-    explicit InboxSpace(InboxBounds bounds) : bounds_(bounds) {}
-    ~InboxSpace() {
-        for (InboxBlock* block : spare_) unmap_pages(block, block->mapped);
+  explicit InboxSpace(InboxBounds bounds) : bounds_(bounds) {}
+  ~InboxSpace() {
+    for (InboxBlock* block : spare_) unmap_pages(block, block->mapped);
+  }
+  InboxSpace(const InboxSpace&) = delete;
+  InboxSpace& operator=(const InboxSpace&) = delete;
+
+  uint64_t messages() const { return messages_; }
+  uint64_t bytes() const { return bytes_; }
+
+  bool admits(uint64_t messages, uint64_t bytes) const {
+    return bounds_.admits(messages_ + messages, bytes_ + bytes);
+  }
+  void add(uint64_t bytes) { ++messages_, bytes_ += bytes; }
+  void remove(uint64_t bytes) { --messages_, bytes_ -= bytes; }
+
+  // Returns an empty block with room for an entry of so many bytes.
+  InboxBlock* take(size_t bytes) {
+    const size_t needed = sizeof(InboxBlock) + bytes;
+    InboxBlock* block;
+    if (needed <= kBlock && !spare_.empty()) {
+      block = spare_.back();
+      spare_.pop_back();
+    } else {
+      const size_t mapped = needed <= kBlock ? kBlock : needed;
+      block = static_cast<InboxBlock*>(map_pages(mapped));
+      block->mapped = mapped;
     }
-    InboxSpace(const InboxSpace&) = delete;
-    InboxSpace& operator=(const InboxSpace&) = delete;
+    block->before = block->next = nullptr;
+    block->read = block->write = sizeof(InboxBlock);
+    return block;
+  }
 
-    uint64_t messages() const { return messages_; }
-    uint64_t bytes() const { return bytes_; }
+  void give(InboxBlock* block) {
+    if (block->mapped == kBlock && spare_.size() < kSpare) spare_.push_back(block);
+    else unmap_pages(block, block->mapped);
+  }
 
-    bool admits(uint64_t messages, uint64_t bytes) const {
-        return bounds_.admits(messages_ + messages, bytes_ + bytes);
-    }
-    void add(uint64_t bytes) { ++messages_, bytes_ += bytes; }
-    void remove(uint64_t bytes) { --messages_, bytes_ -= bytes; }
-
-    // Returns an empty block with room for an entry of so many bytes.
-    InboxBlock* take(size_t bytes) {
-        const size_t needed = sizeof(InboxBlock) + bytes;
-        InboxBlock* block;
-        if (needed <= kBlock && !spare_.empty()) {
-            block = spare_.back();
-            spare_.pop_back();
-        } else {
-            const size_t mapped = needed <= kBlock ? kBlock : needed;
-            block = static_cast<InboxBlock*>(map_pages(mapped));
-            block->mapped = mapped;
-        }
-        block->before = block->next = nullptr;
-        block->read = block->write = sizeof(InboxBlock);
-        return block;
-    }
-
-    void give(InboxBlock* block) {
-        if (block->mapped == kBlock && spare_.size() < kSpare) spare_.push_back(block);
-        else unmap_pages(block, block->mapped);
-    }
-
-  private:
-    InboxBounds bounds_;
-    uint64_t messages_ = 0;
-    uint64_t bytes_ = 0;
-    std::vector<InboxBlock*> spare_;
+ private:
+  InboxBounds bounds_;
+  uint64_t messages_ = 0;
+  uint64_t bytes_ = 0;
+  std::vector<InboxBlock*> spare_;
 };
 
 // The messages of one stream, first come first served; the space must outlive it.
 class Inbox {
-  public:
-    Inbox(InboxSpace& space, InboxBounds bounds) : space_(space), bounds_(bounds) {}
-    ~Inbox() { clear(); }
-    Inbox(const Inbox&) = delete;
-    Inbox& operator=(const Inbox&) = delete;
+ public:
+  Inbox(InboxSpace& space, InboxBounds bounds) : space_(space), bounds_(bounds) {}
+  ~Inbox() { clear(); }
+  Inbox(const Inbox&) = delete;
+  Inbox& operator=(const Inbox&) = delete;
 
-    uint64_t pushed() const { return pushed_; }
-    uint64_t popped() const { return popped_; }
-    uint64_t messages() const { return pushed_ - popped_; }
-    uint64_t bytes() const { return bytes_; }
-    uint64_t dropped() const { return dropped_; }
-    bool empty() const { return pushed_ == popped_; }
-    bool has_hole() const { return hole_; }
+  uint64_t pushed() const { return pushed_; }
+  uint64_t popped() const { return popped_; }
+  uint64_t messages() const { return pushed_ - popped_; }
+  uint64_t bytes() const { return bytes_; }
+  uint64_t dropped() const { return dropped_; }
+  bool empty() const { return pushed_ == popped_; }
+  bool has_hole() const { return hole_; }
 
-    // What waits now stays, whatever comes.
-    void seal() { newest_ = nullptr; }
+  // What waits now stays, whatever comes.
+  void seal() { newest_ = nullptr; }
 
-    // The lowest place of what was pushed since `begin`; `pushed()` if nothing was.
-    void begin() { first_ = pushed_; }
-    uint64_t first() const { return first_; }
+  // The lowest place of what was pushed since `begin`; `pushed()` if nothing was.
+  void begin() { first_ = pushed_; }
+  uint64_t first() const { return first_; }
 
-    // Keeps a message of `size` bytes if there is room, with who has published it, unless that is
-    // null; returns where its bytes go, or null.
-    unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) {
-        const size_t head = publisher ? kPublisherBytes : 0;
-        const size_t needed = bytes_of(head + size);
-        if (!admits(needed)) {
-            ++dropped_;
-            if (!newest_ || !fits_in_place_of_newest(needed)) {
-                hole_ = true;
-                return nullptr;
-            }
-            drop_newest();
-        }
-        if (!tail_ || tail_->mapped - tail_->write < needed) append_block(needed);
-        Entry* entry = newest_ = reinterpret_cast<Entry*>(tail_->at(tail_->write));
-        entry->seq = seq;
-        entry->named = publisher != nullptr;
-        entry->size = head + size;
-        auto* bytes = reinterpret_cast<unsigned char*>(entry + 1);
-        if (publisher) std::memcpy(bytes, publisher, head);
-        tail_->write += needed;
-        ++pushed_;
-        bytes_ += needed;
-        space_.add(needed);
-        hole_ = false;
-        return bytes + head;
+  // Keeps a message of `size` bytes if there is room, with who has published it, unless that is
+  // null; returns where its bytes go, or null.
+  unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) {
+    const size_t head = publisher ? kPublisherBytes : 0;
+    const size_t needed = bytes_of(head + size);
+    if (!admits(needed)) {
+      ++dropped_;
+      if (!newest_ || !fits_in_place_of_newest(needed)) {
+        hole_ = true;
+        return nullptr;
+      }
+      drop_newest();
     }
+    if (!tail_ || tail_->mapped - tail_->write < needed) append_block(needed);
+    Entry* entry = newest_ = reinterpret_cast<Entry*>(tail_->at(tail_->write));
+    entry->seq = seq;
+    entry->named = publisher != nullptr;
+    entry->size = head + size;
+    auto* bytes = reinterpret_cast<unsigned char*>(entry + 1);
+    if (publisher) std::memcpy(bytes, publisher, head);
+    tail_->write += needed;
+    ++pushed_;
+    bytes_ += needed;
+    space_.add(needed);
+    hole_ = false;
+    return bytes + head;
+  }
 
-    // Of the oldest message, while there is one.
-    uint64_t seq() { return front()->seq; }
-    const uint8_t* publisher() {
-        return front()->named ? reinterpret_cast<const uint8_t*>(front() + 1) : nullptr;
-    }
-    size_t size() { return front()->size - front()->head(); }
-    const char* data() { return reinterpret_cast<const char*>(front() + 1) + front()->head(); }
+  // Of the oldest message, while there is one.
+  uint64_t seq() { return front()->seq; }
+  const uint8_t* publisher() {
+    return front()->named ? reinterpret_cast<const uint8_t*>(front() + 1) : nullptr;
+  }
+  size_t size() { return front()->size - front()->head(); }
+  const char* data() { return reinterpret_cast<const char*>(front() + 1) + front()->head(); }
 
-    void pop() {
-        Entry* entry = front();
-        if (entry == newest_) newest_ = nullptr;
-        const size_t bytes = bytes_of(entry->size);
-        head_->read += bytes;
-        ++popped_;
-        bytes_ -= bytes;
-        space_.remove(bytes);
-        if (head_->read == head_->write) remove_block(head_);
-    }
+  void pop() {
+    Entry* entry = front();
+    if (entry == newest_) newest_ = nullptr;
+    const size_t bytes = bytes_of(entry->size);
+    head_->read += bytes;
+    ++popped_;
+    bytes_ -= bytes;
+    space_.remove(bytes);
+    if (head_->read == head_->write) remove_block(head_);
+  }
 
-    void clear() {
-        while (!empty()) pop();
-    }
+  void clear() {
+    while (!empty()) pop();
+  }
 
-  private:
-    struct Entry {
-        uint64_t seq;
-        uint64_t size : 63;  // of what follows
-        uint64_t named : 1;  // by its publisher, whose id comes first
+ private:
+  struct Entry {
+    uint64_t seq;
+    uint64_t size : 63;  // of what follows
+    uint64_t named : 1;  // by its publisher, whose id comes first
 
-        size_t head() const { return named ? kPublisherBytes : 0; }
-    };
+    size_t head() const { return named ? kPublisherBytes : 0; }
+  };
 
-    static size_t bytes_of(size_t size) { return sizeof(Entry) + ((size + 7) & ~size_t{7}); }
+  static size_t bytes_of(size_t size) { return sizeof(Entry) + ((size + 7) & ~size_t{7}); }
 
-    Entry* front() { return reinterpret_cast<Entry*>(head_->at(head_->read)); }
+  Entry* front() { return reinterpret_cast<Entry*>(head_->at(head_->read)); }
 
-    bool admits(size_t needed) const {
-        return bounds_.admits(messages() + 1, bytes_ + needed) && space_.admits(1, needed);
-    }
+  bool admits(size_t needed) const {
+    return bounds_.admits(messages() + 1, bytes_ + needed) && space_.admits(1, needed);
+  }
 
-    bool fits_in_place_of_newest(size_t needed) const {
-        const size_t freed = bytes_of(newest_->size);
-        return needed <= freed || (bounds_.admits(messages(), bytes_ - freed + needed) &&
-                                   space_.admits(0, needed - freed));
-    }
+  bool fits_in_place_of_newest(size_t needed) const {
+    const size_t freed = bytes_of(newest_->size);
+    return needed <= freed || (bounds_.admits(messages(), bytes_ - freed + needed) &&
+                               space_.admits(0, needed - freed));
+  }
 
-    void drop_newest() {
-        const size_t bytes = bytes_of(newest_->size);
-        newest_ = nullptr;
-        tail_->write -= bytes;
-        if (--pushed_ < first_) first_ = pushed_;
-        bytes_ -= bytes;
-        space_.remove(bytes);
-        if (tail_->read == tail_->write) remove_block(tail_);
-    }
+  void drop_newest() {
+    const size_t bytes = bytes_of(newest_->size);
+    newest_ = nullptr;
+    tail_->write -= bytes;
+    if (--pushed_ < first_) first_ = pushed_;
+    bytes_ -= bytes;
+    space_.remove(bytes);
+    if (tail_->read == tail_->write) remove_block(tail_);
+  }
 
-    void append_block(size_t needed) {
-        InboxBlock* block = space_.take(needed);
-        block->before = tail_;
-        (tail_ ? tail_->next : head_) = block;
-        tail_ = block;
-    }
+  void append_block(size_t needed) {
+    InboxBlock* block = space_.take(needed);
+    block->before = tail_;
+    (tail_ ? tail_->next : head_) = block;
+    tail_ = block;
+  }
 
-    void remove_block(InboxBlock* block) {
-        (block->before ? block->before->next : head_) = block->next;
-        (block->next ? block->next->before : tail_) = block->before;
-        space_.give(block);
-    }
+  void remove_block(InboxBlock* block) {
+    (block->before ? block->before->next : head_) = block->next;
+    (block->next ? block->next->before : tail_) = block->before;
+    space_.give(block);
+  }
 
-    InboxSpace& space_;
-    InboxBounds bounds_;
-    InboxBlock* head_ = nullptr;
-    InboxBlock* tail_ = nullptr;
-    Entry* newest_ = nullptr;  // the message pushed last, while it may be replaced
-    uint64_t pushed_ = 0;
-    uint64_t popped_ = 0;
-    uint64_t first_ = 0;
-    uint64_t bytes_ = 0;
-    uint64_t dropped_ = 0;
-    bool hole_ = false;
+  InboxSpace& space_;
+  InboxBounds bounds_;
+  InboxBlock* head_ = nullptr;
+  InboxBlock* tail_ = nullptr;
+  Entry* newest_ = nullptr;  // the message pushed last, while it may be replaced
+  uint64_t pushed_ = 0;
+  uint64_t popped_ = 0;
+  uint64_t first_ = 0;
+  uint64_t bytes_ = 0;
+  uint64_t dropped_ = 0;
+  bool hole_ = false;
 };
 
 }  // namespace kvd

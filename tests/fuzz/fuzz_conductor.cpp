@@ -65,16 +65,39 @@ class Life {
   void step(Bytes& in) {
     const size_t i = in.below(kSources);
     switch (in.below(13)) {
-      case 0: case 1: case 2: store(in, i); break;
-      case 3: case 4: named(in, i); break;
-      case 5: remove(in, i); break;
-      case 6: clear(in, i); break;
-      case 7: again(in, i); break;
-      case 8: batch(in, i); break;
-      case 9: tell(in); break;
-      case 10: grouped(in, i); break;
-      case 11: conductor_.drop_idle(sources_[i]); break;
-      default: index_.sweep(in.next()); break;
+      case 0:
+      case 1:
+      case 2:
+        store(in, i);
+        break;
+      case 3:
+      case 4:
+        named(in, i);
+        break;
+      case 5:
+        remove(in, i);
+        break;
+      case 6:
+        clear(in, i);
+        break;
+      case 7:
+        again(in, i);
+        break;
+      case 8:
+        batch(in, i);
+        break;
+      case 9:
+        tell(in);
+        break;
+      case 10:
+        grouped(in, i);
+        break;
+      case 11:
+        conductor_.drop_idle(sources_[i]);
+        break;
+      default:
+        index_.sweep(in.next());
+        break;
     }
     ask(in);
     kvd::Verifier verifier(index_);
@@ -86,8 +109,7 @@ class Life {
     for (size_t i = 0; i < kSources; ++i) leave(i);
     worker_.retire_all(index_);
     other_.retire_all(index_);
-    while (index_.sweep(100)) {
-    }
+    while (index_.sweep(100)) {}
     kvd::Verifier(index_).run();
     require(index_.tree().block_count() == 0 && index_.parked_count() == 0);
     require(index_.sequences()->size() == 0 && conductor_.instances().empty());
@@ -118,7 +140,8 @@ class Life {
     for (size_t k = 0; k < of.plain.size(); ++k) names.push_back(5000 + of.sequences[k] % 100000);
     const kvd::RankId id = other_.rank(index_, 0);
     if (in.below(3) != 0) {
-      kvd::Store run{names.data(), locals.data(), static_cast<uint32_t>(names.size()), false, 0, 0, 0};
+      kvd::Store run{
+          names.data(), locals.data(), static_cast<uint32_t>(names.size()), false, 0, 0, 0};
       if (conductor_.seed() != kvd::kBaseSeed) run.plain = of.plain.data();
       index_.store(id, run);
     } else {
@@ -136,14 +159,17 @@ class Life {
     const kvd::Sequences hashes(seed);
     kvd::local_hashes(made.tokens.data(), n, kBlockSize, seed, made.plain.data());
     for (size_t i = 0; i < n; ++i) {
-      made.sequences.push_back(i == 0 ? made.plain[0] : hashes.next(made.sequences[i - 1], made.plain[i]));
+      made.sequences.push_back(i == 0 ? made.plain[0]
+                                      : hashes.next(made.sequences[i - 1], made.plain[i]));
     }
     return made;
   }
 
   uint64_t hash(Bytes& in, const Prompt& of, size_t i) {
     const uint8_t how = in.next();
-    return how % 3 == 0 ? of.sequences[i] : how % 3 == 1 ? 100 + how % 40 : 1000 + of.sequences[i] % 1000;
+    return how % 3 == 0   ? of.sequences[i]
+           : how % 3 == 1 ? 100 + how % 40
+                          : 1000 + of.sequences[i] % 1000;
   }
 
   uint64_t space(Bytes& in) {
@@ -190,8 +216,8 @@ class Life {
     const kvd::LayerId layer = kLayers[in.below(4)];
     const kvd::RankId id = holder(in, i);
     kvd::Steps steps(INT64_MAX);
-    conductor_.store_named(sources_[i], id, hashes.data(), 0, static_cast<uint32_t>(hashes.size()), layer,
-                           space(in), in.below(2) != 0, in.below(2) != 0, steps);
+    conductor_.store_named(sources_[i], id, hashes.data(), 0, static_cast<uint32_t>(hashes.size()),
+                           layer, space(in), in.below(2) != 0, in.below(2) != 0, steps);
     settle(in);
   }
 
@@ -220,7 +246,8 @@ class Life {
   void enter(size_t i, uint8_t how) {
     const bool serves_all = (how & 40) == 40;
     const std::string key = serves_all ? "\"*\"" : (how & 1) != 0 ? "\"7\"" : "\"a\"";
-    sources_[i] = conductor_.add_source(key, (how & 2) != 0 ? 77 : 0, 0, how >> 2 & 1, (how & 8) != 0);
+    sources_[i] =
+        conductor_.add_source(key, (how & 2) != 0 ? 77 : 0, 0, how >> 2 & 1, (how & 8) != 0);
     kvd::Instance* instance = conductor_.find("\"7\"");
     if (instance != nullptr) conductor_.link(instance, (how & 16) != 0 ? nullptr : &worker_);
     engines_[i] = std::make_unique<kvd::EngineEvents>(conductor_, sources_[i], "", "");
@@ -228,7 +255,8 @@ class Life {
 
   void leave(size_t i) {
     conductor_.remove_source(sources_[i]);
-    if (kvd::Instance* instance = conductor_.find("\"7\"")) conductor_.link(instance, instance->worker);
+    if (kvd::Instance* instance = conductor_.find("\"7\""))
+      conductor_.link(instance, instance->worker);
   }
 
   void batch(Bytes& in, size_t i) {
@@ -237,8 +265,7 @@ class Life {
     size_t size = in.next();
     const uint8_t* data = in.rest(&size);
     if (engines_[i]->apply(data, size, steps) != Progress::UNFINISHED) return;
-    while (engines_[i]->go_on(steps) == Progress::UNFINISHED) {
-    }
+    while (engines_[i]->go_on(steps) == Progress::UNFINISHED) {}
   }
 
   // An engine's own event, about one of its cache groups or all.
@@ -290,8 +317,7 @@ class Life {
     const std::vector<const kvd::Worker*> workers{&worker_, &other_};
     holdings_.by_token_ids(conductor_, of.tokens.data(), of.tokens.size(), where);
     holdings_.render(conductor_, workers, "\"\"", "", by_tokens_);
-    while (!conductor_.sequence(1000)) {
-    }
+    while (!conductor_.sequence(1000)) {}
     holdings_.by_sequences(conductor_, of.sequences.data(), of.sequences.size(), where);
     holdings_.render(conductor_, workers, "\"\"", "", by_hashes_);
     match_.reset(index_);

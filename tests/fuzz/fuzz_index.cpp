@@ -41,7 +41,8 @@ void require(bool holds) {
 class Life {
  public:
   Life(uint32_t block_size, uint64_t budget)
-      : budget_(std::make_shared<kvd::Budget>()), index_(block_size, kvd::Tree::kMaxBlocks, budget_) {
+      : budget_(std::make_shared<kvd::Budget>()),
+        index_(block_size, kvd::Tree::kMaxBlocks, budget_) {
     budget_->max = budget;
     index_.predict(kTtl, kPredicted, kPredicted / 2);
     for (size_t i = 0; i < kWorkers; ++i) {
@@ -49,7 +50,8 @@ class Life {
       workers_[i].number = std::to_string(i);
     }
     for (size_t i = 0; i < kStreams; ++i) {
-      streams_.emplace_back(new kvd::Stream(index_, workers_[i % kWorkers], i / kWorkers, counters_));
+      streams_.emplace_back(
+          new kvd::Stream(index_, workers_[i % kWorkers], i / kWorkers, counters_));
     }
   }
 

@@ -146,7 +146,10 @@ class Plain {
 
   void unsigned_(uint64_t value) {
     if (value < 128) return number(value, 1);
-    const int power = value < 1u << 8 ? 0 : value < 1u << 16 ? 1 : value < uint64_t{1} << 32 ? 2 : 3;
+    const int power = value < 1u << 8             ? 0
+                      : value < 1u << 16          ? 1
+                      : value < uint64_t{1} << 32 ? 2
+                                                  : 3;
     out_.push_back(static_cast<uint8_t>(0xcc + power));
     number(value, 1 << power);
   }
@@ -201,7 +204,8 @@ class Plain {
 
   bool pair(uint32_t* high) {
     uint32_t low = 0;
-    if (*high >= 0xdc00 || !take("\\u") || !unit(&low) || low < 0xdc00 || low >= 0xe000) return false;
+    if (*high >= 0xdc00 || !take("\\u") || !unit(&low) || low < 0xdc00 || low >= 0xe000)
+      return false;
     *high = 0x10000 + ((*high - 0xd800) << 10) + (low - 0xdc00);
     return true;
   }
@@ -209,7 +213,9 @@ class Plain {
   bool unit(uint32_t* c) {
     const std::string digits = text_.substr(std::min(at_, text_.size()), 4);
     at_ += 4;
-    if (digits.size() != 4 || digits.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) return false;
+    if (digits.size() != 4 ||
+        digits.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos)
+      return false;
     *c = static_cast<uint32_t>(std::strtoul(digits.c_str(), nullptr, 16));
     return true;
   }
@@ -234,7 +240,8 @@ std::optional<Bytes> repacked(const std::string& text, const uint8_t* lengths, s
   kvd::Repack repack;
   try {
     for (size_t at = 0, turn = 0; at < text.size(); ++turn) {
-      const size_t size = std::min<size_t>(n == 0 ? text.size() : lengths[turn % n] + 1u, text.size() - at);
+      const size_t size =
+          std::min<size_t>(n == 0 ? text.size() : lengths[turn % n] + 1u, text.size() - at);
       // A copy of exactly this size: reading one byte too far is an error the sanitizer sees.
       const std::unique_ptr<uint8_t[]> piece(new uint8_t[size]);
       std::memcpy(piece.get(), text.data() + at, size);
@@ -243,9 +250,7 @@ std::optional<Bytes> repacked(const std::string& text, const uint8_t* lengths, s
     }
     const uint8_t end = ' ';  // behind which even a bare number is whole
     repack.feed(&end, 1);
-  } catch (const std::invalid_argument&) {
-    return {};
-  }
+  } catch (const std::invalid_argument&) { return {}; }
   if (repack.whole() == nullptr) return {};
   return *repack.whole();
 }

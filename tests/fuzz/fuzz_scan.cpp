@@ -23,75 +23,75 @@ namespace {
 constexpr size_t ARRAYS = 2, FIELDS = 2;  // "t" holds u32, "h" hashes; "m" and "n" are fields
 
 void demand(bool condition) {
-    if (!condition) std::abort();
+  if (!condition) std::abort();
 }
 
 struct Scanned {
-    BodyScan scan;
-    Verdict verdict;
+  BodyScan scan;
+  Verdict verdict;
 
-    explicit Scanned(const std::string& text) {
-        scan.add_array("t", Element::u32);
-        scan.add_array("h", Element::hash64);
-        scan.add_field("m");
-        scan.add_field("n");
-        // Exactly as long as the text, so that a read beyond it is seen.
-        body_.reset(new uint8_t[text.size()]);
-        std::memcpy(body_.get(), text.data(), text.size());
-        verdict = scan.scan(body_.get(), text.size());
-        end_ = body_.get() + text.size();
-    }
+  explicit Scanned(const std::string& text) {
+    scan.add_array("t", Element::u32);
+    scan.add_array("h", Element::hash64);
+    scan.add_field("m");
+    scan.add_field("n");
+    // Exactly as long as the text, so that a read beyond it is seen.
+    body_.reset(new uint8_t[text.size()]);
+    std::memcpy(body_.get(), text.data(), text.size());
+    verdict = scan.scan(body_.get(), text.size());
+    end_ = body_.get() + text.size();
+  }
 
-    std::string text(size_t field) {
-        const Value& value = scan.value(field);
-        if (value.kind == Kind::absent) return "absent";
-        demand(body_.get() <= value.begin && value.begin <= value.end && value.end <= end_);
-        if (value.kind == Kind::escaped) return scan.unescaped(value);
-        if (value.kind == Kind::nested) return "nested";  // may hold a comma that was moved
-        return std::string(value.begin, value.end);
-    }
+  std::string text(size_t field) {
+    const Value& value = scan.value(field);
+    if (value.kind == Kind::absent) return "absent";
+    demand(body_.get() <= value.begin && value.begin <= value.end && value.end <= end_);
+    if (value.kind == Kind::escaped) return scan.unescaped(value);
+    if (value.kind == Kind::nested) return "nested";  // may hold a comma that was moved
+    return std::string(value.begin, value.end);
+  }
 
-  private:
-    std::unique_ptr<uint8_t[]> body_;
-    const uint8_t* end_ = nullptr;
+ private:
+  std::unique_ptr<uint8_t[]> body_;
+  const uint8_t* end_ = nullptr;
 };
 
 // A blank before every comma between values leaves JSON as it is, and the block reader out of work.
 std::string with_blanks(const std::string& text) {
-    std::string result;
-    bool quoted = false;
-    for (size_t i = 0; i < text.size(); ++i) {
-        if (text[i] == '"') quoted = !quoted;
-        if (text[i] == ',' && !quoted) result += ' ';
-        result += text[i];
-        if (text[i] == '\\' && quoted && i + 1 < text.size()) result += text[++i];
-    }
-    return result;
+  std::string result;
+  bool quoted = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (text[i] == '"') quoted = !quoted;
+    if (text[i] == ',' && !quoted) result += ' ';
+    result += text[i];
+    if (text[i] == '\\' && quoted && i + 1 < text.size()) result += text[++i];
+  }
+  return result;
 }
 
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-    const std::string body(reinterpret_cast<const char*>(data), size);
-    Scanned one(body), two(with_blanks(body));
+  const std::string body(reinterpret_cast<const char*>(data), size);
+  Scanned one(body), two(with_blanks(body));
 
-    demand(one.verdict == two.verdict);
-    if (one.verdict == Verdict::wrong) demand(one.scan.message() == two.scan.message());
-    demand((one.verdict == Verdict::ok) == one.scan.message().empty());
-    demand(one.scan.message().size() < 160);
-    for (size_t i = 0; i < ARRAYS; ++i) {
-        const auto &narrow = one.scan.narrow(i), &narrow_two = two.scan.narrow(i);
-        const auto &wide = one.scan.wide(i), &wide_two = two.scan.wide(i);
-        demand(narrow.size() == narrow_two.size() && wide.size() == wide_two.size());
-        for (size_t k = 0; k < narrow.size(); ++k) demand(narrow.data()[k] == narrow_two.data()[k]);
-        for (size_t k = 0; k < wide.size(); ++k) demand(wide.data()[k] == wide_two.data()[k]);
-        demand(one.scan.present(i) == two.scan.present(i));
-        if (one.verdict != Verdict::ok)
-            demand(!one.scan.present(i) && narrow.size() + wide.size() == 0);
-    }
-    for (size_t i = 0; i < FIELDS; ++i) {
-        demand(one.text(i) == two.text(i));
-        demand(one.verdict == Verdict::ok || one.text(i) == "absent");
-    }
-    return 0;
+  demand(one.verdict == two.verdict);
+  if (one.verdict == Verdict::wrong) demand(one.scan.message() == two.scan.message());
+  demand((one.verdict == Verdict::ok) == one.scan.message().empty());
+  demand(one.scan.message().size() < 160);
+  for (size_t i = 0; i < ARRAYS; ++i) {
+    const auto &narrow = one.scan.narrow(i), &narrow_two = two.scan.narrow(i);
+    const auto &wide = one.scan.wide(i), &wide_two = two.scan.wide(i);
+    demand(narrow.size() == narrow_two.size() && wide.size() == wide_two.size());
+    for (size_t k = 0; k < narrow.size(); ++k) demand(narrow.data()[k] == narrow_two.data()[k]);
+    for (size_t k = 0; k < wide.size(); ++k) demand(wide.data()[k] == wide_two.data()[k]);
+    demand(one.scan.present(i) == two.scan.present(i));
+    if (one.verdict != Verdict::ok)
+      demand(!one.scan.present(i) && narrow.size() + wide.size() == 0);
+  }
+  for (size_t i = 0; i < FIELDS; ++i) {
+    demand(one.text(i) == two.text(i));
+    demand(one.verdict == Verdict::ok || one.text(i) == "absent");
+  }
+  return 0;
 }
