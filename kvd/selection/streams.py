@@ -105,9 +105,6 @@ class Streams:
         for_s = max(0, round(self._clock() - absence.since))
         what = f"not connected in {for_s} s" if absence.heard else f"lost {for_s} s ago"
         listener = self._registry.find_listener(key)
-        why = (
-            ""
-            if listener is None or not listener.link.last_error
-            else f": {listener.link.last_error}"
-        )
+        error = None if listener is None else listener.link.last_error
+        why = f": {error}" if error else ""
         return f"the event connection of dp_rank {key.dp_rank} was {what}{why}"

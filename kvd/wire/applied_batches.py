@@ -156,8 +156,11 @@ class AppliedBatches:
         expected = self.cursor.expected
         return range(expected or min(self._first, seq), seq)
 
-    def apply(self, seq: int, payload: bytes) -> None:
-        """Applies a batch that is next, or lies behind numbers that will not come any more."""
+    def apply(self, seq: int, payload: bytes) -> bool:
+        """Applies a batch that is next, or lies behind numbers that will not come any more.
+
+        Returns whether it has left the batch unfinished.
+        """
         cursor = self.cursor
         if seq != cursor.expected:
             self._lose_before(seq)
@@ -165,8 +168,10 @@ class AppliedBatches:
             self._begin(payload)
         cursor.accept(seq, payload)
         shown = self._apply(payload)
-        if shown:
-            self._learn(seq, shown)
+        if not shown:
+            return False
+        self._learn(seq, shown)
+        return self.unfinished is not None
 
     def go_on(self) -> None:
         """Applies some more of the batch that is unfinished."""

@@ -37,6 +37,8 @@ from kvd.wire.endpoints import Addresses
 from kvd.wire.engine_identity import EngineIdentity, IdentityEvent, Question
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus, Quiet, StreamLink
 
+NO_QUESTION = Question.NONE  # compared for each batch: a name of its own is found faster
+
 
 class StreamHealth(StrEnum):
     """How far the index can be believed for a stream, worst first."""
@@ -154,7 +156,9 @@ class EventStream:
 
     def check_quiet(self, now: float) -> Quiet | None:
         """Notes that nothing comes, if asked now and then; returns why once it has lasted."""
-        return self.link.check_quiet(now, self.health(now) is StreamHealth.RECOVERING)
+        # An idle engine that has shown to be the same is not waited for.
+        waits = self.link.is_silent and self.health(now) is StreamHealth.RECOVERING
+        return self.link.check_quiet(now, waits)
 
     # ---- batches
 
@@ -166,9 +170,8 @@ class EventStream:
         counts = self.counts
         counts.messages += 1
         counts.payload_bytes += len(payload)
-        if seq == self.cursor.expected and self.identity.question is Question.NONE:
-            self.batches.apply(seq, payload)
-            return self.batches.unfinished is not None
+        if seq == self.cursor.expected and self.identity.question is NO_QUESTION:
+            return self.batches.apply(seq, payload)
         self.catch_up.hold(seq, payload)
         return True
 

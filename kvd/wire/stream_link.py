@@ -187,10 +187,15 @@ class StreamLink:
     def _advance(self, event: LinkEvent) -> None:
         self.state = LINK_AFTER[self.state, event]
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has come over this connection, where it could."""
+        return self.connected and self.is_receiving and self._heard == self._heard_at_join
+
     def check_quiet(self, now: float, is_waited_for: bool) -> Quiet | None:
         """Notes that nothing comes, if asked now and then; returns why once it has lasted.
 
-        An idle engine that has shown to be the same is not waited for.
+        A silent engine counts only while it is waited for.
         """
         quiet = self._quiet_now(is_waited_for)
         if quiet is not self._quiet:
@@ -207,8 +212,7 @@ class StreamLink:
             return None
         if not self.connected:
             return Quiet.UNREACHABLE
-        has_heard = self._heard != self._heard_at_join
-        return Quiet.SILENT if is_waited_for and self.is_receiving and not has_heard else None
+        return Quiet.SILENT if self.is_silent and is_waited_for else None
 
     @property
     def _heard(self) -> int:
