@@ -15,7 +15,7 @@ An engine that has come back and says nothing is asked, while no batch waits (`a
 
 A replay is one or more answers: `begin` each, `take` what it brings, `wants_more`; then `end`. In
 replays only an engine that is asked while no batch waits may be another one; what else comes of
-another one is no answer. What is being asked is the `Question` of `kvd.wire.engine_identity`.
+another one is no answer. What is being asked is the `IdentityCheck` of `kvd.wire.engine_identity`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from kvd.wire.applied_batches import AppliedBatches
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
-from kvd.wire.engine_identity import EngineIdentity, IdentityEvent, Question
+from kvd.wire.engine_identity import EngineIdentity, IdentityCheck, IdentityEvent
 from kvd.wire.replay import END_SEQ, ReplayEnd
 from kvd.wire.stream_link import StreamLink
 
@@ -123,7 +123,7 @@ class CatchUp:
 
         One that is idle would have the last one's blocks credited until it speaks.
         """
-        is_due = self._identity.question is Question.DUE
+        is_due = self._identity.check is IdentityCheck.DUE
         waits = self.held is not None or self._batches.unfinished is not None
         return is_due and self._link.connected and not waits and self._cursor.last is not None
 
@@ -198,7 +198,7 @@ class CatchUp:
 
     def _take_foreign(self, publisher: bytes) -> ReplayEnd | None:
         """Notes a replayed batch of another engine than the one that is listened to."""
-        if self._identity.question is not Question.ASKING:
+        if self._identity.check is not IdentityCheck.ASKING:
             self._counts.strays += 1
             return None
         return self._restart(publisher)
@@ -237,7 +237,7 @@ class CatchUp:
         """
         identity, batches, cursor = self._identity, self._batches, self._cursor
         is_marked = end is ReplayEnd.MARKER
-        if is_marked and identity.question is Question.ASKING and not self._answered:
+        if is_marked and identity.check is IdentityCheck.ASKING and not self._answered:
             batches.engine_restarted()
             end = ReplayEnd.OTHER_ENGINE
         if end is ReplayEnd.OTHER_ENGINE:
@@ -246,7 +246,7 @@ class CatchUp:
         # A connection that was made again meanwhile may lead to another one still.
         is_same_link = self._link.connected and self._asked_at == self._counts.losses
         identity.advance(IdentityEvent.ENDED if is_same_link else IdentityEvent.DROPPED)
-        is_same = identity.question is Question.NONE
+        is_same = identity.check is IdentityCheck.NONE
         # One that has shown nothing may have kept nothing: only what it says next tells.
         if is_same and is_marked and self._brought <= FEW and cursor.last is not None:
             batches.complete()

@@ -1,32 +1,36 @@
-"""Is the engine that speaks the one that was heard before? What is asked about it, and answered.
+"""Tells whether the engine that speaks is the one that was heard before.
 
 A connection that broke may have been made again to another process. Its replay server is asked for
 the last accepted batch: whoever has said that is the same engine, and who has said another of that
-number is another. What is being asked is the `Question`:
+number is another. Batches that came before may wait in the queue still, so it is asked for its own
+batch of the held number, too. How far that has come is the `IdentityCheck`, and what the last one
+has left is the `Identity`: SAME, or UNKNOWN where the engine has not shown what it is. An UNKNOWN
+engine speaks on, and with its next gap it is checked again.
 
                  may be   a replay shall bring
-    question     other    the last   the held   means
-    ----------   ------   --------   --------   ----------------------------------------------------
-    NONE                                        nothing has cast doubt on the engine
-    DUE          yes                            the next batch is held, or an idle engine asked
-    PROVING               yes        yes        the replay before the held batch is to tell
-    CONFIRMING                       yes        the last is clear; whose is the held one?
-    ASKING       yes      yes                   asked without a held batch
-    ANSWERED     yes                            so asked, it has shown what it is
+    check        other    the last   the held   identity   means
+    ----------   ------   --------   --------   --------   -----------------------------------------
+    NONE                                        either     nothing has cast doubt on the engine
+    DUE          yes                            either     the next batch is held, or it is asked
+    PROVING               yes        yes        either     a batch is held, its replay is to tell
+    CONFIRMING                       yes        SAME       the engine is clear; whose is that batch?
+    ASKING       yes      yes                   either     an idle engine is asked
+    ANSWERED     yes                            either     the same, and it has answered
 
-    PROVING_DOUBTED, CONFIRMING_DOUBTED    the same, and doubted again meanwhile: DUE afterwards
+      ┌───────────── held, where UNKNOWN ─────────────┐
+      │                                               v
+    NONE ── doubted ──> DUE ── held ──────────────> PROVING ── proved, restarted ──> CONFIRMING
+      ^                  │                            │ given up                       │ confirmed,
+      ├──────────────────│────────────────────────────┴────────────────────────────────┘ given up
+      │                  │
+      │                  └── asked ──> ASKING ── proved, restarted, given up ──> ANSWERED
+      └──────────────────────────────────────── ended, over one connection ─────────┘
 
-       NONE ── doubted ──> DUE ── held ──> PROVING ── proved, restarted ──> CONFIRMING
-        ^ ^                 │ ^               └── given up ──> NONE          └── confirmed ──> NONE
-        │ └─ held, UNKNOWN  │ └─ dropped, or doubted meanwhile: from any of these
-        │                   └─ asked ──> ASKING ── proved, restarted, given up ──> ANSWERED
-        └───────────────────────────────── ended, over one and the same connection ──┘
+Not in the picture: what is dropped, or ended over another connection, is DUE again. Before the
+first batch there is no last one, so a held one leads to CONFIRMING. An engine that is doubted while
+a batch is held is PROVING_DOUBTED or CONFIRMING_DOUBTED, and afterwards DUE.
 
-`QUESTION_AFTER` has all of it; what has no row there is a bug, and raises KeyError.
-
-What the last question has left is the `Identity`: SAME, or UNKNOWN where the engine has been asked
-and has not shown what it is. An engine that is UNKNOWN speaks on, and with its next gap it is asked
-again. All combinations of the two occur.
+`CHECK_AFTER` has all of it; what has no row there is a bug, and raises KeyError.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Question(Enum):
-    """What is being asked about the engine."""
+class IdentityCheck(Enum):
+    """How far the check has come whether the engine is the same."""
 
     NONE = "none"
     DUE = "due"
@@ -48,14 +52,14 @@ class Question(Enum):
 
 
 class Identity(Enum):
-    """What is known of the engine since the last question."""
+    """What is known of the engine since the last check."""
 
     SAME = "same"  # the one that was heard before, as far as anything tells
     UNKNOWN = "unknown"  # it has been asked, and has not shown that it is the same
 
 
 class IdentityEvent(Enum):
-    """What happens to the question."""
+    """What happens to a check."""
 
     DOUBTED = "doubted"  # from here on it may be another engine
     HELD_BEHIND = "held_behind"  # a batch is held, and some have been accepted before
@@ -69,47 +73,62 @@ class IdentityEvent(Enum):
     ENDED = "ended"  # the answer of an idle engine has
 
 
-QUESTION_AFTER: dict[tuple[Question, IdentityEvent], Question] = {
-    (Question.NONE, IdentityEvent.DOUBTED): Question.DUE,
-    (Question.NONE, IdentityEvent.HELD_BEHIND): Question.PROVING,  # of one that is UNKNOWN
-    (Question.NONE, IdentityEvent.HELD_FIRST): Question.CONFIRMING,  # of one that is UNKNOWN
-    (Question.NONE, IdentityEvent.RESTARTED): Question.NONE,
-    (Question.NONE, IdentityEvent.DROPPED): Question.NONE,
-    (Question.DUE, IdentityEvent.DOUBTED): Question.DUE,
-    (Question.DUE, IdentityEvent.HELD_BEHIND): Question.PROVING,
-    (Question.DUE, IdentityEvent.HELD_FIRST): Question.CONFIRMING,
-    (Question.DUE, IdentityEvent.ASKED): Question.ASKING,
-    (Question.DUE, IdentityEvent.RESTARTED): Question.DUE,  # by the publisher that a batch names
-    (Question.DUE, IdentityEvent.DROPPED): Question.DUE,
-    (Question.PROVING, IdentityEvent.DOUBTED): Question.PROVING_DOUBTED,
-    (Question.PROVING, IdentityEvent.PROVED): Question.CONFIRMING,
-    (Question.PROVING, IdentityEvent.RESTARTED): Question.CONFIRMING,
-    (Question.PROVING, IdentityEvent.GIVEN_UP): Question.NONE,
-    (Question.PROVING, IdentityEvent.DROPPED): Question.DUE,
-    (Question.CONFIRMING, IdentityEvent.DOUBTED): Question.CONFIRMING_DOUBTED,
-    (Question.CONFIRMING, IdentityEvent.GIVEN_UP): Question.NONE,
-    (Question.CONFIRMING, IdentityEvent.CONFIRMED): Question.NONE,
-    (Question.CONFIRMING, IdentityEvent.DROPPED): Question.DUE,
-    (Question.PROVING_DOUBTED, IdentityEvent.DOUBTED): Question.PROVING_DOUBTED,
-    (Question.PROVING_DOUBTED, IdentityEvent.PROVED): Question.CONFIRMING_DOUBTED,
-    (Question.PROVING_DOUBTED, IdentityEvent.RESTARTED): Question.CONFIRMING_DOUBTED,
-    (Question.PROVING_DOUBTED, IdentityEvent.GIVEN_UP): Question.DUE,
-    (Question.PROVING_DOUBTED, IdentityEvent.DROPPED): Question.DUE,
-    (Question.CONFIRMING_DOUBTED, IdentityEvent.DOUBTED): Question.CONFIRMING_DOUBTED,
-    (Question.CONFIRMING_DOUBTED, IdentityEvent.GIVEN_UP): Question.DUE,
-    (Question.CONFIRMING_DOUBTED, IdentityEvent.CONFIRMED): Question.DUE,
-    (Question.CONFIRMING_DOUBTED, IdentityEvent.DROPPED): Question.DUE,
+CHECK_AFTER: dict[tuple[IdentityCheck, IdentityEvent], IdentityCheck] = {
+    (IdentityCheck.NONE, IdentityEvent.DOUBTED): IdentityCheck.DUE,
+    (
+        IdentityCheck.NONE,
+        IdentityEvent.HELD_BEHIND,
+    ): IdentityCheck.PROVING,  # of one that is UNKNOWN
+    (
+        IdentityCheck.NONE,
+        IdentityEvent.HELD_FIRST,
+    ): IdentityCheck.CONFIRMING,  # of one that is UNKNOWN
+    (IdentityCheck.NONE, IdentityEvent.RESTARTED): IdentityCheck.NONE,
+    (IdentityCheck.NONE, IdentityEvent.DROPPED): IdentityCheck.NONE,
+    (IdentityCheck.DUE, IdentityEvent.DOUBTED): IdentityCheck.DUE,
+    (IdentityCheck.DUE, IdentityEvent.HELD_BEHIND): IdentityCheck.PROVING,
+    (IdentityCheck.DUE, IdentityEvent.HELD_FIRST): IdentityCheck.CONFIRMING,
+    (IdentityCheck.DUE, IdentityEvent.ASKED): IdentityCheck.ASKING,
+    (
+        IdentityCheck.DUE,
+        IdentityEvent.RESTARTED,
+    ): IdentityCheck.DUE,  # by the publisher that a batch names
+    (IdentityCheck.DUE, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.PROVING, IdentityEvent.DOUBTED): IdentityCheck.PROVING_DOUBTED,
+    (IdentityCheck.PROVING, IdentityEvent.PROVED): IdentityCheck.CONFIRMING,
+    (IdentityCheck.PROVING, IdentityEvent.RESTARTED): IdentityCheck.CONFIRMING,
+    (IdentityCheck.PROVING, IdentityEvent.GIVEN_UP): IdentityCheck.NONE,
+    (IdentityCheck.PROVING, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING, IdentityEvent.DOUBTED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.CONFIRMING, IdentityEvent.GIVEN_UP): IdentityCheck.NONE,
+    (IdentityCheck.CONFIRMING, IdentityEvent.CONFIRMED): IdentityCheck.NONE,
+    (IdentityCheck.CONFIRMING, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.DOUBTED): IdentityCheck.PROVING_DOUBTED,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.PROVED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.RESTARTED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.GIVEN_UP): IdentityCheck.DUE,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.DOUBTED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.GIVEN_UP): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.CONFIRMED): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.DROPPED): IdentityCheck.DUE,
     # Over which connection it was asked tells, at the end, whether the answer still counts.
-    (Question.ASKING, IdentityEvent.DOUBTED): Question.ASKING,
-    (Question.ASKING, IdentityEvent.PROVED): Question.ANSWERED,
-    (Question.ASKING, IdentityEvent.RESTARTED): Question.ANSWERED,
-    (Question.ASKING, IdentityEvent.GIVEN_UP): Question.ANSWERED,
-    (Question.ASKING, IdentityEvent.DROPPED): Question.DUE,
-    (Question.ASKING, IdentityEvent.ENDED): Question.DUE,  # without a word of the last batch
-    (Question.ANSWERED, IdentityEvent.DOUBTED): Question.ANSWERED,
-    (Question.ANSWERED, IdentityEvent.RESTARTED): Question.ANSWERED,  # by what had arrived before
-    (Question.ANSWERED, IdentityEvent.DROPPED): Question.DUE,
-    (Question.ANSWERED, IdentityEvent.ENDED): Question.NONE,
+    (IdentityCheck.ASKING, IdentityEvent.DOUBTED): IdentityCheck.ASKING,
+    (IdentityCheck.ASKING, IdentityEvent.PROVED): IdentityCheck.ANSWERED,
+    (IdentityCheck.ASKING, IdentityEvent.RESTARTED): IdentityCheck.ANSWERED,
+    (IdentityCheck.ASKING, IdentityEvent.GIVEN_UP): IdentityCheck.ANSWERED,
+    (IdentityCheck.ASKING, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (
+        IdentityCheck.ASKING,
+        IdentityEvent.ENDED,
+    ): IdentityCheck.DUE,  # without a word of the last batch
+    (IdentityCheck.ANSWERED, IdentityEvent.DOUBTED): IdentityCheck.ANSWERED,
+    (
+        IdentityCheck.ANSWERED,
+        IdentityEvent.RESTARTED,
+    ): IdentityCheck.ANSWERED,  # by what had arrived before
+    (IdentityCheck.ANSWERED, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.ANSWERED, IdentityEvent.ENDED): IdentityCheck.NONE,
 }
 
 # All other events leave it as it is.
@@ -119,25 +138,25 @@ IDENTITY_AFTER: dict[IdentityEvent, Identity] = {
     IdentityEvent.GIVEN_UP: Identity.UNKNOWN,
 }
 
-# Questions whose replay is to bring the last accepted batch, the batch of the held number, and all
+# Checks whose replay is to bring the last accepted batch, the batch of the held number, and all
 # that an idle engine has.
-_WANT_LAST = (Question.PROVING, Question.PROVING_DOUBTED, Question.ASKING)
+_WANT_LAST = (IdentityCheck.PROVING, IdentityCheck.PROVING_DOUBTED, IdentityCheck.ASKING)
 _WANT_HELD = (
-    Question.PROVING,
-    Question.CONFIRMING,
-    Question.PROVING_DOUBTED,
-    Question.CONFIRMING_DOUBTED,
+    IdentityCheck.PROVING,
+    IdentityCheck.CONFIRMING,
+    IdentityCheck.PROVING_DOUBTED,
+    IdentityCheck.CONFIRMING_DOUBTED,
 )
-_WANT_ALL = (Question.ASKING, Question.ANSWERED)
+_WANT_ALL = (IdentityCheck.ASKING, IdentityCheck.ANSWERED)
 
 
 class EngineIdentity:
     """Who speaks on one stream, as far as batches name their publisher or replays prove it."""
 
-    __slots__ = ("_named_at", "heard", "identity", "publisher", "question", "speaker")
+    __slots__ = ("_named_at", "check", "heard", "identity", "publisher", "speaker")
 
     def __init__(self) -> None:
-        self.question = Question.NONE
+        self.check = IdentityCheck.NONE
         self.identity = Identity.SAME
         # Who publishes, as 16 bytes, and who has published the message at hand; empty: not said.
         self.publisher = self.speaker = b""
@@ -145,7 +164,7 @@ class EngineIdentity:
         self._named_at = 0  # the number that was expected when the publisher was first named
 
     def advance(self, event: IdentityEvent) -> None:
-        self.question = QUESTION_AFTER[self.question, event]
+        self.check = CHECK_AFTER[self.check, event]
         self.identity = IDENTITY_AFTER.get(event, self.identity)
         if event is IdentityEvent.RESTARTED:
             self.publisher = self.speaker = b""
@@ -167,19 +186,19 @@ class EngineIdentity:
     @property
     def is_in_doubt(self) -> bool:
         """Whether the replay before the next held batch is to tell who it is."""
-        return self.question is Question.DUE or self.is_unknown
+        return self.check is IdentityCheck.DUE or self.is_unknown
 
     @property
     def wants_last(self) -> bool:
         """Whether a replay is to bring the last accepted batch once more."""
-        return self.question in _WANT_LAST
+        return self.check in _WANT_LAST
 
     @property
     def wants_held(self) -> bool:
         """Whether a replay is to bring the engine's own batch of the held number."""
-        return self.question in _WANT_HELD
+        return self.check in _WANT_HELD
 
     @property
     def is_asking(self) -> bool:
         """Whether an idle engine is being asked."""
-        return self.question in _WANT_ALL
+        return self.check in _WANT_ALL

@@ -34,10 +34,10 @@ from kvd.wire.applied_batches import AppliedBatches, Stream
 from kvd.wire.catch_up import CatchUp
 from kvd.wire.counts import StreamCounts
 from kvd.wire.endpoints import Addresses
-from kvd.wire.engine_identity import EngineIdentity, IdentityEvent, Question
+from kvd.wire.engine_identity import EngineIdentity, IdentityCheck, IdentityEvent
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus, Quiet, StreamLink
 
-NO_QUESTION = Question.NONE  # compared for each batch: a name of its own is found faster
+NO_CHECK = IdentityCheck.NONE  # compared for each batch: a name of its own is found faster
 
 
 class StreamHealth(StrEnum):
@@ -170,7 +170,7 @@ class EventStream:
         counts = self.counts
         counts.messages += 1
         counts.payload_bytes += len(payload)
-        if seq == self.cursor.expected and self.identity.question is NO_QUESTION:
+        if seq == self.cursor.expected and self.identity.check is NO_CHECK:
             return self.batches.apply(seq, payload)
         self.catch_up.hold(seq, payload)
         return True

@@ -72,7 +72,7 @@ class Beliefs:
     unknown: bool = False  # it has been asked, and has not shown what it is
     cleared_at: int | None = None  # a clear that counts when it is shown to be this engine's
     held: tuple[str, int] | None = None
-    in_question: bool = False  # the replay before the held batch is to show whose it is
+    is_checked: bool = False  # the replay before the held batch is to show whose it is
     asked_at: int | None = None  # an idle engine is, after so many lost connections
     losses: int = 0
 
@@ -105,9 +105,9 @@ class Beliefs:
         self.news = True
 
     def drop(self) -> None:
-        self.doubted = self.doubted or (self.held is not None and self.in_question)
+        self.doubted = self.doubted or (self.held is not None and self.is_checked)
         self.held = self.asked_at = None
-        self.in_question = False
+        self.is_checked = False
 
 
 def beliefs(history: list[Happened], *, can_ask: bool) -> Beliefs:
@@ -127,7 +127,7 @@ def beliefs(history: list[Happened], *, can_ask: bool) -> Beliefs:
             now.apply(*details)
         elif what == "held":
             now.held = details[0], details[1]
-            now.in_question = now.doubted or now.unknown
+            now.is_checked = now.doubted or now.unknown
             now.doubted = False
         elif what == "replay":
             _replay(now, *details)
@@ -144,18 +144,18 @@ def _replay(now: Beliefs, how: str) -> None:
     if how == "other":
         gap += now.passed
         now.forget()
-    elif how == "same" and now.in_question and now.passed:
+    elif how == "same" and now.is_checked and now.passed:
         now.show_same()
     if how in ("same", "other"):
         now.passed += gap
     else:
-        if now.in_question:
+        if now.is_checked:
             now.unknown = True
-        if now.in_question and how != "silent":
+        if now.is_checked and how != "silent":
             now.lose(0)
         if gap:
             now.lose(gap)
-    now.in_question = False
+    now.is_checked = False
     now.apply(kind)
 
 

@@ -9,12 +9,12 @@ import pytest
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
 from kvd.wire.engine_identity import (
+    CHECK_AFTER,
     IDENTITY_AFTER,
-    QUESTION_AFTER,
     EngineIdentity,
     Identity,
+    IdentityCheck,
     IdentityEvent,
-    Question,
 )
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
@@ -87,63 +87,68 @@ def test_status_follows_from_the_state(state: LinkState, receiving: bool) -> Non
 
 # ---- the identity
 
-IDLE = {Question.NONE, Question.DUE}
-IN_REPLAY = {Question.PROVING, Question.PROVING_DOUBTED}
-OF_HELD = IN_REPLAY | {Question.CONFIRMING, Question.CONFIRMING_DOUBTED}
-ASKED = {Question.ASKING, Question.ANSWERED}
+IDLE = {IdentityCheck.NONE, IdentityCheck.DUE}
+IN_REPLAY = {IdentityCheck.PROVING, IdentityCheck.PROVING_DOUBTED}
+OF_HELD = IN_REPLAY | {IdentityCheck.CONFIRMING, IdentityCheck.CONFIRMING_DOUBTED}
+ASKED = {IdentityCheck.ASKING, IdentityCheck.ANSWERED}
+IN_PEACE = (IdentityCheck.NONE, Identity.SAME)
 # Where each event may come: in all other states it is a bug.
 COMES_IN = {
-    IdentityEvent.DOUBTED: set(Question),  # a connection may break at any time
-    IdentityEvent.DROPPED: set(Question),  # and a listener be paused
+    IdentityEvent.DOUBTED: set(IdentityCheck),  # a connection may break at any time
+    IdentityEvent.DROPPED: set(IdentityCheck),  # and a listener be paused
     IdentityEvent.HELD_BEHIND: IDLE,
     IdentityEvent.HELD_FIRST: IDLE,
-    IdentityEvent.ASKED: {Question.DUE},
-    IdentityEvent.PROVED: IN_REPLAY | {Question.ASKING},  # the last batch was asked for
+    IdentityEvent.ASKED: {IdentityCheck.DUE},
+    IdentityEvent.PROVED: IN_REPLAY | {IdentityCheck.ASKING},  # the last batch was asked for
     IdentityEvent.RESTARTED: IDLE | IN_REPLAY | ASKED,
-    IdentityEvent.GIVEN_UP: OF_HELD | {Question.ASKING},
-    IdentityEvent.CONFIRMED: {Question.CONFIRMING, Question.CONFIRMING_DOUBTED},
+    IdentityEvent.GIVEN_UP: OF_HELD | {IdentityCheck.ASKING},
+    IdentityEvent.CONFIRMED: {IdentityCheck.CONFIRMING, IdentityCheck.CONFIRMING_DOUBTED},
     IdentityEvent.ENDED: ASKED,
 }
 
 
 @pytest.mark.parametrize("event", IdentityEvent)
-@pytest.mark.parametrize("question", Question)
+@pytest.mark.parametrize("check", IdentityCheck)
 def test_every_event_of_an_identity_has_a_row_or_raises(
-    question: Question, event: IdentityEvent
+    check: IdentityCheck, event: IdentityEvent
 ) -> None:
     identity = EngineIdentity()
-    identity.question = question
-    if question in COMES_IN[event]:
+    identity.check = check
+    if check in COMES_IN[event]:
         identity.advance(event)
-        assert identity.question is QUESTION_AFTER[question, event]
+        assert identity.check is CHECK_AFTER[check, event]
     else:
         with pytest.raises(KeyError):
             identity.advance(event)
-        assert (identity.question, identity.identity) == (question, Identity.SAME)
+        assert (identity.check, identity.identity) == (check, Identity.SAME)
 
 
 @pytest.mark.parametrize("before", Identity)
 @pytest.mark.parametrize("event", IdentityEvent)
-def test_what_a_question_leaves(event: IdentityEvent, before: Identity) -> None:
+def test_what_a_check_leaves(event: IdentityEvent, before: Identity) -> None:
     identity = EngineIdentity()
     identity.identity = before
-    identity.question = next(question for question in Question if question in COMES_IN[event])
+    identity.check = next(check for check in IdentityCheck if check in COMES_IN[event])
     identity.advance(event)
     assert identity.identity is IDENTITY_AFTER.get(event, before)
 
 
 def test_a_doubt_is_never_forgotten() -> None:
-    """Only an answer of an idle engine, over one connection, and a held batch's question end it."""
-    doubted = set(Question) - {Question.NONE, Question.PROVING, Question.CONFIRMING}
+    """Only an answer of an idle engine, over one connection, and a held batch end it."""
+    doubted = set(IdentityCheck) - {
+        IdentityCheck.NONE,
+        IdentityCheck.PROVING,
+        IdentityCheck.CONFIRMING,
+    }
     ended = {
         (before, event)
-        for (before, event), after in QUESTION_AFTER.items()
+        for (before, event), after in CHECK_AFTER.items()
         if before in doubted and after not in doubted
     }
     assert ended == {
-        (Question.DUE, IdentityEvent.HELD_BEHIND),
-        (Question.DUE, IdentityEvent.HELD_FIRST),
-        (Question.ANSWERED, IdentityEvent.ENDED),
+        (IdentityCheck.DUE, IdentityEvent.HELD_BEHIND),
+        (IdentityCheck.DUE, IdentityEvent.HELD_FIRST),
+        (IdentityCheck.ANSWERED, IdentityEvent.ENDED),
     }
 
 
@@ -358,6 +363,17 @@ class Life:
         for moment in (self.now, self.now + stream_model.STALE_AFTER_S + 1):
             assert listener.health(moment) == stream_model.health(history, moment, **asked)
         assert listener.catch_up.asks is stream_model.asks(history, **asked)
+        self.check_identity()
+
+    def check_identity(self) -> None:
+        """Checks what the head of `engine_identity` says of the checks."""
+        identity, is_held = self.listener.identity, self.listener.catch_up.held is not None
+        assert is_held or identity.check not in OF_HELD
+        assert not (is_held and identity.check in ASKED)
+        is_confirming = identity.wants_held and not identity.wants_last
+        assert not (is_confirming and identity.is_unknown)
+        assert not (identity.is_unknown and self.listener.cursor.last is None)
+        assert self.can_ask or (identity.check, identity.identity) == IN_PEACE
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
