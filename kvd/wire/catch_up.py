@@ -144,9 +144,9 @@ class CatchUp:
         """
         identity = self._identity
         first = self._cursor.expected - identity.wants_last
-        return range(
-            first, END_SEQ if identity.is_asking else self._held()[0] + identity.wants_held
-        )
+        if identity.is_asking:
+            return range(first, END_SEQ)
+        return range(first, self._held()[0] + identity.wants_held)
 
     def begin(self) -> None:
         """Notes that `take` is about another answer from now on."""

@@ -162,8 +162,9 @@ class StreamLink:
 
     def failed(self, why: str, now: float) -> bool:
         """Returns whether there was a connection."""
+        was_connected = self._broke(LinkEvent.FAILED, why, now)
         self._counts.failures += 1
-        return self._broke(LinkEvent.FAILED, why, now)
+        return was_connected
 
     def paused(self, now: float) -> None:
         if self.connected:
