@@ -30,7 +30,7 @@ from kvd.model import RankKey
 from kvd.net.fetch import FetchError
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
-from kvd.net.recovery import RecoveryStats, recover, settle
+from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
@@ -212,7 +212,7 @@ class Replica:
                 task_status.started()
                 recovered(await recover(self.state, peers, self.recovery))
                 self.ready.set()
-                await settle(self.state, self.registry)
+                await confirm_restored(self.state, self.registry)
                 await trio.sleep_forever()
         self._ended.set()
 
