@@ -126,10 +126,13 @@ class _Daemon:
         self._max_ranks = max_ranks
         self._max_waiting = max_waiting
         self._state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
-        self._outgoing = EgressPolicy(config.outgoing)
+        self._outgoing = EgressPolicy(config.outgoing_allow)
         self._keys = None if config.curve.secret is None else KeyPair(config.curve.secret)
         self._dialer = Dialer(
-            self._outgoing, config.lookup_s, config.lookup_every_s, keys=self._keys
+            self._outgoing,
+            config.outgoing_lookup_s,
+            config.outgoing_lookup_every_s,
+            keys=self._keys,
         )
         self._listeners: ListenerTasks | None = None
         self._waiting = InboxSpace(config.queues_messages, config.queues_bytes)
@@ -208,7 +211,7 @@ class _Daemon:
                     begin=self._serving,
                     space=self._waiting,
                 )
-                bounds = ListenerCapacity(self._max_ranks), self._outgoing, config.stale_after_s
+                bounds = ListenerCapacity(self._max_ranks), self._outgoing, config.engine_stale_s
                 registry = Registry(self._state, tasks, *bounds)
                 if config.indexer_bind is not None:
                     for worker in config.workers:
@@ -344,7 +347,7 @@ class _Daemon:
             face.check_open(config)
         parts = [Prepared(reloaded.changed, partial(self._apply_config, config, terms))]
         if self._fleet is not None:
-            parts.append(await self._fleet.prepare(config.outgoing))
+            parts.append(await self._fleet.prepare(config.outgoing_allow))
         return parts, reloaded.waiting
 
     def _read_again(self, running: Config) -> tuple[Reloaded, TlsCredentials | None]:
@@ -356,9 +359,9 @@ class _Daemon:
         """Has the daemon go on with other values of settings that are live, and terms of TLS."""
         self._config = config
         logs.set_output(config.log_level, config.log_format)
-        self._outgoing.allow(config.outgoing)
-        self._dialer.lookup_s = config.lookup_s
-        self._dialer.look_again_s = config.lookup_every_s
+        self._outgoing.allow(config.outgoing_allow)
+        self._dialer.lookup_s = config.outgoing_lookup_s
+        self._dialer.look_again_s = config.outgoing_lookup_every_s
         if self._listeners is not None:
             self._listeners.set_replay_options(config.replays)
         self._state.budget.max_blocks = config.index_max_blocks

@@ -115,7 +115,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_serve(commands: Any) -> None:  # argparse does not export the type of subparsers
     borrowed = ", ".join(
-        f"{setting.flag} as {setting.variable}" for setting in settings.SETTINGS if setting.borrowed
+        f"{setting.flag} as {setting.variable}"
+        for setting in settings.SETTINGS
+        if setting.is_borrowed
     )
     serve = commands.add_parser(
         "serve",
@@ -240,7 +242,7 @@ def load_config(given: Mapping[str, object]) -> config.Config:
         from kvd.fleet_file import parse  # here, as only those with such a file need to load it
 
         with config.reading(loaded.fleet_file, "fleet_file"):
-            parse.load(loaded.fleet_file, EgressPolicy(loaded.outgoing))
+            parse.load(loaded.fleet_file, EgressPolicy(loaded.outgoing_allow))
     return loaded
 
 
@@ -420,9 +422,8 @@ def add_settings(parser: argparse.ArgumentParser, chosen: Iterable[parsers.Setti
 def add_setting(parser: argparse._ActionsContainer, setting: parsers.Setting) -> None:
     """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
     default = "" if setting.default is None else f" (default {setting.default})"
-    names = [setting.flag] if setting.also is None else [setting.flag, setting.also]
     parser.add_argument(
-        *names,
+        *setting.flags,
         dest=setting.name,
         type=_usage(setting.parse),
         metavar=setting.metavar,
@@ -432,7 +433,7 @@ def add_setting(parser: argparse._ActionsContainer, setting: parsers.Setting) ->
     )
     if setting.is_switch:
         parser.add_argument(
-            *(name.replace("--", "--no-", 1) for name in names),
+            *(name.replace("--", "--no-", 1) for name in setting.flags),
             dest=setting.name,
             action="store_const",
             const=False,

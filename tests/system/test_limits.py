@@ -113,7 +113,7 @@ def test_every_option_of_connections_and_replays_can_be_said() -> None:
     config = load({**said, "replica_sync_queue_messages": 7}, {})
     fixed = {"give_up_s": LinkOptions().give_up_s}
     link, replays = dataclasses.asdict(config.engine_link), dataclasses.asdict(config.replays)
-    assert sorted([*link.values(), *replays.values(), config.stale_after_s]) == sorted(
+    assert sorted([*link.values(), *replays.values(), config.engine_stale_s]) == sorted(
         [*said.values(), *fixed.values()]
     )
     own = {"queue_messages": 7, "max_message_bytes": REPLICA_LINK.max_message_bytes}
