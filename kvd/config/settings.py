@@ -83,8 +83,12 @@ def _defaults(of: type) -> Mapping[str, Any]:
 
 
 WORKER_SETTINGS = section(
-    block_size=Setting(parsers.parse_positive, "TOKENS", "block size of the workers in --workers"),
-    model_name=Setting(parsers.parse_name, "NAME", "model of the workers in --workers", "default"),
+    block_size=Setting(
+        parsers.parse_positive, "TOKENS", "block size of the workers in --workers", common=True
+    ),
+    model_name=Setting(
+        parsers.parse_name, "NAME", "model of the workers in --workers", "default", common=True
+    ),
     tenant_id=Setting(
         parsers.parse_name, "NAME", "tenant of the workers in --workers", DEFAULT_TENANT
     ),
@@ -93,6 +97,7 @@ WORKER_SETTINGS = section(
         "ID[:RANK]=ENDPOINT[;REPLAY][;URL],...",
         "engines to subscribe to at startup: event endpoint, replay endpoint, and the URL "
         "at which the worker can be selected",
+        common=True,
     ),
 )
 
@@ -359,8 +364,8 @@ PEER_SETTINGS = section(
 )
 
 SECURITY_SETTINGS = section(
-    tls_certfile=file("PEM certificate chain of tls: addresses", live=True),
-    tls_keyfile=file("PEM private key of tls: addresses", live=True),
+    tls_certfile=file("PEM certificate chain of tls: addresses", live=True, common=True),
+    tls_keyfile=file("PEM private key of tls: addresses", live=True, common=True),
     tls_client_ca=file(
         "PEM certificates of the authorities that must have signed the certificate of a "
         "client of a tls: address",
@@ -377,6 +382,7 @@ SECURITY_SETTINGS = section(
     tokens_file=file(
         "file of bearer tokens with their scopes; every client needs one of them; see security.md",
         live=True,
+        common=True,
     ),
     allow_unauthenticated=switch(
         "whether addresses beyond this machine may serve unauthenticated clients", False
@@ -397,7 +403,8 @@ SECURITY_SETTINGS = section(
 
 FLEET_SETTINGS = section(
     fleet_file=file(
-        "TOML file of workers, publishers and replicas; kvd applies its changes while running"
+        "TOML file of workers, publishers and replicas; kvd applies its changes while running",
+        common=True,
     ),
 )
 
@@ -564,10 +571,11 @@ BIND_SETTINGS = section(
 LOG_SETTINGS = section(
     log_level=Setting(
         parsers.one_of(LEVELS),
-        "LEVEL",
-        f"lowest level that is logged, one of {', '.join(LEVELS)}",
+        "|".join(LEVELS),
+        "lowest level that is logged",
         "info",
         live=True,
+        common=True,
     ),
     log_format=Setting(
         parsers.one_of(FORMS),
