@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class FullParser(Parser):
-    """The same with helps that show all options; parsers of commands are of their parent's class."""
+    """Shows all options in its helps, as do the parsers of its commands, which are of its class."""
 
     shows_all = True
 
