@@ -99,7 +99,7 @@ def run(config: Config, reader: Reader) -> int:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
     max_ranks = listeners_within(limit)
     if len(config.workers) > max_ranks:
-        raise StartError(f"there are descriptors for {max_ranks} workers only (ulimit -n)")
+        raise StartError(f"the descriptors (ulimit -n) allow only {max_ranks} workers")
     try:
         passed = activation.receive(os.environ)
     except ValueError as error:

@@ -258,7 +258,7 @@ def check_config(given: Mapping[str, object]) -> CommandResult:
 
         read_files(loaded.tls)
     for path in config.exposed_secrets(loaded):
-        logs.complain(f"warning: {path} is secret, and everybody may read it")
+        logs.complain(f"warning: every user can read the secret file {path}")
     return "ok\n", 0
 
 
@@ -499,7 +499,7 @@ def indexer_settings(
     given = {setting.name: getattr(args, setting.name) for setting in shared}
     if args.routing_group is not None:
         if given["tenant_id"] not in (None, args.routing_group):
-            parser.error("--tenant-id and --routing-group are one setting and differ")
+            parser.error("--tenant-id and --routing-group set the same value and differ")
         given["tenant_id"] = args.routing_group
     given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
     return only(given, args, "indexer_bind")

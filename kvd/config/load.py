@@ -181,9 +181,7 @@ def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, A
             faces = [each for each in SETTINGS if each.name in FACE_BINDS]
             binds += [_resolve(each, {}, environ, path, filed).value for each in faces]
         if not any(bind.tls for each in binds if each != OFF for bind in each.each):
-            raise StartError(
-                "TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's"
-            )
+            raise StartError("TLS needs an address of a face, such as --indexer-bind tls:HOST:PORT")
     return values
 
 
@@ -226,7 +224,7 @@ def _resolve(
         if (text := environ.get(name)) is not None and (text or setting.empty_is_wrong)
     }
     if len(set(texts.values())) > 1:
-        raise StartError(f"{' and '.join(texts)} are one setting and differ")
+        raise StartError(f"{' and '.join(texts)} set the same value and differ")
     for variable, text in texts.items():
         try:
             return Said(setting.parse(text), variable)
@@ -247,7 +245,7 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         if name in reasons:
             yield name, reasons[name]
         elif name.startswith("DYN_ROUTER_") and name not in known:
-            yield name, "kvd does not know it"
+            yield name, "kvd does not know this variable"
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str]) -> Config:
@@ -355,11 +353,9 @@ def _readable_by_all(path: Path) -> bool:
 
 def _router(values: Mapping[str, Any]) -> RouterOptions:
     if values["router_predicted_ttl_secs"] is not None and not values["router_use_kv_events"]:
-        raise StartError("predictions beside KV events need these: DYN_ROUTER_PREDICTED_TTL_SECS")
+        raise StartError("DYN_ROUTER_PREDICTED_TTL_SECS needs DYN_ROUTER_USE_KV_EVENTS=true")
     if values["router_track_output_blocks"] and not values["router_track_active_blocks"]:
-        raise StartError(
-            "output blocks are tracked with active ones: DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
-        )
+        raise StartError("DYN_ROUTER_TRACK_OUTPUT_BLOCKS needs DYN_ROUTER_TRACK_ACTIVE_BLOCKS=true")
     settings = _options(Settings, values, mode=values["router_mode"].core)
     return _options(RouterOptions, values, settings=settings, max_fleets=values["max_partitions"])
 
@@ -409,9 +405,9 @@ def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaS
 def _link(values: Mapping[str, Any]) -> LinkOptions:
     link = _options(LinkOptions, values)
     if link.heartbeat_timeout_s < link.heartbeat_s:
-        raise StartError("the engine heartbeat timeout is shorter than the time between pings")
+        raise StartError("engine_heartbeat_timeout_s is shorter than engine_heartbeat_s")
     if link.reconnect_max_s < link.reconnect_s:
-        raise StartError("the longest pause before an engine is tried again is below the first")
+        raise StartError("engine_reconnect_max_s is shorter than engine_reconnect_s")
     return link
 
 

@@ -99,9 +99,9 @@ def parse_bind(text: str) -> Bind:
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path or "\0" in path:
-            raise ValueError("the path of the unix socket is missing")
+            raise ValueError("the path of the socket is missing")
         if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
-            raise ValueError(f"the path of the unix socket has over {MAX_UNIX_PATH_BYTES} bytes")
+            raise ValueError(f"the path of the socket is longer than {MAX_UNIX_PATH_BYTES} bytes")
         return UnixBind(path)
     return parse_tcp_bind(text)
 
@@ -135,7 +135,7 @@ def parse_path(text: str) -> Path:
 def parse_name(text: str) -> str:
     """Reads what a model or a tenant is called."""
     if not is_name(text):
-        raise ValueError("control characters in a name")
+        raise ValueError("the name contains control characters")
     return text
 
 
@@ -144,7 +144,7 @@ def parse_group(text: str) -> str:
     if text.isascii() and text.isdigit():
         return str(parse_uint(text, MAX_GROUP))
     if not text or not text.isprintable():
-        raise ValueError("expected the name of a group, or its number")
+        raise ValueError("expected the name or the number of a group")
     return text
 
 
@@ -152,7 +152,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     """Splits names of hosts, without ports."""
     for name in (names := parse_list(text)):
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
-            raise ValueError(f"{name!r} is no name of a host")
+            raise ValueError(f"{name!r} is not a host name")
     return names
 
 
@@ -160,7 +160,7 @@ def parse_origins(text: str) -> tuple[str, ...]:
     """Splits origins as browsers write them: scheme and host, and a port that is not usual."""
     for origin in (origins := parse_list(text)):
         if not re.fullmatch(r"null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]{1,253}", origin):
-            raise ValueError(f"{origin!r} is no origin, as https://a.example:8443 is")
+            raise ValueError(f"{origin!r} is not an origin such as https://a.example:8443")
         _check_port(origin)
     return origins
 
@@ -169,7 +169,7 @@ def _check_port(origin: str) -> None:
     try:
         _ = urlsplit(origin).port
     except ValueError:
-        raise ValueError(f"{origin!r} has no port from 0 to 65535") from None
+        raise ValueError(f"the port of {origin!r} is not a number from 0 to 65535") from None
 
 
 def parse_tcp_bind(text: str) -> TcpBind:
@@ -177,7 +177,7 @@ def parse_tcp_bind(text: str) -> TcpBind:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         if ":" not in host:
-            raise ValueError(f"{host} is no IPv6 address, which alone has brackets")
+            raise ValueError(f"only an IPv6 address has brackets, and {host} is not one")
     elif ":" in host and "/" not in host:
         raise ValueError("an IPv6 address needs brackets: [::1]:8090")
     if not colon or not host or "/" in host:
@@ -188,7 +188,7 @@ def parse_tcp_bind(text: str) -> TcpBind:
 def parse_host(text: str) -> str:
     """Reads where to listen: an address, an IPv6 one with its zone, or a name."""
     if text == "*":
-        raise ValueError("every address is 0.0.0.0, of IPv6 [::]")
+        raise ValueError("write 0.0.0.0 for every IPv4 address, or [::] for every IPv6 address")
     literal(text.partition("%")[0] if ":" in text else text)
     return text
 
@@ -303,7 +303,7 @@ def parse_peers(text: str) -> tuple[str, ...]:
 
 def parse_replica_port(text: str) -> int:
     if (port := parse_port(text)) == 0:
-        raise ValueError("expected a port from 1 to 65535: replicas have to know it")
+        raise ValueError("expected a port from 1 to 65535, to which replicas connect")
     return port
 
 
@@ -321,7 +321,7 @@ def parse_replica_peers(text: str) -> tuple[str, ...]:
 def _each_once(text: str) -> tuple[str, ...]:
     peers = tuple(dict.fromkeys(parse_list(text)))
     if len(peers) > MAX_PEERS:
-        raise ValueError(f"more than {MAX_PEERS} peers")
+        raise ValueError(f"the list has more than {MAX_PEERS} peers")
     return peers
 
 

@@ -655,16 +655,16 @@ SELECT_SERVICE_SETTINGS = (
 
 # Options of Dynamo's router that nothing here corresponds to, by flag without the dashes, and why.
 # They are taken, so that one command line and one environment do for both, and warned of.
-_NO_NATS = "kvd has no event store; --peers names whom to take the state from"
-_NO_CACHE = "a selection is answered once; retries are by Idempotency-Key"
-_NO_KEYS = "prompts are not hashed by a key"
+_NO_NATS = "kvd has no event store; --peers names the indexers to recover from"
+_NO_CACHE = "kvd caches no selections; retries need an Idempotency-Key"
+_NO_KEYS = "kvd hashes prompts without a key"
 WITHOUT_EFFECT = {
-    "router-replica-sync": "replicas are named: --replica-sync-port, --replica-sync-peers",
-    "kv-cache-block-size": "each worker says its block size when it is registered",
+    "router-replica-sync": "--replica-sync-port and --replica-sync-peers set up replicas",
+    "kv-cache-block-size": "each registration states the block size of its worker",
     "router-durable-kv-events": _NO_NATS,
     "router-reset-states": _NO_NATS,
     "router-snapshot-threshold": _NO_NATS,
-    "event-plane": "events come over ZMQ",
+    "event-plane": "kvd receives events over ZMQ only",
     "selection-cache-ttl-secs": _NO_CACHE,
     "selection-cache-max-entries": _NO_CACHE,
     "selection-cache-max-bytes": _NO_CACHE,

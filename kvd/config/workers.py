@@ -60,7 +60,7 @@ def _entry(
     instance_id = _number("instance id", identity, U64_MAX)
     dp_rank = _number("dp_rank", rank, U32_MAX) if colon else 0
     if len(urls) > 1 or len(replays) > 1:
-        raise ValueError("more than one replay endpoint, or more than one URL")
+        raise ValueError("the entry has more than one replay endpoint or more than one URL")
     outgoing.check_replica_endpoint(endpoint)
     for each in replays:
         outgoing.check_replay_endpoint(each)
@@ -94,13 +94,12 @@ def catalog_of(workers: tuple[StaticWorker, ...]) -> tuple[WorkerRecord, ...]:
 
 def _record(worker_id: int, ranks: dict[int, StaticWorker]) -> WorkerRecord:
     first, *others = ranks.values()
-    for what in ("replay_endpoint", "serves_at"):
-        if any(getattr(one, what) != getattr(first, what) for one in others):
-            name = what.replace("_", " ")
-            raise ValueError(f"the ranks of instance {worker_id} differ in {name}")
+    for member, name in (("replay_endpoint", "replay endpoint"), ("serves_at", "URL")):
+        if any(getattr(one, member) != getattr(first, member) for one in others):
+            raise ValueError(f"the ranks of instance {worker_id} differ in their {name}")
     start = min(ranks)
     if max(ranks) - start + 1 != len(ranks):
-        raise ValueError(f"the ranks of instance {worker_id} do not follow each other")
+        raise ValueError(f"the ranks of instance {worker_id} are not consecutive")
     return WorkerRecord(
         worker_id,
         *first.key.partition,

@@ -96,7 +96,7 @@ def test_without_a_kvd_to_ask_it_fails(
         thread.start()
         assert main(["reload"]) == 1
         thread.join()
-    assert capsys.readouterr().err == "kvd: kvd has ended before it had reloaded\n"
+    assert capsys.readouterr().err == "kvd: kvd ended before it reloaded\n"
     monkeypatch.delenv(FOLDER_VARIABLE)
     assert main(["reload"]) == 1
     assert "systemctl reload kvd" in capsys.readouterr().err

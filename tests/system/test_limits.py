@@ -312,7 +312,7 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert samples['kvd_events_ignored_total{reason="full"}'] == 90
         assert held() == [100] * 10 + [0] * 90
         shown = listener(kvd)
-        assert (shown["stream"], shown["loss"]) == ("degraded", "batch 99 found no room")
+        assert (shown["stream"], shown["loss"]) == ("degraded", "the index had no room for batch 99")
         said = "event=index_full max_blocks=1000"
         kvd.server.wait_until(lambda: said in kvd.server.stderr, "said")
         off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]

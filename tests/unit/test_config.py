@@ -217,10 +217,10 @@ def test_workers_may_say_where_replays_are_asked_from_and_where_they_serve() -> 
         ("1=tcp://127.0.0.1:1;", "invalid replay endpoint"),
         ("1=tcp://127.0.0.1:1;tcp://127.0.0.1:2;tcp://127.0.0.1:3", "more than one replay"),
         ("1=tcp://127.0.0.1:1;http://a;http://b", "or more than one URL"),
-        ("1=tcp://127.0.0.1:1;http://", "without a host"),
+        ("1=tcp://127.0.0.1:1;http://", "has no host"),
         ("1=tcp://127.0.0.1:1;http://u:p@a", r"\*\*\*@a'"),
-        ("1=tcp://127.0.0.1:1;http://a,1:1=tcp://127.0.0.1:1;http://b", "differ in serves at"),
-        ("1=tcp://127.0.0.1:1;http://a,1:2=tcp://127.0.0.1:1;http://a", "do not follow"),
+        ("1=tcp://127.0.0.1:1;http://a,1:1=tcp://127.0.0.1:1;http://b", "differ in their URL"),
+        ("1=tcp://127.0.0.1:1;http://a,1:2=tcp://127.0.0.1:1;http://a", "are not consecutive"),
     ],
 )
 def test_bad_workers_are_refused_with_their_reason(text: str, complaint: str) -> None:
