@@ -457,7 +457,7 @@ ENGINE_SETTINGS = section(
         "batch; 0: unlimited",
     ),
     engine_message_bytes=Setting(
-        parsers.within(64 * 1024, I32_MAX),
+        parsers.within(64 * 1024, I32_MAX),  # the decoder takes no more
         "BYTES",
         "maximum size of a batch; a larger batch closes the connection",
         field="max_message_bytes",
@@ -483,7 +483,10 @@ ENGINE_SETTINGS = section(
         live=True,
     ),
     replay_at_once=Setting(
-        parsers.within(1, 4096), "N", "maximum number of concurrent replays", live=True
+        parsers.within(1, 4096),  # three descriptors each
+        "N",
+        "maximum number of concurrent replays",
+        live=True,
     ),
 )
 

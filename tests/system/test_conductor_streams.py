@@ -170,7 +170,7 @@ def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
     assert "warning" not in found
     assert (silent["blocks"], silent["waiting"], silent["matched"]) == (2, 2, 0)
     assert silent["asked"] == found["asked"] > 0
-    assert silent["warning"] == "2 blocks held, no query ever matched a first block"
+    assert silent["warning"] == "2 blocks are indexed, but no query has matched one"
     metrics = conductor.client.get("/metrics").text
     assert "\nkvd_conductor_unmatched_publishers 1\n" in metrics
     assert '\nkvd_conductor_blocks{state="waiting"} 2\n' in metrics
@@ -284,11 +284,11 @@ def test_longer_json_is_refused_and_said(conductor: Running) -> None:
 @pytest.mark.parametrize(
     ("event", "loss"),
     [
-        ({"tenant_id": "other"}, "all events were another's, or ignored: tenant_id 1"),
+        ({"tenant_id": "other"}, "all events were foreign or ignored: tenant_id 1"),
         ({"medium": "dp"}, "all events were ignored: media 1"),
         (
             ["BlockStored", [1, 2], None, PROMPT, 8, None, "GPU"],
-            "all events were another's, or ignored: block_size 1",
+            "all events were foreign or ignored: block_size 1",
         ),
     ],
 )

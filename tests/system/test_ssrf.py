@@ -256,7 +256,7 @@ def test_nor_does_it_start_with_one(flags: list[str], capsys: pytest.CaptureFixt
         (["--replica-sync-port=5600", "--replica-sync-peers=tcp://[::]:5600"], everywhere("::")),
         (
             ["--workers=tcp://me:secret@h:1", "--block-size=16"],
-            "'tcp://***@h:1' is not of the form",
+            "'tcp://***@h:1': expected the form",
         ),
         (["--workers=x=tcp://me:secret@h:1", "--block-size=16"], "tcp://***@h:1': bad instance id"),
     ],
