@@ -26,7 +26,7 @@ from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
 from kvd.wire import egress
-from kvd.wire.event_stream import STALE_AFTER_S
+from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import DEFAULT_SEED
 from kvd_core.ledger.ledger import MAX_BLOCKS as MAX_REQUEST_BLOCKS
 from kvd_core.ledger.ledger import MAX_REQUESTS
@@ -344,7 +344,8 @@ PEER_SETTINGS = section(
     peers=Setting(parsers.parse_peers, "URL,...", "indexers to recover the index from at startup"),
     peers_token_file=file("file with a bearer token of scope admin at the peers"),
     recovery_delay_s=pause(
-        "pause between subscribing to events and asking a peer for its dump", 1.0
+        "pause between subscribing to events and asking a peer for its dump",
+        1.0,  # as documented: past the moment in which a new subscription misses events
     ),
     recovery_connect_s=seconds("time allowed to connect to a peer before the next peer is asked"),
     recovery_stall_s=seconds("time allowed without receiving a byte of a peer's dump"),
