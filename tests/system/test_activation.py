@@ -228,12 +228,12 @@ def test_sockets_of_which_nobody_knows_who_may_come_are_refused(tmp_path: Path) 
             sock.listen()
         except OSError as error:
             pytest.skip(f"no sockets between machines: {error}")
-        assert "no listening stream socket of TCP" in refused(tmp_path, [sock], "indexer")
+        assert "not a listening stream socket of TCP" in refused(tmp_path, [sock], "indexer")
 
 
 def test_what_does_not_listen_is_refused(tmp_path: Path) -> None:
     with socket.socket() as sock:
-        assert "(indexer) of the service manager is no listening" in refused(
+        assert "(indexer) of the service manager is not a listening" in refused(
             tmp_path, [sock], "indexer"
         )
 

@@ -275,7 +275,7 @@ def test_switches_stand_alone_or_say_it(command: str) -> None:
 
 def test_every_setting_of_the_router_is_a_flag_of_the_select_service() -> None:
     known = vars(build_parser().parse_args(["select-service"])).keys()
-    of_routers = [each for each in SETTINGS if (each.borrowed or "").startswith("DYN_")]
+    of_routers = [each for each in SETTINGS if each.variable.startswith("DYN_")]
     assert len(of_routers) > 20
     assert {each.name for each in of_routers} <= known
     assert given("select-service", "--router-temperature", "0.5")["router_temperature"] == 0.5
@@ -338,22 +338,36 @@ def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
     assert "cannot use" in start("127.0.0.1:0", pems["key"], os.EX_CONFIG)  # no certificate in it
 
 
-def test_help_shows_the_common_flags_first_and_the_others_by_subject() -> None:
-    text = run("serve", "--help").stdout
-    common, _, others = text.partition("\nRecovery:\n")
+def flags_in(text: str) -> set[str]:
+    """Returns the options that a help lists."""
+    return set(re.findall(r"^  (?:-\w, )?(--[a-z][a-z-]+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "indexer", "slot-tracker", "select-service", "conductor", "config check"]
+)
+def test_help_is_a_page_of_common_flags_and_names_the_help_with_all(command: str) -> None:
+    text = run(*command.split(), "--help").stdout
+    assert {"--help", "--help-all", "--config", "--tokens-file"} <= flags_in(text)
+    assert len(text.splitlines()) <= 50
+    everything = run(*command.split(), "--help-all").stdout
+    assert flags_in(text) < flags_in(everything)
+
+
+def test_the_help_with_all_has_every_setting_by_subject() -> None:
+    common, _, others = run("serve", "--help-all").stdout.partition("\nRecovery:\n")
     for setting in SETTINGS:
         section = common if setting in GROUPS[COMMON] else others
         assert f"\n  {setting.flag}" in section, setting.name
-    assert len(common.splitlines()) < 40  # a page
     titles = re.findall(r"^(\S.*):$", others, re.MULTILINE)
     assert titles == [title for title in GROUPS if title not in (COMMON, "Recovery")]
 
 
 def test_every_flag_is_said_to_have_the_variable_it_has() -> None:
-    epilog = "".join(run("serve", "--help").stdout.split())  # lines break at hyphens too
+    text = "".join(run("serve", "--help-all").stdout.split())  # lines break anywhere
     for setting in SETTINGS:
         usual = f"KVD_{setting.name.upper()}"
-        assert setting.variable == usual or f"{setting.flag}as{setting.variable}" in epilog
+        assert setting.variable == usual or f"variable{setting.variable})" in text
 
 
 def test_workers_of_the_command_line_are_registered(

@@ -144,7 +144,7 @@ def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
     messages = -(-WAITING // part)
     for seq in range(2, 2 + messages):
         tell(pool, seq, seq_hashes=list(range(2**40 + seq * part, 2**40 + (seq + 1) * part)))
-    loss = f"batch {1 + messages} found no room"
+    loss = f"the index had no room for batch {1 + messages}"
     shown = conductor.until_shown(pool.endpoint("pub"), 60.0, stream="degraded", loss=loss)
     assert (shown["waiting"], shown["ignored"]) == (WAITING, {"full": 1})
     conductor.until_row("/query", QUERY, matched(16))

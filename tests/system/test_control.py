@@ -73,7 +73,9 @@ def test_what_kvd_refuses_fails_with_the_reason(
             assert not said.out and said.err.startswith("kvd: nothing has changed: "), said
             return said.err
 
-        assert refused("log_levle = 1\n").endswith("log_levle: no such setting; log_level?\n")
+        assert refused("log_levle = 1\n").endswith(
+            "log_levle: no such setting; did you mean log_level?\n"
+        )
         # Which addresses are open knows only who has opened them,
         assert "could use the indexer" in refused("")
         # and its credentials nobody else.
@@ -96,7 +98,7 @@ def test_without_a_kvd_to_ask_it_fails(
         thread.start()
         assert main(["reload"]) == 1
         thread.join()
-    assert capsys.readouterr().err == "kvd: kvd has ended before it had reloaded\n"
+    assert capsys.readouterr().err == "kvd: kvd ended before it reloaded\n"
     monkeypatch.delenv(FOLDER_VARIABLE)
     assert main(["reload"]) == 1
     assert "systemctl reload kvd" in capsys.readouterr().err

@@ -126,9 +126,10 @@ def test_what_a_flag_says_stays(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("log_levle = 'info'", "log_levle: no such setting; log_level"),
+        ("log_levle = 'info'", "log_levle: no such setting; did you mean log_level"),
         ("http_connections = 0", "http_connections: expected a number greater than 0"),
-        ("http_connections = 5\nengine_heartbeat_s = 99", "heartbeat timeout"),  # put off, but bad
+        # Put off, but bad.
+        ("http_connections = 5\nengine_heartbeat_s = 99", "engine_heartbeat_timeout_s is shorter"),
         ("tls_keyfile = 'nowhere'", "TLS needs an address"),
         ("[", "Invalid|Expected"),
         ("workers = " + "[" * 20_000, "nested too deeply"),

@@ -259,7 +259,9 @@ def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.
         client.put("/workers", json={"workers": [wide]}).raise_for_status()
         refused = lost.result()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert refused.json() == {"error": "the block size of the workers has changed meanwhile"}
+        assert refused.json() == {
+            "error": "the block size of the workers changed while the request waited"
+        }
         assert callers[0].result().json()["overlap"]["gpu"] == 0
         waiting(client, 1)  # the first keeps the worker busy, and is cached there now
         client.post("/reservations/one/prefill_complete").raise_for_status()

@@ -109,7 +109,9 @@ def test_a_route_takes_a_token_of_its_scope(faces: Faces, face: str, route: Rout
             assert reply.status not in (401, 403, 421), reply.body
         else:
             assert reply.status == 403
-            assert reply.error == f"the token has not the scope {route.scope.name.lower()}"
+            assert (
+                reply.error == f"the token lacks the scope of this route {route.scope.name.lower()}"
+            )
             assert "www-authenticate" not in reply.headers
     reply = faces.ask(address, path_of(route), bearer(READ + "0"), **asked)
     assert (reply.status, reply.error) == (401, "unknown token")
@@ -584,7 +586,7 @@ def test_secrets_that_everybody_may_read_are_warned_of(
         assert main(check) == 0
         said = capsys.readouterr()
         assert said.out == "ok\n"
-        assert said.err == f"kvd: warning: {tokens} is secret, and everybody may read it\n"
+        assert said.err == f"kvd: warning: every user can read the secret file {tokens}\n"
         kvd.server.process.send_signal(signal.SIGHUP)
         kvd.server.wait_until(lambda: kvd.server.stderr.count(warned) == 2, "warned again")
         tokens.chmod(0o600)

@@ -422,7 +422,7 @@ async def test_prompts_that_came_hashed_end_with_the_block_size(nursery: trio.Nu
     await service.selections.workers.put_all(M, [batched(1, block_size=2 * BLOCK_SIZE)])
     await settled()
     assert caller.answer is None
-    assert str(caller.error) == "the block size of the workers has changed meanwhile"
+    assert str(caller.error) == "the block size of the workers changed while the request waited"
     assert before is not service.fleet().ledger.loads and before.eased is None
     service.check()
 
@@ -448,7 +448,7 @@ async def test_tokens_are_hashed_by_the_block_size_there_is_when_they_are_served
     assert service.selections.reservations.find("b")[1].blocks == 1
     assert callers["c"].answer is None and callers["c"].error is None
     # One that nobody could serve does not wait behind one that can be.
-    assert str(hashed.error) == "the block size of the workers has changed meanwhile"
+    assert str(hashed.error) == "the block size of the workers changed while the request waited"
     service.selections.reservations.prefill_complete("b")
     await settled()
     assert callers["c"].answer["potential_decode_blocks"] == answer["potential_decode_blocks"]
