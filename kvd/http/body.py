@@ -1,7 +1,7 @@
 """Reads the body of a request whole, within the route's limit and the listener's budget.
 
-    as long as announced    bytes of the connection
-    chunked                 the same bytes through httptools, which knows RFC 9112 §7.1
+as long as announced    bytes of the connection
+chunked                 the same bytes through httptools, which knows RFC 9112 §7.1
 """
 
 from __future__ import annotations
@@ -43,37 +43,46 @@ async def read_body(transport: Transport, head: Head, limit: int) -> bytes:
     if head.length != CHUNKED and head.length <= len(buffer):
         transport.buffer = buffer[head.length :]
         return buffer[: head.length]
-    transport.buffer = b""
     if head.expects_continue:
         await transport.send(CONTINUE)
+    body: ChunkedBody | CountedBody
     body = ChunkedBody(limit) if head.length == CHUNKED else CountedBody(head.length)
-    body.feed(buffer)
+    while transport.buffer and (wanted := body.wanted):
+        piece, transport.buffer = transport.buffer[:wanted], transport.buffer[wanted:]
+        body.feed(piece)
+        if transport.buffer:
+            await trio.lowlevel.checkpoint()
+    if body.wanted:
+        await _receive_rest(transport, body)
+    transport.buffer = body.rest + transport.buffer
+    return body.data.getvalue()
+
+
+async def _receive_rest(transport: Transport, body: ChunkedBody | CountedBody) -> None:
     source = _Source(transport)
     try:
         with transport.within(Phase.BODY, transport.shared.limits.body_seconds):
-            while (wanted := body.wanted) > 0:
+            while wanted := body.wanted:
                 body.feed(await source.receive(wanted))
+                if body.yields or source.reads % YIELD_READS == 0:
+                    await trio.lowlevel.checkpoint()
     except trio.TooSlowError:
         raise Refusal(408, "the request body took too long") from None
     finally:
         source.release()
-    transport.buffer = body.rest
-    return body.data.getvalue()
 
 
 class _Source:
     """The rest of one body, counted against what all bodies of the listener may occupy."""
 
     def __init__(self, transport: Transport) -> None:
+        self.reads = 0
         self._transport = transport
         self._received = 0
-        self._reads = 0
 
     async def receive(self, size: int) -> bytes:
-        self._reads += 1
-        if self._reads % YIELD_READS == 0 or size == CHUNKED_RECEIVE_BYTES:
-            await trio.lowlevel.checkpoint()
         piece = await self._transport.receive(size)
+        self.reads += 1
         if not piece:
             raise ConnectionResetError("the client left inside a body")
         shared = self._transport.shared
@@ -92,6 +101,7 @@ class CountedBody:
     """A body whose length is announced."""
 
     rest = b""  # bytes after it, which belong to the next request
+    yields = False  # whether other tasks are to run after each read
 
     def __init__(self, length: int) -> None:
         self.data = BytesIO()  # its buffer becomes the result without a copy
@@ -117,6 +127,8 @@ class ChunkedBody:
     Nor does httptools say where a message ends, and it goes on to the next one. But the end of a
     message is the end of an empty line, so it is fed from one empty line to the next.
     """
+
+    yields = True
 
     def __init__(self, limit: int) -> None:
         self.data = BytesIO()

@@ -127,9 +127,7 @@ class Connection(Transport):
 
     __slots__ = ("_outcome", "_retired", "_service", "_task", "checks_host")
 
-    def __init__(
-        self, stream: Stream, shared: Shared, service: Service, checks_host: bool
-    ) -> None:
+    def __init__(self, stream: Stream, shared: Shared, service: Service, checks_host: bool) -> None:
         super().__init__(stream, shared)
         self._service = service
         self.checks_host = checks_host  # see permits.hpp
