@@ -138,7 +138,7 @@ cdef extern from "index/stream.hpp" namespace "kvd" nogil:
         uint32_t cleared()          # tiers as bits
         const uint64_t* ignored()   # by kvd::Ignored
         cbool is_unused()
-        uint64_t other_block_size() # tokens, 0 for none
+        uint64_t other_block_size()  # tokens, 0 for none
         void clear() except +
         cbool restored()
         void drop_restored() except +
@@ -214,7 +214,8 @@ cdef class PrefixIndex:
     cdef readonly uint64_t questions    # about a block or more, put while there were blocks
     cdef readonly uint64_t matched      # of these, those that some rank has had a part of
 
-    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*, str cache_salt=*)
+    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*,
+                             str cache_salt=*)
     cpdef bytes query_hashes(self, BodyScanner scanner, int array)
     cpdef bytes query_tiers(self, BodyScanner scanner, int array)
     cdef bytes answer(self, size_t blocks)

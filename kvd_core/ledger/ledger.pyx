@@ -1,13 +1,13 @@
 # distutils: language = c++
 """The slot accounting of one (model, tenant): what every rank is working on.
 
-The structure and its rules are in the C++ headers this module binds: `ledger/ledger.hpp` (what one face
-has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may share), `ledger/trie.hpp` (live
-prompts), `ledger/requests.hpp`, `ledger/rows.hpp` (JSON).
+The structure and its rules are in the C++ headers this module binds: `ledger/ledger.hpp` (what one
+face has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may share),
+`ledger/trie.hpp` (live prompts), `ledger/requests.hpp`, `ledger/rows.hpp` (JSON).
 
-One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is the number of
-blocks of a prompt, m the nodes of the trie on its path (at most the number of places where live
-prompts part or end on it), r the number of ranks.
+One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is
+the number of blocks of a prompt, m the nodes of the trie on its path (at most the number of places
+where live prompts part or end on it), r the number of ranks.
 """
 
 from collections import namedtuple
@@ -130,8 +130,8 @@ cdef class Ledger:
     def add_rank(self, uint64_t worker_id, uint32_t dp_rank):
         """Adds a rank, or finds it, and returns its id: dense, used again after removal.
 
-        Ledgers that share loads have one id for the same rank. OverflowError when there are MAX_RANKS. O(log r), and 16 bytes moved for each rank that
-        sorts behind it.
+        Ledgers that share loads have one id for the same rank. OverflowError when there are
+        MAX_RANKS. O(log r), and 16 bytes moved for each rank that sorts behind it.
         """
         cdef RankId rank = self.c.add_rank(worker_id, dp_rank)
         if rank == kNone:
@@ -141,7 +141,8 @@ cdef class Ledger:
     def remove_rank(self, RankId rank):
         """Removes a rank with its requests; returns their ids in order of admission.
 
-        Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free of each of its requests).
+        Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free
+        of each of its requests).
         """
         self.own(rank)
         ids = []
@@ -277,7 +278,7 @@ cdef class Ledger:
         )
 
     def load(self, RankId rank):
-        """The Load of a rank: prefill tokens, decode blocks, requests, of all ledgers that share it.
+        """The Load of a rank, of all ledgers that share it.
 
         KeyError if this one does not have the rank. O(1).
         """

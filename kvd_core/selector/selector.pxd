@@ -50,7 +50,9 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
         const vector[uint64_t]& used()    # the local hashes of what a rank will cache
         void take(const CPrompt&) except +
         void take_hashes(const uint64_t*, size_t, const uint64_t*, size_t, uint64_t) except +
-        void take_tokens(const uint32_t*, size_t, uint32_t, string_view, string_view, cbool) except +
+        void take_tokens(
+            const uint32_t*, size_t, uint32_t, string_view, string_view, cbool
+        ) except +
         void make_unique(uint64_t)
 
 cdef extern from "selector/cost.hpp" namespace "kvd::selector" nogil:
@@ -92,7 +94,8 @@ cdef extern from "selector/selector.hpp" namespace "kvd::selector" nogil:
         void remember() except +                # the loads of now
         cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
         uint64_t least_effective_tokens(const CSettings&, const uint8_t*)
-        uint64_t least_prefill(const CSettings&, const uint8_t*) except +  # what terms need of others
+        # What terms need of others.
+        uint64_t least_prefill(const CSettings&, const uint8_t*) except +
         void set_heard(size_t, cbool)
         void set_reachable(size_t, cbool)
         void take_back()                        # the last choice of ROUND_ROBIN

@@ -165,7 +165,8 @@ cdef class Pool:
         """Of the prompt of the last look."""
         return self.c.prompt().locals.size()
 
-    def look(self, bytes local_hashes not None, bytes sequence_hashes not None, uint64_t isl_tokens):
+    def look(self, bytes local_hashes not None, bytes sequence_hashes not None,
+             uint64_t isl_tokens):
         """Finds out how all candidates stand to a prompt.
 
         Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.

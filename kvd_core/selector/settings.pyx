@@ -43,11 +43,11 @@ cdef class Settings:
         """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
 
         `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
-        terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is busy above `queue_threshold` times its
-        max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
-        total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
-        Above `decode_busy_threshold` of its total_kv_blocks answers call a rank `decode_busy`.
-        Turns of ROUND_ROBIN are those of one of LINES.
+        terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is
+        busy above `queue_threshold` times its max_num_batched_tokens. The other thresholds take a
+        rank out: `active_decode_blocks` of its total_kv_blocks, prefill tokens, and these as a
+        fraction of its max_num_batched_tokens. Above `decode_busy_threshold` of its total_kv_blocks
+        answers call a rank `decode_busy`. Turns of ROUND_ROBIN are those of one of LINES.
         ValueError for what is outside; TypeError for a name that is none of these.
         """
         if not members.keys() <= DEFAULTS.keys():
@@ -72,7 +72,9 @@ cdef class Settings:
         self.c.queue_threshold = self.threshold("queue_threshold")
         self.c.decode_blocks_threshold = self.threshold("active_decode_blocks_threshold")
         self.c.prefill_tokens_threshold = self.threshold("active_prefill_tokens_threshold")
-        self.c.prefill_tokens_threshold_frac = self.threshold("active_prefill_tokens_threshold_frac")
+        self.c.prefill_tokens_threshold_frac = self.threshold(
+            "active_prefill_tokens_threshold_frac"
+        )
         self.c.decode_busy_threshold = self.threshold("decode_busy_threshold")
 
     def replace(self, **changes):
