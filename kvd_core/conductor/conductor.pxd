@@ -65,7 +65,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
             CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool,
             CSteps&
         ) except +
-        cbool settle(CSteps&) except +
+        cbool place_waiting(CSteps&) except +
         void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
         void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
         pair[uint64_t, uint64_t] held_by(const CSource&)
@@ -151,7 +151,7 @@ cdef class Source:
     cdef CSource* c     # NULL once it is removed
     cdef Conductor conductor
     cdef readonly object instance_id
-    cdef int64_t spent  # steps of `store_named` since the last `settle`
+    cdef int64_t spent  # steps of `store_named` since the last `place_waiting`
 
     cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe
 

@@ -16,7 +16,7 @@ from cython.operator cimport dereference as deref
 from libc.stdint cimport INT64_MAX
 
 from kvd_core.events.decoder import REASONS
-from kvd_core.index.prefix_index cimport kAllLayers, kNone, settle, verify_if_debug
+from kvd_core.index.prefix_index cimport kAllLayers, kNone, place_waiting, verify_if_debug
 
 from kvd_core.index.prefix_index import SLICE_STEPS
 
@@ -272,7 +272,7 @@ cdef class Source:
         Only whole blocks count. With `inherits` a known parent's namespace goes before `space`;
         `objects` are lists of ascending hashes of images, one a block. Returns an OUTCOME, or why
         there is none: "media", "holders". OverflowError or TypeError for numbers out of range.
-        Unless `whole`, calls of `settle` have to follow.
+        Unless `whole`, calls of `place_waiting` have to follow.
         """
         cdef vector[uint64_t] named = hashes
         cdef vector[uint32_t] said = tokens
@@ -307,7 +307,7 @@ cdef class Source:
             told.mm = mm.data()
         cdef int outcome = <int>self.conductor.c.store(self.c, id, told)
         if whole:
-            settle(deref(self.conductor.index.c))
+            place_waiting(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
         return OUTCOMES[outcome]
 
@@ -341,18 +341,18 @@ cdef class Source:
             self.spent += INT64_MAX - all.rest()
             del all
         if whole:
-            settle(deref(self.conductor.index.c))
+            place_waiting(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
         return "full" if came == kNone else "placed"
 
-    def settle(self, Slice slice not None):
+    def place_waiting(self, Slice slice not None):
         """Does some of what stored blocks have set off; False while there is more, or no step left.
 
         Those that `store_named` has taken since the last call go off them.
         """
         slice.c.take(self.spent)
         self.spent = 0
-        return self.conductor.c.settle(slice.c[0]) and slice.c.left()
+        return self.conductor.c.place_waiting(slice.c[0]) and slice.c.left()
 
     def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
         """Takes blocks off one medium, or off all with None; unknown hashes are counted."""

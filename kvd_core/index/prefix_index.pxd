@@ -89,7 +89,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         cbool sweep(uint32_t) except +
         uint32_t tier_mask(uint32_t)
         cbool store(RankId, const CStore&) except +
-        cbool settled(CSteps&) except +
+        cbool place_waiting(CSteps&) except +
         cbool store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
         void remove(RankId, uint64_t, LayerId) except +
         void predict(double, uint32_t, uint32_t) except +    # seconds, entries, entries
@@ -189,7 +189,7 @@ cdef extern from "base/hash.hpp" namespace "kvd" nogil:
     void local_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
 
 
-cdef int settle(CIndex& index) except -1
+cdef int place_waiting(CIndex& index) except -1
 
 cdef class IngestCounters:
     cdef CStreamCounters c

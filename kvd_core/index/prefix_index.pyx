@@ -39,11 +39,11 @@ cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
     )
 
 
-cdef int settle(CIndex& index) except -1:
+cdef int place_waiting(CIndex& index) except -1:
     """Does all that placed blocks have set off elsewhere."""
     cdef CSteps* all = new CSteps(INT64_MAX)
     try:
-        index.settled(all[0])
+        index.place_waiting(all[0])
     finally:
         del all
     return 0
@@ -402,7 +402,7 @@ cdef class Worker:
         s.layer = tier
         s.term = 0
         cdef cbool stored = self.index.c.store(self.rank_of(dp_rank), s)
-        settle(deref(self.index.c))
+        place_waiting(deref(self.index.c))
         return stored
 
     def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):

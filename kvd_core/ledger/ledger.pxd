@@ -41,7 +41,7 @@ cdef extern from "ledger/ledger.hpp" namespace "kvd::ledger" nogil:
     cppclass CTrie "kvd::ledger::Trie":
         uint32_t node_count()
         uint64_t block_count()
-        uint64_t passage_count()
+        uint64_t rank_ref_count()
 
     cppclass CRequest "kvd::ledger::Request":
         uint64_t tokens             # to prefill, as given

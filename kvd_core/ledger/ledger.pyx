@@ -7,7 +7,7 @@ face has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may shar
 
 One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is
 the number of blocks of a prompt, m the nodes of the trie on its path (at most the number of places
-where live prompts part or end on it), r the number of ranks.
+where live prompts branch or end on it), r the number of ranks.
 """
 
 from collections import namedtuple
@@ -332,15 +332,15 @@ cdef class Ledger:
     def stats(self):
         """Sizes now and totals since the start.
 
-        Blocks, nodes, passages (pairs of a node and a rank) and bytes are those of all ledgers that
-        share the loads, all others this one's.
+        Blocks, nodes, rank_refs (pairs of a node and a rank) and bytes are those of all ledgers
+        that share the loads, all others this one's.
         """
         cdef const CTally* t = &self.c.tally()
         return {
             "requests": self.c.requests().size(),
             "blocks": self.c.loads().trie().block_count(),
             "nodes": self.c.loads().trie().node_count(),
-            "passages": self.c.loads().trie().passage_count(),
+            "rank_refs": self.c.loads().trie().rank_ref_count(),
             "ranks": self.c.order().size(),
             "output_blocks": self.c.output_count(),
             "bytes": self.c.bytes(),

@@ -7,7 +7,7 @@
 //   ./fuzz_ledger -max_len=2048 -max_total_time=120 CORPUS_FOLDER
 //
 // The input is read byte by byte: an operation, then what it needs. Prompts are runs of 1 or 1,500
-// equal hashes out of four, so that they share, part, and exceed the longest node.
+// equal hashes out of four, so that they share, branch, and exceed the longest node.
 
 #include <cstddef>
 #include <cstdint>
