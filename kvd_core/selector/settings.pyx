@@ -1,7 +1,9 @@
 # distutils: language = c++
-"""How a selection weighs and chooses; what the figures mean is in `selector/cost.hpp`."""
+"""How a selection weighs and chooses; what the figures mean is in `selector/cost.pxd`."""
 
 from types import MappingProxyType
+
+from libc.math cimport INFINITY
 
 KV = <int>kKv
 ROUND_ROBIN = <int>kRoundRobin
@@ -11,7 +13,8 @@ DIRECT = <int>kDirect
 MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT)
 LINES = range(kLines)
 
-MAX_WEIGHT = kMaxWeight
+# Weights up to here leave every cost finite: 2^63 tokens times 1e18 is far below 1e308.
+MAX_WEIGHT = 1e18
 
 # Of Settings: defaults, and the highest value of a number.
 cdef dict DEFAULTS = {
@@ -82,10 +85,10 @@ cdef class Settings:
         return Settings(**{**self.members, **changes})
 
     cdef double number(self, str name) except *:
-        cdef double value = self.members[name], highest = HIGHEST.get(name, kMaxWeight)
+        cdef double value = self.members[name], highest = HIGHEST.get(name, MAX_WEIGHT)
         if not 0 <= value <= highest:
             raise ValueError(f"{name} must lie in [0, {highest:g}]")
         return value
 
     cdef double threshold(self, str name) except *:
-        return kOff if self.members[name] is None else self.number(name)
+        return INFINITY if self.members[name] is None else self.number(name)
