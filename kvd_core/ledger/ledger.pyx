@@ -3,7 +3,7 @@
 
 The structure and its rules are in the C++ headers this module binds: `ledger/ledger.hpp` (what one
 face has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may share),
-`ledger/trie.hpp` (live prompts), `ledger/requests.hpp`, `ledger/rows.hpp` (JSON).
+`ledger/trie.hpp` (live prompts), `ledger/requests.hpp`. `ledger/rows.pxd` is the JSON.
 
 One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is
 the number of blocks of a prompt, m the nodes of the trie on its path (at most the number of places
@@ -16,10 +16,13 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from cython.operator cimport dereference as deref
 from libcpp.memory cimport make_shared
 
 from kvd_core.json.scan cimport BodyScanner
+from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
+
+cdef extern from "<cassert>" nogil:
+    void require "assert" (bint holds)  # in debug builds
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
@@ -288,38 +291,32 @@ cdef class Ledger:
     def render_loads(self, bytes prefix not None=b""):
         """The loads of all ranks as JSON objects with commas between, by (worker, dp rank).
 
-        `prefix` opens each: ready JSON members, with a comma behind. O(r). See `ledger/rows.hpp`.
+        `prefix` opens each: ready JSON members, with a comma behind. O(r). See `ledger/rows.pxd`.
         """
-        cdef CRows* rows = new CRows(deref(self.c))
-        cdef PyObject* answer
-        cdef char* begin
         cdef string_view opening = string_view(PyBytes_AS_STRING(prefix), PyBytes_GET_SIZE(prefix))
-        try:
-            answer = PyBytes_New(NULL, rows.room(opening.size()))
-            begin = PyBytes_AS_STRING(<object>answer)
-            return cut(answer, rows.loads(begin, opening) - begin)
-        finally:
-            del rows
+        cdef Py_ssize_t room = rows_room(self.c, opening.size())
+        cdef PyObject* answer = PyBytes_New(NULL, room)
+        cdef char* begin = PyBytes_AS_STRING(<object>answer)
+        cdef char* end = put_loads(begin, self.c, opening)
+        require(end - begin <= room)
+        return cut(answer, end - begin)
 
     def project(self, hashes, uint64_t new_tokens):
         """What the load of each rank would be with a further request, as a JSON array.
 
         OverflowError for more than MAX_TOKENS. O(n + r + the ranks on the path). See
-        `ledger/rows.hpp`.
+        `ledger/rows.pxd`.
         """
         if new_tokens > kMaxTokens:
             raise OverflowError("too many tokens")
         cdef Prompt prompt = prompt_of(hashes)
         cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
-        cdef CRows* rows = new CRows(deref(self.c))
-        cdef PyObject* answer
-        cdef char* begin
-        try:
-            answer = PyBytes_New(NULL, rows.room(0))
-            begin = PyBytes_AS_STRING(<object>answer)
-            return cut(answer, rows.projection(begin, depths, prompt.blocks, new_tokens) - begin)
-        finally:
-            del rows
+        cdef Py_ssize_t room = rows_room(self.c, 0)
+        cdef PyObject* answer = PyBytes_New(NULL, room)
+        cdef char* begin = PyBytes_AS_STRING(<object>answer)
+        cdef char* end = put_projection(begin, self.c, depths, prompt.blocks, new_tokens)
+        require(end - begin <= room)
+        return cut(answer, end - begin)
 
     def depths(self, hashes):
         """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
