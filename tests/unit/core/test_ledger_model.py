@@ -182,7 +182,7 @@ class Pair:
             self.ledger.verify()
             assert self.ledger.stats()["requests"] == 0
         stats = self.ledger.stats()
-        sizes = ("blocks", "nodes", "passages", "output_blocks")
+        sizes = ("blocks", "nodes", "rank_refs", "output_blocks")
         assert [stats[size] for size in sizes] == [0] * 4
         for _ in self.each_side():
             for place in self.model.ranks:
