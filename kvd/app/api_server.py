@@ -13,7 +13,7 @@ from kvd.config.load import AddressError, Config, StartError
 from kvd.config.parsers import TLS_PREFIX, Bind, Binds, TcpBind
 from kvd.faces.common.monitoring import metrics_route
 from kvd.http.access import AccessLog
-from kvd.http.app import NotFound, build_app
+from kvd.http.app import WrongPath, build_app
 from kvd.http.auth import Authorizer, is_local
 from kvd.http.certificates import TlsCredentials, load_terms
 from kvd.http.context import ServerContext
@@ -132,7 +132,7 @@ class ApiServer:
     async def serve(
         self,
         routes: tuple[Route, ...],
-        not_found: NotFound,
+        not_found: WrongPath,
         stop: trio.Event,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,

@@ -33,7 +33,7 @@ from kvd.fleet_file.targets import (
     SelectionTarget,
     SlotTrackerTarget,
 )
-from kvd.http.app import NotFound
+from kvd.http.app import WrongPath
 from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
 from kvd.http.types import Admission, Route
@@ -107,7 +107,7 @@ class Apis:
 
     def routes(
         self, known: Components, config: Callable[[], Config]
-    ) -> Iterator[tuple[ApiServer, tuple[Route, ...], NotFound]]:
+    ) -> Iterator[tuple[ApiServer, tuple[Route, ...], WrongPath]]:
         """Yields the faces that are served with their routes and what they say of other paths.
 
         Their metrics are complete then.
