@@ -16,6 +16,7 @@ from kvd.faces.common.schemas import (
     HASH,
     HEALTH,
     JSON,
+    LABEL,
     TEXT,
     TOKENS,
     U32,
@@ -65,7 +66,6 @@ def one_needed(*names: str) -> Schema:
 
 # ---- bodies
 
-LABEL: Schema = {**TEXT, "maxLength": 4096}
 SAID_LABEL, SAID_NAME = nullable(LABEL), nullable(KEPT_NAME)
 GIVEN, GIVEN_NAME = {**LABEL, "minLength": 1}, {**KEPT_NAME, "minLength": 1}
 

@@ -15,6 +15,7 @@ from kvd.faces.common.schemas import (
     HASH,
     HEALTH,
     KEPT_TENANT,
+    LABEL,
     NAME,
     OK,
     SECONDS,
@@ -70,8 +71,8 @@ SCORES = row(
 RANK_BLOCKS: Schema = {
     "type": "array",
     "prefixItems": [row({"worker_id": U64, "dp_rank": U32}), BLOCKS],
-    "items": False,
     "minItems": 2,
+    "maxItems": 2,
 }
 TIER: Schema = {
     "type": "array",
@@ -79,8 +80,8 @@ TIER: Schema = {
         one_of("host_pinned", "disk", "external"),
         row({"hits": array(RANK_BLOCKS)}),
     ],
-    "items": False,
     "minItems": 2,
+    "maxItems": 2,
 }
 TIERED = row(
     {
@@ -117,7 +118,7 @@ UNREGISTER = members(
     },
 )
 LISTENER = members(RANK, TENANT | {"model_name": nullable(TEXT), "dp_rank": nullable(U32)})
-PEER = members({"url": ADDRESS})
+PEER = members({"url": LABEL})
 
 # Of a model and tenant: whether questions match anything.
 MATCHING = {"questions": COUNT, "matched": COUNT}

@@ -11,6 +11,7 @@ from kvd.faces.common.schemas import (
     FILTERS,
     FLAG,
     HASH,
+    LABEL,
     NAME,
     NUMBER,
     OK,
@@ -72,9 +73,9 @@ DESCRIBED = optional(
     tenant_id=NAME,
     routing_group=NAME,
     endpoint=NAME,
-    kv_events_endpoint={**TEXT, "maxLength": 4096},
-    kv_events_endpoints=by_rank({**TEXT, "maxLength": 4096}),
-    replay_endpoint={**TEXT, "maxLength": 4096},
+    kv_events_endpoint=LABEL,
+    kv_events_endpoints=by_rank(LABEL),
+    replay_endpoint=LABEL,
     block_size=U32,
     data_parallel_start_rank=U32,
     data_parallel_size=U32,
@@ -89,8 +90,8 @@ DESCRIBED = optional(
     kv_transfer_enforcement=one_of(*ENFORCEMENTS),
     kv_transfer_preferred_weight=NUMBER,
     router_hint_worker_type=NAME,
-    router_hint_source_control_endpoints=by_rank({**TEXT, "maxLength": 4096}),
-    curve_server_key={**TEXT, "maxLength": 4096},
+    router_hint_source_control_endpoints=by_rank(LABEL),
+    curve_server_key=LABEL,
 )
 OF_WORKERS = {name: DESCRIBED[name]["anyOf"][0] for name in ("model_name", "tenant_id")} | {
     "routing_group": NAME
