@@ -38,7 +38,8 @@ from kvd.faces.common.schemas import (
     row,
 )
 from kvd.wire.dump import BINARY_DUMP
-from kvd.wire.event_stream import ListenerStatus, Quiet, StreamHealth
+from kvd.wire.event_stream import StreamHealth
+from kvd.wire.stream_link import ListenerStatus, Quiet
 
 # ---- questions
 
