@@ -309,7 +309,7 @@ class Connection(Transport):
 
     async def _answer(self, head: Head, found: Found | None, body: bytes) -> bool:
         if found is None or not found.route.hot:
-            return await self._serve_app(head, body)
+            return await self._serve_app(head, found, body)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
         data, persists, undo = self._service.serve(self.shared, head, found, body)
@@ -388,11 +388,11 @@ class Connection(Transport):
             self._service.context.note_refused(head.method, route, refusal, head.headers)
             raise
 
-    async def _serve_app(self, head: Head, body: bytes) -> bool:
+    async def _serve_app(self, head: Head, found: Found | None, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
         self.enter(Phase.WORKING)
         known = self._service.context.authorizer.knows(head.headers, self.checks_host)
-        exchange = AsgiExchange(self, head, body, known=known)
+        exchange = AsgiExchange(self, head, found, body, known=known)
         await exchange.run(self._service.app)
         self.shared.stats.handler_bugs += exchange.writer.status == 500
         return exchange.writer.persists
