@@ -28,8 +28,9 @@ from kvd.config.load import DEFAULTS, load
 from kvd.config.parsers import OFF, parse_face_binds
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.platform.descriptors import LEAST
+from tests.support.commands import Ended, run_each
 from tests.support.ports import find_free_port
-from tests.support.processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment
+from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.running import running, running_both
 
 ENDPOINT = "tcp://127.0.0.1:5557"
@@ -38,19 +39,6 @@ OTHERS_OFF = (
     *("--selection-bind", "off"),
     *("--conductor-bind", "off"),
 )
-
-
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs kvd as a process of its own, for command lines that end by themselves."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvd", *arguments],
-        cwd=REPOSITORY,
-        env=clean_environment(**environ),
-        capture_output=True,
-        text=True,
-        timeout=STOP_DEADLINE_S,
-        check=False,
-    )
 
 
 def given(*arguments: str) -> dict[str, object]:
@@ -127,18 +115,12 @@ def test_a_wrong_command_line_names_the_command_and_no_password(
         assert error.startswith(said) and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "face", ["serve", "indexer", "slot-tracker", "select-service", "conductor"]
-)
 @pytest.mark.parametrize("limit", [10, 20, LEAST - 1])
-def test_too_few_descriptors_are_one_line(face: str, limit: int) -> None:
+def test_too_few_descriptors_are_one_line(limit: int) -> None:
     few = ["prlimit", f"--nofile={limit}:{limit}"]
-    command = [*few, sys.executable, "-m", "kvd", face]
-    ended = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
-    assert ended.stderr == (
-        f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
-    )
-    assert ended.returncode == os.EX_CONFIG
+    faces = [[face] for face in ("serve", "indexer", "slot-tracker", "select-service", "conductor")]
+    said = f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
+    assert run_each(faces, under=few) == [Ended(os.EX_CONFIG, said)] * len(faces)
 
 
 def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,49 +279,51 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         assert alone(parser, parser.parse_args([command])).keys() <= {*settings, DEFAULTS}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "indexer --port {}",
-        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{} --selection-bind off "
-        "--conductor-bind off",
-        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off --selection-bind 127.0.0.1:{} "
-        "--conductor-bind off",
-        "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
-        "--conductor-bind 127.0.0.1:{}",
-        "slot-tracker --port 0 --replica-sync-port {}",
-    ],
-)
-def test_a_port_in_use_is_a_start_error(arguments: str) -> None:
+def test_a_port_in_use_is_a_start_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = run(*arguments.format(port).split())
-    assert ended.returncode == 1  # it may be free in a moment
-    assert f"127.0.0.1:{port}" in ended.stderr
-    assert ended.stderr.count("\n") == 1, ended.stderr
+        commands = [
+            f"indexer --port {port}",
+            f"serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{port} "
+            "--selection-bind off --conductor-bind off",
+            "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off "
+            f"--selection-bind 127.0.0.1:{port} --conductor-bind off",
+            "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
+            f"--conductor-bind 127.0.0.1:{port}",
+            f"slot-tracker --port 0 --replica-sync-port {port}",
+        ]
+        for ended in run_each([command.split() for command in commands]):
+            assert ended.code == 1  # it may be free in a moment
+            assert f"127.0.0.1:{port}" in ended.stderr
+            assert ended.stderr.count("\n") == 1, ended.stderr
 
 
-def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
-    files = ["-subj", "/CN=kvd", "-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run([*command.split(), *files], cwd=tmp_path, check=True, capture_output=True)
-    pems = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
+def test_a_port_in_use_for_tls_is_one_line_too(certificate: Path) -> None:
+    cert, key = (str(certificate / f"{name}.pem") for name in ("cert", "key"))
 
-    def start(bind: str, cert: str, code: int) -> str:
+    def start(bind: str, cert: str) -> list[str]:
         binds = ("--indexer-bind", f"127.0.0.1:0,tls:{bind}", *OTHERS_OFF)
-        ended = run("serve", *binds, "--tls-certfile", cert, "--tls-keyfile", pems["key"])
-        assert ended.returncode == code
-        assert ended.stderr.count("\n") == 1, ended.stderr
-        return ended.stderr
+        return ["serve", *binds, "--tls-certfile", cert, "--tls-keyfile", key]
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"cannot listen on {bind}" in start(bind, pems["cert"], code=1)
-    assert "cannot use" in start("127.0.0.1:0", pems["key"], os.EX_CONFIG)  # no certificate in it
+        in_use, bad = run_each([start(bind, cert), start("127.0.0.1:0", key)])
+    assert in_use.code == 1 and f"cannot listen on {bind}" in in_use.stderr
+    assert bad.code == os.EX_CONFIG and "cannot use" in bad.stderr  # no certificate in it
+    for ended in (in_use, bad):
+        assert ended.stderr.count("\n") == 1, ended.stderr
 
 
-def test_help_shows_the_common_flags_first_and_the_others_by_subject() -> None:
-    text = run("serve", "--help").stdout
+def show_help(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_common_flags_first_and_the_others_by_subject(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = show_help(capsys)
     common, _, others = text.partition("\nRecovery:\n")
     for setting in SETTINGS:
         section = common if setting in GROUPS[COMMON] else others
@@ -349,8 +333,10 @@ def test_help_shows_the_common_flags_first_and_the_others_by_subject() -> None:
     assert titles == [title for title in GROUPS if title not in (COMMON, "Recovery")]
 
 
-def test_every_flag_is_said_to_have_the_variable_it_has() -> None:
-    epilog = "".join(run("serve", "--help").stdout.split())  # lines break at hyphens too
+def test_every_flag_is_said_to_have_the_variable_it_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    epilog = "".join(show_help(capsys).split())  # lines break at hyphens too
     for setting in SETTINGS:
         usual = f"KVD_{setting.name.upper()}"
         assert setting.variable == usual or f"{setting.flag}as{setting.variable}" in epilog
@@ -366,11 +352,8 @@ def test_workers_of_the_command_line_are_registered(
     assert worker["endpoints"] == {"0": ENDPOINT, "1": ENDPOINT}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_both_signals_end_it_well(
-    number: signal.Signals, kvd_process: Callable[..., Server]
-) -> None:
-    assert kvd_process().stop(number) == 0
+def test_an_interrupt_ends_it_well_as_a_sigterm_does(kvd_process: Callable[..., Server]) -> None:
+    assert kvd_process().stop(signal.SIGINT) == 0  # every other daemon here ends on SIGTERM
 
 
 def test_who_reads_what_a_command_says_may_leave() -> None:
