@@ -32,7 +32,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("service")
     with (
         running(folder, port, "serve", *flags, environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, timeout=60.0) as client,
+        httpx.Client(
+            base_url=server.base_url, trust_env=False, verify=False, timeout=60.0
+        ) as client,
     ):
         client.headers["x-slots"] = f"http://127.0.0.1:{slots}"
         yield client
@@ -185,7 +187,7 @@ def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
     environ["DYN_ROUTER_CONDITIONAL_DISAGG_PREFILL_BUSY_THRESHOLD"] = "0.5"
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         busy = []
         for name in ("ab", "c"):  # worker 1 has room for 24 tokens; equal is not busy
@@ -206,7 +208,7 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
     environ["DYN_ROUTER_CONDITIONAL_DISAGG_DECODE_BUSY_THRESHOLD"] = "0.25"
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         put(client, 1, max_num_batched_tokens=1000, total_kv_blocks=32)
         # A quarter of its blocks is not too much; a block that is begun counts.
@@ -248,7 +250,7 @@ def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
     slots = client.headers["x-slots"]
     body = {"model_name": "none", "request_id": "r", "worker_id": "x", "dp_rank": 0}
     body |= {"sequence_hashes": [1], "new_isl_tokens": 4}
-    with httpx.Client(base_url=slots, trust_env=False) as tracker:
+    with httpx.Client(base_url=slots, trust_env=False, verify=False) as tracker:
         answer = tracker.post("/add", json=body)
         assert answer.status_code == 422 and "worker_id" in answer.json()["error"]
         assert tracker.post("/add", json={**body, "worker_id": 1}).status_code == 404

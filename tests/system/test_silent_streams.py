@@ -44,7 +44,9 @@ class Fleet:
     def __init__(self, server: Server, flags: list[str], engines: ExitStack) -> None:
         self.server = server
         self.flags = flags
-        self.client = engines.enter_context(httpx.Client(base_url=server.base_url, trust_env=False))
+        self.client = engines.enter_context(
+            httpx.Client(base_url=server.base_url, trust_env=False, verify=False)
+        )
         self._engines = engines
         self._lines_before = len(server.stderr.splitlines())
         self._samples_before = self._samples()
