@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import os
 import signal
 import socket
@@ -63,7 +64,7 @@ class Forked:
             self.returncode = self._forker.ask("poll", self.pid)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Returns the exit code; raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
