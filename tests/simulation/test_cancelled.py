@@ -23,7 +23,8 @@ from kvd.net.listener import run_listener
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.turns import Turns
-from kvd.wire.event_stream import ListenerStatus, StreamHealth
+from kvd.wire.event_stream import StreamHealth
+from kvd.wire.stream_link import ListenerStatus
 from kvd_core.base.hashing import local_hashes
 from tests.simulation.engine import BLOCK, tokens_of
 from tests.simulation.fleet import Fleet, check_replica

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import CONFIRMED_AFTER_S
-from kvd.wire.event_stream import ListenerStatus
+from kvd.wire.stream_link import ListenerStatus
 from tests.simulation.engine import BLOCK
 from tests.simulation.fleet import Fleet, check_replica
 from tests.simulation.oracle import Oracle

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import RankKey
-from kvd.wire.event_stream import ListenerStatus
+from kvd.wire.stream_link import ListenerStatus
 
 
 def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) -> None:

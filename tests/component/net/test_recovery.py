@@ -410,8 +410,8 @@ async def test_a_dump_is_kept_and_not_exact_when_its_engine_is_heard_in_the_midd
     fresh.register(7)
     (listener,) = fresh.listeners.running.values()
     listener.take(4, msgpack.packb([1.5, [], None]))
-    listener.judge()
-    listener.apply_held()
+    listener.catch_up.judge()
+    listener.catch_up.apply_held()
     assert fresh.depths(1, 2)[7, 0] == (2, 2, 2)  # type: ignore[index]
     assert listener.loss == "missing 0..3, restored from a peer"
 
@@ -539,7 +539,7 @@ async def test_restored_ranks_settle_when_they_have_been_listened_to(
         assert listener.take(5, b"")
         await trio.sleep(2 * CONFIRMED_AFTER_S)
         assert fresh.state.unconfirmed
-        listener.apply_held()
+        listener.catch_up.apply_held()
         await trio.sleep(CONFIRMED_AFTER_S / 2)
         assert fresh.state.unconfirmed
     assert trio.current_time() <= 10 * CONFIRMED_AFTER_S
