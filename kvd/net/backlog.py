@@ -82,6 +82,11 @@ class Backlog:
         more = inbox.drain(listener.take, most, budget_ns, listener.identity.speaker, listener.meet)
         return more or bool(changes)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether a connection is known to be lost, and some of its messages wait still."""
+        return self._lost or any(Change.LOST in change for _, change in self._changes)
+
     def end(self) -> None:
         """Drops what waits; it shows as missing when the listener goes on."""
         missed = Change.MISSED if self._inbox.messages else Change(0)

@@ -50,6 +50,7 @@ class ListenerTasks:
         dialer: Dialer | None = None,
         begin: trio.Event | None = None,
         space: InboxSpace | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._begin = begin
         self._entrance = trio.Lock()  # first come, first served
@@ -59,8 +60,10 @@ class ListenerTasks:
         self._options = options
         self._dialer = dialer or Dialer()
         self._space = space or InboxSpace()
-        self._replayer = Replayer(context, options, replays or ReplayOptions(), self._dialer)
-        self._turns = Turns()
+        self._turns = turns or Turns()
+        self._replayer = Replayer(
+            context, options, replays or ReplayOptions(), self._dialer, self._turns
+        )
         self._health: dict[EventStream, StreamHealth] = {}  # as last said
         self._prober = Prober(nursery, self._dialer, options.connect_timeout_s)
         nursery.start_soon(self._watch_health, health_every_s)

@@ -7,7 +7,6 @@ unanswered can never answer a later one. Nothing a server does, or fails to do, 
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ import zmq
 
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.net.link import LinkOptions, asking_options
-from kvd.net.turns import ROUND_NS
+from kvd.net.turns import Turns
 from kvd.net.zsocket import ZSocket
 from kvd.wire.replay import ReplayEnd, read_answer, request
 
@@ -49,23 +48,26 @@ class Replayer:
         link: LinkOptions,
         options: ReplayOptions,
         dialer: Dialer | None = None,
+        turns: Turns | None = None,
     ) -> None:
+        """An answer is read for as long at a time as a round of the `turns` takes."""
         self._context = context
         self._dialer = dialer or Dialer()
         self._link = link
         self.options = options
-        self._turns = trio.CapacityLimiter(options.at_once)
+        self._turns = turns or Turns()
+        self._limiter = trio.CapacityLimiter(options.at_once)
 
     def set_options(self, options: ReplayOptions) -> None:
         """Has other limits hold for replays that begin from now on."""
         self.options = options
-        self._turns.total_tokens = options.at_once
+        self._limiter.total_tokens = options.at_once
 
     async def fetch(self, listener: EventStream) -> ReplayEnd:
         """Has `listener` take what it wants to be replayed; returns why no more of it came."""
         end = ReplayEnd.LATE
         with trio.move_on_after(self.options.total_s) as patience:
-            async with self._turns:
+            async with self._limiter:
                 room = _Room(self.options)
                 end = await self._ask(listener, room)
                 while listener.catch_up.wants_more(end):
@@ -87,7 +89,7 @@ class Replayer:
             except zmq.ZMQError:
                 return ReplayEnd.FAILED
             listener.catch_up.begin()
-            return await _Answer(dealer, listener, self.options.idle_s, room).read()
+            return await _Answer(dealer, listener, self.options.idle_s, room, self._turns).read()
 
 
 class _Room:
@@ -109,11 +111,14 @@ class _Room:
 class _Answer:
     """What comes back for one request."""
 
-    def __init__(self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Room) -> None:
+    def __init__(
+        self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Room, turns: Turns
+    ) -> None:
         self._dealer = dealer
         self._listener = listener
         self._idle_s = idle_s
         self._room = room
+        self._turns = turns
 
     async def read(self) -> ReplayEnd:
         while True:
@@ -134,14 +139,14 @@ class _Answer:
         while self._listener.unfinished is not None:
             await trio.lowlevel.checkpoint()
             self._listener.batches.go_on()
-        until = time.monotonic_ns() + ROUND_NS
+        until_ns = self._turns.clock_ns() + self._turns.round_ns
         while (frames := self._dealer.receive_nowait()) is not None:
             end = self._take(frames)
             if end is not None:
                 return end
             if self._listener.unfinished is not None:
                 return None
-            if time.monotonic_ns() >= until:
+            if self._turns.clock_ns() >= until_ns:
                 await trio.lowlevel.checkpoint()
                 return None
         await self._dealer.wait_readable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter_ns
 
 import trio
@@ -25,10 +26,15 @@ class Turns:
     queue, first come first served, and in every other pass the first of them renews it.
     """
 
-    __slots__ = ("_left_ns", "_queue", "_started_ns")
+    __slots__ = ("_left_ns", "_queue", "_started_ns", "clock_ns", "round_ns")
 
-    def __init__(self) -> None:
-        self._left_ns = ROUND_NS
+    def __init__(
+        self, round_ns: int = ROUND_NS, clock_ns: Callable[[], int] = perf_counter_ns
+    ) -> None:
+        """`clock_ns` measures turns; a simulation has its own, and rounds that do not end by it."""
+        self.round_ns = round_ns
+        self.clock_ns = clock_ns
+        self._left_ns = round_ns
         self._queue = trio.Lock()
         self._started_ns = 0
 
@@ -37,10 +43,10 @@ class Turns:
         if self._left_ns <= 0:
             async with self._queue:
                 await trio.lowlevel.checkpoint()
-                self._left_ns = ROUND_NS
-        self._started_ns = perf_counter_ns()
+                self._left_ns = self.round_ns
+        self._started_ns = self.clock_ns()
         return self._left_ns
 
     def end(self) -> None:
         """Ends the turn that was begun last; nothing is awaited between the two."""
-        self._left_ns -= perf_counter_ns() - self._started_ns
+        self._left_ns -= self.clock_ns() - self._started_ns

@@ -75,8 +75,12 @@ class CatchUp:
     def hold(self, seq: int, payload: bytes) -> None:
         self.held = seq, payload
 
-    def judge(self) -> Verdict:
-        """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart."""
+    def judge(self, lost: bool = False) -> Verdict:
+        """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart.
+
+        `lost` says that its connection is known to be lost: it had queued before, and what a replay
+        brings may be another engine's, so that is to prove itself.
+        """
         seq, payload = self._held()
         identity, cursor = self._identity, self._cursor
         speaker = identity.speaker
@@ -86,6 +90,8 @@ class CatchUp:
             self._counts.stale += 1
             self.held = None
             return verdict
+        if lost:
+            identity.advance(IdentityEvent.DOUBTED)
         if identity.is_in_doubt:
             has_last = cursor.last is not None
             identity.advance(IdentityEvent.HELD_BEHIND if has_last else IdentityEvent.HELD_FIRST)

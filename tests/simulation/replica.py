@@ -20,7 +20,6 @@ import kvd.net.link
 import kvd.net.listener
 import kvd.net.recovery
 import kvd.net.replay
-import kvd.net.turns
 import kvd.wire.losses
 from kvd.faces.indexer import routes as indexer
 from kvd.http.types import Request
@@ -31,6 +30,7 @@ from kvd.net.fetch import FetchError
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
+from kvd.net.turns import Turns
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
@@ -40,6 +40,14 @@ Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last bat
 
 FROZEN = "its lost connection is not noticed yet"
 UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that prove nothing
+
+# A round of turns that no clock ends: how much is done in a turn is counted in messages here.
+ENDLESS_NS = 1 << 60
+
+
+def virtual_turns() -> Turns:
+    """Makes turns in virtual time, which stands still in each: no machine is too slow for one."""
+    return Turns(ENDLESS_NS, lambda: int(trio.current_time() * 1e9))
 
 
 class Repeated(Exception):
@@ -60,6 +68,7 @@ class Tap:
         self._unanswered_before = 0  # and until the connection was lost
         self._losses = 0  # for so many times
         self.mixed = ""  # why batches of two processes met unnoticed, if they did
+        self._mixed_ranks: set[int] = set()  # that have not cleared everything since
         self.restarts = 0
         self.first: tuple[int, int] | None = None  # what `last` was at first, if since then
         self.unbroken = False  # all has come
@@ -100,9 +109,8 @@ class Tap:
         if self.last is not None:
             self._compare(process)
         shown = self._stream.apply(payload)
-        is_all = self._stream.cleared() == ALL_TIERS and len(self._engine.ranks) == 1
-        if shown & CLEARED and is_all:
-            self.mixed = ""
+        if shown & CLEARED and self._stream.cleared() == ALL_TIERS:
+            self._unmix(self._stream.rank())
         if self.last is None:
             self.first, self.unbroken = (process, seq), True
         else:
@@ -111,6 +119,15 @@ class Tap:
         self._at_pause = None
         self._unanswered = self._count_unanswered()
         return shown
+
+    def _unmix(self, rank: int | None) -> None:
+        """Notes a clear; what two processes have said is over once all ranks have cleared.
+
+        kvd sees it so as well: a loss ends when each rank has cleared, one after the other.
+        """
+        self._mixed_ranks.discard(self._engine.key.dp_rank if rank is None else rank)
+        if not self._mixed_ranks:
+            self.mixed = ""
 
     def clear(self) -> None:
         self.last = None
@@ -130,6 +147,8 @@ class Tap:
         engine, wire = self._engine, self._wire
         asked = wire.asked_frozen.get(engine.replay_endpoint or "", False)
         frozen = asked or wire.is_frozen(engine.endpoint)
+        if process != self.last[0]:
+            self._mixed_ranks = set(engine.ranks)
         if self.mixed == FROZEN and not frozen:
             self.mixed = self._why_unnoticed(process)
         elif process != self.last[0] and not self.mixed:
@@ -205,7 +224,9 @@ class Replica:
         with self._scope:
             async with trio.open_nursery() as listening:
                 context: Any = self.wire
-                self.tasks = ListenerTasks(listening, context, self.ready, LinkOptions())
+                self.tasks = ListenerTasks(
+                    listening, context, self.ready, LinkOptions(), turns=virtual_turns()
+                )
                 self.registry = Registry(self.state, self.tasks)
                 for engine in at_start:
                     self.register(engine)
@@ -251,11 +272,21 @@ class Replica:
     async def unregister(self, engine: Engine) -> None:
         key = engine.key
         if not self.ready.is_set():
-            self.departed.add(key)
+            self.departed |= self._leaving_with(key)
         self.told.pop(key, None)
         await self.registry.unregister(
             key.instance_id, key.partition.model_name, key.partition.tenant_id, key.dp_rank
         )
+
+    def _leaving_with(self, key: RankKey) -> set[RankKey]:
+        """The last registered rank of an instance takes along what a dump says of the others."""
+        siblings = {
+            each
+            for each in self.engines
+            if (each.partition, each.instance_id) == (key.partition, key.instance_id)
+        }
+        registered = {each.key for each in self.registry.registrations()}
+        return siblings if siblings & registered <= {key} else {key}
 
 
 class PeerAccess:
@@ -308,9 +339,6 @@ def simulated(peers: PeerAccess) -> Iterator[None]:
     places: list[tuple[Any, str, object]] = [
         (kvd.net.link, "ZSocket", SimulatedZSocket),
         (kvd.net.replay, "ZSocket", SimulatedZSocket),
-        (kvd.net.replay, "ROUND_NS", 1 << 62),  # no real clock decides about turns
-        (kvd.net.turns, "perf_counter_ns", lambda: 0),
-        (kvd.net.turns, "ROUND_NS", 1 << 60),
         (kvd.net.backlog, "MAX_TURN_MESSAGES", 4),
         (kvd.net.backlog, "fill", fill),
         (kvd.net.link, "fill_frames", fill_frames),

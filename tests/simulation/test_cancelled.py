@@ -22,7 +22,6 @@ from kvd.net.link import LinkOptions
 from kvd.net.listener import run_listener
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.net.replay import Replayer, ReplayOptions
-from kvd.net.turns import Turns
 from kvd.wire.event_stream import StreamHealth
 from kvd.wire.stream_link import ListenerStatus
 from kvd_core.base.hashing import local_hashes
@@ -30,7 +29,7 @@ from tests.simulation.engine import BLOCK, tokens_of
 from tests.simulation.fleet import Fleet, check_replica
 from tests.simulation.network import Wire
 from tests.simulation.oracle import Oracle
-from tests.simulation.replica import Replica
+from tests.simulation.replica import Replica, virtual_turns
 from tests.support.cancelling import every_checkpoint
 
 KEYS = [
@@ -190,8 +189,9 @@ async def test_a_listener(autojump_clock: Clock) -> None:
             wire = Wire(fleet.network, "replica", cut_replays=False)
             ready = trio.Event()
             ready.set()
-            replayer = Replayer(wire, LinkOptions(), ReplayOptions())
-            run = partial(run_listener, listener, wire, ready, LinkOptions(), replayer, Turns())
+            turns = virtual_turns()
+            replayer = Replayer(wire, LinkOptions(), ReplayOptions(), turns=turns)
+            run = partial(run_listener, listener, wire, ready, LinkOptions(), replayer, turns)
             await cancelling.run(partial(live, fleet, run))
             assert (wire.connections, wire.monitors) == ([], {})
             assert not fleet.ports[ONE].connections

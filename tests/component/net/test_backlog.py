@@ -244,6 +244,21 @@ async def test_batches_from_before_a_reconnect_are_the_old_engines(engine: Engin
     assert (listening.listener.counts.restarts, health(listening)) == (1, "exact")
 
 
+async def test_a_gap_among_the_old_engines_batches_is_not_filled_by_the_new_one(
+    engine: Engine,
+) -> None:
+    listening = await engine.listen()
+    engine.send(0, 1, 3)
+    await until(lambda: engine.space.messages == 3)
+    old = engine.batches(0, 1)
+    await engine.restart(listening)
+    engine.keep(*range(6))
+    listening.ready.set()
+    await until(lambda: listening.applied == [*old, None, *engine.batches(*range(6))])
+    assert engine.server.requests == [1, 0, 3]
+    assert (listening.listener.counts.restarts, listening.listener.loss) == (1, "")
+
+
 async def test_a_restart_is_seen_behind_any_number_of_waiting_batches(engine: Engine) -> None:
     """By one batch, although those of before have made the connection old news."""
     listening = await engine.listen(replay=False)

@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
+import pytest
 import trio
 import trio.testing
 
 from kvd.net.turns import ROUND_NS, Turns
 
 
-def use_up(turns: Turns) -> None:
-    """Ends a turn that took all there was."""
-    until = time.perf_counter_ns() + ROUND_NS
-    while time.perf_counter_ns() <= until:
-        pass
-    turns.end()
+class Clock:
+    """Goes on when it is told to."""
+
+    now_ns = 5
+
+    def __call__(self) -> int:
+        return self.now_ns
 
 
-async def test_turns_cost_nothing_while_there_is_time() -> None:
-    turns = Turns()
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+async def test_turns_cost_nothing_while_there_is_time(clock: Clock) -> None:
+    turns = Turns(clock_ns=clock)
     with trio.testing.assert_no_checkpoints():
-        first = await turns.begin()
+        assert await turns.begin() == ROUND_NS
+        clock.now_ns += 100
         turns.end()
-        second = await turns.begin()
-    assert 0 < second < first == ROUND_NS
+        assert await turns.begin() == ROUND_NS - 100
 
 
-async def test_when_it_is_used_up_every_pass_serves_one(nursery: trio.Nursery) -> None:
+async def test_a_round_is_renewed_with_all_its_time(clock: Clock) -> None:
+    turns = Turns(10, clock)
+    assert await turns.begin() == 10
+    clock.now_ns += 30
+    turns.end()
+    with trio.testing.assert_checkpoints():
+        assert await turns.begin() == 10
+
+
+async def test_when_it_is_used_up_every_pass_serves_one(
+    nursery: trio.Nursery, clock: Clock
+) -> None:
     """However many have messages, others run between two of them, and all come in order."""
-    turns, order, passes = Turns(), [], 0
+    turns, order, passes = Turns(clock_ns=clock), [], 0
+
+    def use_up() -> None:
+        clock.now_ns += ROUND_NS
+        turns.end()
 
     async def listener(number: int) -> None:
         assert await turns.begin() > 0
         order.append((number, passes))
-        use_up(turns)
+        use_up()
 
     await turns.begin()
-    use_up(turns)
+    use_up()
     for number in range(5):
         nursery.start_soon(listener, number)
         await trio.lowlevel.checkpoint()

@@ -280,6 +280,35 @@ def test_batches_that_were_queued_when_another_engine_came_do_not_count(heard: i
     assert health(listener) == "exact"
 
 
+def test_a_gap_before_a_known_loss_is_not_filled_by_another_engine() -> None:
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"old 0"), (1, b"old 1"))
+    listener.place_changes(lambda change: None)  # its turn comes behind the batches that wait
+    listener.lost_connection("gone", 1.0)
+    for seq in (3, 4):
+        assert listener.take(seq, b"old %d" % seq) is True
+        assert listener.catch_up.judge(lost=True) is not Verdict.STALE
+        assert listener.catch_up.wanted() == range(1 if seq == 3 else 3, seq + 1)
+        while replay(listener, b"new %d") is ReplayEnd.OTHER_ENGINE:
+            pass
+        listener.catch_up.apply_held()
+    assert applied == [b"new %d" % seq for seq in range(5)]
+    assert listener.counts.restarts == 1
+
+
+def test_a_gap_before_a_known_loss_is_filled_by_the_same_engine() -> None:
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"0"), (1, b"1"))
+    listener.place_changes(lambda change: None)
+    listener.lost_connection("gone", 1.0)
+    listener.take(3, b"3")
+    assert listener.catch_up.judge(lost=True) is Verdict.GAP
+    assert replay(listener, b"%d") is ReplayEnd.REACHED
+    assert listener.catch_up.apply_held() == ""
+    assert (applied, health(listener)) == ([b"0", b"1", b"2", b"3"], "exact")
+    assert listener.take(4, b"4") is False  # nothing is missing, so nobody is asked
+
+
 def test_a_batch_that_no_replay_confirms_degrades() -> None:
     listener, _ = make(replay=True)
     listener.lost_connection("gone", 1.0)
