@@ -7,9 +7,9 @@ fast_path, plain_head.hpp    connections between two requests, and the common re
                              in place, compiled
 idle_poll                    serves those connections between two passes of trio, while nothing
                              else is to be done
-connection, transport        one client: its requests one after the other; its socket with
-                             deadlines
-head, body, chunked          bytes to a request's head and body
+connection, transport        one client: its requests one after the other; its stream, phases
+                             and deadlines
+head, body                   bytes to a request's head and body
 render, writer, answer, errors
                              a response to bytes; a handler's outcome or failure to a response
 table                        the route of a raw path, found once for each request

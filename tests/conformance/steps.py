@@ -38,6 +38,7 @@ class Target:
     rename: dict[str, str] = field(default_factory=dict)  # members: scenario's name -> server's
     packed: PackedDialect | None = None  # in which it is asked what can be said in it
     untrue: Callable[[httpx.Response], str | None] | None = None  # what its document has otherwise
+    spawn_environ: dict[str, str] = field(default_factory=dict)  # for those of its kind
 
 
 class Stage:
@@ -164,6 +165,7 @@ class Stage:
         if self._target.spawn_command is None:
             raise BadScenario("no command is known that starts another server")
         arguments, environ = self._names.fill([step.get("args", []), step.get("env", {})])
+        environ = self._target.spawn_environ | environ
         server = Spawned(self._target.spawn_command, arguments, environ)
         self._names.servers[step["spawn"]] = server
         if step.get("wait_health", True):
