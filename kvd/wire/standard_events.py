@@ -416,7 +416,7 @@ class StandardEventStream:
 
     def _place_waiting(self) -> _Slices:
         """Does what stored blocks have set off: others may have waited for them."""
-        while not self._source.settle(self._slice):
+        while not self._source.place_waiting(self._slice):
             yield
 
     def _note(self, outcome: str) -> None:

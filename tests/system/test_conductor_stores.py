@@ -140,6 +140,7 @@ def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake")
     tell(pool, 1, seq_hashes=HASHES)
+    conductor.until_row("/query", QUERY, matched(16))  # which tells the tokens of its blocks
     part = 99_000
     messages = -(-WAITING // part)
     for seq in range(2, 2 + messages):

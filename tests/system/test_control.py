@@ -81,7 +81,10 @@ def test_what_kvd_refuses_fails_with_the_reason(
         # and its credentials nobody else.
         (folder / "credentials" / "kvd_tokens").write_text("operator read short\n")
         assert "kvd_tokens: line 1, operator: a token must" in refused("")
-        assert httpx.get(f"{server.base_url}/workers", trust_env=False).status_code == 401
+        assert (
+            httpx.get(f"{server.base_url}/workers", trust_env=False, verify=False).status_code
+            == 401
+        )
 
 
 def test_without_a_kvd_to_ask_it_fails(

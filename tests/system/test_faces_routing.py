@@ -32,7 +32,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(kvd: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=kvd.base_url, trust_env=False) as made:
+    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
         yield made
         for row in made.get("/workers").json():
             made.delete(f"/workers/{row['worker_id']}")
@@ -220,7 +220,7 @@ def test_as_many_workers_as_were_asked_for_are_waited_for(tmp_path: Path) -> Non
     environ = {"DYN_ROUTER_MIN_INITIAL_WORKERS": "2"}
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         assert readiness(client)[:2] == (503, ["0 of 2 initial workers are schedulable"])
         register(client, 1, "one")
@@ -240,7 +240,7 @@ def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[httpx.Client]:
     flags = ("--indexer-peers", peer)
     with (
         running_kvd(folder, *flags, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         yield client
 
@@ -255,7 +255,7 @@ def test_recovery_is_waited_for(tmp_path: Path) -> None:
 def test_ready_tells_of_recovery(state: str, tmp_path: Path) -> None:
     with (
         running_kvd(tmp_path, face="select-service", environ=PREDICTING) as peer,
-        httpx.Client(base_url=peer.base_url, trust_env=False) as other,
+        httpx.Client(base_url=peer.base_url, trust_env=False, verify=False) as other,
     ):
         if state == "done":
             register(other, 1, "m")

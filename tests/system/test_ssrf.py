@@ -129,7 +129,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     folder = tmp_path_factory.mktemp("ssrf")
     with running(folder, ports["indexer"], "serve", *binds, sync):
         clients = {
-            face: httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+            face: httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
             for face, port in ports.items()
         }
         known = {**WORKER, "worker_id": 7, "kv_events_endpoint": GOOD}

@@ -53,8 +53,8 @@ def test_every_setting_is_a_key_and_comes_back(setting: Setting, tmp_path: Path)
     assert resolve({CONFIG: str(path)}, {})[setting.name] == Said(value, str(path))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: each.name)
-@given(data=st.data())
+@settings(max_examples=scaled(100))
+@given(setting=st.sampled_from(SETTINGS), data=st.data())
 def test_every_misspelling_is_refused(
     setting: Setting, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -221,6 +221,7 @@ SAID = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow("draws a value for every setting")
 @settings(max_examples=scaled(20))
 @given(said=SAID)
 def test_whatever_is_said_where_holds_by_one_rule(

@@ -31,6 +31,7 @@ from kvd_core.selector.settings import Settings
 from tests.models import selector_model
 from tests.models.ledger_model import ModelLedger
 from tests.models.selector_model import ModelPool, ModelPrompt, ModelRank, ModelSettings
+from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, look, worker
 
@@ -330,7 +331,7 @@ class Life:
                 assert number is not None and fleet.ledger.load(number) == ledger.load(rank)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(scaled(6)))
 async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
     service = await ready(small(1, data_parallel_size=2), small(2), small(3, N))
     life = Life(service, Random(seed))
@@ -641,6 +642,7 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
         service.check()
 
 
+@pytest.mark.slow("two thousand tasks")
 async def test_two_thousand_wait(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     rng = Random(4)

@@ -23,8 +23,9 @@ from libcpp.string_view cimport string_view
 from kvd_core.ledger.ledger cimport CAdmission, kAdded, kMaxIdBytes, kNone
 from kvd.faces.indexer.plain cimport natural, optional_text, text
 from kvd_core.json.scan cimport Kind, Value, Verdict
-from kvd_core.selector.selector cimport kLoads, kMaxIslTokens
+from kvd_core.selector.selector cimport kLoads
 from kvd_core.selector.settings cimport kDirect
+from kvd_core.selector.types cimport kMaxIslTokens
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
@@ -231,18 +232,19 @@ cdef class PlainSelect(PlainPrompt):
         cdef int64_t candidate
         if settings.c.mode == kDirect:  # nobody is named
             return None
-        candidate = pool.c.choose(
-            settings.c, pool.mask_of(fleet.whole), self.draws.peek(draws)
+        candidate = pool.choose_now(
+            &settings.c, pool.mask_of(fleet.whole), self.draws.peek(draws), NULL
         )
         if candidate < 0:
             return None
         if self.books and not self.book(fleet, settings, pool, candidate, reservation_id):
-            pool.c.take_back()
+            pool.take_back()
             return None
         self.draws.take(draws + 1)
         self.counts.c.serve(settings.c.mode, kWhole, pool.c.prompt().isl_tokens)
         self.counts.c.choose(
-            deref(pool.c), settings.c, candidate, pool.c.best(), kWhole
+            deref(pool.c), candidate, pool.cached_tokens_of(&settings.c, candidate),
+            pool.most_cached(), kWhole,
         )
         members = fleet.pieces[candidate]
         if members is None:
@@ -259,7 +261,7 @@ cdef class PlainSelect(PlainPrompt):
         admission.blocks = pool.c.prompt().sequence.size()
         admission.tokens = 0
         if settings.c.track_prefill:
-            admission.tokens = pool.c.scale(settings.c).effective_tokens(pool.c.standing(candidate))
+            admission.tokens = pool.effective_tokens_of(&settings.c, candidate)
         admission.now = self.selections.clock()
         if natural(self.scanner.core.value(kOutputTokens), U32_MAX, &expected):
             admission.expected = <uint32_t>min(expected, U32_MAX - 1)

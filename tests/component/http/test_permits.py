@@ -16,6 +16,7 @@ from kvd.app.api_server import ApiServer
 from kvd.config import tokens
 from kvd.config.load import StartError, load
 from kvd.config.parsers import Binds, parse_face_binds
+from kvd.faces.indexer.schemas import DESCRIPTION
 from kvd.http.auth import Authorizer, Policy, Token, is_loopback
 from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 from kvd.http.types import Request, Response, Route, Scope
@@ -165,7 +166,7 @@ async def opened(
     """Opens a face and closes it again; returns where it listened."""
     config = load({"indexer_bind": parse_face_binds(bind), **values}, {})
     assert isinstance(config.indexer_bind, Binds)
-    face = ApiServer("indexer", "kvd", config)
+    face = ApiServer("indexer", "kvd", config, DESCRIPTION)
     with ExitStack() as stack:
         await face.open(stack, config, config.indexer_bind, passed or Passed())
         return face.addresses()
