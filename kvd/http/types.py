@@ -130,7 +130,7 @@ class Route:
     def __post_init__(self) -> None:
         if self.scope is None:
             if self.method != "GET":
-                raise ValueError(f"the scope of {self.method} {self.path} is not said")
+                raise ValueError(f"{self.method} {self.path} states no scope")
             object.__setattr__(self, "scope", Scope.READ)
         object.__setattr__(self, "waits", iscoroutinefunction(self.handler))
         if self.method in _BODILESS_METHODS:

@@ -270,7 +270,8 @@ BOOKED = usual(reservation_id='"c"')
 BOTH = usual(model_name='"roles"', phase='"both"', reservation_id='"c"')
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(LIVES, MODES)
 @example([(RESERVE, BOOKED), (RESERVE, BOOKED), (COMPLETE, b"c"), (FREE, b"c"), (FREE, b"c")], KV)
 @example([(RESERVE, usual()), (SELECT, usual()), (RESERVE, usual())], KV)
@@ -303,7 +304,8 @@ def test_what_is_answered_is_what_the_handler_does(
         fleet.ledger.verify()
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(LIVES)
 def test_with_sessions_and_predictions_it_is_what_the_handler_does(
     requests: list[tuple[str, bytes]],
@@ -344,7 +346,8 @@ MORE_STEPS = st.tuples(st.sampled_from([OUTPUT, SHOW]), st.sampled_from(SEGMENTS
 MORE = st.lists(st.one_of(QUESTIONS, STEPS, MORE_STEPS, CHANGES), min_size=1, max_size=12)
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(MORE, OPTIONS)
 @example([("put", (50, "m", DEFAULT_TENANT)), (RESERVE, BOOKED), (FREE, b"c")], {"mode": KV})
 @example([("track", 0), ("add", 0), (SELECT, usual()), (PROJECT, usual())], {"mode": KV})
@@ -368,7 +371,8 @@ def test_with_all_options_and_changes_it_is_what_the_handler_does(
         fleet.ledger.verify()
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(LIVES)
 def test_where_there_are_replicas_the_handlers_tell_them(
     requests: list[tuple[str, bytes]],

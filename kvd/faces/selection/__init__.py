@@ -1,6 +1,7 @@
 """The selection service's API, as Dynamo serves it (docs/faces/selection.md).
 
 routes                       `selection_routes`: the table of routes
+schemas                      what each route reads and answers, for the OpenAPI document
 plain                        selections, steps of reservations and loads in their plain form,
                              compiled
 choosing                     /select and /select_and_reserve: members of a request to a
