@@ -7,6 +7,6 @@
     common         what several faces share: members of bodies, /health, replicas, metrics of ranks
 
 In each, `routes` is the table of routes with their handlers, `schemas` says what they read and
-answer, for the OpenAPI document, and `plain` answers the plain form of the hot ones from the bytes of
-the body, compiled.
+answer, for the OpenAPI document, and `plain` answers the plain form of the hot ones from the bytes
+of the body, compiled.
 """
