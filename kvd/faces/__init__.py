@@ -6,6 +6,6 @@
     conductor      Mooncake Conductor's indexer API (docs/faces/conductor.md)
     common         what several faces share: members of bodies, /health, replicas, metrics of ranks
 
-In each, `routes` is the table of routes with their handlers, and `plain` answers the plain form of
-the hot ones from the bytes of the body, compiled.
+In each, `routes` is the table of routes with the handlers of cold ones, and `handlers` has the
+handlers of hot ones, compiled.
 """

@@ -1,8 +1,8 @@
 """The conductor's API, as Mooncake documents it (docs/faces/conductor.md).
 
-routes     `routes`: the table of routes and their handlers; reasons of failures
-plain      /query and /query_by_hash in their plain form, compiled
-members    members of bodies that are kept, judged for JSON and msgpack alike
+routes     `routes`: the table of routes and the handlers of cold ones; reasons of failures
+handlers   /query and /query_by_hash in JSON, compiled
+members    members of bodies, judged for JSON and msgpack alike; what is wrong with them
 msgpack    the msgpack dialect of the same routes
 listings   /services, /global_view and metrics
 """
