@@ -180,7 +180,8 @@ cdef class HashQueryHandler(QueryHandler):
         return found
 
     cdef waiting(self, request):
-        return self.sequenced(request, self.lacking)
+        conductor, self.lacking = self.lacking, None
+        return self.sequenced(request, conductor)
 
     async def sequenced(self, request, conductor):
         """Answers once a conductor has its sequence hashes."""

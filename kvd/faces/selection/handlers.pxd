@@ -54,6 +54,7 @@ cdef class SelectHandler(PromptHandler):
     cdef Draws draws
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
+    cdef bint looked_at      # the fleet's pool has looked at the prompt of the last body
     cdef object receipt      # of what the scheduler has booked with the last answer
     cdef object queued       # the selection that waits after the last body
     cdef Ledger booked_in    # what the last answer has booked: where (None: nothing), as what, when

@@ -146,8 +146,9 @@ cdef class PromptReader(BodyReader):
         self.isl_tokens = self.core.narrow(kTokenIds).size()
         self.lora_name = self.optional_text(kLora)
         self.cache_salt = self.optional_text(kCacheSalt)
-        override = None if self.is_unset(kOverride) else self.known()
-        self.unique = prompts.unique(selections, override)
+        self.unique = None
+        if not (self.is_unset(kOverride) and selections.options.assumes_kv_reuse):
+            self.unique = prompts.unique(selections, self.known())
         self.eagle = self.optional_flag(kEagle)
         return 0
 
@@ -202,7 +203,10 @@ cdef class PromptHandler(HotHandler):
         return model, self.body.tenant(kTenant)
 
     cdef Pool looked(self, place):
-        cdef Pool pool = schedulable(self.fleets, PartitionKey(*place)).pool
+        fleet = self.fleets.get(place)
+        if fleet is None or not fleet.workers:
+            schedulable(self.fleets, PartitionKey(*place))
+        cdef Pool pool = fleet.pool
         self.body.put_before(pool)
         return pool
 
@@ -257,6 +261,7 @@ cdef class SelectHandler(PromptHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         cdef PromptReader asks = self.body
         self.receipt = self.booked_in = None
+        self.looked_at = False
         asks.read(body, size)
         place = self.place()
         selection_id = asks.optional_text(kSelectionId)
@@ -295,7 +300,8 @@ cdef class SelectHandler(PromptHandler):
             ask = choosing.request_of(self.selections, PartitionKey(*place), {}, *usual)
         if self.books:
             ask = replace(ask, reservation_id=reservation_id, retry=retry)
-        reply = self.scheduler.select(ask, asks.put_before)
+        look = has_looked if self.looked_at else asks.put_before
+        reply = self.scheduler.select(ask, look)
         if isinstance(reply, QueuedRequest):
             reply.again = asks.put_again(request.body)
             self.queued = reply
@@ -304,7 +310,8 @@ cdef class SelectHandler(PromptHandler):
         return reply.answer
 
     cdef waiting(self, request):
-        return choosing.wait(self.scheduler, self.queued)
+        queued, self.queued = self.queued, None
+        return choosing.wait(self.scheduler, queued)
 
     cdef undoing(self):
         if self.receipt is not None:
@@ -344,6 +351,7 @@ cdef class SelectHandler(PromptHandler):
         if settings.c.mode == kDirect:  # nobody is named
             return None
         self.body.put_before(pool)
+        self.looked_at = True
         candidate = pool.c.choose(settings.c, pool.mask_of(fleet.whole), self.draws.peek(0))
         if candidate < 0:
             return None
@@ -449,6 +457,10 @@ cdef class LoadsHandler(HotHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         model_name, tenant_id = (None, None) if request is None else bodies.filters(request)
         return self.selections.render_loads(model_name, tenant_id)
+
+
+def has_looked(pool):
+    """Puts nothing before a pool that has looked at the prompt just now."""
 
 
 cdef string_view utf8(str text) except *:

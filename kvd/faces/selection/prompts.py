@@ -36,13 +36,10 @@ def of_two_lengths(blocks: int, hashes: int) -> BadRequest:
     return BadRequest(f"block_hashes length {blocks} must match sequence_hashes length {hashes}")
 
 
-def unique(selections: Selections, members: bodies.Members | None) -> int | None:
-    """Returns a number for a prompt that is not to share blocks in use with any other.
-
-    `members` are given where they may override that.
-    """
+def unique(selections: Selections, members: bodies.Members) -> int | None:
+    """Returns a number for a prompt that is not to share blocks in use with any other."""
     reuse = selections.options.assumes_kv_reuse
-    override = None if members is None else optional_object(members, "router_config_override")
+    override = optional_object(members, "router_config_override")
     if override is not None and override.get("assume_kv_reuse") is not None:
         reuse = flag(override, "assume_kv_reuse")
     return None if reuse else selections.draws.next()
