@@ -23,6 +23,9 @@ from tests.support.publishing import Running, running_conductor
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"
 
+# A suite that `nohup` has started ignores it, and so would every process that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 # The same examples in every run, and none that fails because the machine is busy.
 hypothesis.settings.register_profile(
     "kvd", derandomize=True, deadline=None, max_examples=scaled(50)

@@ -34,7 +34,7 @@ from kvd.selection.queue import QueuePolicy
 from kvd.selection.sessions import MAX_SESSIONS
 from kvd.telemetry.logs import FORMS, LEVELS
 from kvd.wire import egress as outgoing
-from kvd.wire.event_stream import STALE_AFTER_S
+from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import DEFAULT_SEED
 from kvd_core.ledger.ledger import MAX_BLOCKS as MAX_REQUEST_BLOCKS
 from kvd_core.ledger.ledger import MAX_REQUESTS

@@ -8,8 +8,9 @@ from typing import Any
 from kvd.index.partitions import State
 from kvd.telemetry.metrics import BREATH, Family, by_label, counter, gauge
 from kvd.wire.counts import StreamCounts
-from kvd.wire.event_stream import EventStream, ListenerStatus, Quiet, StreamHealth
+from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd.wire.replay import ReplayEnd
+from kvd.wire.stream_link import ListenerStatus, Quiet
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE)
@@ -47,11 +48,11 @@ def listener_families(
     streams: dict[str, int] = dict.fromkeys(StreamHealth, 0)
     quiet: dict[str, int] = dict.fromkeys(Quiet, 0)
     for number, listener in enumerate(listeners, 1):
-        totals.add(listener)
+        totals.add(listener.counts)
         statuses[listener.status] += 1
         streams[listener.health(now)] += 1
-        if listener.quiet is not None:
-            quiet[listener.quiet] += 1
+        if listener.link.quiet is not None:
+            quiet[listener.link.quiet] += 1
         if number % BREATH == 0:
             yield None
     help = "Number of ZMQ listeners by status"

@@ -134,7 +134,7 @@ class State:
         self.instance_id = secrets.token_hex(16)  # tells this process from its peers
         self.replaced_partitions = 0  # recovered ones that gave way to another block size
         self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
-        self.unsettled: set[tuple[PartitionKey, InstanceId]] = set()  # see settle()
+        self.unconfirmed: set[tuple[PartitionKey, InstanceId]] = set()  # see confirm()
         self._departed: set[_Departure] | None = None
         self._to_sweep: dict[SizedKey, Partition] = {}  # those of the round that is under way
         self.unnoted_departures = 0  # beyond MAX_DEPARTED
@@ -301,15 +301,15 @@ class State:
         for of_tenant in (tenant, None):
             if (model, of_tenant, instance_id, None) in (self._departed or ()):
                 return None
-        self.unsettled.add((partition.key, instance_id))
+        self.unconfirmed.add((partition.key, instance_id))
         return _worker(partition, instance_id)
 
-    def settle(self, key: PartitionKey, instance_id: InstanceId) -> None:
+    def confirm(self, key: PartitionKey, instance_id: InstanceId) -> None:
         """Says that the instance's stream has gone past what its restored blocks came from.
 
         Until then an event that tells of a restored block again is not taken for a second copy.
         """
-        self.unsettled.discard((key, instance_id))
+        self.unconfirmed.discard((key, instance_id))
         partition = self.partitions.get(key)
         if partition is not None and instance_id in partition.workers:
             partition.workers[instance_id].settled()
@@ -328,7 +328,7 @@ class State:
 
     def _is_restored(self, partition: Partition, instance_id: InstanceId) -> bool:
         """Says whether a dump has told of the instance, and nobody since."""
-        return (partition.key, instance_id) in self.unsettled
+        return (partition.key, instance_id) in self.unconfirmed
 
     def remove_stray(
         self, partition: Partition, instance_id: InstanceId, dp_rank: int | None
@@ -388,7 +388,7 @@ class State:
         if linked:
             self._unlink(partition, instance_id)
         partition.workers.pop(instance_id).remove()
-        self.unsettled.discard((partition.key, instance_id))
+        self.unconfirmed.discard((partition.key, instance_id))
         if linked:
             self._link(partition, instance_id)
         self.drop_if_empty(partition)
@@ -438,7 +438,7 @@ class State:
                     f"existing={partition.block_size}, requested={block_size}"
                 )
             self.replaced_partitions += not partition.sources
-            self.unsettled.difference_update((key, id_) for id_ in partition.workers)
+            self.unconfirmed.difference_update((key, id_) for id_ in partition.workers)
             self._end(partition)
             partition = None
         if partition is None:

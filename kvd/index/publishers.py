@@ -26,8 +26,9 @@ from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.envelope import StreamIdentity
-from kvd.wire.event_stream import STALE_AFTER_S, EventStream
+from kvd.wire.event_stream import EventStream
 from kvd.wire.standard_events import StandardEventStream
+from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import Source
 
 log = get_logger(__name__)
@@ -244,7 +245,7 @@ class Publishers:
         Yields between two of them.
         """
         for key, publisher in list(self._doubtful.items()):
-            if not publisher.listener.messages or self._doubtful.get(key) is not publisher:
+            if not publisher.listener.counts.messages or self._doubtful.get(key) is not publisher:
                 continue  # nothing has been heard, or it has left meanwhile
             held = publisher.source.stats()
             why = publisher.publication.unused()
@@ -286,4 +287,4 @@ class Publishers:
         self._doubtful.pop(key, None)
         self._leaving.discard(key)
         self._state.remove_source(key.partition, key.block_size, publisher.source)
-        self.left_counts.add(publisher.listener)
+        self.left_counts.add(publisher.listener.counts)

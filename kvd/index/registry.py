@@ -24,7 +24,8 @@ from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
-from kvd.wire.event_stream import STALE_AFTER_S, EventStream, ListenerStatus
+from kvd.wire.event_stream import EventStream
+from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
@@ -359,7 +360,7 @@ class Registry:
         del self._ranks[key]
         self._capacity.give_back()
         self._state.remove_rank(key)
-        self.left_counts.add(listener)
+        self.left_counts.add(listener.counts)
         self._left[key, listener.endpoint] = listener.cursor.expected
         if len(self._left) > MAX_LEFT_PLACES:
             del self._left[next(iter(self._left))]

@@ -62,7 +62,7 @@ class Backlog:
         more = fill(inbox, socket, listener.refuse, MAX_TAKEN_IN, budget_ns)
         link.hear()
         self._taking_in = False
-        listener.dropped += inbox.dropped - dropped
+        listener.counts.dropped += inbox.dropped - dropped
         if inbox.has_hole:
             self._put(inbox.pushed, Change.MISSED)
         if was_lost and self._lost and not more:
@@ -79,7 +79,7 @@ class Backlog:
             if changes:
                 most = min(most, changes[0][0] - inbox.popped)
         listener = self._listener
-        more = inbox.drain(listener.take, most, budget_ns, listener.speaker, listener.meet)
+        more = inbox.drain(listener.take, most, budget_ns, listener.identity.speaker, listener.meet)
         return more or bool(changes)
 
     def end(self) -> None:

@@ -97,8 +97,8 @@ class _Reader:
         self._replayer = replayer
         self._turns = turns
         self._spare_until = 0.0  # monotonic seconds; no replays before
-        self._restarts_said = listener.restarts
-        self._flaw_said = listener.last_flaw  # before a pause
+        self._restarts_said = listener.counts.restarts
+        self._flaw_said = listener.batches.last_flaw  # before a pause
         self._log = log
 
     async def receive(self, link: Link) -> NoReturn:
@@ -113,12 +113,12 @@ class _Reader:
             more = await self._take_some(link)
             if self._listener.unfinished is not None:
                 await self._meanwhile(link, self._finish)
-            if self._listener.held is not None:
+            if self._listener.catch_up.held is not None:
                 await self._meanwhile(link, self._resolve_held)
                 await trio.lowlevel.checkpoint()
             elif more:
                 await trio.lowlevel.checkpoint()
-            elif self._listener.asks:
+            elif self._listener.catch_up.asks:
                 await self._ask(link)
             else:
                 self._backlog.idle = True
@@ -134,7 +134,7 @@ class _Reader:
         """
         while await self._take_in(link):
             await trio.lowlevel.checkpoint()
-        while self._ready.is_set() and self._listener.held is None:
+        while self._ready.is_set() and self._listener.catch_up.held is None:
             await self._finish()
             if not await self._take_some(link):
                 break
@@ -163,12 +163,12 @@ class _Reader:
 
     def _fill(self, link: Link, budget_ns: int) -> bool:
         listener = self._listener
-        refused, dropped = listener.refused, listener.dropped
+        refused, dropped = listener.counts.refused, listener.counts.dropped
         more = self._backlog.take_in(link, budget_ns)
-        if listener.refused != refused:
-            self._log.warning("messages_refused", **listener.bad_frames)
-        if listener.dropped != dropped:
-            self._log.warning("messages_dropped", dropped=listener.dropped)
+        if listener.counts.refused != refused:
+            self._log.warning("messages_refused", **listener.counts.bad_frames)
+        if listener.counts.dropped != dropped:
+            self._log.warning("messages_dropped", dropped=listener.counts.dropped)
         return more
 
     async def _take_some(self, link: Link) -> bool:
@@ -189,20 +189,20 @@ class _Reader:
         while listener.unfinished is not None:
             await trio.lowlevel.checkpoint()
             await self._turns.begin()
-            listener.go_on()
+            listener.batches.go_on()
             self._turns.end()
         self._say_flaw()
 
     def _say_restart(self) -> None:
         """Logs that the engine is another one, unless it has been."""
         listener = self._listener
-        if listener.restarts != self._restarts_said:
-            self._restarts_said = listener.restarts
-            self._log.warning("engine_restarted", last_seq=listener.passed)
+        if listener.counts.restarts != self._restarts_said:
+            self._restarts_said = listener.counts.restarts
+            self._log.warning("engine_restarted", last_seq=listener.batches.passed)
 
     def _say_flaw(self) -> None:
         """Logs the last batch that was not understood, live or replayed, unless it has been."""
-        flaw = self._listener.last_flaw
+        flaw = self._listener.batches.last_flaw
         if flaw is not None and flaw is not self._flaw_said:
             self._flaw_said = flaw
             seq, reason = flaw
@@ -211,16 +211,16 @@ class _Reader:
     async def _resolve_held(self) -> None:
         """Applies or drops the batch held back; fetches first what is missing before it."""
         listener = self._listener
-        if listener.judge() is Verdict.STALE:
+        if listener.catch_up.judge() is Verdict.STALE:
             return
         self._say_restart()
         end = await self._replay()
         await self._finish()  # a replay that has run out of time may leave one
-        lost = listener.apply_held()
+        lost = listener.catch_up.apply_held()
         await self._finish()
         self._say_flaw()
         if lost:
-            self._log.warning("batches_lost", missing=lost, lost=listener.lost, replay=end)
+            self._log.warning("batches_lost", missing=lost, lost=listener.counts.lost, replay=end)
 
     async def _ask(self, link: Link) -> None:
         """Asks an engine that has come back whether it is the same; waits while it is spared."""
@@ -232,10 +232,10 @@ class _Reader:
 
     async def _put_question(self) -> None:
         listener = self._listener
-        listener.ask()
+        listener.catch_up.ask()
         await self._replay()
         await self._finish()
-        if listener.asks:  # it has not answered
+        if listener.catch_up.asks:  # it has not answered
             self._spare(ASK_AGAIN_S)
         self._say_flaw()
 
@@ -246,17 +246,17 @@ class _Reader:
     async def _replay(self) -> ReplayEnd | None:
         """Fetches what is missing before the held batch; None if nothing can be asked."""
         listener = self._listener
-        if listener.replay_endpoint is None or not listener.wanted():
+        if listener.replay_endpoint is None or not listener.catch_up.wanted():
             return None
         if trio.current_time() < self._spare_until:
-            listener.spared_replays += 1
+            listener.counts.spared_replays += 1
             return None
-        replayed = listener.replayed
+        replayed = listener.counts.replayed
         end = await self._replayer.fetch(listener)
         self._say_restart()
         if end is ReplayEnd.OTHER_ENGINE:
             end = await self._replayer.fetch(listener)
-        count = listener.replayed - replayed
+        count = listener.counts.replayed - replayed
         if count:
             self._log.info("batches_replayed", count=count, ended=end)
         elif end not in (ReplayEnd.REACHED, ReplayEnd.MARKER):

@@ -131,8 +131,8 @@ class ListenerTasks:
                 listener=listener.name,
                 quiet=quiet,
                 endpoint=listener.endpoint,
-                for_s=listener.stale_after_s,
-                error=listener.last_error,
+                for_s=listener.link.stale_after_s,
+                error=listener.link.last_error,
             )
 
     def _say_health(self, listener: EventStream) -> None:

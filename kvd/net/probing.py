@@ -15,7 +15,7 @@ import trio
 
 from kvd.net.dialing import Unreachable
 from kvd.wire.endpoints import host_and_port
-from kvd.wire.event_stream import ListenerStatus
+from kvd.wire.stream_link import ListenerStatus
 
 if TYPE_CHECKING:
     from kvd.net.dialing import Dialer

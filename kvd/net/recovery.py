@@ -37,8 +37,8 @@ MAX_RANKS = 65_536
 
 # Time after which an instance has told again what its restored blocks came from: its first batch
 # has all before it replayed, and what had queued is applied in milliseconds.
-SETTLED_AFTER_S = 10.0
-SETTLE_EVERY_S = 1.0  # pause between two looks for instances that have settled
+CONFIRMED_AFTER_S = 10.0
+CONFIRM_EVERY_S = 1.0  # pause between two looks for restored instances that are heard
 
 log = get_logger(__name__)
 
@@ -171,29 +171,29 @@ def _reader(headers: Headers, max_blocks: int, max_entries: int) -> DumpReader:
     )
 
 
-async def settle(state: State, registry: Registry) -> None:
-    """Settles restored instances one by one, as they are listened to; returns after the last."""
+async def confirm_restored(state: State, registry: Registry) -> None:
+    """Confirms restored instances one by one, as they are listened to; returns after the last."""
     since: dict[tuple[PartitionKey, InstanceId], float] = {}
-    while state.unsettled:
-        await trio.sleep(SETTLE_EVERY_S)
-        _settle_heard(state, registry, since, trio.current_time())
+    while state.unconfirmed:
+        await trio.sleep(CONFIRM_EVERY_S)
+        _confirm_heard(state, registry, since, trio.current_time())
 
 
-def _settle_heard(
+def _confirm_heard(
     state: State,
     registry: Registry,
     since: dict[tuple[PartitionKey, InstanceId], float],
     now: float,
 ) -> None:
-    """Settles who has been heard for long enough; `since` says when each was heard first."""
+    """Confirms who has been heard for long enough; `since` says when each was heard first."""
     for registration in list(registry.registrations()):
         instance = registration.key.partition, registration.key.instance_id
-        if instance not in state.unsettled:
+        if instance not in state.unconfirmed:
             continue
         if not _is_heard(registration.listener, now):
             since[instance] = now
-        elif now - since.setdefault(instance, now) >= SETTLED_AFTER_S:
-            state.settle(*instance)
+        elif now - since.setdefault(instance, now) >= CONFIRMED_AFTER_S:
+            state.confirm(*instance)
 
 
 def _is_heard(listener: EventStream, now: float) -> bool:

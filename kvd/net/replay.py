@@ -2,7 +2,7 @@
 
 Each request has a DEALER socket of its own, which ends with it: what an earlier request left
 unanswered can never answer a later one. Nothing a server does, or fails to do, lasts longer than
-`total_s` or goes anywhere but through `EventStream.take_replayed`.
+`total_s` or goes anywhere but through `CatchUp.take`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Replayer:
             async with self._turns:
                 room = _Room(self.options)
                 end = await self._ask(listener, room)
-                while listener.wants_more(end):
+                while listener.catch_up.wants_more(end):
                     end = await self._ask(listener, room)
-        return listener.replay_ended(ReplayEnd.LATE if patience.cancelled_caught else end)
+        return listener.catch_up.end(ReplayEnd.LATE if patience.cancelled_caught else end)
 
     async def _ask(self, listener: EventStream, room: _Room) -> ReplayEnd:
         try:
@@ -83,10 +83,10 @@ class Replayer:
         with closing(dealer):
             try:
                 dealer.socket.connect(endpoint)
-                dealer.socket.send_multipart(request(listener.wanted().start), zmq.NOBLOCK)
+                dealer.socket.send_multipart(request(listener.catch_up.wanted().start), zmq.NOBLOCK)
             except zmq.ZMQError:
                 return ReplayEnd.FAILED
-            listener.answer_begins()
+            listener.catch_up.begin()
             return await _Answer(dealer, listener, self.options.idle_s, room).read()
 
 
@@ -117,13 +117,13 @@ class _Answer:
 
     async def read(self) -> ReplayEnd:
         while True:
-            replayed = self._listener.replayed
+            replayed = self._listener.counts.replayed
             with trio.move_on_after(self._idle_s) as patience:
-                while self._listener.replayed == replayed:
+                while self._listener.counts.replayed == replayed:
                     end = await self._read_some()
                     if end is not None:
                         return end
-            if patience.cancelled_caught and self._listener.replayed == replayed:
+            if patience.cancelled_caught and self._listener.counts.replayed == replayed:
                 return ReplayEnd.SILENT
 
     async def _read_some(self) -> ReplayEnd | None:
@@ -133,7 +133,7 @@ class _Answer:
         """
         while self._listener.unfinished is not None:
             await trio.lowlevel.checkpoint()
-            self._listener.go_on()
+            self._listener.batches.go_on()
         until = time.monotonic_ns() + ROUND_NS
         while (frames := self._dealer.receive_nowait()) is not None:
             end = self._take(frames)
@@ -151,9 +151,9 @@ class _Answer:
         self._room.take(frames)
         answer = read_answer(frames)
         if answer is None:
-            self._listener.strays += 1
+            self._listener.counts.strays += 1
         elif answer.is_end:
             return ReplayEnd.MARKER
-        elif (end := self._listener.take_replayed(*answer)) is not None:
+        elif (end := self._listener.catch_up.take(*answer)) is not None:
             return end
         return ReplayEnd.TOO_MUCH if self._room.is_used_up else None

@@ -24,7 +24,8 @@ from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.candidates import Absence, Fleet
 from kvd.selection.options import RouterOptions
-from kvd.wire.event_stream import EventStream, ListenerStatus
+from kvd.wire.event_stream import EventStream
+from kvd.wire.stream_link import ListenerStatus
 
 LOOK_SLICE = 64  # absent ranks looked at between two checkpoints
 
@@ -67,11 +68,11 @@ class Streams:
         """Returns what is wrong with a connection, None for nothing."""
         if listener is None or listener.connected or listener.status is ListenerStatus.PAUSED:
             return None
-        heard = listener.disconnected_since is None  # never connected: nothing was lost
+        heard = listener.link.disconnected_since is None  # never connected: nothing was lost
         limit_s = self._options.unconnected_s if heard else self._options.disconnected_s
         if limit_s is None:
             return None
-        since = listener.disconnected_since
+        since = listener.link.disconnected_since
         if since is None:
             since = self._clock() if known is None else known.since
         return Absence(since, heard, reachable=self._clock() - since <= limit_s)
@@ -104,5 +105,6 @@ class Streams:
         for_s = max(0, round(self._clock() - absence.since))
         what = f"not connected in {for_s} s" if absence.heard else f"lost {for_s} s ago"
         listener = self._registry.find_listener(key)
-        why = "" if listener is None or not listener.last_error else f": {listener.last_error}"
+        error = None if listener is None else listener.link.last_error
+        why = f": {error}" if error else ""
         return f"the event connection of dp_rank {key.dp_rank} was {what}{why}"

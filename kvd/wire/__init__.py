@@ -1,7 +1,10 @@
 """What comes over the wire, and what it means: no I/O, no clock, no logging.
 
-event_stream                 `EventStream`: one stream's place, health and losses; judges each
-                             batch
+event_stream                 `EventStream`: one stream and its health; composed of these four:
+stream_link                  what its socket does: states, status, silence
+engine_identity              is the engine the same as before: states, publishers
+applied_batches              what was applied, and what is missing for good
+catch_up                     the batch held back, and what a replay brings before it
 cursor, losses, counts       is a batch missing; what is lost for good; counters
 kv_events, standard_events   events of publishers; what those of the KV Events standard mean
 envelope, event_order        whose an event is; which one comes next

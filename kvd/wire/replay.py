@@ -13,7 +13,7 @@ has been seen to). It also leaves out what its socket had no room for (vLLM, bey
 so what is missing behind something that came is asked for again. What is missing at the beginning
 of an answer is not there any more.
 
-An answer is only ever believed as far as it fits the question (`EventStream.take_replayed`):
+An answer is only ever believed as far as it fits the question (`CatchUp.take`):
 numbers in the wanted range, ascending, each once.
 """
 

@@ -187,7 +187,7 @@ class Life {
     const size_t from = in.below(static_cast<uint8_t>(of.plain.size()));
     std::vector<uint64_t> hashes;
     for (size_t k = from; k < of.plain.size(); ++k) hashes.push_back(hash(in, of, k));
-    kvd::Told told{};
+    kvd::StoredBlocks told{};
     told.hashes = hashes.data();
     told.n = static_cast<uint32_t>(hashes.size());
     told.has_parent = from != 0;

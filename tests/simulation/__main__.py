@@ -56,7 +56,7 @@ def count(world: World, totals: collections.Counter[str]) -> None:
         totals["recovered"] += replica.recovery.attempts["recovered"]
         counts = replica.registry.left_counts
         for registration in replica.registry.registrations():
-            counts.add(registration.listener)
+            counts.add(registration.listener.counts)
         for name in ("messages", "gaps", "replayed", "lost", "restarts", "strays", "failures"):
             totals[name] += getattr(counts, name)
         for end, times in counts.replays.items():

@@ -163,12 +163,12 @@ class PortLife:
             return
         seq, payload, beside = self.on_the_way.popleft()
         said_by = beside or publisher(payload)
-        known, restarts = self.listener.publisher, self.listener.restarts
-        if said_by != self.listener.speaker:
+        known, restarts = self.listener.identity.publisher, self.listener.counts.restarts
+        if said_by != self.listener.identity.speaker:
             self.listener.meet(said_by)
         other = bool(known and said_by and known != said_by)
         self.counts["other ids"] += other
-        if self.listener.restarts != restarts + other:
+        if self.listener.counts.restarts != restarts + other:
             raise Wrong(f"{known.hex()} and then {said_by.hex()}: a restart, or none")
         if self.listener.take(seq, payload):
             self._settle()
@@ -204,25 +204,25 @@ class PortLife:
     def _change_replays(self) -> None:
         self._drain()
         # The process of now has been heard: nobody else would contradict the one before.
-        heard = self.form in NAMED and self.listener.publisher == self.engine.process.id
+        heard = self.form in NAMED and self.listener.identity.publisher == self.engine.process.id
         lies = (OUTLIVED,) * 3 if heard else ()
         self.replays = self.chance.choice((*GOOD, *BAD, *lies))
 
     def _ask(self) -> None:
-        if not self.listener.asks or self.on_the_way:
+        if not self.listener.catch_up.asks or self.on_the_way:
             return
         self.counts["asked"] += 1
-        self.listener.ask()
+        self.listener.catch_up.ask()
         for _ in range(self.chance.choice((0, 0, 2, 150))):
             self._publish()
         self._replay()
 
     def _settle(self) -> None:
-        if self.listener.judge() is Verdict.STALE:
+        if self.listener.catch_up.judge() is Verdict.STALE:
             return
-        if self.has_replay and self.listener.wanted():
+        if self.has_replay and self.listener.catch_up.wanted():
             self._replay()
-        if lost := self.listener.apply_held():
+        if lost := self.listener.catch_up.apply_held():
             self.counts["lost"] += len(lost) > 0
 
     def _replay(self) -> None:
@@ -231,23 +231,23 @@ class PortLife:
 
     def _fetch(self) -> ReplayEnd:
         end = self._read_answer()
-        while self.listener.wants_more(end):
+        while self.listener.catch_up.wants_more(end):
             self.counts["asked again"] += 1
             end = self._read_answer()
-        end = self.listener.replay_ended(end)
+        end = self.listener.catch_up.end(end)
         self.counts[f"replays[{end}]"] += 1
         return end
 
     def _read_answer(self) -> ReplayEnd:
-        start = self.listener.wanted().start
-        self.listener.answer_begins()
+        start = self.listener.catch_up.wanted().start
+        self.listener.catch_up.begin()
         for _, frames in answer(self.replays, self.chance, self.engine, start):
             read = read_answer(self._named(frames))
             if read is None:
                 continue
             if read.is_end:
                 return ReplayEnd.MARKER
-            if (end := self.listener.take_replayed(*read)) is not None:
+            if (end := self.listener.catch_up.take(*read)) is not None:
                 return end
         return ReplayEnd.SILENT
 
@@ -268,7 +268,7 @@ class PortLife:
             self.counts["not exact"] += 1
             return
         self.counts["exact"] += 1
-        self.counts["exact behind a loss"] += self.listener.lost > 0
+        self.counts["exact behind a loss"] += self.listener.counts.lost > 0
         expected = self.listener.cursor.expected
         process = self.engine.process
         if expected > len(process.batches):

@@ -30,7 +30,7 @@ from kvd.model import RankKey
 from kvd.net.fetch import FetchError
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
-from kvd.net.recovery import RecoveryStats, recover, settle
+from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
@@ -147,15 +147,15 @@ class Tap:
         return "proxied" if self._engine.proxied else "nothing"
 
     def _look_at_losses(self) -> None:
-        losses = 0 if self.listener is None else self.listener.losses
+        losses = 0 if self.listener is None else self.listener.counts.losses
         if losses != self._losses:
             self._losses, self._unanswered_before = losses, self._unanswered
 
     def _count_unanswered(self) -> int:
         if self.listener is None:
             return 0
-        replays = self.listener.replays
-        return sum(replays.get(end, 0) for end in UNANSWERED) + self.listener.spared_replays
+        replays = self.listener.counts.replays
+        return sum(replays.get(end, 0) for end in UNANSWERED) + self.listener.counts.spared_replays
 
 
 class TappedState(State):
@@ -212,7 +212,7 @@ class Replica:
                 task_status.started()
                 recovered(await recover(self.state, peers, self.recovery))
                 self.ready.set()
-                await settle(self.state, self.registry)
+                await confirm_restored(self.state, self.registry)
                 await trio.sleep_forever()
         self._ended.set()
 

@@ -20,10 +20,11 @@ from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey, RankKey
 from kvd.net.link import LinkOptions
 from kvd.net.listener import run_listener
-from kvd.net.recovery import RecoveryStats, recover, settle
+from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.turns import Turns
-from kvd.wire.event_stream import ListenerStatus, StreamHealth
+from kvd.wire.event_stream import StreamHealth
+from kvd.wire.stream_link import ListenerStatus
 from kvd_core.base.hashing import local_hashes
 from tests.simulation.engine import BLOCK, tokens_of
 from tests.simulation.fleet import Fleet, check_replica
@@ -246,17 +247,17 @@ async def test_settling(autojump_clock: Clock) -> None:
             peer = await started(fleet)
             replica = await fleet.start("other", peers=[])
             await recover(replica.state, [peer.url], RecoveryStats())
-            unsettled = len(replica.state.unsettled)
-            assert unsettled == 3
+            unconfirmed = len(replica.state.unconfirmed)
+            assert unconfirmed == 3
             for key in KEYS:
                 replica.register(fleet.engines[key])
             await trio.sleep(0.1)
             for key in KEYS:
-                fleet.speak(key)  # without a word an engine never settles
-            await cancelling.run(partial(settle, replica.state, replica.registry))
+                fleet.speak(key)  # without a word no engine is confirmed
+            await cancelling.run(partial(confirm_restored, replica.state, replica.registry))
             check_replica(replica)
-            await settle(replica.state, replica.registry)
-            assert not replica.state.unsettled
+            await confirm_restored(replica.state, replica.registry)
+            assert not replica.state.unconfirmed
 
 
 async def test_a_replica_that_is_told_to_end(autojump_clock: Clock) -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey, RankKey
-from kvd.net.recovery import SETTLED_AFTER_S
-from kvd.wire.event_stream import ListenerStatus
+from kvd.net.recovery import CONFIRMED_AFTER_S
+from kvd.wire.stream_link import ListenerStatus
 from tests.simulation.engine import BLOCK
 from tests.simulation.fleet import Fleet, check_replica
 from tests.simulation.oracle import Oracle
@@ -179,7 +179,7 @@ def test_the_last_call_has_its_way(
                 for steps in storm:
                     clients.start_soon(storming.client, steps)
             storming.check()
-            await trio.sleep(SETTLED_AFTER_S)
+            await trio.sleep(CONFIRMED_AFTER_S)
             assert not replica.state.recovering
             storming.check()
             for key in KEYS:

@@ -10,7 +10,8 @@ import trio
 import trio.testing
 
 from kvd.model import PartitionKey, RankKey
-from kvd.wire.event_stream import ListenerStatus, StreamHealth
+from kvd.wire.event_stream import StreamHealth
+from kvd.wire.stream_link import ListenerStatus
 from tests.simulation import oracle
 from tests.simulation.agenda import Agenda
 from tests.simulation.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import RankKey
-from kvd.wire.event_stream import ListenerStatus
+from kvd.wire.stream_link import ListenerStatus
 
 
 def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) -> None:
@@ -30,5 +30,5 @@ def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) 
         for instance_id, dp_rank in partition.rank_keys():
             assert dp_rank in partition.workers[instance_id].ranks()
         partition.index.verify()
-    for key, instance_id in state.unsettled:
+    for key, instance_id in state.unconfirmed:
         assert instance_id in state.partitions[key].workers

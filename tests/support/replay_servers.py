@@ -21,7 +21,8 @@ class ReplayServer:
     """Has every request answered by `answer`, which is told the number asked from."""
 
     def __init__(self, context: zmq.Context, answer: Answer, buffer: range = range(0)) -> None:
-        self.router = ZSocket(context, zmq.ROUTER, {})
+        # Unbounded: what a ROUTER drops beyond 1,000 messages depends on how fast they are read.
+        self.router = ZSocket(context, zmq.ROUTER, {zmq.SNDHWM: 0})
         self.router.socket.bind("tcp://127.0.0.1:0")
         self.endpoint = self.router.socket.last_endpoint.decode()
         self.answer = answer

@@ -101,13 +101,13 @@ def test_totals_outlive_their_listeners() -> None:
     def listener() -> EventStream:
         made = EventStream("x", "tcp://h:1", NoStream())
         made.take(3, b"12345")
-        made.judge()
-        made.apply_held()
+        made.catch_up.judge()
+        made.catch_up.apply_held()
         made.refuse("frames")
         return made
 
     left = StreamCounts()
-    left.add(listener())
+    left.add(listener().counts)
     samples = parse(text_of(listener_families([listener()], left, now=0.0)))
     assert samples["kvd_listener_messages_total"] == 2
     assert samples["kvd_listener_payload_bytes_total"] == 10

@@ -318,7 +318,7 @@ def test_a_bad_file_is_refused_and_the_old_one_kept(tmp_path: Path) -> None:
     with daemon(tmp_path) as kvd:
         kvd.reload("http_connections = 2\n")
         kvd.reload("http_connections = 3\nhttp_idle = 1\n", outcome="refused")
-        kvd.server.wait_said("level=error logger=kvd.app.daemon event=reload_refused")
+        kvd.server.wait_said("level=error logger=kvd.app.reloading event=reload_refused")
         kvd.server.wait_said("kvd.toml: http_idle: no such setting")
         with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as second:
             assert second.get("/health").status_code == 200

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.abc
 
-from kvd.app.daemon import _Daemon
+from kvd.app.daemon import Bounds, serve
 from kvd.config.load import FACE_BINDS, load
 from kvd.config.parsers import OFF, Binds, TcpBind
 from kvd.config.reload import Reader
@@ -54,7 +54,7 @@ class Mute(trio.abc.HostnameResolver):
 )
 async def test_a_name_that_is_looked_up_holds_up_no_stop(said: dict[str, object]) -> None:
     given: dict[str, object] = dict.fromkeys(FACE_BINDS, OFF) | said
-    daemon = _Daemon(load(given, {}), 100, 100, Reader(given, {}))
+    config, reader, bounds = load(given, {}), Reader(given, {}), Bounds(100, 100)
     trio.socket.set_custom_hostname_resolver(resolver := Mute())
     codes = []
 
@@ -62,7 +62,7 @@ async def test_a_name_that_is_looked_up_holds_up_no_stop(said: dict[str, object]
     with closing(Signals(signal.SIGUSR1)) as ends, closing(Signals()) as reloads:
 
         async def run() -> None:
-            codes.append(await daemon.run(Passed(), ends, reloads))
+            codes.append(await serve(config, reader, bounds, Passed(), ends, reloads))
 
         with trio.fail_after(STOP_DEADLINE_S):
             async with trio.open_nursery() as nursery:

@@ -98,11 +98,11 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "status": listener.status,
         "stream": listener.health(now),
         "last_seq": listener.cursor.last,
-        "gaps": listener.gaps,
+        "gaps": listener.counts.gaps,
         "events": said.events,
         "event_id_gaps": said.order.gaps,
         "stale": said.order.stale,
-        "restarts": listener.restarts + said.order.beginnings,
+        "restarts": listener.counts.restarts + said.order.beginnings,
         "mismatch": dict(said.mismatches),
         "orphans": said.orphans,
         "unlocated": said.unlocated,
@@ -110,7 +110,7 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "bad_events": bad.total(),
         "bad": dict(bad),
         "ignored": dict(said.ignored),
-        "last_error": listener.last_error,
+        "last_error": listener.link.last_error,
         **publisher.source.stats(),
     }
     row["blocks"] += row["waiting"]  # questions by hash may find those, too

@@ -9,7 +9,8 @@ from kvd.faces.common import bodies
 from kvd.index.partitions import Partition
 from kvd.index.registry import Registration, Registry
 from kvd.model import RankKey
-from kvd.wire.event_stream import EventStream, ListenerStatus, StreamHealth
+from kvd.wire.event_stream import EventStream, StreamHealth
+from kvd.wire.stream_link import ListenerStatus
 
 # Ranks looked at or written between two checkpoints: at most about 1 ms.
 SLICE_RANKS = 64
@@ -93,20 +94,20 @@ def stream_members(listener: EventStream, now: float) -> Iterator[tuple[str, obj
     """Yields members that say how a rank's stream is."""
     yield "endpoint", listener.endpoint
     yield "status", listener.status
-    if listener.last_error is not None:
-        yield "last_error", listener.last_error
+    if listener.link.last_error is not None:
+        yield "last_error", listener.link.last_error
     yield "stream", listener.health(now)
     if listener.loss:
         yield "loss", listener.loss
-    if listener.quiet is not None:
-        yield "quiet", listener.quiet
-        yield "quiet_s", round(now - listener.quiet_since)
+    if listener.link.quiet is not None:
+        yield "quiet", listener.link.quiet
+        yield "quiet_s", round(now - listener.link.quiet_since)
     if ignored := dict(listener.ignored):
         yield "ignored_events", ignored
     if (last := listener.cursor.last) is not None:
         yield "last_seq", last
-    if listener.publisher:
-        yield "publisher_id", listener.publisher.hex()
+    if listener.identity.publisher:
+        yield "publisher_id", listener.identity.publisher.hex()
 
 
 def streams_of(partition: Partition, registry: Registry, now: float) -> bytes:

@@ -64,7 +64,7 @@ async def test_a_listener_whose_gap_is_replayed(
         worker.close()
         applied = [int(batch or b"-1") for batch in listening.applied]
         assert applied == list(range(len(applied)))  # in order, each once, none in between lost
-        assert listening.listener.lost == 0
+        assert listening.listener.counts.lost == 0
         await until(lambda: open_descriptors() <= before)
     assert len(applied) == 10
 
@@ -117,7 +117,9 @@ async def test_a_listener_whose_engine_has_a_name(
             async def lead(asked: int = asked, listening: Listening = listening) -> None:
                 await until(lambda: names.asked >= asked + 3 or listening.ended.is_set())
                 names.known["w"] = ["127.0.0.3"]
-                await until(lambda: listening.listener.failures > 0 or listening.ended.is_set())
+                await until(
+                    lambda: listening.listener.counts.failures > 0 or listening.ended.is_set()
+                )
                 listening.scope.cancel()
 
             async def run(listening: Listening = listening) -> None:

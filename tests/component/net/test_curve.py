@@ -99,10 +99,10 @@ async def test_other_keys_get_nothing_and_the_status_says_so(
 ) -> None:
     there = engine(secret)
     listening = listen(there.endpoint, server_key)
-    await until(lambda: listening.listener.last_error)
+    await until(lambda: listening.listener.link.last_error)
     there.send(*[b"x"] * 20)
     # Where the other end is faster to hang up, that is all that is seen.
-    seen = (listening.listener.last_error or "").removesuffix(f": {there.endpoint}")
+    seen = (listening.listener.link.last_error or "").removesuffix(f": {there.endpoint}")
     assert seen in (error, "handshake failed")
     assert listening.listener.status in ("pending", "failed")
     assert not listening.listener.connected and not listening.applied

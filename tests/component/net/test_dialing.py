@@ -186,7 +186,7 @@ async def test_the_machines_own_resolver(listen: Listen, publish: Callable[[], P
     await until(lambda: listening.applied == [b"a"])
     nowhere = listen("tcp://nowhere.invalid:5557")
     await until(nowhere.is_("failed"))
-    assert "nowhere.invalid: " in (nowhere.listener.last_error or "")
+    assert "nowhere.invalid: " in (nowhere.listener.link.last_error or "")
 
 
 async def test_a_listener_follows_a_pod_that_moves(
@@ -222,7 +222,7 @@ async def test_a_name_that_means_a_refused_address_shows_and_is_tried_again(
     await until(lambda: dialer.outgoing.refused_connections > 2)
     assert listening.listener.status == "failed"
     assert "w, that is 169.254.169.254, is not in outgoing_allow" in (
-        listening.listener.last_error or ""
+        listening.listener.link.last_error or ""
     )
     resolving.known["w"] = ["127.0.0.1"]
     await engine.subscribed()
@@ -264,7 +264,7 @@ async def test_a_name_whose_answer_becomes_refused_is_given_up(
     resolving.known["w"] = [METADATA]
     engine.close()
     await until(lambda: listening.listener.status == "failed")
-    assert METADATA in (listening.listener.last_error or "")
+    assert METADATA in (listening.listener.link.last_error or "")
 
 
 async def test_a_narrower_list_ends_connections(
@@ -278,7 +278,7 @@ async def test_a_narrower_list_ends_connections(
     await dialer.recheck()
     await until(lambda: [each.listener.connected for each in listenings] == [True, False, False])
     for each, what in zip(listenings[1:], ("127.0.0.3", "ipc"), strict=True):
-        assert f"{what} is not in outgoing_allow" in (each.listener.last_error or "")
+        assert f"{what} is not in outgoing_allow" in (each.listener.link.last_error or "")
     dialer.outgoing.allow(parse_places(["private"]))
     await until(lambda: listenings[1].listener.connected)
 

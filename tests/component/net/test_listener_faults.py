@@ -46,15 +46,15 @@ async def test_an_oversized_frame_costs_the_socket_but_nothing_that_arrived(
     listening = listen(fake.endpoint, options=options)
     listener = listening.listener
     await until(listening.is_("failed"))
-    assert listener.last_error == f"protocol error: {fake.endpoint}"
-    assert (listener.failures, listener.losses) == (1, 1)
+    assert listener.link.last_error == f"protocol error: {fake.endpoint}"
+    assert (listener.counts.failures, listener.counts.losses) == (1, 1)
     assert listening.applied == [b"0", b"1", b"2"]
     await until(listening.is_("pending"))
     await until(lambda: fake.connections == 2)
     second_may_answer.set()
     await until(listening.is_("active"))
     await until(lambda: len(listening.applied) == 4)
-    assert (listener.joins, listener.gaps, listener.last_error) == (2, 0, None)
+    assert (listener.counts.joins, listener.counts.gaps, listener.link.last_error) == (2, 0, None)
 
 
 def sending(*parts: bytes) -> Callable[[trio.SocketStream], Awaitable[None]]:
@@ -93,7 +93,7 @@ async def test_after_a_protocol_error_there_is_another_attempt(
     options = dataclasses.replace(HASTY, reconnect_s=0.2, reconnect_max_s=0.4)
     listening = listen(fake.endpoint, options=options)
     await until(listening.is_("failed"))
-    assert listening.listener.last_error == f"{fault}: {fake.endpoint}"
+    assert listening.listener.link.last_error == f"{fault}: {fake.endpoint}"
     await until(lambda: fake.connections == 2)
 
 
@@ -104,19 +104,19 @@ async def test_a_peer_that_says_nothing_is_tried_again_on_the_same_socket(
     listening = listen(fake.endpoint)
     await until(lambda: fake.connections >= 2)
     listener = listening.listener
-    assert (listener.status, listener.failures, listener.losses) == ("pending", 0, 0)
-    assert listener.last_error == f"handshake failed: {fake.endpoint}"
-    assert listener.disconnected_since is None
+    assert (listener.status, listener.counts.failures, listener.counts.losses) == ("pending", 0, 0)
+    assert listener.link.last_error == f"handshake failed: {fake.endpoint}"
+    assert listener.link.disconnected_since is None
 
 
 async def test_an_endpoint_that_cannot_be_connected_is_failed(listen: Listen) -> None:
     listening = listen("tcp://*:5557")
     listener = listening.listener
     await until(listening.is_("failed"))
-    assert listener.last_error == (
+    assert listener.link.last_error == (
         "failed to connect ZMQ SUB socket to tcp://*:5557: Invalid argument"
     )
-    await until(lambda: listener.failures >= 3)
+    await until(lambda: listener.counts.failures >= 3)
     assert listening.is_("failed")()
 
 
@@ -131,5 +131,5 @@ async def test_it_recovers_when_there_are_descriptors_again(
         await until(listening.is_("failed"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (listening.listener.last_error or "").endswith(": Too many open files")
+    assert (listening.listener.link.last_error or "").endswith(": Too many open files")
     await until(listening.is_("active"))

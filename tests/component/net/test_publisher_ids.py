@@ -10,8 +10,9 @@ import trio
 import zmq
 
 from kvd.net.replay import Replayer
+from kvd.wire.applied_batches import UNKNOWN
 from kvd.wire.cursor import Verdict
-from kvd.wire.event_stream import UNKNOWN, EventStream
+from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd, read_answer
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.replay_servers import END_SEQ, Answer, ReplayServer
@@ -78,18 +79,18 @@ def text(seq: int, publisher: bytes = b"") -> bytes:
 
 def hear(listener: EventStream, seq: int, publisher: bytes) -> Verdict | None:
     """Has it hear a live batch; returns what it is judged to be, None where it is applied."""
-    if publisher != listener.speaker:
+    if publisher != listener.identity.speaker:
         listener.meet(publisher)
-    return listener.judge() if listener.take(seq, text(seq, publisher)) else None
+    return listener.catch_up.judge() if listener.take(seq, text(seq, publisher)) else None
 
 
 def replayed(listener: EventStream, seqs: range, publisher: bytes) -> ReplayEnd:
     """Has it read an answer of these batches, with the end."""
-    listener.answer_begins()
+    listener.catch_up.begin()
     for seq in seqs:
-        if (end := listener.take_replayed(seq, text(seq, publisher), publisher)) is not None:
-            return listener.replay_ended(end)
-    return listener.replay_ended(ReplayEnd.MARKER)
+        if (end := listener.catch_up.take(seq, text(seq, publisher), publisher)) is not None:
+            return listener.catch_up.end(end)
+    return listener.catch_up.end(ReplayEnd.MARKER)
 
 
 def break_off(listener: EventStream) -> None:
@@ -102,13 +103,14 @@ def break_off(listener: EventStream) -> None:
 def test_another_id_is_another_engine_at_once(heard: int, number: int) -> None:
     listener, applied = make(*((seq, A) for seq in range(heard)))
     verdict = hear(listener, number, B)
-    assert (listener.restarts, listener.publisher, listener.passed) == (1, B, heard - 1)
+    assert (listener.counts.restarts, listener.identity.publisher) == (1, B)
+    assert listener.batches.passed == heard - 1
     if number == 0:
         assert verdict is None
     else:
-        assert (verdict, applied, listener.wanted()) == (Verdict.GAP, [], range(number))
+        assert (verdict, applied, listener.catch_up.wanted()) == (Verdict.GAP, [], range(number))
         assert replayed(listener, range(number), B) is ReplayEnd.REACHED
-        assert listener.apply_held() == ""
+        assert listener.catch_up.apply_held() == ""
     assert applied == [text(seq, B) for seq in range(number + 1)]
     assert listener.health(0.0) == "exact"
 
@@ -116,7 +118,7 @@ def test_another_id_is_another_engine_at_once(heard: int, number: int) -> None:
 def test_without_replays_what_was_before_is_lost() -> None:
     listener, applied = make((0, A), replay=False)
     assert hear(listener, 3, B) is Verdict.GAP
-    assert listener.apply_held() == "0..2"
+    assert listener.catch_up.apply_held() == "0..2"
     assert (applied, listener.health(0.0)) == ([text(3, B)], "degraded")
 
 
@@ -127,30 +129,31 @@ def test_the_same_id_never_restarts(number: int) -> None:
     break_off(listener)
     for seq in range(number, number + 8):
         assert hear(listener, seq, A) is Verdict.STALE
-    assert (listener.restarts, listener.stale, len(applied)) == (0, 8, 300)
+    assert (listener.counts.restarts, listener.counts.stale, len(applied)) == (0, 8, 300)
 
 
 def test_an_id_may_come_late_and_go_again() -> None:
     listener, _ = make((0, b""), (1, b""), (2, A), (3, b""), (4, A), (5, b""))
-    assert (listener.restarts, listener.publisher) == (0, A)
+    assert (listener.counts.restarts, listener.identity.publisher) == (0, A)
     # Without ids numbers decide.
     break_off(listener)
     listener.meet(b"")
     assert listener.take(0, b"anew")
-    assert listener.judge() is Verdict.RESTART
-    assert (listener.restarts, listener.publisher) == (1, b"")
-    listener.apply_held()
+    assert listener.catch_up.judge() is Verdict.RESTART
+    assert (listener.counts.restarts, listener.identity.publisher) == (1, b"")
+    listener.catch_up.apply_held()
     assert hear(listener, 1, B) is None
-    assert (listener.restarts, listener.publisher) == (1, B)
+    assert (listener.counts.restarts, listener.identity.publisher) == (1, B)
     assert hear(listener, 2, C) is Verdict.GAP
-    assert listener.restarts == 2
+    assert listener.counts.restarts == 2
 
 
 def test_what_another_one_has_said_fills_no_gap() -> None:
     listener, applied = make((0, A))
     assert hear(listener, 5, A) is Verdict.GAP
     assert replayed(listener, range(6), B) is ReplayEnd.MARKER
-    assert (listener.apply_held(), listener.strays, listener.restarts) == ("1..4", 6, 0)
+    assert listener.catch_up.apply_held() == "1..4"
+    assert (listener.counts.strays, listener.counts.restarts) == (6, 0)
     assert applied == [text(0, A), text(5, A)]
     assert listener.health(0.0) == "degraded"
 
@@ -158,27 +161,27 @@ def test_what_another_one_has_said_fills_no_gap() -> None:
 def test_an_engine_that_is_asked_says_that_it_is_another_one() -> None:
     listener, applied = make((0, A), (1, A))
     break_off(listener)
-    assert listener.asks
-    listener.ask()
+    assert listener.catch_up.asks
+    listener.catch_up.ask()
     assert replayed(listener, range(3), B) is ReplayEnd.OTHER_ENGINE
-    assert (listener.restarts, listener.publisher, applied) == (1, B, [])
+    assert (listener.counts.restarts, listener.identity.publisher, applied) == (1, B, [])
     assert replayed(listener, range(3), B) is ReplayEnd.MARKER
     assert applied == [text(seq, B) for seq in range(3)]
     # Only its answers say so: what it publishes counts.
-    assert (listener.asks, listener.health(0.0)) == (False, "recovering")
+    assert (listener.catch_up.asks, listener.health(0.0)) == (False, "recovering")
     assert hear(listener, 3, B) is None
-    assert (listener.restarts, listener.health(0.0)) == (1, "exact")
+    assert (listener.counts.restarts, listener.health(0.0)) == (1, "exact")
 
 
 def test_a_replay_server_of_another_engine_is_found_out() -> None:
     listener, applied = make((0, A), (1, A))
     break_off(listener)
-    listener.ask()
+    listener.catch_up.ask()
     assert replayed(listener, range(3), B) is ReplayEnd.OTHER_ENGINE
     replayed(listener, range(3), B)
     assert hear(listener, 2, A) is Verdict.GAP
     replayed(listener, range(3), B)
-    assert (listener.apply_held(), applied) == ("0..1", [text(2, A)])
+    assert (listener.catch_up.apply_held(), applied) == ("0..1", [text(2, A)])
     assert listener.health(0.0) == "degraded"
 
 
@@ -186,11 +189,11 @@ def test_one_that_contradicts_itself_proves_nothing() -> None:
     listener, _ = make((0, A), (1, A))
     break_off(listener)
     assert hear(listener, 2, A) is Verdict.NEXT
-    listener.answer_begins()
-    assert listener.take_replayed(1, b"other", A) is None
-    assert listener.replay_ended(ReplayEnd.MARKER) is ReplayEnd.MARKER
-    listener.apply_held()
-    assert (listener.restarts, listener.loss) == (0, UNKNOWN)
+    listener.catch_up.begin()
+    assert listener.catch_up.take(1, b"other", A) is None
+    assert listener.catch_up.end(ReplayEnd.MARKER) is ReplayEnd.MARKER
+    listener.catch_up.apply_held()
+    assert (listener.counts.restarts, listener.loss) == (0, UNKNOWN)
 
 
 def test_an_empty_payload_proves_nothing_by_itself() -> None:
@@ -199,12 +202,12 @@ def test_an_empty_payload_proves_nothing_by_itself() -> None:
         assert listener.take(1, b"") is False
         break_off(listener)
         assert hear(listener, 2, publisher) is Verdict.NEXT
-        listener.answer_begins()
-        listener.take_replayed(1, b"", publisher)
-        listener.take_replayed(2, text(2, publisher), publisher)
-        listener.replay_ended(ReplayEnd.REACHED)
-        listener.apply_held()
-        assert (listener.restarts, listener.loss) == (0, loss)
+        listener.catch_up.begin()
+        listener.catch_up.take(1, b"", publisher)
+        listener.catch_up.take(2, text(2, publisher), publisher)
+        listener.catch_up.end(ReplayEnd.REACHED)
+        listener.catch_up.apply_held()
+        assert (listener.counts.restarts, listener.loss) == (0, loss)
 
 
 def test_what_came_while_another_was_in_doubt_is_asked_for() -> None:
@@ -214,14 +217,14 @@ def test_what_came_while_another_was_in_doubt_is_asked_for() -> None:
     break_off(listener)
     assert hear(listener, 2, A) is Verdict.NEXT
     assert replayed(listener, range(1), C) is ReplayEnd.MARKER
-    listener.apply_held()
+    listener.catch_up.apply_held()
     assert hear(listener, 0, B) is Verdict.NEXT  # held, to be asked for
     assert replayed(listener, range(1), C) is ReplayEnd.MARKER
-    listener.apply_held()
+    listener.catch_up.apply_held()
     assert listener.loss == UNKNOWN
     assert hear(listener, 0, C) is Verdict.NEXT
     assert replayed(listener, range(1), C) is ReplayEnd.REACHED
-    listener.apply_held()
+    listener.catch_up.apply_held()
     assert (listener.health(0.0), listener.loss) == ("exact", "")
 
 
@@ -291,7 +294,7 @@ async def test_a_gap_is_replayed(heard: tuple[Engine, Listening]) -> None:
     engine, listening = heard
     said = [engine.say(heard=number not in (1, 2)) for number in range(4)]
     await applied(listening, *said)
-    assert listening.listener.publisher == A
+    assert listening.listener.identity.publisher == A
     assert listening.listener.health(trio.current_time()) == "exact"
 
 
@@ -307,7 +310,8 @@ async def test_an_engine_that_comes_as_far_unheard_is_another_one(
     new = [engine.say(heard=number >= 2 + unheard) for number in range(3 + unheard)]
     await applied(listening, *old, None, *new)
     listener = listening.listener
-    assert (listener.publisher, listener.restarts, listener.lost) == (B, 1, 0)
+    assert listener.identity.publisher == B
+    assert (listener.counts.restarts, listener.counts.lost) == (1, 0)
     assert listener.health(trio.current_time()) == "exact"
 
 
@@ -319,7 +323,8 @@ async def test_a_thousand_beats_are_no_event(heard: tuple[Engine, Listening]) ->
     await until(lambda: len(listening.applied) == 1000)
     listener = listening.listener
     assert listener.health(trio.current_time()) == "exact"
-    told = (listener.flawed, listener.gaps, listener.stale, listener.restarts, listener.refused)
+    counts = listener.counts
+    told = (counts.flawed, counts.gaps, counts.stale, counts.restarts, counts.refused)
     assert told == (0, 0, 0, 0, 0)
 
 
@@ -331,4 +336,4 @@ async def test_an_empty_payload_in_a_replay_is_not_its_end(
     beats += [engine.say(heard=False, payload=b"") for _ in range(2)]
     beats += [engine.say()]
     await applied(listening, *beats)
-    assert listening.listener.lost == 0
+    assert listening.listener.counts.lost == 0

@@ -21,13 +21,13 @@ from kvd.index.registry import Registry
 from kvd.index.restore import SLICE_WORKERS, Planned, plan, restore
 from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import (
+    CONFIRMED_AFTER_S,
     MAX_RANKS,
-    SETTLED_AFTER_S,
     Attempt,
     RecoveryLimits,
     RecoveryStats,
+    confirm_restored,
     recover,
-    settle,
 )
 from kvd.wire.dump import BINARY_DUMP, wants_binary
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
@@ -329,7 +329,7 @@ async def test_a_registration_replaces_restored_blocks_of_another_size() -> None
         await fresh.recover(url)
     fresh.register(9, block_size=8)
     assert fresh.dumped() == {"m:t": []}
-    assert (fresh.state.replaced_partitions, fresh.state.unsettled) == (1, set())
+    assert (fresh.state.replaced_partitions, fresh.state.unconfirmed) == (1, set())
     with pytest.raises(Conflict):
         fresh.register(10, block_size=16)
 
@@ -410,8 +410,8 @@ async def test_a_dump_is_kept_and_not_exact_when_its_engine_is_heard_in_the_midd
     fresh.register(7)
     (listener,) = fresh.listeners.running.values()
     listener.take(4, msgpack.packb([1.5, [], None]))
-    listener.judge()
-    listener.apply_held()
+    listener.catch_up.judge()
+    listener.catch_up.apply_held()
     assert fresh.depths(1, 2)[7, 0] == (2, 2, 2)  # type: ignore[index]
     assert listener.loss == "missing 0..3, restored from a peer"
 
@@ -438,7 +438,7 @@ async def test_a_registration_that_comes_between_two_slices_goes_first() -> None
     for _ in steps:
         pass
     assert fresh.dumped() == {"m:t": []}
-    assert not fresh.state.unsettled
+    assert not fresh.state.unconfirmed
 
 
 def crowd(workers: int) -> bytes:
@@ -525,24 +525,24 @@ async def test_restored_ranks_settle_when_they_have_been_listened_to(
     for _ in fresh.restoring(GOOD):
         pass
     await fresh.unregister(8)
-    assert fresh.state.unsettled == {(PARTITION, 7)}
+    assert fresh.state.unconfirmed == {(PARTITION, 7)}
     (listener,) = fresh.listeners.running.values()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(settle, fresh.state, fresh.registry)
-        await trio.sleep(3 * SETTLED_AFTER_S)
-        assert fresh.state.unsettled  # pending: it may have much to tell
+        nursery.start_soon(confirm_restored, fresh.state, fresh.registry)
+        await trio.sleep(3 * CONFIRMED_AFTER_S)
+        assert fresh.state.unconfirmed  # pending: it may have much to tell
         listener.connecting()
         listener.joined()
         listener.receiving()
-        await trio.sleep(2 * SETTLED_AFTER_S)
-        assert fresh.state.unsettled  # the first batch may have much replayed before it
+        await trio.sleep(2 * CONFIRMED_AFTER_S)
+        assert fresh.state.unconfirmed  # the first batch may have much replayed before it
         assert listener.take(5, b"")
-        await trio.sleep(2 * SETTLED_AFTER_S)
-        assert fresh.state.unsettled
-        listener.apply_held()
-        await trio.sleep(SETTLED_AFTER_S / 2)
-        assert fresh.state.unsettled
-    assert trio.current_time() <= 10 * SETTLED_AFTER_S
+        await trio.sleep(2 * CONFIRMED_AFTER_S)
+        assert fresh.state.unconfirmed
+        listener.catch_up.apply_held()
+        await trio.sleep(CONFIRMED_AFTER_S / 2)
+        assert fresh.state.unconfirmed
+    assert trio.current_time() <= 10 * CONFIRMED_AFTER_S
 
 
 # ---- the list of peers

@@ -180,10 +180,10 @@ async def test_a_paused_listener_can_be_removed(daemon: Daemon) -> None:
 async def test_pausing_in_the_midst_of_a_replay(daemon: Daemon) -> None:
     daemon.server.answer = one_and_silence
     daemon.publish(0, 9)
-    await until(lambda: daemon.listener.replayed)
+    await until(lambda: daemon.listener.counts.replayed)
     with trio.fail_after(NOT_MY_FAULT_S):
         await daemon.registry.pause(1, 0)
-    assert (daemon.listener.held, daemon.listener.status) == (None, "paused")
+    assert (daemon.listener.catch_up.held, daemon.listener.status) == (None, "paused")
 
 
 async def test_a_rank_can_be_removed_in_the_midst_of_a_replay(daemon: Daemon) -> None:

@@ -184,10 +184,10 @@ def test_many_blocks_wait_for_one() -> None:
     conductor = Conductor(PrefixIndex(4, IngestCounters()))
     source = conductor.add_source("a", "", "", 0, False)
 
-    for i in range(1000, 41_000):
+    for i in range(1000, 5000):
         assert source.store(0, 0, "GPU", [i], [i, 0, 0, 0], 7, 0) == "parked"
     source.store(0, 0, "GPU", [7], [9, 9, 9, 9], None, 0)
     assert conductor.stats()["loose"] <= 4
-    assert conductor.match_tokens([9, 9, 9, 9, 39_999, 0, 0, 0])["a"]["GPU"] == 8
+    assert conductor.match_tokens([9, 9, 9, 9, 4999, 0, 0, 0])["a"]["GPU"] == 8
     source.remove(0, 0, None, range(1000, 1100), 0)
     conductor.verify()

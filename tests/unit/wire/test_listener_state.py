@@ -2,17 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.wire.applied_batches import CLEARED_UNKNOWN, MAX_HOLES_SHOWN, UNKNOWN
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
-from kvd.wire.event_stream import (
-    CLEARED_UNKNOWN,
-    MAX_HOLES_SHOWN,
-    STALE_AFTER_S,
-    UNKNOWN,
-    EventStream,
-    ListenerStatus,
-)
+from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd, read_answer, request
+from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK
 
 SHOWS = {b"emptied": CLEARED, b"flawed": FLAWED, b"both": CLEARED | FLAWED}
@@ -72,21 +67,21 @@ def feed(listener: EventStream, *batches: tuple[int, bytes]) -> list[str]:
     """Feeds batches as the listener's task does when no replay brings anything."""
     lost = []
     for seq, payload in batches:
-        if listener.take(seq, payload) and listener.judge() is not Verdict.STALE:
-            lost.append(listener.apply_held())
+        if listener.take(seq, payload) and listener.catch_up.judge() is not Verdict.STALE:
+            lost.append(listener.catch_up.apply_held())
     return lost
 
 
 def replay(listener: EventStream, batch: bytes) -> ReplayEnd | None:
     """Has all that is wanted replayed, up to the end."""
-    ends = (listener.take_replayed(seq, batch % seq) for seq in listener.wanted())
+    ends = (listener.catch_up.take(seq, batch % seq) for seq in listener.catch_up.wanted())
     return next(filter(None, ends), None)
 
 
 def answer(listener: EventStream, seqs: list[int]) -> ReplayEnd:
     """Has some batches replayed in one answer, and the end."""
-    listener.answer_begins()
-    ends = (listener.take_replayed(seq, b"%d" % seq) for seq in seqs)
+    listener.catch_up.begin()
+    ends = (listener.catch_up.take(seq, b"%d" % seq) for seq in seqs)
     return next(filter(None, ends), ReplayEnd.MARKER)
 
 
@@ -102,28 +97,31 @@ def test_batches_are_applied_and_counted() -> None:
     batches = [(0, b"a"), (1, b"bc"), (1, b"bc"), (0, b"old"), (5, b"d"), (6, b"")]
     assert feed(listener, *batches) == ["2..4"]
     assert applied == [b"a", b"bc", b"d", b""]
-    assert (listener.messages, listener.payload_bytes) == (6, 9)
-    assert (listener.gaps, listener.lost, listener.stale, listener.replayed) == (1, 3, 2, 0)
+    assert (listener.counts.messages, listener.counts.payload_bytes) == (6, 9)
+    counts = listener.counts
+    assert (counts.gaps, counts.lost, counts.stale, counts.replayed) == (1, 3, 2, 0)
     assert listener.cursor.last == 6
 
 
 def test_a_gap_of_any_width_is_counted() -> None:
     listener, _ = make()
     assert feed(listener, (2**64 - 1, b"")) == ["0..18446744073709551614"]
-    assert (listener.gaps, listener.lost) == (1, 2**64 - 1)
+    assert (listener.counts.gaps, listener.counts.lost) == (1, 2**64 - 1)
 
 
 def test_a_batch_that_is_not_next_is_held_until_settled() -> None:
     listener, applied = make()
     assert listener.take(0, b"0") is False
     assert listener.take(3, b"3") is True
-    assert listener.judge() is Verdict.GAP
-    assert (listener.held, listener.wanted(), applied) == ((3, b"3"), range(1, 3), [b"0"])
-    assert listener.take_replayed(1, b"1") is None
-    assert listener.take_replayed(2, b"2") is ReplayEnd.REACHED
-    assert listener.apply_held() == ""
-    assert (listener.held, applied) == (None, [b"0", b"1", b"2", b"3"])
-    assert (listener.gaps, listener.replayed, listener.lost, health(listener)) == (1, 2, 0, "exact")
+    assert listener.catch_up.judge() is Verdict.GAP
+    catch_up = listener.catch_up
+    assert (catch_up.held, catch_up.wanted(), applied) == ((3, b"3"), range(1, 3), [b"0"])
+    assert listener.catch_up.take(1, b"1") is None
+    assert listener.catch_up.take(2, b"2") is ReplayEnd.REACHED
+    assert listener.catch_up.apply_held() == ""
+    assert (listener.catch_up.held, applied) == (None, [b"0", b"1", b"2", b"3"])
+    counts = listener.counts
+    assert (counts.gaps, counts.replayed, counts.lost, health(listener)) == (1, 2, 0, "exact")
 
 
 # ---- blocks of a peer's dump, before the engine has been heard
@@ -134,7 +132,7 @@ def test_the_number_0_says_that_the_engine_is_another_than_the_dump_knew() -> No
     applied.dumped = True
     assert health(listener) == "recovering"
     assert feed(listener, (0, b"0"), (1, b"1")) == []
-    assert (applied.dumped, applied, listener.superseded) == (False, [b"0", b"1"], 1)
+    assert (applied.dumped, applied, listener.counts.superseded) == (False, [b"0", b"1"], 1)
     assert (health(listener), listener.loss) == ("exact", "")
 
 
@@ -142,7 +140,7 @@ def test_a_number_0_that_goes_on_with_a_dump_is_no_beginning() -> None:
     listener, applied = make()
     applied.dumped = True
     assert feed(listener, (0, b"goes on")) == []
-    assert (applied.dumped, applied, listener.superseded) == (True, [b"goes on"], 0)
+    assert (applied.dumped, applied, listener.counts.superseded) == (True, [b"goes on"], 0)
     assert (health(listener), listener.loss) == ("degraded", "restored from a peer")
     feed(listener, (2, b"2"))
     assert listener.loss == "missing 1, restored from a peer"
@@ -152,20 +150,22 @@ def test_a_history_from_0_takes_the_place_of_a_dump() -> None:
     listener, applied = make(replay=True)
     applied.dumped = True
     assert listener.take(2, b"2")
-    listener.judge()
-    assert listener.take_replayed(0, b"0") is None
+    listener.catch_up.judge()
+    assert listener.catch_up.take(0, b"0") is None
     assert (applied.dumped, applied) == (False, [b"0"])
-    listener.take_replayed(1, b"1")
-    assert (listener.apply_held(), listener.superseded, health(listener)) == ("", 1, "exact")
+    listener.catch_up.take(1, b"1")
+    assert listener.catch_up.apply_held() == ""
+    assert (listener.counts.superseded, health(listener)) == (1, "exact")
 
 
 def test_a_dump_is_kept_where_the_history_does_not_begin_at_0() -> None:
     listener, applied = make(replay=True)
     applied.dumped = True
     assert listener.take(5, b"5")
-    listener.judge()
-    listener.take_replayed(2, b"2")
-    assert (listener.apply_held(), applied.dumped, listener.superseded) == ("0..1,3..4", True, 0)
+    listener.catch_up.judge()
+    listener.catch_up.take(2, b"2")
+    assert listener.catch_up.apply_held() == "0..1,3..4"
+    assert (applied.dumped, listener.counts.superseded) == (True, 0)
     assert (health(listener), listener.loss) == (
         "degraded",
         "missing 0..1,3..4, restored from a peer",
@@ -198,13 +198,13 @@ def test_only_what_is_wanted_is_taken_from_a_replay(name: str) -> None:
     listener, applied = make()
     feed(listener, (0, b"0"))
     listener.take(6, b"6")
-    listener.judge()
-    while listener.wants_more(answer(listener, seqs)):
-        seqs = [seq for seq in seqs if seq >= listener.wanted().start]
-    assert listener.apply_held() == lost
+    listener.catch_up.judge()
+    while listener.catch_up.wants_more(answer(listener, seqs)):
+        seqs = [seq for seq in seqs if seq >= listener.catch_up.wanted().start]
+    assert listener.catch_up.apply_held() == lost
     assert applied == [b"%d" % seq for seq in [0, *taken, 6]]
-    assert (listener.replayed, listener.lost) == (len(taken), 5 - len(taken))
-    assert listener.strays == strays
+    assert (listener.counts.replayed, listener.counts.lost) == (len(taken), 5 - len(taken))
+    assert listener.counts.strays == strays
     assert listener.loss == (f"missing {lost}" if lost else "")
     assert feed(listener, (7, b"7")) == []
 
@@ -213,11 +213,11 @@ def test_a_text_names_so_many_holes_only() -> None:
     listener, _ = make()
     last = 2 * (MAX_HOLES_SHOWN + 3)
     listener.take(last, b"")
-    listener.judge()
+    listener.catch_up.judge()
     for seq in range(1, last, 2):
         answer(listener, [seq])
-    assert listener.apply_held() == "0,2,4,6,8,10,12,14,..."
-    assert listener.lost == MAX_HOLES_SHOWN + 3
+    assert listener.catch_up.apply_held() == "0,2,4,6,8,10,12,14,..."
+    assert listener.counts.lost == MAX_HOLES_SHOWN + 3
 
 
 def test_a_restart_drops_what_was_applied() -> None:
@@ -226,7 +226,7 @@ def test_a_restart_drops_what_was_applied() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     assert feed(listener, (0, b"x"), (1, b"y")) == [""]
-    assert (applied, listener.restarts, listener.cursor.last) == ([b"x", b"y"], 1, 1)
+    assert (applied, listener.counts.restarts, listener.cursor.last) == ([b"x", b"y"], 1, 1)
     assert (health(listener), listener.loss) == ("exact", "")
 
 
@@ -236,14 +236,15 @@ def test_an_engine_that_has_come_as_far_is_told_by_its_replay() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     assert listener.take(2, b"z") is True  # the very number that was expected
-    listener.judge()
-    assert listener.wanted() == range(1, 3)  # its own number, too: it may be an old one, queued
-    assert listener.take_replayed(1, b"y") is ReplayEnd.OTHER_ENGINE
-    assert (applied, listener.wanted()) == ([], range(3))
+    listener.catch_up.judge()
+    # Its own number, too: it may be an old one, queued.
+    assert listener.catch_up.wanted() == range(1, 3)
+    assert listener.catch_up.take(1, b"y") is ReplayEnd.OTHER_ENGINE
+    assert (applied, listener.catch_up.wanted()) == ([], range(3))
     for seq, payload in enumerate((b"x", b"y", b"z")):
-        end = listener.take_replayed(seq, payload)
-    assert (end, listener.apply_held()) == (ReplayEnd.REACHED, "")
-    assert (applied, listener.restarts) == ([b"x", b"y", b"z"], 1)
+        end = listener.catch_up.take(seq, payload)
+    assert (end, listener.catch_up.apply_held()) == (ReplayEnd.REACHED, "")
+    assert (applied, listener.counts.restarts) == ([b"x", b"y", b"z"], 1)
     assert listener.take(3, b"") is False
 
 
@@ -253,12 +254,13 @@ def test_the_same_engine_is_told_by_its_replay_and_asked_once() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     listener.take(4, b"e")
-    listener.judge()
-    assert listener.wanted() == range(1, 5)
+    listener.catch_up.judge()
+    assert listener.catch_up.wanted() == range(1, 5)
     for seq, payload in (1, b"b"), (2, b"c"), (3, b"d"), (4, b"e"):
-        end = listener.take_replayed(seq, payload)
-    assert (end, listener.apply_held()) == (ReplayEnd.REACHED, "")
-    assert (applied, listener.replayed, listener.restarts) == ([b"a", b"b", b"c", b"d", b"e"], 2, 0)
+        end = listener.catch_up.take(seq, payload)
+    assert (end, listener.catch_up.apply_held()) == (ReplayEnd.REACHED, "")
+    assert applied == [b"a", b"b", b"c", b"d", b"e"]
+    assert (listener.counts.replayed, listener.counts.restarts) == (2, 0)
     assert listener.take(5, b"") is False
 
 
@@ -270,10 +272,10 @@ def test_batches_that_were_queued_when_another_engine_came_do_not_count(heard: i
     listener.joined()
     for seq in (heard, heard + 1):  # which the new engine has said as well
         assert listener.take(seq, b"old %d" % seq) is True
-        listener.judge()
+        listener.catch_up.judge()
         while replay(listener, b"new %d") is ReplayEnd.OTHER_ENGINE:
             pass
-        listener.apply_held()
+        listener.catch_up.apply_held()
     assert applied == [b"new %d" % seq for seq in range(heard + 2)]
     assert health(listener) == "exact"
 
@@ -283,14 +285,15 @@ def test_a_batch_that_no_replay_confirms_degrades() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     listener.take(5, b"old")
-    listener.judge()
+    listener.catch_up.judge()
     for seq in range(3):
-        listener.take_replayed(seq, b"new")
-    listener.replay_ended(ReplayEnd.MARKER)
-    listener.apply_held()
+        listener.catch_up.take(seq, b"new")
+    listener.catch_up.end(ReplayEnd.MARKER)
+    listener.catch_up.apply_held()
     assert health(listener) == "degraded"
     feed(listener, (3, b"new"))
-    assert (health(listener), listener.restarts) == ("degraded", 1)  # 0..2 could be asked for again
+    assert listener.counts.restarts == 1
+    assert health(listener) == "degraded"  # 0..2 could be asked for again
 
 
 def test_what_a_failed_socket_left_unproved_is_asked_again() -> None:
@@ -299,12 +302,13 @@ def test_what_a_failed_socket_left_unproved_is_asked_again() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     listener.take(1, b"b")
-    listener.judge()
+    listener.catch_up.judge()
     listener.failed("gone for good", 2.0)
+    listener.connecting()
     listener.joined()
     assert listener.take(1, b"b") is True
-    listener.judge()
-    assert listener.wanted() == range(2)
+    listener.catch_up.judge()
+    assert listener.catch_up.wanted() == range(2)
 
 
 @pytest.mark.parametrize("seqs", [[], [2, 3]])
@@ -314,11 +318,11 @@ def test_an_answer_without_the_proof_degrades(seqs: list[int]) -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     listener.take(2 + len(seqs), b"last")
-    listener.judge()
+    listener.catch_up.judge()
     for seq in seqs:
-        listener.take_replayed(seq, b"%d" % seq)
-    listener.replay_ended(ReplayEnd.REACHED if seqs else ReplayEnd.MARKER)
-    assert listener.apply_held() == ""
+        listener.catch_up.take(seq, b"%d" % seq)
+    listener.catch_up.end(ReplayEnd.REACHED if seqs else ReplayEnd.MARKER)
+    assert listener.catch_up.apply_held() == ""
     assert listener.loss == UNKNOWN
     assert applied == [b"0", b"1", *(b"%d" % seq for seq in seqs), b"last"]
 
@@ -330,10 +334,10 @@ def forget_the_engine() -> tuple[EventStream, Applied]:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     listener.take(2, b"2")
-    listener.judge()
-    assert listener.take_replayed(7, b"7") is ReplayEnd.REACHED
-    listener.replay_ended(ReplayEnd.REACHED)
-    listener.apply_held()
+    listener.catch_up.judge()
+    assert listener.catch_up.take(7, b"7") is ReplayEnd.REACHED
+    listener.catch_up.end(ReplayEnd.REACHED)
+    listener.catch_up.apply_held()
     return listener, applied
 
 
@@ -342,11 +346,12 @@ def test_a_clear_of_an_engine_that_is_not_known_ends_a_loss_once_it_is() -> None
     feed(listener, (3, b"emptied"))
     assert listener.loss == CLEARED_UNKNOWN
     assert listener.take(4, b"4") is True
-    listener.judge()
-    assert (listener.wanted(), listener.loss) == (range(3, 5), CLEARED_UNKNOWN)
+    listener.catch_up.judge()
+    assert (listener.catch_up.wanted(), listener.loss) == (range(3, 5), CLEARED_UNKNOWN)
     for seq, payload in (3, b"emptied"), (4, b"4"):
-        end = listener.take_replayed(seq, payload)
-    assert (end, listener.apply_held(), health(listener)) == (ReplayEnd.REACHED, "", "exact")
+        end = listener.catch_up.take(seq, payload)
+    assert (end, listener.catch_up.apply_held()) == (ReplayEnd.REACHED, "")
+    assert health(listener) == "exact"
     feed(listener, (5, b"5"), (8, b"8"), (9, b"emptied"))
     assert health(listener) == "exact"
 
@@ -376,10 +381,10 @@ def test_an_engine_that_is_not_known_is_asked_again_with_the_next_gap() -> None:
     listener, applied = forget_the_engine()
     assert listener.take(3, b"3") is False
     listener.take(5, b"5")
-    listener.judge()
-    assert listener.wanted() == range(3, 6)
-    assert listener.take_replayed(3, b"other") is ReplayEnd.OTHER_ENGINE
-    assert (applied, listener.restarts) == ([], 1)
+    listener.catch_up.judge()
+    assert listener.catch_up.wanted() == range(3, 6)
+    assert listener.catch_up.take(3, b"other") is ReplayEnd.OTHER_ENGINE
+    assert (applied, listener.counts.restarts) == ([], 1)
 
 
 def test_a_late_duplicate_does_not_take_the_place_of_the_first_batch() -> None:
@@ -388,19 +393,19 @@ def test_a_late_duplicate_does_not_take_the_place_of_the_first_batch() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     feed(listener, (1, b"1"))
-    assert (listener.stale, listener.take(2, b"2")) == (1, True)
-    listener.judge()
-    assert listener.wanted() == range(1, 3)
+    assert (listener.counts.stale, listener.take(2, b"2")) == (1, True)
+    listener.catch_up.judge()
+    assert listener.catch_up.wanted() == range(1, 3)
 
 
 def test_a_queued_clear_does_not_make_the_next_engine_exact() -> None:
     listener, applied = forget_the_engine()
     feed(listener, (3, b"emptied"))
     assert listener.take(4, b"old, too") is True
-    listener.judge()
-    listener.take_replayed(7, b"7")
-    listener.replay_ended(ReplayEnd.REACHED)
-    listener.apply_held()
+    listener.catch_up.judge()
+    listener.catch_up.take(7, b"7")
+    listener.catch_up.end(ReplayEnd.REACHED)
+    listener.catch_up.apply_held()
     feed(listener, (5, b"the new engine's, by chance the next number"))
     assert len(applied) == 6
     assert (health(listener), listener.loss) == ("degraded", UNKNOWN)
@@ -410,20 +415,20 @@ def test_a_clear_by_another_engine_is_a_restart() -> None:
     listener, applied = forget_the_engine()
     feed(listener, (3, b"emptied"))
     listener.take(4, b"4")
-    listener.judge()
-    assert listener.take_replayed(3, b"other") is ReplayEnd.OTHER_ENGINE
-    assert (applied, listener.restarts, listener.loss) == ([], 1, "")
+    listener.catch_up.judge()
+    assert listener.catch_up.take(3, b"other") is ReplayEnd.OTHER_ENGINE
+    assert (applied, listener.counts.restarts, listener.loss) == ([], 1, "")
 
 
 def test_a_connection_lost_during_a_replay_is_asked_about_next_time() -> None:
     listener, _ = make(replay=True)
     feed(listener, (0, b"a"))
     listener.take(2, b"c")
-    listener.judge()
+    listener.catch_up.judge()
     listener.lost_connection("gone", 1.0)
     listener.joined()
-    assert listener.wanted() == range(1, 2)
-    listener.apply_held()
+    assert listener.catch_up.wanted() == range(1, 2)
+    listener.catch_up.apply_held()
     assert listener.take(3, b"d") is True
 
 
@@ -432,11 +437,11 @@ def test_batches_of_the_last_engine_are_not_replayed_into_the_next() -> None:
     feed(listener, *((seq, b"old %d" % seq) for seq in range(10)))
     listener.joined()
     listener.take(3, b"new 3")
-    assert listener.judge() is Verdict.RESTART
+    assert listener.catch_up.judge() is Verdict.RESTART
     for seq, payload in (0, b"old 0"), (1, b"old 1"), (2, b"new 2"):
-        listener.take_replayed(seq, payload)
-    assert listener.apply_held() == "0..1"
-    assert (applied, listener.strays) == ([b"new 2", b"new 3"], 2)
+        listener.catch_up.take(seq, payload)
+    assert listener.catch_up.apply_held() == "0..1"
+    assert (applied, listener.counts.strays) == ([b"new 2", b"new 3"], 2)
 
 
 def test_refused_messages_are_counted_by_reason() -> None:
@@ -444,8 +449,8 @@ def test_refused_messages_are_counted_by_reason() -> None:
     listener.take(0, b"")
     for reason in ("frame_count", "sequence_length", "frame_count"):
         listener.refuse(reason)
-    assert listener.bad_frames == {"frame_count": 2, "sequence_length": 1}
-    assert (listener.refused, listener.messages, listener.cursor.last) == (3, 1, 0)
+    assert listener.counts.bad_frames == {"frame_count": 2, "sequence_length": 1}
+    assert (listener.counts.refused, listener.counts.messages, listener.cursor.last) == (3, 1, 0)
 
 
 def test_counts_add_up() -> None:
@@ -454,7 +459,7 @@ def test_counts_add_up() -> None:
     feed(listener, (0, b"abc"))
     listener.refuse("a")
     listener.refuse("b")
-    total.add(listener)
+    total.add(listener.counts)
     assert (total.messages, total.payload_bytes, total.joins) == (2, 3, 1)
     assert total.bad_frames == {"a": 2, "b": 1}
 
@@ -473,9 +478,9 @@ def test_a_gap_recovers_and_degrades() -> None:
     listener, _ = make()
     feed(listener, (0, b""))
     listener.take(3, b"")
-    listener.judge()
+    listener.catch_up.judge()
     assert health(listener) == "recovering"
-    listener.apply_held()
+    listener.catch_up.apply_held()
     assert (health(listener), listener.loss) == ("degraded", "missing 1..2")
 
 
@@ -483,9 +488,9 @@ def test_a_batch_that_is_not_understood_is_lost() -> None:
     listener, _ = make()
     feed(listener, (0, b""), (1, b"flawed"), (2, b""))
     assert (health(listener), listener.loss) == ("degraded", "batch 1 not understood")
-    assert listener.flawed == 1
+    assert listener.counts.flawed == 1
     feed(listener, (3, b"emptied"))  # which ends the loss, not what has been
-    assert (listener.loss, listener.last_flaw) == ("", (1, "truncated"))
+    assert (listener.loss, listener.batches.last_flaw) == ("", (1, "truncated"))
 
 
 def test_an_all_clear_ends_a_loss() -> None:
@@ -503,7 +508,7 @@ def test_an_engine_started_again_before_its_first_batch_was_taken() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     feed(listener, (100, b"old, queued since"), (42, b"new"))
-    assert (listener.restarts, applied) == (1, [b"new"])
+    assert (listener.counts.restarts, applied) == (1, [b"new"])
 
 
 def test_a_worker_registered_again_has_lost_what_it_had() -> None:
@@ -545,30 +550,32 @@ def test_a_lost_connection_is_remembered_but_stays_active() -> None:
     listener.connecting()
     listener.receiving()
     listener.lost_connection("handshake failed", 1.0)
-    assert (listener.status, listener.last_error) == ("pending", "handshake failed")
-    assert (listener.losses, listener.disconnected_since) == (0, None)
+    assert (listener.status, listener.link.last_error) == ("pending", "handshake failed")
+    assert (listener.counts.losses, listener.link.disconnected_since) == (0, None)
     listener.joined()
-    assert (listener.connected, listener.last_error) == (True, None)
+    assert (listener.connected, listener.link.last_error) == (True, None)
     listener.lost_connection("connection lost", 2.0)
     listener.lost_connection("handshake failed", 3.0)
     assert listener.status is ListenerStatus.ACTIVE
-    assert (listener.connected, listener.losses, listener.disconnected_since) == (False, 1, 2.0)
-    assert listener.last_error == "handshake failed"
+    assert (listener.connected, listener.counts.losses) == (False, 1)
+    assert listener.link.disconnected_since == 2.0
+    assert listener.link.last_error == "handshake failed"
     listener.joined()
-    assert (listener.joins, listener.disconnected_since, listener.last_error) == (2, None, None)
+    assert listener.counts.joins == 2
+    assert (listener.link.disconnected_since, listener.link.last_error) == (None, None)
 
 
 def test_failed_is_over_with_the_next_socket() -> None:
     listener, _ = make()
     listener.take(3, b"")
     listener.failed("protocol error", 4.0)
-    assert (listener.status, listener.failures, listener.losses) == ("failed", 1, 1)
-    assert (listener.disconnected_since, listener.held) == (4.0, None)
+    assert (listener.status, listener.counts.failures, listener.counts.losses) == ("failed", 1, 1)
+    assert (listener.link.disconnected_since, listener.catch_up.held) == (4.0, None)
     listener.connecting()
-    assert (listener.status, listener.last_error) == ("pending", "protocol error")
+    assert (listener.status, listener.link.last_error) == ("pending", "protocol error")
     listener.joined()
     listener.receiving()
-    assert (listener.status, listener.last_error) == ("active", None)
+    assert (listener.status, listener.link.last_error) == ("active", None)
 
 
 def test_paused_keeps_the_place_and_goes_stale() -> None:
@@ -576,7 +583,7 @@ def test_paused_keeps_the_place_and_goes_stale() -> None:
     feed(listener, (0, b"a"))
     listener.take(2, b"c")
     listener.paused(5.0)
-    assert (listener.status, listener.held, listener.losses) == ("paused", None, 0)
+    assert (listener.status, listener.catch_up.held, listener.counts.losses) == ("paused", None, 0)
     assert health(listener, 6.0 + STALE_AFTER_S) == "stale"
     listener.connecting()
     listener.joined()

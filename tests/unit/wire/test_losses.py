@@ -7,9 +7,10 @@ import pytest
 
 from kvd.index.partitions import State
 from kvd.model import PartitionKey
+from kvd.wire.applied_batches import Stream
 from kvd.wire.cursor import Verdict
 from kvd.wire.envelope import StreamIdentity
-from kvd.wire.event_stream import EventStream, Stream
+from kvd.wire.event_stream import EventStream
 from kvd.wire.losses import HEARD_AFTER, Losses
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.index.prefix_index import ALL_TIERS, IngestCounters, PrefixIndex
@@ -92,8 +93,8 @@ class Port:
     def say(self, seq: int, rank: int | None, *events: object) -> str:
         """Returns the stream's health behind a batch."""
         payload: bytes = msgpack.packb([seq + 0.5, events, rank])
-        if self.listener.take(seq, payload) and self.listener.judge() is not Verdict.STALE:
-            self.listener.apply_held()
+        if self.listener.take(seq, payload) and self.listener.catch_up.judge() is not Verdict.STALE:
+            self.listener.catch_up.apply_held()
         return self.listener.health(0.0)
 
     def go_on(self, seq: int, rank: int, batches: int) -> list[str]:
@@ -168,7 +169,7 @@ def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
     if flaw == "of its rank":
         assert port.say(2, 1, {"type": "BlockStored"}) == "degraded"
     elif port.listener.take(2, b"\xc1"):
-        port.listener.apply_held()
+        port.listener.catch_up.apply_held()
     assert port.say(3, 1, ALL_CLEARED) == ("exact" if flaw == "of its rank" else "degraded")
 
 

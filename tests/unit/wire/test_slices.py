@@ -316,9 +316,10 @@ def test_a_listener_is_recovering_until_the_batch_is_over() -> None:
     listener = listening(publication)
     assert listener.take(0, engine_stored([1], PROMPT[:SIZE])) is False
     assert listener.take(1, stored(list(LONG))) is True
-    assert (listener.unfinished, listener.held, listener.health(0.0)) == (1, None, "recovering")
+    assert (listener.unfinished, listener.catch_up.held) == (1, None)
+    assert listener.health(0.0) == "recovering"
     while listener.unfinished is not None:
-        listener.go_on()
+        listener.batches.go_on()
     assert (listener.health(0.0), index.stats()["parked_now"]) == ("exact", len(LONG) - 1)
 
 
@@ -327,10 +328,10 @@ def test_what_a_long_batch_shows_is_learnt_at_its_end() -> None:
     listener = listening(publication)
     batch = msgpack.packb([0, [7, {"event_type": "stored", "seq_hashes": list(LONG)}]])
     assert listener.take(0, batch) is True
-    assert listener.flawed == 0
+    assert listener.counts.flawed == 0
     while listener.unfinished is not None:
-        listener.go_on()
-    assert (listener.flawed, listener.last_flaw) == (1, (0, "event_shape"))
+        listener.batches.go_on()
+    assert (listener.counts.flawed, listener.batches.last_flaw) == (1, (0, "event_shape"))
 
 
 def test_a_held_batch_and_a_replayed_one_may_be_long() -> None:
@@ -338,15 +339,15 @@ def test_a_held_batch_and_a_replayed_one_may_be_long() -> None:
     listener = listening(publication)
     assert listener.take(0, stored([1])) is False
     assert listener.take(2, stored(list(LONG))) is True
-    listener.judge()
-    assert listener.take_replayed(1, stored(list(range(50_001, 90_001)))) is not None
+    listener.catch_up.judge()
+    assert listener.catch_up.take(1, stored(list(range(50_001, 90_001)))) is not None
     assert listener.unfinished == 1
     while listener.unfinished is not None:
-        listener.go_on()
-    assert listener.apply_held() == ""
+        listener.batches.go_on()
+    assert listener.catch_up.apply_held() == ""
     assert listener.unfinished == 2
     while listener.unfinished is not None:
-        listener.go_on()
+        listener.batches.go_on()
     assert (index.stats()["parked_now"], listener.health(0.0)) == (80_000, "exact")
 
 
@@ -360,7 +361,7 @@ def test_a_bug_in_a_slice_ends_the_batch() -> None:
     stream = Broken(source, StreamIdentity("m", "default", SIZE, "", "", 0, False))
     listener = listening(stream)
     assert listener.take(0, engine_stored([1], PROMPT[:SIZE])) is False
-    listener.unfinished = 0
+    listener.batches.unfinished = 0
     with pytest.raises(ZeroDivisionError):
-        listener.go_on()
+        listener.batches.go_on()
     assert listener.unfinished is None

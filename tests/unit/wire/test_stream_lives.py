@@ -82,14 +82,14 @@ class Life:
 
     def ask(self) -> None:
         """Asks, as the listener's task does when nothing comes; something may come meanwhile."""
-        if not self.listener.asks or self.on_the_way:
+        if not self.listener.catch_up.asks or self.on_the_way:
             return
-        self.listener.ask()
+        self.listener.catch_up.ask()
         for _ in range(self.chance.choice((0, 0, 2, 200))):
             self.publish()
         if self.replay() is ReplayEnd.OTHER_ENGINE:
             self.replay()
-        assert not self.listener.asks
+        assert not self.listener.catch_up.asks
         dead = [batch for batch in self.applied if batch.split()[2] != b"%d" % self.process]
         assert not dead or self.listener.loss  # of the dead, one that came as far may be unknown
 
@@ -106,30 +106,30 @@ class Life:
             self.settle()
 
     def settle(self) -> None:
-        if self.listener.judge() is Verdict.STALE:
+        if self.listener.catch_up.judge() is Verdict.STALE:
             return
         if self.replays and self.replay() is ReplayEnd.OTHER_ENGINE:
             self.replay()
-        self.listener.apply_held()
+        self.listener.catch_up.apply_held()
 
     def replay(self) -> ReplayEnd | None:
-        wanted = self.listener.wanted()
+        wanted = self.listener.catch_up.wanted()
         if not wanted:
             return None
         end = self.answer(wanted.start)
-        while self.listener.wants_more(end):
-            end = self.answer(self.listener.wanted().start)
-        return self.listener.replay_ended(end)
+        while self.listener.catch_up.wants_more(end):
+            end = self.answer(self.listener.catch_up.wanted().start)
+        return self.listener.catch_up.end(end)
 
     def answer(self, start: int) -> ReplayEnd:
         """Answers from a number on; what the server's socket has no room for is left out."""
-        self.listener.answer_begins()
+        self.listener.catch_up.begin()
         sent = 0
         for seq, batch in list(self.kept):
             if seq < start or (sent >= self.room and self.chance.random() < 0.5):
                 continue
             sent += 1
-            if (end := self.listener.take_replayed(seq, batch)) is not None:
+            if (end := self.listener.catch_up.take(seq, batch)) is not None:
                 return end
         silent = sent and self.chance.random() < 0.1
         return ReplayEnd.SILENT if silent else ReplayEnd.MARKER
@@ -157,7 +157,7 @@ class Life:
 
     def check(self) -> None:
         expected = self.listener.cursor.expected
-        assert self.listener.lost + len(self.applied) >= expected
+        assert self.listener.counts.lost + len(self.applied) >= expected
         if self.listener.health(0.0) == "exact":
             assert self.applied == self.published[:expected]
             assert not self.applied.dumped

@@ -1,0 +1,162 @@
+"""Reads the files again in a running daemon: all of what they say now holds, or none of it.
+
+prepare   every file is read and checked; may wait, changes nothing
+commit    one step without a wait: no request sees half of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import trio
+
+from kvd.app.api_server import read_files
+from kvd.app.apis import Components
+from kvd.app.control import ReloadResult
+from kvd.app.ports import Ports
+from kvd.app.stopping import Stop
+from kvd.config.load import Config, Prepared, StartError, exposed_secrets
+from kvd.config.reload import Reader, Reloaded
+from kvd.fleet_file.follower import FleetFileFollower
+from kvd.http.certificates import TlsCredentials
+from kvd.net.listeners import ListenerTasks
+from kvd.platform import sdnotify
+from kvd.platform.signals import Signals
+from kvd.telemetry import logs
+from kvd.telemetry.logs import get_logger
+from kvd.telemetry.metrics import Family, by_label
+
+log = get_logger(__name__)
+
+
+def is_reloadable(config: Config, reader: Reader) -> bool:
+    """Returns whether there is anything to read again."""
+    keys = config.curve.replicas is not None
+    files = config.policy.tokens, config.fleet_file, keys, config.tls
+    return reader.has_file or any(files)
+
+
+def warn_of_secrets(config: Config) -> None:
+    """Logs which files of secrets other users of the machine can read."""
+    if paths := exposed_secrets(config):
+        log.warning("secrets_exposed", files=" ".join(map(str, paths)))
+
+
+class Reloader:
+    """The configuration that holds, and how another one comes to hold."""
+
+    def __init__(
+        self,
+        config: Config,
+        reader: Reader,
+        stop: Stop,
+        ports: Ports,
+        parts: Components,
+        listeners: ListenerTasks,
+        fleet: FleetFileFollower | None,
+    ) -> None:
+        self.config = config
+        self._reader = reader
+        self._stop = stop
+        self._ports = ports
+        self._parts = parts
+        self._listeners = listeners
+        self._fleet = fleet
+        self._announced = False  # the service manager takes kvd for started
+        self._one_at_a_time = trio.Lock()
+        self._outcomes = {"applied": 0, "refused": 0}
+
+    async def announce(self) -> None:
+        """Tells the service manager that kvd has started."""
+        self._announced = True
+        await sdnotify.tell_ready()
+
+    async def watch(self, reloads: Signals) -> None:
+        """Reloads at each signal; one that comes meanwhile has it done once more."""
+        while True:
+            await reloads.wait()
+            await self.reload()
+
+    async def reload(self) -> ReloadResult:
+        """Reloads, and keeps the service manager posted."""
+        async with self._one_at_a_time:
+            if self._tells_manager():
+                sdnotify.tell_reloading()
+            result = await self._take_over()
+            await self._ports.dialer.recheck()
+            if self._tells_manager():
+                await sdnotify.tell_ready()
+            return result
+
+    def _tells_manager(self) -> bool:
+        return self._announced and not self._stop.is_asked
+
+    async def _take_over(self) -> ReloadResult:
+        """Takes over what all files say now, or nothing, and says what is wrong with them."""
+        try:
+            async with nullcontext() if self._fleet is None else self._fleet.reloading():
+                prepared, waiting = await self._prepare()
+        except StartError as error:
+            self._outcomes["refused"] += 1
+            log.error("reload_refused", reason=error)
+            return ReloadResult(refused=str(error))
+        for each in prepared:
+            each.commit()
+        self._outcomes["applied"] += 1
+        changed = tuple(name for each in prepared for name in each.changed)
+        log.info("reloaded", changed=" ".join(changed))
+        warn_of_secrets(self.config)
+        if waiting:
+            log.warning("restart_needed", settings=" ".join(waiting))
+        return ReloadResult(changed, waiting)
+
+    async def _prepare(self) -> tuple[list[Prepared], tuple[str, ...]]:
+        """Returns the parts of a reload, and settings that need a restart; raises StartError."""
+        # Thousands of workers take half a second, and a file may be on another machine.
+        reloaded, credentials = await trio.to_thread.run_sync(
+            self._read_again, self.config, abandon_on_cancel=True
+        )
+        if self._stop.is_asked:
+            raise StartError("kvd is stopping")
+        config = reloaded.config
+        for face in self._ports.apis.served:
+            face.check_open(config)
+        commit = partial(self._apply_config, config, credentials)
+        prepared = [Prepared(reloaded.changed, commit)]
+        if self._fleet is not None:
+            prepared.append(await self._fleet.prepare(config.outgoing))
+        return prepared, reloaded.waiting
+
+    def _read_again(self, running: Config) -> tuple[Reloaded, TlsCredentials | None]:
+        reloaded = self._reader.again(running)
+        tls = reloaded.config.tls
+        return reloaded, None if tls is None else read_files(tls)
+
+    def _apply_config(self, config: Config, credentials: TlsCredentials | None) -> None:
+        """Has the daemon go on with other values of settings that are live, and certificates."""
+        self.config = config
+        logs.set_output(config.log_level, config.log_format)
+        ports, parts = self._ports, self._parts
+        ports.outgoing.allow(config.outgoing)
+        ports.dialer.lookup_s = config.lookup_s
+        ports.dialer.look_again_s = config.lookup_every_s
+        ports.sync.apply_config(config)
+        for face in ports.apis.served:
+            face.set_limits(config.http)
+            face.set_policy(config)
+            if credentials is not None:
+                face.set_credentials(credentials)
+            face.log_requests(config.access_log)
+        self._listeners.set_replay_options(config.replays)
+        parts.state.budget.max_blocks = config.index_max_blocks
+        parts.state.max_partitions = parts.slots.max_trackers = config.max_partitions
+        parts.slots.expiry_s = config.request_expiry_s
+        parts.selections.reload(config.router, config.request_expiry_s)
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say."""
+        help = "Number of reloads of the configuration, by outcome"
+        name = "kvd_config_reloads_total"
+        yield by_label(name, "counter", help, "outcome", self._outcomes)

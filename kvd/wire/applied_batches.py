@@ -1,0 +1,287 @@
+"""The batches of one stream: applied to the index, each once and in order, and what they lack.
+
+    apply ── next, or behind a hole that stays ──> index ──> done
+                                                     └─────> unfinished ── go_on ──> done
+                                                                   └──<───────┘
+
+A long batch is applied in slices. Whatever has begun to apply one leaves it `unfinished`, and the
+task calls `go_on` as long as it is, with others in between, before anything else of the stream. If
+the task ends before that, the rest waits for the next one, or goes with the registration.
+
+Three methods say what was found out about the engine: `engine_proved`, `engine_unknown` and
+`engine_restarted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from kvd.wire.counts import StreamCounts
+from kvd.wire.cursor import Cursor
+from kvd.wire.engine_identity import EngineIdentity, IdentityEvent
+from kvd.wire.losses import Losses
+from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFINISHED
+
+UNKNOWN = "not known to be the same engine"
+CLEARED_UNKNOWN = "not known to be cleared by the same engine"
+
+MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
+
+
+class Stream(Protocol):
+    """Where batches go; `kvd_core.index.prefix_index.Stream` is one."""
+
+    def apply(self, payload: bytes) -> int:
+        """Applies a batch and returns what it has shown, as bits: CLEARED, FLAWED, NEW_RANK,
+        NO_ROOM.
+
+        Or only begins to, because it is long, and returns UNFINISHED.
+        """
+
+    def go_on(self) -> int:
+        """Applies some more of an UNFINISHED batch; returns what `apply` does."""
+
+    def flaw(self) -> str:
+        """Says why the last batch was FLAWED."""
+
+    def rank(self) -> int | None:
+        """Returns the rank that the last batch has spoken for, None where that is not known."""
+
+    def names_ranks(self) -> bool:
+        """Says whether batches name their ranks, so that others may follow."""
+
+    def cleared(self) -> int:
+        """Returns the tiers that the last batch has CLEARED, as bits."""
+
+    def clear(self) -> None:
+        """Drops all that earlier batches have stored, and the rest of an UNFINISHED one."""
+
+    def restored(self) -> bool:
+        """Says whether its ranks hold blocks of a dump that no batch has spoken for since."""
+
+    def goes_on(self, payload: bytes) -> bool:
+        """Says whether a batch, not yet applied, speaks of blocks that only a dump has told of."""
+
+    def drop_restored(self) -> bool:
+        """Drops those; returns whether there were any."""
+
+    @property
+    def ignored(self) -> Mapping[str, int]:
+        """Events that were understood and had no effect, by reason."""
+
+    def misfit(self) -> str:
+        """Says why nothing that comes is of use as it is registered, "" if something is."""
+
+
+class AppliedBatches:
+    """How far a stream has been applied, and what is missing in the index for good."""
+
+    __slots__ = (
+        "_apply",
+        "_cleared_in_doubt",
+        "_counts",
+        "_first",
+        "_holes",
+        "_identity",
+        "_joined_at",
+        "_losses",
+        "_restored",
+        "_stream",
+        "cursor",
+        "last_flaw",
+        "passed",
+        "unfinished",
+    )
+
+    def __init__(
+        self,
+        stream: Stream,
+        identity: EngineIdentity,
+        counts: StreamCounts,
+        expected: int,
+        first: int,
+    ) -> None:
+        self._stream = stream
+        self._apply = stream.apply
+        self._identity = identity
+        self._counts = counts
+        self._first = first
+        self.cursor = Cursor(expected)
+        self.passed: int | None = None  # the last number of the engine before this one
+        self.unfinished: int | None = None  # number of the batch that is not wholly applied yet
+        self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
+        # What was expected when the connection was made, or batches were missed; -1 is over.
+        self._joined_at = expected
+        self._holes: list[range] = []  # numbers lost before the held batch
+        self._restored = False  # what came before the first batch is a dump's word
+        self._losses = Losses()
+        if expected:
+            self._losses.lose("registered again", expected)
+        # Number, rank and tiers of a clear that counts once the engine has shown it.
+        self._cleared_in_doubt: tuple[int, int, int] | None = None
+
+    @property
+    def loss(self) -> str:
+        """Why the stream is degraded, empty if it is not."""
+        losses = self._losses
+        if not losses:
+            return self._stream.misfit()
+        restored = losses.of_unheard and self._stream.restored()
+        if not restored and not losses.matter(self.cursor.expected):
+            return self._stream.misfit()
+        doubted = self._cleared_in_doubt
+        in_doubt = doubted is not None and doubted[0] == self.cursor.last
+        return CLEARED_UNKNOWN if in_doubt else losses.why
+
+    # ---- what is complete
+
+    def miss(self) -> None:
+        """Has the stream be incomplete until a batch comes: some may have been missed."""
+        self._joined_at = self.cursor.expected
+
+    def complete(self) -> None:
+        """Ends that without a batch."""
+        self._joined_at = -1
+
+    @property
+    def may_lack_news(self) -> bool:
+        """Whether no batch has come since some may have been missed."""
+        return self.cursor.expected == self._joined_at
+
+    # ---- batches
+
+    def hole_before(self, seq: int) -> range:
+        """Returns the numbers that are missing before a batch."""
+        expected = self.cursor.expected
+        return range(expected or min(self._first, seq), seq)
+
+    def apply(self, seq: int, payload: bytes) -> bool:
+        """Applies a batch that is next, or lies behind numbers that will not come any more.
+
+        Returns whether it has left the batch unfinished.
+        """
+        cursor = self.cursor
+        if seq != cursor.expected:
+            self._lose_before(seq)
+        elif seq == 0:
+            self._begin(payload)
+        cursor.accept(seq, payload)
+        shown = self._apply(payload)
+        if not shown:
+            return False
+        self._learn(seq, shown)
+        return self.unfinished is not None
+
+    def go_on(self) -> None:
+        """Applies some more of the batch that is unfinished."""
+        seq, self.unfinished = self.unfinished, None  # over, too, if a bug ends it
+        assert seq is not None
+        self._learn(seq, self._stream.go_on())
+
+    def take_holes(self) -> str:
+        """Returns the numbers that were lost since the last call, as a text."""
+        lost = _ranges(self._holes)
+        self._holes.clear()
+        return lost
+
+    def crashed(self) -> None:
+        """Notes a bug: the batch it happened on is not applied, or not wholly."""
+        self._counts.crashes += 1
+        self.unfinished = None
+        self._losses.lose("an internal error", self.cursor.expected)
+
+    def _lose_before(self, seq: int) -> None:
+        hole = self.hole_before(seq)
+        if not hole:
+            return
+        self._counts.lost += hole.stop - hole.start  # len() fails from 2^63 on
+        self._holes.append(hole)
+        self._restored = self._restored or self._stream.restored()
+        behind = ", restored from a peer" if self._restored else ""
+        self._losses.lose(f"missing {_ranges(self._holes)}{behind}", seq)
+
+    def _begin(self, payload: bytes) -> None:
+        """The engine tells everything from its beginning: what a dump said of it may be of another.
+
+        Nothing of it is lost, if it was of this one: all of that is told again. Only a batch that
+        goes on with the dump's blocks is no beginning, whatever its number.
+        """
+        if not self._stream.restored():
+            return
+        if self._stream.goes_on(payload):
+            self._restored = True
+            self._losses.lose("restored from a peer", self.cursor.expected)
+        else:
+            self._counts.superseded += self._stream.drop_restored()
+
+    def _learn(self, seq: int, shown: int) -> None:
+        if shown & UNFINISHED:
+            self.unfinished = seq
+            return
+        if not shown:
+            return
+        rank = self._stream.rank()
+        if shown & NEW_RANK and rank is not None:
+            self._losses.hear(rank, self._stream.names_ranks())
+        if shown & CLEARED and rank is not None:
+            self._clear(seq, rank, self._stream.cleared())
+        if shown & NO_ROOM:
+            self._lose_of(rank, f"batch {seq} found no room")
+        if shown & FLAWED:
+            self._counts.flawed += 1
+            self.last_flaw = seq, self._stream.flaw()
+            self._lose_of(rank, f"batch {seq} not understood")
+
+    def _clear(self, seq: int, rank: int, tiers: int) -> None:
+        if self._losses and self._identity.is_unknown:
+            # One of another engine, that was queued, says nothing about what comes behind it.
+            self._cleared_in_doubt = seq, rank, tiers
+            self._identity.advance(IdentityEvent.DOUBTED)
+        else:
+            self._losses.clear(rank, tiers)
+            self._restored = self._restored and bool(self.loss)
+
+    def _lose_of(self, rank: int | None, why: str) -> None:
+        if rank is None:
+            self._losses.lose(why, self.cursor.expected)
+        else:
+            self._losses.lose_of(rank, why)
+
+    # ---- engines
+
+    def engine_proved(self) -> None:
+        """The last batch is the engine's own; if it was a clear, nothing of another is left."""
+        self._identity.advance(IdentityEvent.PROVED)
+        if self._cleared_in_doubt is not None:
+            seq, rank, tiers = self._cleared_in_doubt
+            if seq == self.cursor.last:
+                self._losses.clear(rank, tiers)
+            self._cleared_in_doubt = None
+
+    def engine_unknown(self) -> None:
+        """The engine has answered, and does not hold what would show that it is the same."""
+        self._identity.advance(IdentityEvent.GIVEN_UP)
+        self._losses.lose(UNKNOWN, self.cursor.expected)
+        self.cursor.rejoined()
+
+    def engine_restarted(self) -> None:
+        """Another engine speaks: nothing that the last one cached is there any more."""
+        self._counts.restarts += 1
+        self.passed = self.cursor.last
+        self._identity.advance(IdentityEvent.RESTARTED)
+        self._stream.clear()
+        self.cursor.restart()
+        self._holes.clear()
+        self._restored = False
+        self.complete()
+        self._losses = Losses()
+        self._cleared_in_doubt = None
+
+
+def _ranges(numbers: list[range]) -> str:
+    shown = [
+        f"{some.start}..{some.stop - 1}" if some.stop - some.start > 1 else str(some.start)
+        for some in numbers[:MAX_HOLES_SHOWN]
+    ]
+    return ",".join(shown + ["..."] * (len(numbers) > MAX_HOLES_SHOWN))

@@ -1,0 +1,204 @@
+"""Tells whether the engine that speaks is the one that was heard before.
+
+A connection that broke may have been made again to another process. Its replay server is asked for
+the last accepted batch: whoever has said that is the same engine, and who has said another of that
+number is another. Batches that came before may wait in the queue still, so it is asked for its own
+batch of the held number, too. How far that has come is the `IdentityCheck`, and what the last one
+has left is the `Identity`: SAME, or UNKNOWN where the engine has not shown what it is. An UNKNOWN
+engine speaks on, and with its next gap it is checked again.
+
+                 may be   a replay shall bring
+    check        other    the last   the held   identity   means
+    ----------   ------   --------   --------   --------   -----------------------------------------
+    NONE                                        either     nothing has cast doubt on the engine
+    DUE          yes                            either     the next batch is held, or it is asked
+    PROVING               yes        yes        either     a batch is held, its replay is to tell
+    CONFIRMING                       yes        SAME       the engine is clear; whose is that batch?
+    ASKING       yes      yes                   either     an idle engine is asked
+    ANSWERED     yes                            either     the same, and it has answered
+
+      ┌───────────── held, where UNKNOWN ─────────────┐
+      │                                               v
+    NONE ── doubted ──> DUE ── held ──────────────> PROVING ── proved, restarted ──> CONFIRMING
+      ^                  │                            │ given up                       │ confirmed,
+      ├──────────────────│────────────────────────────┴────────────────────────────────┘ given up
+      │                  │
+      │                  └── asked ──> ASKING ── proved, restarted, given up ──> ANSWERED
+      └──────────────────────────────────────── ended, over one connection ─────────┘
+
+Not in the picture: what is dropped, or ended over another connection, is DUE again. Before the
+first batch there is no last one, so a held one leads to CONFIRMING. An engine that is doubted while
+a batch is held is PROVING_DOUBTED or CONFIRMING_DOUBTED, and afterwards DUE.
+
+`CHECK_AFTER` has all of it; what has no row there is a bug, and raises KeyError.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class IdentityCheck(Enum):
+    """How far the check has come whether the engine is the same."""
+
+    NONE = "none"
+    DUE = "due"
+    PROVING = "proving"
+    CONFIRMING = "confirming"
+    PROVING_DOUBTED = "proving_doubted"
+    CONFIRMING_DOUBTED = "confirming_doubted"
+    ASKING = "asking"
+    ANSWERED = "answered"
+
+
+class Identity(Enum):
+    """What is known of the engine since the last check."""
+
+    SAME = "same"  # the one that was heard before, as far as anything tells
+    UNKNOWN = "unknown"  # it has been asked, and has not shown that it is the same
+
+
+class IdentityEvent(Enum):
+    """What happens to a check."""
+
+    DOUBTED = "doubted"  # from here on it may be another engine
+    HELD_BEHIND = "held_behind"  # a batch is held, and some have been accepted before
+    HELD_FIRST = "held_first"  # a batch is held, and none has been accepted
+    ASKED = "asked"  # an idle engine is asked
+    PROVED = "proved"  # it has said the last accepted batch
+    RESTARTED = "restarted"  # it is another one
+    GIVEN_UP = "given_up"  # it has answered without what would tell, or not at all
+    CONFIRMED = "confirmed"  # the batch of the held number is its own
+    DROPPED = "dropped"  # the held batch is, or the connection over which it was asked
+    ENDED = "ended"  # the answer of an idle engine has
+
+
+CHECK_AFTER: dict[tuple[IdentityCheck, IdentityEvent], IdentityCheck] = {
+    (IdentityCheck.NONE, IdentityEvent.DOUBTED): IdentityCheck.DUE,
+    (
+        IdentityCheck.NONE,
+        IdentityEvent.HELD_BEHIND,
+    ): IdentityCheck.PROVING,  # of one that is UNKNOWN
+    (
+        IdentityCheck.NONE,
+        IdentityEvent.HELD_FIRST,
+    ): IdentityCheck.CONFIRMING,  # of one that is UNKNOWN
+    (IdentityCheck.NONE, IdentityEvent.RESTARTED): IdentityCheck.NONE,
+    (IdentityCheck.NONE, IdentityEvent.DROPPED): IdentityCheck.NONE,
+    (IdentityCheck.DUE, IdentityEvent.DOUBTED): IdentityCheck.DUE,
+    (IdentityCheck.DUE, IdentityEvent.HELD_BEHIND): IdentityCheck.PROVING,
+    (IdentityCheck.DUE, IdentityEvent.HELD_FIRST): IdentityCheck.CONFIRMING,
+    (IdentityCheck.DUE, IdentityEvent.ASKED): IdentityCheck.ASKING,
+    (
+        IdentityCheck.DUE,
+        IdentityEvent.RESTARTED,
+    ): IdentityCheck.DUE,  # by the publisher that a batch names
+    (IdentityCheck.DUE, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.PROVING, IdentityEvent.DOUBTED): IdentityCheck.PROVING_DOUBTED,
+    (IdentityCheck.PROVING, IdentityEvent.PROVED): IdentityCheck.CONFIRMING,
+    (IdentityCheck.PROVING, IdentityEvent.RESTARTED): IdentityCheck.CONFIRMING,
+    (IdentityCheck.PROVING, IdentityEvent.GIVEN_UP): IdentityCheck.NONE,
+    (IdentityCheck.PROVING, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING, IdentityEvent.DOUBTED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.CONFIRMING, IdentityEvent.GIVEN_UP): IdentityCheck.NONE,
+    (IdentityCheck.CONFIRMING, IdentityEvent.CONFIRMED): IdentityCheck.NONE,
+    (IdentityCheck.CONFIRMING, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.DOUBTED): IdentityCheck.PROVING_DOUBTED,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.PROVED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.RESTARTED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.GIVEN_UP): IdentityCheck.DUE,
+    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.DOUBTED): IdentityCheck.CONFIRMING_DOUBTED,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.GIVEN_UP): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.CONFIRMED): IdentityCheck.DUE,
+    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    # Over which connection it was asked tells, at the end, whether the answer still counts.
+    (IdentityCheck.ASKING, IdentityEvent.DOUBTED): IdentityCheck.ASKING,
+    (IdentityCheck.ASKING, IdentityEvent.PROVED): IdentityCheck.ANSWERED,
+    (IdentityCheck.ASKING, IdentityEvent.RESTARTED): IdentityCheck.ANSWERED,
+    (IdentityCheck.ASKING, IdentityEvent.GIVEN_UP): IdentityCheck.ANSWERED,
+    (IdentityCheck.ASKING, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (
+        IdentityCheck.ASKING,
+        IdentityEvent.ENDED,
+    ): IdentityCheck.DUE,  # without a word of the last batch
+    (IdentityCheck.ANSWERED, IdentityEvent.DOUBTED): IdentityCheck.ANSWERED,
+    (
+        IdentityCheck.ANSWERED,
+        IdentityEvent.RESTARTED,
+    ): IdentityCheck.ANSWERED,  # by what had arrived before
+    (IdentityCheck.ANSWERED, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (IdentityCheck.ANSWERED, IdentityEvent.ENDED): IdentityCheck.NONE,
+}
+
+# All other events leave it as it is.
+IDENTITY_AFTER: dict[IdentityEvent, Identity] = {
+    IdentityEvent.PROVED: Identity.SAME,
+    IdentityEvent.RESTARTED: Identity.SAME,  # this one is heard from its beginning
+    IdentityEvent.GIVEN_UP: Identity.UNKNOWN,
+}
+
+# Checks whose replay is to bring the last accepted batch, the batch of the held number, and all
+# that an idle engine has.
+_WANT_LAST = (IdentityCheck.PROVING, IdentityCheck.PROVING_DOUBTED, IdentityCheck.ASKING)
+_WANT_HELD = (
+    IdentityCheck.PROVING,
+    IdentityCheck.CONFIRMING,
+    IdentityCheck.PROVING_DOUBTED,
+    IdentityCheck.CONFIRMING_DOUBTED,
+)
+_WANT_ALL = (IdentityCheck.ASKING, IdentityCheck.ANSWERED)
+
+
+class EngineIdentity:
+    """Who speaks on one stream, as far as batches name their publisher or replays prove it."""
+
+    __slots__ = ("_named_at", "check", "heard", "identity", "publisher", "speaker")
+
+    def __init__(self) -> None:
+        self.check = IdentityCheck.NONE
+        self.identity = Identity.SAME
+        # Who publishes, as 16 bytes, and who has published the message at hand; empty: not said.
+        self.publisher = self.speaker = b""
+        self.heard = b""  # the publisher that live messages named last
+        self._named_at = 0  # the number that was expected when the publisher was first named
+
+    def advance(self, event: IdentityEvent) -> None:
+        self.check = CHECK_AFTER[self.check, event]
+        self.identity = IDENTITY_AFTER.get(event, self.identity)
+        if event is IdentityEvent.RESTARTED:
+            self.publisher = self.speaker = b""
+
+    def name(self, publisher: bytes, expected: int) -> None:
+        """Notes who publishes, from the batch `expected` on: that does not say who has before."""
+        if not self.publisher:
+            self._named_at = expected
+            self.publisher = publisher
+
+    def is_named(self, expected: int) -> bool:
+        """Whether a batch before `expected` has been applied since it is known who publishes."""
+        return bool(self.publisher) and expected != self._named_at
+
+    @property
+    def is_unknown(self) -> bool:
+        return self.identity is Identity.UNKNOWN
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the replay before the next held batch is to tell who it is."""
+        return self.check is IdentityCheck.DUE or self.is_unknown
+
+    @property
+    def wants_last(self) -> bool:
+        """Whether a replay is to bring the last accepted batch once more."""
+        return self.check in _WANT_LAST
+
+    @property
+    def wants_held(self) -> bool:
+        """Whether a replay is to bring the engine's own batch of the held number."""
+        return self.check in _WANT_HELD
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether an idle engine is being asked."""
+        return self.check in _WANT_ALL
