@@ -1,6 +1,6 @@
 # distutils: language = c++
 """Data sheet of the selection service's hot handlers."""
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libcpp.string cimport string
 
 from kvd.faces.common.reader cimport BodyReader
@@ -54,19 +54,23 @@ cdef class SelectHandler(PromptHandler):
     cdef Draws draws
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
-    cdef bint looked_at      # the fleet's pool has looked at the prompt of the last body
-    cdef object receipt      # of what the scheduler has booked with the last answer
-    cdef object queued       # the selection that waits after the last body
-    cdef Ledger booked_in    # what the last answer has booked: where (None: nothing), as what, when
-    cdef str booked_as
+    # Of the last body: its usual members, and the id to book under (None where nothing is booked).
+    cdef str selection_id, session_id, reservation_id
+    cdef uint32_t expected   # tokens of output, kNone: unsaid
+    cdef bint looked_at      # the fleet's pool has looked at its prompt
+    cdef object receipt      # of what the scheduler has booked with the answer
+    cdef object queued       # the selection that waits
+    cdef Ledger booked_in    # where, and when, it was booked at once; None: it was not
     cdef double booked_at
 
     cdef bint is_usual(self) noexcept
-    # The fleet that can serve a selection here and now, None for the scheduler.
-    cdef object at_once(self, place, str session_id, str reservation_id)
-    cdef bytes served(self, fleet, str selection_id, str reservation_id, expected)
-    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate,
-                   str reservation_id, expected) except -1
+    cdef tuple usual_members(self)
+    cdef object asked(self, place, usual, members)
+    cdef object read_booking(self, ask, request)
+    cdef object at_once(self, place)
+    cdef bytes served(self, fleet)
+    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate) except -1
+    cdef bytes scheduled(self, ask, retry, request)
 
 cdef class ReservationHandler(HotHandler):
     cdef object reservations, scheduler  # parts of the selections

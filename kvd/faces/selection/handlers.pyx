@@ -259,51 +259,62 @@ cdef class SelectHandler(PromptHandler):
         self.waits = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        cdef PromptReader asks = self.body
         self.receipt = self.booked_in = None
         self.looked_at = False
-        asks.read(body, size)
+        self.body.read(body, size)
         place = self.place()
-        selection_id = asks.optional_text(kSelectionId)
-        expected = None
-        if not asks.is_unset(kOutputTokens):
-            expected = asks.uint(kOutputTokens, U32_MAX)
-        cdef uint64_t priority = 0
-        if not asks.is_unset(kStrictPriority):
-            priority = asks.uint(kStrictPriority, U32_MAX)
-        session_id = None
-        if asks.is_unset(kSessionContext):
-            session_id = asks.optional_text(kSessionId)
-        lora_name = asks.optional_text(kLora)
-        usual = selection_id, expected, priority, session_id, lora_name
-        ask = given = retry = reservation_id = None
+        usual = self.usual_members()
+        ask = retry = None
         if not self.is_usual():
-            ask = choosing.request_of(self.selections, PartitionKey(*place), asks.known(), *usual)
+            ask = self.asked(place, usual, self.body.known())
         if self.books:
-            given = asks.optional_text(kReservationId)
-            if ask is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
-                choosing.check_booking(ask, given)
-            if request is not None:
-                retry = retry_of(request, given)
-            reservation_id = self.draws.peek_uuid(0) if given is None else given
-            self.draws.take(2 if given is None else 0)
-        asks.read_prompt(self.selections)
-        if ask is None and retry is None:
-            fleet = self.at_once(place, session_id, reservation_id)
-            if fleet is not None:
-                answer = self.served(fleet, selection_id, reservation_id, expected)
-                if answer is not None:
-                    return answer
+            retry = self.read_booking(ask, request)
+        self.body.read_prompt(self.selections)
+        if ask is None and retry is None and self.at_once(place) is not None:
+            answer = self.served(self.fleets[place])
+            if answer is not None:
+                return answer
         if request is None:
             return None
-        if ask is None:
-            ask = choosing.request_of(self.selections, PartitionKey(*place), {}, *usual)
+        return self.scheduled(ask or self.asked(place, usual, {}), retry, request)
+
+    cdef tuple usual_members(self):
+        cdef PromptReader asks = self.body
+        self.selection_id = asks.optional_text(kSelectionId)
+        self.expected, expected = kNone, None
+        if not asks.is_unset(kOutputTokens):
+            expected = asks.uint(kOutputTokens, U32_MAX)
+            self.expected = min(expected, U32_MAX - 1)
+        priority = 0 if asks.is_unset(kStrictPriority) else asks.uint(kStrictPriority, U32_MAX)
+        self.session_id = None
+        if asks.is_unset(kSessionContext):
+            self.session_id = asks.optional_text(kSessionId)
+        return self.selection_id, expected, priority, self.session_id, asks.optional_text(kLora)
+
+    cdef object asked(self, place, usual, members):
+        """Returns the SelectRequest of the body, whose unusual members are given."""
+        return choosing.request_of(self.selections, PartitionKey(*place), members, *usual)
+
+    cdef object read_booking(self, ask, request):
+        """Reads under which id to book, and returns what a repetition has in common, or None."""
+        given = self.body.optional_text(kReservationId)
+        if ask is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
+            choosing.check_booking(ask, given)
+        retry = None if request is None else retry_of(request, given)
+        self.reservation_id = given
+        if given is None:
+            self.reservation_id = self.draws.peek_uuid(0)
+            self.draws.take(2)
+        return retry
+
+    cdef bytes scheduled(self, ask, retry, request):
+        """Has the scheduler answer; None if it has the request wait."""
         if self.books:
-            ask = replace(ask, reservation_id=reservation_id, retry=retry)
-        look = has_looked if self.looked_at else asks.put_before
+            ask = replace(ask, reservation_id=self.reservation_id, retry=retry)
+        look = has_looked if self.looked_at else self.body.put_before
         reply = self.scheduler.select(ask, look)
         if isinstance(reply, QueuedRequest):
-            reply.again = asks.put_again(request.body)
+            reply.again = self.body.put_again(request.body)
             self.queued = reply
             return None
         self.receipt = reply.receipt
@@ -318,7 +329,7 @@ cdef class SelectHandler(PromptHandler):
             return partial(self.reservations.take_back, self.receipt)
         if self.booked_in is None:
             return None
-        return self.reservations.undoing(self.booked_in, self.booked_as, self.booked_at)
+        return self.reservations.undoing(self.booked_in, self.reservation_id, self.booked_at)
 
     cdef bint is_usual(self) noexcept:
         cdef int at
@@ -327,23 +338,24 @@ cdef class SelectHandler(PromptHandler):
                 return False
         return self.body.is_unset(kOverride)
 
-    cdef object at_once(self, place, str session_id, str reservation_id):
+    cdef object at_once(self, place):
+        """Returns the fleet that can serve the selection here and now, None for the scheduler."""
         fleet = self.fleets.get(place)
         if fleet is None or not fleet.workers:
             return None
         if self.books and (
             self.reservations.steps.subscribers
             or fleet.predictions is not None
-            or reservation_id in self.live
+            or self.reservation_id in self.live
         ):
             return None
-        if session_id is not None and self.selections.affinity is not None:
+        if self.session_id is not None and self.selections.affinity is not None:
             return None
         if self.scheduler.held and fleet.queue.waits(None):
             return None
         return fleet
 
-    cdef bytes served(self, fleet, str selection_id, str reservation_id, expected):
+    cdef bytes served(self, fleet):
         """Chooses and books; None, and nothing has changed, if that cannot be done here."""
         cdef Pool pool = fleet.pool
         cdef Settings settings = fleet.settings
@@ -355,7 +367,7 @@ cdef class SelectHandler(PromptHandler):
         candidate = pool.c.choose(settings.c, pool.mask_of(fleet.whole), self.draws.peek(0))
         if candidate < 0:
             return None
-        if self.books and not self.book(fleet, settings, pool, candidate, reservation_id, expected):
+        if self.books and not self.book(fleet, settings, pool, candidate):
             pool.c.take_back()
             return None
         self.draws.take(1)
@@ -364,25 +376,23 @@ cdef class SelectHandler(PromptHandler):
         members = fleet.pieces[candidate]
         if members is None:
             members = fleet.piece(candidate)
-        begin = opening(selection_id, reservation_id, None)
+        begin = opening(self.selection_id, self.reservation_id, None)
         return pool.render_answer(begin, members, candidate, settings)
 
-    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate,
-                   str reservation_id, expected) except -1:
+    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate) except -1:
         cdef CAdmission admission
-        admission.id = utf8(reservation_id)
+        admission.id = utf8(self.reservation_id)
         admission.rank = pool.c.candidate(candidate).booked
         admission.hashes = pool.c.prompt().sequence.data()
         admission.blocks = pool.c.prompt().sequence.size()
         admission.tokens = booked_tokens(pool, settings, candidate)
         admission.now = self.selections.clock()
-        if expected is not None:
-            admission.expected = <uint32_t>min(<uint64_t>expected, U32_MAX - 1)
+        admission.expected = self.expected
         if pool.ledger.c.add(admission) != kAdded:
             return False
         pool.foretell(candidate, admission.now)
-        self.live[reservation_id] = fleet
-        self.booked_in, self.booked_as, self.booked_at = pool.ledger, reservation_id, admission.now
+        self.live[self.reservation_id] = fleet
+        self.booked_in, self.booked_at = pool.ledger, admission.now
         return True
 
 
