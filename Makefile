@@ -1,6 +1,7 @@
 # make run    sets everything up on a plain Debian 12 (or newer) and starts kvd with a live demo
 # make test   sets everything up and runs linters, type checker and the whole test suite
-# make check  is the quick part of that: no test that starts a daemon
+# make check  is the quick part of that: tests/unit and tests/component; it fails where a unit test
+#             is slow (make check QUICK= does not)
 # make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made
 #
@@ -12,8 +13,10 @@ VENV    := .venv
 PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
 CORE    := $(VENV)/.core-$(FLAVOUR)
-# One worker a core. A test module stays on one worker, as its tests share daemons.
-PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist loadfile
+# One worker a core. A worker that has nothing left to do takes over what another has not begun; a
+# module whose tests share a daemon may then start it twice.
+PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist worksteal
+QUICK   := --quick
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
@@ -26,7 +29,7 @@ test: lint
 	@$(PYTEST)
 
 check: lint
-	@$(PYTEST) tests/unit tests/component
+	@$(PYTEST) $(QUICK) tests/unit tests/component
 
 soak: lint
 	@KVD_TEST_BUDGET=30 $(PYTEST)
@@ -34,6 +37,7 @@ soak: lint
 lint: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+	@PATH="$(VENV)/bin:$$PATH" cython-lint kvd_core
 	@$(VENV)/bin/clang-format --dry-run -Werror $(HEADERS)
 	@$(VENV)/bin/mypy
 

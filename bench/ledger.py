@@ -88,7 +88,7 @@ def row(ranks: int, rounds: int) -> str:
         lambda _: ledger.project(one, 16),
         lambda _: ledger.render_loads(b'"model_name":"m","tenant_id":"default",'),
     ]
-    figures = [f"{measured(call, rounds):.1f}" for call in calls]
+    figures = [f"{measured(call, rounds):.3f}" for call in calls]
     each = ledger.stats()["bytes"] / (ranks * REQUESTS)
     return f"| {ranks} | {' | '.join(figures)} | {each:.0f} |"
 

@@ -107,7 +107,7 @@ def row(candidates: int, rounds: int) -> str:
         lambda i: pool.render_choice(0, settings),
         lambda i: pool.render_overlaps(),
     ]
-    figures = [f"{measured(call, rounds):.1f}" for call in calls]
+    figures = [f"{measured(call, rounds):.3f}" for call in calls]
     return f"| {candidates} | {' | '.join(figures)} |"
 
 

@@ -6,6 +6,7 @@ A test marked `peer` compares with a live Dynamo. It needs KVD_PEER_PYTHON, an i
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -18,13 +19,21 @@ import pytest
 
 from tests.support.budget import scaled
 from tests.support.ports import find_free_port
-from tests.support.processes import Server, clean_environment
+from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.publishing import Running, running_conductor
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"
 
 # A suite that `nohup` has started ignores it, and so would every process that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Without compiled modules, as many container images have it, each of the daemons that tests start
+# would compile all of kvd again. They are kept out of the tree, as was wished.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.fspath(REPOSITORY / "build" / "pycache")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    del os.environ["PYTHONDONTWRITEBYTECODE"]
 
 # The same examples in every run, and none that fails because the machine is busy.
 hypothesis.settings.register_profile(
@@ -107,11 +116,23 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="fail unit tests that take more CPU time than they may"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not os.environ.get(PEER_VARIABLE):
         for item in items:
             if item.get_closest_marker("peer"):
                 item.add_marker(pytest.mark.skip(reason=f"{PEER_VARIABLE} is not set"))
+
+
+def pytest_collection_finish() -> None:
+    # What is collected stays to the end: no later collection of garbage needs to walk it.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

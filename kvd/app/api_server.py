@@ -1,4 +1,4 @@
-"""Serves one face: its addresses, with and without TLS, and /metrics over all that is known."""
+"""Serves one face: its addresses, with and without TLS, and the routes that every face has."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import trio
 from kvd.config.load import AddressError, Config, StartError
 from kvd.config.parsers import TLS_PREFIX, Bind, Binds, TcpBind
 from kvd.faces.common.monitoring import metrics_route
+from kvd.faces.common.openapi import with_document
+from kvd.faces.common.schemas import Description
 from kvd.http.access import AccessLog
-from kvd.http.app import NotFound, build_app
+from kvd.http.app import WrongPath, build_app
 from kvd.http.auth import Authorizer, is_local
 from kvd.http.certificates import TlsCredentials, load_terms
 from kvd.http.context import ServerContext
@@ -43,10 +45,12 @@ class ApiServer:
         name: str,
         metrics_prefix: str,
         config: Config,
+        description: Description,
         failures: Failures = PLAIN,
     ) -> None:
-        """Takes what words this face's failures."""
+        """Takes what this face says of its routes, and what words its failures."""
         self.name = name
+        self._description = description
         self.stats = HttpStats()  # of the addresses without TLS, once they are served
         self.requests = RequestMetrics(metrics_prefix)
         self.sources: list[Source] = [
@@ -132,13 +136,14 @@ class ApiServer:
     async def serve(
         self,
         routes: tuple[Route, ...],
-        not_found: NotFound,
+        not_found: WrongPath,
         stop: trio.Event,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serves `routes` and /metrics until `stop` is set and what is under way is answered."""
-        routes = tuple(self._bounded(each) for each in (*routes, metrics_route(self.sources)))
+        """Serves `routes` and those of every face until `stop` is set and all is answered."""
+        routes = with_document(self.name, (*routes, metrics_route(self.sources)), self._description)
+        routes = tuple(self._bounded(each) for each in routes)
         app = build_app(routes, self._limits, self._context, not_found)
         async with trio.open_nursery() as nursery:
             if self._sockets:

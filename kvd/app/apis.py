@@ -18,12 +18,16 @@ from kvd.config.parsers import Binds
 from kvd.faces.common import replica_sync
 from kvd.faces.conductor import listings as conductor_listings
 from kvd.faces.conductor import routes as conductor
+from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
 from kvd.faces.indexer import routes as indexer
+from kvd.faces.indexer import schemas as indexer_schemas
+from kvd.faces.selection import schemas as selection_schemas
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
 from kvd.faces.slot_tracker.metrics import slot_families
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.targets import (
@@ -33,7 +37,7 @@ from kvd.fleet_file.targets import (
     SelectionTarget,
     SlotTrackerTarget,
 )
-from kvd.http.app import NotFound
+from kvd.http.app import WrongPath
 from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
 from kvd.http.types import Admission, Route
@@ -88,11 +92,19 @@ class Apis:
     """The four faces; those with an address are served."""
 
     def __init__(self, config: Config) -> None:
-        self.indexer = ApiServer("indexer", "dynamo_kvindexer", config)
-        self.slot_tracker = ApiServer("slot-tracker", "kvd_slot_tracker", config)
-        self.selection = ApiServer("selection", "kvd_selection", config)
+        self.indexer = ApiServer("indexer", "dynamo_kvindexer", config, indexer_schemas.DESCRIPTION)
+        self.slot_tracker = ApiServer(
+            "slot-tracker", "kvd_slot_tracker", config, slot_tracker_schemas.DESCRIPTION
+        )
+        self.selection = ApiServer(
+            "selection", "kvd_selection", config, selection_schemas.DESCRIPTION
+        )
         self.conductor = ApiServer(
-            "conductor", "kvd_conductor", config, Failures(conductor.REASONS, FORMS)
+            "conductor",
+            "kvd_conductor",
+            config,
+            conductor_schemas.DESCRIPTION,
+            Failures(conductor.REASONS, FORMS),
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,
@@ -107,7 +119,7 @@ class Apis:
 
     def routes(
         self, known: Components, config: Callable[[], Config]
-    ) -> Iterator[tuple[ApiServer, tuple[Route, ...], NotFound]]:
+    ) -> Iterator[tuple[ApiServer, tuple[Route, ...], WrongPath]]:
         """Yields the faces that are served with their routes and what they say of other paths.
 
         Their metrics are complete then.

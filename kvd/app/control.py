@@ -85,6 +85,6 @@ def reload(environ: Mapping[str, str]) -> ReloadResult:
         except OSError as error:
             raise StartError(f"no kvd answers at {place}: {error.strerror}") from None
     if not text:
-        raise StartError("kvd has ended before it had reloaded")
+        raise StartError("kvd ended before it reloaded")
     said = json.loads(text)
     return ReloadResult(tuple(said["changed"]), tuple(said["waiting"]), said["refused"])

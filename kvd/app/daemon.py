@@ -99,7 +99,7 @@ def run(config: Config, reader: Reader) -> int:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
     bounds = Bounds(listeners_within(limit), waiting_within(limit))
     if len(config.workers) > bounds.listeners:
-        raise StartError(f"there are descriptors for {bounds.listeners} workers only (ulimit -n)")
+        raise StartError(f"the descriptors (ulimit -n) allow only {bounds.listeners} workers")
     try:
         passed = activation.receive(os.environ)
     except ValueError as error:
@@ -359,7 +359,7 @@ def _components(
 ) -> Components:
     """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
     state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
-    shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.stale_after_s
+    shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
     registry = Registry(state, listeners, *shared)
     ledgers = Ledgers(config.max_requests, config.max_request_blocks)
     slots = SlotTrackers(config.request_expiry_s, ledgers, config.max_partitions)

@@ -34,9 +34,11 @@ class Ports:
     """The process's ways to the outside: what it listens on, and the rules by which it dials."""
 
     def __init__(self, config: Config) -> None:
-        self.outgoing = EgressPolicy(config.outgoing)
+        self.outgoing = EgressPolicy(config.outgoing_allow)
         self.keys = None if config.curve.secret is None else KeyPair(config.curve.secret)
-        self.dialer = Dialer(self.outgoing, config.lookup_s, config.lookup_every_s, keys=self.keys)
+        self.dialer = Dialer(
+            self.outgoing, config.outgoing_lookup_s, config.outgoing_lookup_every_s, keys=self.keys
+        )
         self.space = InboxSpace(config.queues_messages, config.queues_bytes)
         self.sync = ReplicaSync(config, self.outgoing, self.dialer, self.keys, self.space)
         self.apis = Apis(config)

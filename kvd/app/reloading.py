@@ -126,7 +126,7 @@ class Reloader:
         commit = partial(self._apply_config, config, credentials)
         prepared = [Prepared(reloaded.changed, commit)]
         if self._fleet is not None:
-            prepared.append(await self._fleet.prepare(config.outgoing))
+            prepared.append(await self._fleet.prepare(config.outgoing_allow))
         return prepared, reloaded.waiting
 
     def _read_again(self, running: Config) -> tuple[Reloaded, TlsCredentials | None]:
@@ -139,9 +139,9 @@ class Reloader:
         self.config = config
         logs.set_output(config.log_level, config.log_format)
         ports, parts = self._ports, self._parts
-        ports.outgoing.allow(config.outgoing)
-        ports.dialer.lookup_s = config.lookup_s
-        ports.dialer.look_again_s = config.lookup_every_s
+        ports.outgoing.allow(config.outgoing_allow)
+        ports.dialer.lookup_s = config.outgoing_lookup_s
+        ports.dialer.look_again_s = config.outgoing_lookup_every_s
         ports.sync.apply_config(config)
         for face in ports.apis.served:
             face.set_limits(config.http)

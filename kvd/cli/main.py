@@ -41,6 +41,11 @@ class Parser(argparse.ArgumentParser):
     The usage of a command does not help: it has no room for dozens of flags.
     """
 
+    shows_all = False  # whether helps show all options, or the common ones
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
     def error(self, message: str) -> NoReturn:
         text = logs.plain(masked(message))
         self.exit(EXIT_USAGE, f"{self.prog}: {text}; see `{self.prog} --help`\n")
@@ -53,6 +58,12 @@ class Parser(argparse.ArgumentParser):
         if not hasattr(found, "parser"):  # the command's, which parses before those above it
             found.parser = self
         return found, unknown
+
+
+class FullParser(Parser):
+    """Shows all options in its helps, as do the parsers of its commands, which are of its class."""
+
+    shows_all = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,10 +109,15 @@ def _told(text: str, code: int) -> int:
         return EXIT_NOT_DONE
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser("kvd", description=DESCRIPTION, allow_abbrev=False)
+def build_parser(kind: type[Parser] = Parser) -> Parser:
+    parser = kind(
+        "kvd",
+        description=DESCRIPTION,
+        epilog="`kvd COMMAND --help` shows the options of a command. `kvd serve` needs none: it "
+        "listens on the loopback interface.",
+    )
     parser.add_argument("--version", action="version", version=f"kvd {VERSION}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_serve(commands)
     add_indexer(commands)
     add_slot_tracker(commands)
@@ -113,57 +129,47 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# What the help of commands with settings says below the options.
+WAYS = (
+    "A setting is a flag, such as --indexer-bind, a variable of the environment, KVD_INDEXER_BIND, "
+    "or a key of the file, indexer_bind. A flag wins over the environment, and the environment "
+    "wins over the file. --help-all shows all flags; docs/configuration.md explains them."
+)
+
+
 def add_serve(commands: Any) -> None:  # argparse does not export the type of subparsers
-    borrowed = ", ".join(
-        f"{setting.flag} as {setting.variable}" for setting in settings.SETTINGS if setting.borrowed
-    )
-    serve = commands.add_parser(
+    serve: Parser = commands.add_parser(
         "serve",
-        help="run all faces",
+        help="run all faces in one process",
         description="Runs the KV indexer, the slot tracker, the selection service and the "
-        "conductor in one process.",
-        epilog="Every flag has a variable in the environment, such as "
-        "KVD_INDEXER_BIND for --indexer-bind, and a key in the file, such as indexer_bind. A flag "
-        "wins over the environment, and the environment wins over the file. These flags have "
-        f"variables with other names: {borrowed}.",
-        allow_abbrev=False,
+        "conductor in one process. It needs no option.",
+        epilog=WAYS,
     )
-    add_file(serve)
+    add_general(serve)
     add_settings(serve, settings.SETTINGS)
     add_without_effect(serve)
     serve.set_defaults(given=serve_settings)
 
 
 def add_indexer(commands: Any) -> None:
-    indexer = add_face(
-        commands,
-        "indexer",
-        "the KV indexer alone, with the flags of `python -m dynamo.indexer`",
-    )
+    indexer = add_face(commands, "indexer", "the KV indexer", "dynamo.indexer")
     add_address(indexer, settings.DEFAULT_INDEXER_BIND)
     add_threads(indexer)
-    indexer.add_argument("--routing-group", metavar="NAME", help="alias of --tenant-id")
-    add_face_settings(indexer, settings.WORKER_SETTINGS + settings.PEER_SETTINGS)
+    add_uncommon(indexer, "--routing-group", metavar="NAME", help="alias of --tenant-id")
+    add_face_settings(indexer, settings.WORKER_SETTINGS + settings.PEER_SETTINGS, "peers")
     indexer.set_defaults(given=indexer_settings)
 
 
 def add_slot_tracker(commands: Any) -> None:
-    slot_tracker = add_face(
-        commands,
-        "slot-tracker",
-        "the slot tracker alone, with the flags of `python -m dynamo.slot_tracker`",
-    )
+    slot_tracker = add_face(commands, "slot-tracker", "the slot tracker", "dynamo.slot_tracker")
     add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
-    add_face_settings(slot_tracker, settings.REPLICA_SETTINGS)
+    shown = "replica_sync_port", "replica_sync_peers"
+    add_face_settings(slot_tracker, settings.REPLICA_SETTINGS, *shown)
     slot_tracker.set_defaults(given=slot_tracker_settings)
 
 
 def add_select_service(commands: Any) -> None:
-    service = add_face(
-        commands,
-        "select-service",
-        "the selection service alone, with the flags of `python -m dynamo.select_service`",
-    )
+    service = add_face(commands, "select-service", "the selection service", "dynamo.select_service")
     add_address(service, settings.DEFAULT_SELECTION_BIND)
     add_threads(service)
     service.add_argument(
@@ -172,37 +178,36 @@ def add_select_service(commands: Any) -> None:
         metavar="URL,...",
         help="selection services to recover the index from at startup",
     )
-    add_face_settings(service, settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS)
+    shown = "router_mode", "router_temperature", "router_use_kv_events"
+    add_face_settings(service, settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS, *shown)
     add_without_effect(service)
     service.set_defaults(given=select_service_settings)
 
 
 def add_conductor(commands: Any) -> None:
-    conductor = add_face(
-        commands, "conductor", "the conductor alone, with Mooncake's indexer API over KV events"
-    )
+    conductor = add_face(commands, "conductor", "the conductor")
     add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
-    add_face_settings(conductor, settings.CONDUCTOR_SETTINGS)
+    add_face_settings(conductor, settings.CONDUCTOR_SETTINGS, "hash_seed")
     conductor.set_defaults(given=conductor_settings)
 
 
-def add_face(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
-    """Adds a command that runs one face alone, which `what` describes."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+def add_face(commands: Any, name: str, face: str, original: str | None = None) -> Parser:
+    """Adds a command that runs one face alone, with the flags of the original's module."""
+    flags = "" if original is None else f", with the flags of `python -m {original}`"
+    parser: Parser = commands.add_parser(
         name,
-        help=f"run {what}",
-        description=f"Runs {what}.",
-        epilog="The environment and the file set all other settings; `kvd serve --help` lists "
-        "them.",
-        allow_abbrev=False,
+        help=f"run {face} alone",
+        description=f"Runs {face} alone{flags}.",
+        epilog="The environment and the file set all other settings; `kvd serve --help-all` lists "
+        "them. --help-all shows all flags of this command.",
     )
-    add_file(parser)
+    add_general(parser)
     return parser
 
 
 def add_config(commands: Any) -> None:
     parser = commands.add_parser("config", help="check or show the configuration")
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     for action, run, help in (
         (
             "check",
@@ -215,9 +220,8 @@ def add_config(commands: Any) -> None:
             action,
             help=help,
             description=f"{help[0].upper()}{help[1:]}. Takes the flags of `kvd serve`.",
-            allow_abbrev=False,
         )
-        add_file(one)
+        add_general(one)
         add_settings(one, settings.SETTINGS)
         one.set_defaults(given=serve_settings, command=run)
     add_config_docs(actions)
@@ -228,7 +232,6 @@ def add_config_docs(actions: Any) -> None:
         "docs",
         help="write the tables of docs/configuration.md",
         description="Writes the tables of docs/configuration.md, in Markdown.",
-        allow_abbrev=False,
     )
     docs.set_defaults(given=no_settings, config=None, command=write_docs)
 
@@ -240,7 +243,7 @@ def load_config(given: Mapping[str, object]) -> config.Config:
         from kvd.fleet_file import parse  # here, as only those with such a file need to load it
 
         with config.reading(loaded.fleet_file, "fleet_file"):
-            parse.load(loaded.fleet_file, EgressPolicy(loaded.outgoing))
+            parse.load(loaded.fleet_file, EgressPolicy(loaded.outgoing_allow))
     return loaded
 
 
@@ -255,7 +258,7 @@ def check_config(given: Mapping[str, object]) -> CommandResult:
 
         read_files(loaded.tls)
     for path in config.exposed_secrets(loaded):
-        logs.complain(f"warning: {path} is secret, and everybody may read it")
+        logs.complain(f"warning: every user can read the secret file {path}")
     return "ok\n", 0
 
 
@@ -275,9 +278,8 @@ def add_status(commands: Any) -> None:
         f"the service's file, {config.SERVICE_FILE}, if that is readable.",
         epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
         "be selected or a model never matches, 2 a face does not answer.",
-        allow_abbrev=False,
     )
-    add_file(parser)
+    add_general(parser)
     add_settings(parser, settings.BIND_SETTINGS)
     parser.add_argument(
         "--interval",
@@ -348,7 +350,6 @@ def add_reload(commands: Any) -> None:
         "`systemctl reload kvd` runs this command.",
         epilog="Exit codes: 0 the files are in force, except for settings that need a restart; "
         "1 nothing has changed, and one line gives the reason.",
-        allow_abbrev=False,
     )
     parser.set_defaults(given=no_settings, config=None, command=reload)
 
@@ -365,18 +366,23 @@ def reload(given: Mapping[str, object]) -> CommandResult:
     return text, 0
 
 
-def add_file(parser: argparse.ArgumentParser) -> None:
+def add_general(parser: Parser) -> None:
+    """Adds what every command with settings has beside them."""
+    # A usage with every flag fills a screen, and the common ones are not found below it.
+    parser.usage = "%(prog)s [options]"
+    parser.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
     parser.add_argument(
         "--config",
         type=_usage(parsers.parse_path),
         metavar="FILE",
-        help=f"TOML file of settings; the environment can name it in {config.CONFIG_VARIABLE}",
+        help=f"TOML file of settings (variable {config.CONFIG_VARIABLE})",
     )
     parser.set_defaults(command=None, without_effect=())
 
 
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def add_threads(parser: Parser) -> None:
+    add_uncommon(
+        parser,
         "--threads",
         type=_usage(parsers.parse_u32),
         metavar="N",
@@ -384,7 +390,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> None:
+def add_address(parser: Parser, default: parsers.TcpBind) -> None:
     parser.add_argument(
         "--host",
         type=_usage(parsers.parse_host),
@@ -399,45 +405,67 @@ def add_address(parser: argparse.ArgumentParser, default: parsers.TcpBind) -> No
     )
 
 
-def add_face_settings(parser: argparse.ArgumentParser, chosen: tuple[parsers.Setting, ...]) -> None:
+def add_uncommon(parser: Parser, *names: str, help: str, **options: Any) -> None:
+    """Adds an option that only --help-all shows."""
+    shown = help if parser.shows_all else argparse.SUPPRESS
+    parser.add_argument(*names, help=shown, **options)
+
+
+def add_face_settings(parser: Parser, chosen: tuple[parsers.Setting, ...], *shown: str) -> None:
     """Adds the settings of a command that runs one face alone."""
-    add_settings(parser, chosen + settings.FACE_SETTINGS)
+    add_settings(parser, chosen + settings.FACE_SETTINGS, *shown)
 
 
-def add_settings(parser: argparse.ArgumentParser, chosen: Iterable[parsers.Setting]) -> None:
-    """Adds the flags of settings, the common ones first, then each subject under its title."""
-    # A usage with every flag fills a screen, and the common ones are not found below it.
-    parser.usage = "%(prog)s [options]"
+def add_settings(parser: Parser, chosen: Iterable[parsers.Setting], *shown: str) -> None:
+    """Adds the flags of settings, the common ones first, then each subject under its title.
+
+    The short help has the common ones, and those that are named as `shown`.
+    """
     by_name = {setting.name: setting for setting in chosen}
     for title, group in settings.GROUPS.items():
         found = [by_name[setting.name] for setting in group if setting.name in by_name]
-        if found:
-            target = parser if title == settings.COMMON else parser.add_argument_group(title)
-            for setting in found:
-                add_setting(target, setting)
+        target = parser if title == settings.COMMON else parser.add_argument_group(title)
+        for setting in found:
+            is_shown = parser.shows_all or setting.common or setting.name in shown
+            add_setting(target, setting, is_shown=is_shown)
 
 
-def add_setting(parser: argparse._ActionsContainer, setting: parsers.Setting) -> None:
+def add_setting(
+    target: argparse._ActionsContainer, setting: parsers.Setting, *, is_shown: bool
+) -> None:
     """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
-    default = "" if setting.default is None else f" (default {setting.default})"
-    names = [setting.flag] if setting.also is None else [setting.flag, setting.also]
-    parser.add_argument(
-        *names,
+    remarks = [] if setting.default is None else [f"default {setting.default}"]
+    if setting.is_borrowed:
+        remarks.append(f"variable {setting.variable}")
+    remark = f" ({'; '.join(remarks)})" if remarks else ""
+    target.add_argument(
+        *setting.flags,
         dest=setting.name,
         type=_usage(setting.parse),
         metavar=setting.metavar,
-        help=setting.help + default,
+        help=setting.help + remark if is_shown else argparse.SUPPRESS,
         nargs="?" if setting.is_switch else None,
         const=True if setting.is_switch else None,
     )
     if setting.is_switch:
-        parser.add_argument(
-            *(name.replace("--", "--no-", 1) for name in names),
+        target.add_argument(
+            *(name.replace("--", "--no-", 1) for name in setting.flags),
             dest=setting.name,
             action="store_const",
             const=False,
             help=argparse.SUPPRESS,
         )
+
+
+class _HelpAll(argparse.Action):
+    """Shows the help of a command with all of its options."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **kwargs)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        _, *command = parser.prog.split()
+        build_parser(FullParser).parse_args([*command, "--help"])
 
 
 class _Noted(argparse.Action):
@@ -471,7 +499,7 @@ def indexer_settings(
     given = {setting.name: getattr(args, setting.name) for setting in shared}
     if args.routing_group is not None:
         if given["tenant_id"] not in (None, args.routing_group):
-            parser.error("--tenant-id and --routing-group are one setting and differ")
+            parser.error("--tenant-id and --routing-group set the same value and differ")
         given["tenant_id"] = args.routing_group
     given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
     return only(given, args, "indexer_bind")

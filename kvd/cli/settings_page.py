@@ -21,9 +21,9 @@ def render_page() -> Iterator[str]:
 
 
 def _row(setting: Setting) -> str:
-    flags = [setting.flag] if setting.also is None else [setting.flag, setting.also]
+    flags = setting.flags
     if setting.is_switch:
-        flags = [flag.replace("--", "--[no-]", 1) for flag in flags]
+        flags = tuple(flag.replace("--", "--[no-]", 1) for flag in flags)
     cells = (
         f"`{setting.name}`",
         ", ".join(f"`{flag}`" for flag in flags),

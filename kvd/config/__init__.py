@@ -1,9 +1,11 @@
 """From flags, environment variables and files to one checked `Config`.
 
-    settings     the table of settings: name, parser, default, unit, help; one row for each
-    parsers      how the text of a setting becomes its value
+    settings     the table of settings. The row of a setting is all there is to write of it: the
+                 flag, variable, key, help, documentation and member of `Config` follow from it
+    parsers      `Setting`, and how the text of a setting becomes its value
     load         `load`: flags over variables over the file, checked as a whole; raises
                  `StartError`
+    workers      what --workers says
     file, toml   the configuration file: read, and written for `kvd config show`
     tokens       the file of bearer tokens
     reload       what a running daemon takes over when its files have changed

@@ -33,7 +33,7 @@ def read(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"longer than {MAX_BYTES} bytes")
+        raise ValueError(f"the file is longer than {MAX_BYTES} bytes")
     return {key: _value(key, said) for key, said in toml.parse(data).items()}
 
 
@@ -41,7 +41,7 @@ def _value(key: str, said: object) -> Any:  # typed by the table's own parse fun
     setting = BY_NAME.get(key)
     if setting is None:
         like = get_close_matches(key, BY_NAME, n=1)
-        raise ValueError(f"{key}: no such setting" + (f"; {like[0]}?" if like else ""))
+        raise ValueError(f"{key}: no such setting" + (f"; did you mean {like[0]}?" if like else ""))
     try:
         return setting.parse(_text(setting, said))
     except ValueError as error:
@@ -54,7 +54,7 @@ def _text(setting: Setting, said: object) -> str:
         if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
             raise ValueError(f"expected an array of {setting.metavar.partition(',...')[0]} texts")
         if any("," in each for each in said):
-            raise ValueError("a text with a comma in it")
+            raise ValueError("an entry of the array contains a comma")
         return ",".join(said)
     if isinstance(said, bool) and setting.is_switch:
         return str(said).lower()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import file_digest
 from pathlib import Path
 from stat import S_IROTH, S_IXOTH
@@ -18,36 +18,29 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from kvd.config import file as configfile
 from kvd.config import tokens
-from kvd.config.parsers import (
-    ENV_PREFIX,
-    OFF,
-    U32_MAX,
-    U64_MAX,
-    Bind,
-    Binds,
-    Setting,
-    parse_uint,
-)
+from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting
 from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
+from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
 from kvd.http.auth import Policy, Token
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
-from kvd.model import PartitionKey, RankKey
+from kvd.model import PartitionKey
 from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
-from kvd.selection.options import THRESHOLDS, RouterOptions
+from kvd.selection.options import RouterOptions
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
-from kvd.wire.urls import masked, parse_url
+from kvd.wire.urls import masked
 from kvd_core.selector.settings import Settings
 
 # The original's name and spellings for what its own end-to-end tests switch on.
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
 Parsed = TypeVar("Parsed")
+Made = TypeVar("Made")
 
 FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
 YES = ("1", "true", "yes", "on")
@@ -104,21 +97,14 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class StaticWorker:
-    """A registration made before the ports open."""
-
-    key: RankKey
-    endpoint: str
-    block_size: int  # tokens per block
-    replay_endpoint: str | None = None
-    serves_at: str | None = None  # URL; with one it is in the selection service's catalog, too
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
-    """Everything the daemon is told; a reload makes another one."""
+    """Everything the daemon is told; a reload makes another one.
 
-    indexer_bind: Binds | None  # None: not served
+    A field with the name of a setting is its value, None for one that is off; `build` makes the
+    others.
+    """
+
+    indexer_bind: Binds | None
     slot_tracker_bind: Binds | None
     selection_bind: Binds | None
     conductor_bind: Binds | None
@@ -126,33 +112,33 @@ class Config:
     unix_rights: UnixRights
     policy: Policy
     allow_unauthenticated: bool
-    hash_seed: int  # of sequence hashes
+    hash_seed: int
     router: RouterOptions
     request_expiry_s: int
-    max_requests: int  # live, of a model and tenant on each face
-    max_request_blocks: int  # of these
-    metrics_ranks: int  # shown one by one up to this number
+    max_requests: int
+    max_request_blocks: int
+    metrics_ranks: int
     replica_sync: ReplicaSync | None
     workers: tuple[StaticWorker, ...]
     catalog: tuple[WorkerRecord, ...]  # those of the workers that say where they serve
     peers: tuple[str, ...]  # base URLs, to be asked in this order
     peers_token: bytes = field(repr=False)  # shown to them; empty: none
     recovery_delay_s: float
-    min_initial_workers: int  # instances; 0 waits for none
+    min_initial_workers: int
     http: HttpLimits
     engine_link: LinkOptions
     replica_link: LinkOptions
-    stale_after_s: float  # disconnected
+    engine_stale_s: float
     replays: ReplayOptions
     recovery: RecoveryLimits
-    index_max_blocks: int  # of all partitions; 0 is no bound
-    max_partitions: int  # of each face
+    index_max_blocks: int
+    max_partitions: int
     max_dumps: int
-    queues_messages: int  # of all engines and replicas; 0 is no bound
+    queues_messages: int
     queues_bytes: int
-    outgoing: AllowedNetworks
-    lookup_s: float
-    lookup_every_s: float
+    outgoing_allow: AllowedNetworks
+    outgoing_lookup_s: float
+    outgoing_lookup_every_s: float
     fleet_file: Path | None
     curve: Curve
     log_level: str
@@ -195,9 +181,7 @@ def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, A
             faces = [each for each in SETTINGS if each.name in FACE_BINDS]
             binds += [_resolve(each, {}, environ, path, filed).value for each in faces]
         if not any(bind.tls for each in binds if each != OFF for bind in each.each):
-            raise StartError(
-                "TLS needs an address: --indexer-bind tls:HOST:PORT, or another face's"
-            )
+            raise StartError("TLS needs an address of a face, such as --indexer-bind tls:HOST:PORT")
     return values
 
 
@@ -240,7 +224,7 @@ def _resolve(
         if (text := environ.get(name)) is not None and (text or setting.empty_is_wrong)
     }
     if len(set(texts.values())) > 1:
-        raise StartError(f"{' and '.join(texts)} are one setting and differ")
+        raise StartError(f"{' and '.join(texts)} set the same value and differ")
     for variable, text in texts.items():
         try:
             return Said(setting.parse(text), variable)
@@ -261,7 +245,7 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         if name in reasons:
             yield name, reasons[name]
         elif name.startswith("DYN_ROUTER_") and name not in known:
-            yield name, "kvd does not know it"
+            yield name, "kvd does not know this variable"
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str]) -> Config:
@@ -271,85 +255,55 @@ def load(given: Mapping[str, object], environ: Mapping[str, str]) -> Config:
 
 def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     """Returns the configuration of these values, one for every setting; raises `StartError`."""
-    outgoing = EgressPolicy(values["outgoing_allow"])
-    binds = {name: None if values[name] == OFF else values[name] for name in FACE_BINDS}
-    if not any(binds.values()):
+    plain = {each.name: _unless_off(values.get(each.name)) for each in fields(Config)}
+    faces = [plain[name] for name in FACE_BINDS]
+    if not any(faces):
         raise StartError("every face is off")
+    outgoing = EgressPolicy(values["outgoing_allow"])
     policy = _policy(values, environ)
     link = _link(values)
     workers = _workers(values, outgoing)
-    if binds["indexer_bind"] is None and binds["selection_bind"] is not None:
+    if plain["indexer_bind"] is None and plain["selection_bind"] is not None:
         for one in workers:
             if one.serves_at is None:  # nobody would have it
                 raise StartError(
-                    "--workers: the selection service needs to know where instance "
-                    f"{one.key.instance_id} serves: ID=ENDPOINT;http://HOST:PORT"
+                    "--workers: the selection service needs the URL of instance "
+                    f"{one.key.instance_id}: ID=ENDPOINT;http://HOST:PORT"
                 )
-    return Config(
-        **binds,
-        hash_seed=values["hash_seed"],
-        tls=_tls(values, [bind for each in binds.values() if each for bind in each.each]),
-        unix_rights=UnixRights(int(values["unix_socket_mode"], 8), values["unix_socket_group"]),
-        policy=policy,
-        allow_unauthenticated=values["allow_unauthenticated"],
-        router=_router(values),
-        request_expiry_s=values["request_expiry_s"],
-        max_requests=values["max_requests"],
-        max_request_blocks=values["max_request_blocks"],
-        metrics_ranks=values["metrics_ranks"],
-        replica_sync=_replica_sync(values, outgoing),
-        workers=workers,
-        catalog=_catalog(workers),
-        peers=_peers(values, outgoing),
-        peers_token=read_token("peers_token_file", values["peers_token_file"]),
-        recovery_delay_s=values["recovery_delay_s"],
-        min_initial_workers=values["min_initial_workers"],
-        http=HttpLimits(
-            head_bytes=values["http_head_bytes"],
-            headers=values["http_headers"],
-            url_bytes=values["http_url_bytes"],
-            connections=values["http_connections"],
-            body_bytes=values["http_body_bytes"],
-            bodies_bytes=values["http_bodies_bytes"],
-            head_seconds=values["http_head_s"],
-            body_seconds=values["http_body_s"],
-            handler_seconds=values["http_handler_s"],
-            send_seconds=values["http_send_s"],
-            idle_seconds=values["http_idle_s"],
-            linger_seconds=values["http_linger_s"],
-            graceful_seconds=values["http_graceful_s"],
-        ),
-        engine_link=link,
-        replica_link=replace(
+    made = {
+        "tls": _tls(values, [bind for each in faces if each for bind in each.each]),
+        "unix_rights": UnixRights(int(values["unix_socket_mode"], 8), values["unix_socket_group"]),
+        "policy": policy,
+        "router": _router(values),
+        "replica_sync": _replica_sync(values, outgoing),
+        "workers": workers,
+        "catalog": _catalog(workers),
+        "peers": _peers(values, outgoing),
+        "peers_token": read_token("peers_token_file", values["peers_token_file"]),
+        "http": _options(HttpLimits, values),
+        "engine_link": link,
+        "replica_link": replace(
             link,
             queue_messages=values["replica_sync_queue_messages"],
             max_message_bytes=REPLICA_LINK.max_message_bytes,
         ),
-        stale_after_s=values["engine_stale_s"],
-        replays=_replays(values),
-        recovery=RecoveryLimits(
-            connect_s=values["recovery_connect_s"],
-            stall_s=values["recovery_stall_s"],
-            total_s=values["recovery_total_s"],
-            body_bytes=values["recovery_bytes"],
-            blocks=values["recovery_blocks"],
-        ),
-        index_max_blocks=values["index_max_blocks"],
-        max_partitions=values["max_partitions"],
-        max_dumps=values["max_dumps"],
-        queues_messages=values["queues_messages"],
-        queues_bytes=values["queues_bytes"],
-        outgoing=outgoing.allowed,
-        lookup_s=values["outgoing_lookup_s"],
-        lookup_every_s=values["outgoing_lookup_every_s"],
-        fleet_file=values["fleet_file"],
-        curve=_curve(values),
-        log_level=values["log_level"],
-        log_format=values["log_format"],
-        access_log=values["access_log"],
-        test_endpoints=environ.get(TEST_ENDPOINTS, "").lower() in YES,
-        values=values,
-    )
+        "replays": _options(ReplayOptions, values),
+        "recovery": _options(RecoveryLimits, values),
+        "curve": _curve(values),
+        "test_endpoints": environ.get(TEST_ENDPOINTS, "").lower() in YES,
+        "values": values,
+    }
+    return Config(**plain | made)
+
+
+def _options(of: Callable[..., Made], values: Mapping[str, Any], **others: Any) -> Made:
+    """Returns options of a class, from the settings that are its members and from `others`."""
+    told = {each.field: _unless_off(values[each.name]) for each in SETTINGS if each.of is of}
+    return of(**told, **others)
+
+
+def _unless_off(value: Any) -> Any:
+    return None if value is OFF else value
 
 
 def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
@@ -397,57 +351,13 @@ def _readable_by_all(path: Path) -> bool:
         return False  # gone since it was read, or closed to us: reading it says so
 
 
-def _unless_off(value: Any) -> Any:
-    return None if value == OFF else value
-
-
 def _router(values: Mapping[str, Any]) -> RouterOptions:
     if values["router_predicted_ttl_secs"] is not None and not values["router_use_kv_events"]:
-        raise StartError("predictions beside KV events need these: DYN_ROUTER_PREDICTED_TTL_SECS")
+        raise StartError("DYN_ROUTER_PREDICTED_TTL_SECS needs DYN_ROUTER_USE_KV_EVENTS=true")
     if values["router_track_output_blocks"] and not values["router_track_active_blocks"]:
-        raise StartError(
-            "output blocks are tracked with active ones: DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
-        )
-    thresholds: dict[str, Any] = {
-        name: _unless_off(values[name]) for name in ("router_queue_threshold", *THRESHOLDS)
-    }
-    return RouterOptions(
-        Settings(
-            mode=values["router_mode"].core,
-            overlap_weight=values["router_kv_overlap_score_weight"],
-            device_credit=values["router_kv_overlap_score_credit"],
-            credit_decay=values["router_kv_overlap_score_credit_decay"],
-            active_request_weight=values["router_decode_active_request_weight"],
-            host_credit=values["router_host_cache_hit_weight"],
-            disk_credit=values["router_disk_cache_hit_weight"],
-            temperature=values["router_temperature"],
-            track_prefill=values["router_track_prefill_tokens"],
-            track_active_blocks=values["router_track_active_blocks"],
-            last_token=values["router_last_token"],
-            queue_threshold=thresholds.pop("router_queue_threshold"),
-            decode_busy_threshold=_unless_off(
-                values["router_conditional_disagg_decode_busy_threshold"]
-            ),
-            **thresholds,
-        ),
-        values["router_queue_policy"],
-        values["router_use_kv_events"],
-        values["router_assume_kv_reuse"],
-        values["router_ttl_secs"],
-        values["router_max_tree_size"],
-        values["router_prune_target_ratio"],
-        predicted_ttl_s=values["router_predicted_ttl_secs"],
-        tracks_output_blocks=values["router_track_output_blocks"],
-        session_affinity_ttl_s=values["session_affinity_ttl_secs"],
-        disconnected_s=_unless_off(values["router_disconnected_s"]),
-        unconnected_s=_unless_off(values["router_unconnected_s"]),
-        prefill_busy=_unless_off(values["router_conditional_disagg_prefill_busy_threshold"]),
-        max_held=values["router_queue_requests"],
-        max_wait_s=values["router_queue_s"],
-        max_fleets=values["max_partitions"],
-        max_sessions=values["session_affinity_sessions"],
-        max_retries=values["router_retries"],
-    )
+        raise StartError("DYN_ROUTER_TRACK_OUTPUT_BLOCKS needs DYN_ROUTER_TRACK_ACTIVE_BLOCKS=true")
+    settings = _options(Settings, values, mode=values["router_mode"].core)
+    return _options(RouterOptions, values, settings=settings, max_fleets=values["max_partitions"])
 
 
 def _peers(values: Mapping[str, Any], outgoing: EgressPolicy) -> tuple[str, ...]:
@@ -493,122 +403,28 @@ def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaS
 
 
 def _link(values: Mapping[str, Any]) -> LinkOptions:
-    link = LinkOptions(
-        heartbeat_s=values["engine_heartbeat_s"],
-        heartbeat_timeout_s=values["engine_heartbeat_timeout_s"],
-        connect_timeout_s=values["engine_connect_timeout_s"],
-        handshake_timeout_s=values["engine_handshake_timeout_s"],
-        reconnect_s=values["engine_reconnect_s"],
-        reconnect_max_s=values["engine_reconnect_max_s"],
-        queue_messages=values["engine_queue_messages"],
-        queue_bytes=values["engine_queue_bytes"],
-        max_message_bytes=values["engine_message_bytes"],
-    )
+    link = _options(LinkOptions, values)
     if link.heartbeat_timeout_s < link.heartbeat_s:
-        raise StartError("the engine heartbeat timeout is shorter than the time between pings")
+        raise StartError("engine_heartbeat_timeout_s is shorter than engine_heartbeat_s")
     if link.reconnect_max_s < link.reconnect_s:
-        raise StartError("the longest pause before an engine is tried again is below the first")
+        raise StartError("engine_reconnect_max_s is shorter than engine_reconnect_s")
     return link
 
 
-def _replays(values: Mapping[str, Any]) -> ReplayOptions:
-    return ReplayOptions(
-        idle_s=values["replay_idle_s"],
-        total_s=values["replay_total_s"],
-        spare_s=values["replay_spare_s"],
-        max_messages=values["replay_messages"],
-        max_bytes=values["replay_bytes"],
-        at_once=values["replay_at_once"],
-    )
-
-
 def _workers(values: Mapping[str, Any], outgoing: EgressPolicy) -> tuple[StaticWorker, ...]:
-    entries: tuple[str, ...] | None = values["workers"]
-    if entries is None:
+    if values["workers"] is None:
         return ()
-    block_size: int | None = values["block_size"]
-    if block_size is None:
+    if values["block_size"] is None:
         raise StartError("--workers needs --block-size")
     partition = PartitionKey(values["model_name"], values["tenant_id"])
-    workers: dict[RankKey, StaticWorker] = {}
-    for entry in entries:
-        instance_id, dp_rank, addresses = _worker_entry(entry, outgoing)
-        key = RankKey(partition, instance_id, dp_rank)
-        if key in workers:
-            raise StartError(f"--workers names instance {instance_id} dp_rank {dp_rank} twice")
-        endpoint, replay_endpoint, serves_at = addresses
-        workers[key] = StaticWorker(key, endpoint, block_size, replay_endpoint, serves_at)
-    return tuple(workers.values())
+    try:
+        return parse_workers(values["workers"], partition, values["block_size"], outgoing)
+    except ValueError as error:
+        raise StartError(f"--workers {error}") from None
 
 
 def _catalog(workers: tuple[StaticWorker, ...]) -> tuple[WorkerRecord, ...]:
-    """Returns the workers that say where they serve as the selection service describes them."""
-    ranks: dict[int, dict[int, StaticWorker]] = {}
-    for one in workers:
-        assert isinstance(one.key.instance_id, int)
-        ranks.setdefault(one.key.instance_id, {})[one.key.dp_rank] = one
-    return tuple(
-        _record(worker_id, dict(sorted(each.items())))
-        for worker_id, each in ranks.items()
-        if any(one.serves_at for one in each.values())
-    )
-
-
-def _record(worker_id: int, ranks: dict[int, StaticWorker]) -> WorkerRecord:
-    first, *others = ranks.values()
-    for what in ("replay_endpoint", "serves_at"):
-        if any(getattr(one, what) != getattr(first, what) for one in others):
-            name = what.replace("_", " ")
-            raise StartError(f"--workers: the ranks of instance {worker_id} differ in {name}")
-    start = min(ranks)
-    if max(ranks) - start + 1 != len(ranks):
-        raise StartError(f"--workers: the ranks of instance {worker_id} do not follow each other")
-    return WorkerRecord(
-        worker_id,
-        *first.key.partition,
-        endpoint=first.serves_at,
-        kv_events_endpoints={dp_rank: one.endpoint for dp_rank, one in ranks.items()},
-        replay_endpoint=first.replay_endpoint,
-        block_size=first.block_size,
-        data_parallel_start_rank=start,
-        data_parallel_size=len(ranks),
-    )
-
-
-def _worker_entry(
-    entry: str, outgoing: EgressPolicy
-) -> tuple[int, int, tuple[str, str | None, str | None]]:
-    """Splits `id[:rank]=endpoint[;replay endpoint][;URL]`; blanks around the parts do not count.
-
-    No address has a semicolon in it.
-    """
-    name, equals, addresses = (part.strip() for part in entry.partition("="))
-    if not equals:
-        said = masked(entry)
-        raise StartError(f"--workers entry {said!r} is not of the form id[:rank]=endpoint")
-    endpoint, *others = (part.strip() for part in addresses.split(";"))
-    urls = [each for each in others if each.startswith(("http://", "https://"))]
-    replays = [each for each in others if each not in urls]
-    identity, colon, rank = name.partition(":")
-    instance_id = _number(entry, "instance id", identity, U64_MAX)
-    dp_rank = _number(entry, "dp_rank", rank, U32_MAX) if colon else 0
     try:
-        if len(urls) > 1 or len(replays) > 1:
-            raise BadRequest("more than one replay endpoint, or more than one URL")
-        outgoing.check_replica_endpoint(endpoint)
-        for each in replays:
-            outgoing.check_replay_endpoint(each)
-        for each in urls:
-            parse_url(each)
-    except (BadRequest, ValueError) as error:
-        said, why = masked(entry), masked(str(error))
-        raise StartError(f"--workers entry {said!r}: {why}") from None
-    return instance_id, dp_rank, (endpoint, next(iter(replays), None), next(iter(urls), None))
-
-
-def _number(entry: str, what: str, text: str, maximum: int) -> int:
-    try:
-        return parse_uint(text, maximum)
+        return catalog_of(workers)
     except ValueError as error:
-        said = masked(entry)
-        raise StartError(f"--workers entry {said!r}: bad {what}: {error}") from None
+        raise StartError(f"--workers: {error}") from None

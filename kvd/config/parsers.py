@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import nan
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -15,9 +16,6 @@ from urllib.parse import urlsplit
 from kvd.errors import BadRequest
 from kvd.index.peers import MAX_PEERS
 from kvd.model import is_name
-from kvd.selection.options import RouterMode
-from kvd.selection.queue import QueuePolicy
-from kvd.telemetry.logs import FORMS, LEVELS
 from kvd.wire.egress import AllowedNetworks, parse_places
 from kvd.wire.endpoints import check_replica_endpoint
 from kvd.wire.hosts import literal
@@ -83,7 +81,15 @@ TLS_PREFIX = "tls:"
 # Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
 MAX_UNIX_PATH_BYTES = 107
 MAX_GROUP = 2**32 - 2  # chown(2) takes the number above for none at all
-OFF = "off"  # the bind of a face that is not to be served
+
+
+class Off(StrEnum):
+    """The value of a setting that is switched off, apart from any text."""
+
+    OFF = "off"
+
+
+OFF = Off.OFF
 
 
 def parse_bind(text: str) -> Bind:
@@ -93,14 +99,14 @@ def parse_bind(text: str) -> Bind:
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path or "\0" in path:
-            raise ValueError("the path of the unix socket is missing")
+            raise ValueError("the path of the socket is missing")
         if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
-            raise ValueError(f"the path of the unix socket has over {MAX_UNIX_PATH_BYTES} bytes")
+            raise ValueError(f"the path of the socket is longer than {MAX_UNIX_PATH_BYTES} bytes")
         return UnixBind(path)
     return parse_tcp_bind(text)
 
 
-def parse_face_binds(text: str) -> Binds | str:
+def parse_face_binds(text: str) -> Binds | Off:
     """Reads binds between commas, or OFF."""
     if text == OFF:
         return OFF
@@ -108,7 +114,7 @@ def parse_face_binds(text: str) -> Binds | str:
     if not binds:
         raise ValueError("expected HOST:PORT, tls:HOST:PORT, unix:PATH or off")
     if len(set(binds)) < len(binds):
-        raise ValueError("an address twice")
+        raise ValueError("the list contains an address twice")
     return Binds(binds)
 
 
@@ -129,7 +135,7 @@ def parse_path(text: str) -> Path:
 def parse_name(text: str) -> str:
     """Reads what a model or a tenant is called."""
     if not is_name(text):
-        raise ValueError("control characters in a name")
+        raise ValueError("the name contains control characters")
     return text
 
 
@@ -138,7 +144,7 @@ def parse_group(text: str) -> str:
     if text.isascii() and text.isdigit():
         return str(parse_uint(text, MAX_GROUP))
     if not text or not text.isprintable():
-        raise ValueError("expected the name of a group, or its number")
+        raise ValueError("expected the name or the number of a group")
     return text
 
 
@@ -146,7 +152,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     """Splits names of hosts, without ports."""
     for name in (names := parse_list(text)):
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
-            raise ValueError(f"{name!r} is no name of a host")
+            raise ValueError(f"{name!r} is not a host name")
     return names
 
 
@@ -154,7 +160,7 @@ def parse_origins(text: str) -> tuple[str, ...]:
     """Splits origins as browsers write them: scheme and host, and a port that is not usual."""
     for origin in (origins := parse_list(text)):
         if not re.fullmatch(r"null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]{1,253}", origin):
-            raise ValueError(f"{origin!r} is no origin, as https://a.example:8443 is")
+            raise ValueError(f"{origin!r} is not an origin such as https://a.example:8443")
         _check_port(origin)
     return origins
 
@@ -163,7 +169,7 @@ def _check_port(origin: str) -> None:
     try:
         _ = urlsplit(origin).port
     except ValueError:
-        raise ValueError(f"{origin!r} has no port from 0 to 65535") from None
+        raise ValueError(f"the port of {origin!r} is not a number from 0 to 65535") from None
 
 
 def parse_tcp_bind(text: str) -> TcpBind:
@@ -171,7 +177,7 @@ def parse_tcp_bind(text: str) -> TcpBind:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         if ":" not in host:
-            raise ValueError(f"{host} is no IPv6 address, which alone has brackets")
+            raise ValueError(f"only an IPv6 address has brackets, and {host} is not one")
     elif ":" in host and "/" not in host:
         raise ValueError("an IPv6 address needs brackets: [::1]:8090")
     if not colon or not host or "/" in host:
@@ -182,7 +188,7 @@ def parse_tcp_bind(text: str) -> TcpBind:
 def parse_host(text: str) -> str:
     """Reads where to listen: an address, an IPv6 one with its zone, or a name."""
     if text == "*":
-        raise ValueError("every address is 0.0.0.0, of IPv6 [::]")
+        raise ValueError("write 0.0.0.0 for every IPv4 address, or [::] for every IPv6 address")
     literal(text.partition("%")[0] if ":" in text else text)
     return text
 
@@ -194,16 +200,9 @@ def parse_uint(text: str, maximum: int) -> int:
     return int(text)
 
 
-def parse_port(text: str) -> int:
-    return parse_uint(text, U16_MAX)
-
-
-def parse_u32(text: str) -> int:
-    return parse_uint(text, U32_MAX)
-
-
-def parse_u64(text: str) -> int:
-    return parse_uint(text, U64_MAX)
+parse_port = partial(parse_uint, maximum=U16_MAX)
+parse_u32 = partial(parse_uint, maximum=U32_MAX)
+parse_u64 = partial(parse_uint, maximum=U64_MAX)
 
 
 def parse_positive(text: str) -> int:
@@ -236,61 +235,34 @@ def within(minimum: int, maximum: int) -> Parse:
     return parse
 
 
-def _number(text: str) -> float:
-    """Reads a number as TOML writes it; what is none is nan, which is within no bounds."""
-    with suppress(ValueError):
-        if text.isascii() and "_" not in text:
-            return float(text)
-    return nan
+def real(what: str, minimum: float, maximum: float) -> Parse:
+    """Returns what reads a number from `minimum` to `maximum`, as TOML writes it."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if text.isascii() and "_" not in text and minimum <= (value := float(text)) <= maximum:
+                return value
+        raise ValueError(f"expected {what} from {minimum:g} to {maximum:g}")
+
+    return parse
 
 
-def parse_seconds(text: str) -> float:
-    """Reads a duration in seconds, from a millisecond to a day."""
-    seconds = _number(text)
-    if not 0.001 <= seconds <= 86400:
-        raise ValueError("expected seconds, from 0.001 to 86400")
-    return seconds
+parse_seconds = real("seconds,", 0.001, 86400)
+parse_pause = real("seconds,", 0, 3600)
+parse_weight = real("a number", 0, MAX_WEIGHT)
+parse_share = real("a number", 0, 1)
 
 
-def parse_pause(text: str) -> float:
-    """Reads a duration in seconds, from none to an hour."""
-    seconds = _number(text)
-    if not 0 <= seconds <= 3600:
-        raise ValueError("expected seconds, from 0 to 3600")
-    return seconds
+def or_off(parse: Parse, *words: str) -> Parse:
+    """Returns what reads OFF, or one of these words for it, or else as `parse` does."""
+    return lambda text: OFF if text == OFF or text.lower() in words else parse(text)
 
 
-def parse_affinity_ttl(text: str) -> int:
-    """Reads a whole number of seconds, from one to a year."""
-    seconds = parse_u32(text)
-    if not 1 <= seconds <= 31_536_000:
-        raise ValueError("expected seconds, from 1 to 31536000")
-    return seconds
-
-
-def parse_weight(text: str) -> float:
-    """Reads a weight or threshold, 0 or more."""
-    weight = _number(text)
-    if not 0 <= weight <= MAX_WEIGHT:
-        raise ValueError(f"expected a number from 0 to {MAX_WEIGHT:g}")
-    return weight
-
-
-def parse_share(text: str) -> float:
-    share = _number(text)
-    if not 0 <= share <= 1:
-        raise ValueError("expected a number from 0 to 1")
-    return share
-
-
-def parse_threshold(text: str) -> float | str:
-    """Reads a threshold, or OFF, which the originals write as None."""
-    return OFF if text.lower() in (OFF, "none") else parse_weight(text)
-
-
-def parse_grace(text: str) -> float | str:
-    """Reads a duration in seconds, from none to an hour, or OFF."""
-    return OFF if text == OFF else parse_pause(text)
+parse_grace = or_off(parse_pause)
+# The originals write None.
+parse_threshold = or_off(parse_weight, OFF, "none")
+parse_share_threshold = or_off(parse_share, OFF, "none")
+parse_tokens_threshold = or_off(partial(parse_uint, maximum=MAX_ISL_TOKENS), OFF, "none")
 
 
 def parse_switch(text: str) -> bool:
@@ -301,40 +273,16 @@ def parse_switch(text: str) -> bool:
     raise ValueError("expected true or false")
 
 
-def parse_policy(text: str) -> QueuePolicy:
-    try:
-        return QueuePolicy(text.lower())
-    except ValueError:
-        raise ValueError(f"expected one of {', '.join(QueuePolicy)}") from None
+def one_of(values: Iterable[str]) -> Parse:
+    """Returns what reads one of some words, in any case."""
+    known = {str(value): value for value in values}
 
+    def parse(text: str) -> str:
+        if (value := known.get(text.lower())) is None:
+            raise ValueError(f"expected one of {', '.join(known)}")
+        return value
 
-def parse_mode(text: str) -> RouterMode:
-    try:
-        return RouterMode(text.lower())
-    except ValueError:
-        raise ValueError(f"expected one of {', '.join(RouterMode)}") from None
-
-
-def parse_share_threshold(text: str) -> float | str:
-    """Reads a threshold from 0 to 1, or OFF."""
-    return OFF if text.lower() in (OFF, "none") else parse_share(text)
-
-
-def parse_tokens_threshold(text: str) -> int | str:
-    """Reads a number of tokens, or OFF."""
-    return OFF if text.lower() in (OFF, "none") else parse_uint(text, MAX_ISL_TOKENS)
-
-
-def parse_level(text: str) -> str:
-    if text.lower() not in LEVELS:
-        raise ValueError(f"expected one of {', '.join(LEVELS)}")
-    return text.lower()
-
-
-def parse_log_form(text: str) -> str:
-    if text.lower() not in FORMS:
-        raise ValueError(f"expected one of {', '.join(FORMS)}")
-    return text.lower()
+    return parse
 
 
 def parse_list(text: str) -> tuple[str, ...]:
@@ -355,7 +303,7 @@ def parse_peers(text: str) -> tuple[str, ...]:
 
 def parse_replica_port(text: str) -> int:
     if (port := parse_port(text)) == 0:
-        raise ValueError("expected a port from 1 to 65535: replicas have to know it")
+        raise ValueError("expected a port from 1 to 65535, to which replicas connect")
     return port
 
 
@@ -373,7 +321,7 @@ def parse_replica_peers(text: str) -> tuple[str, ...]:
 def _each_once(text: str) -> tuple[str, ...]:
     peers = tuple(dict.fromkeys(parse_list(text)))
     if len(peers) > MAX_PEERS:
-        raise ValueError(f"more than {MAX_PEERS} peers")
+        raise ValueError(f"the list has more than {MAX_PEERS} peers")
     return peers
 
 
@@ -384,28 +332,34 @@ def parse_outgoing(text: str) -> AllowedNetworks:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of kvd.config.settings: how a text becomes a value, and what holds when nobody says.
+    """One setting: how a text becomes its value, and what holds when nobody says.
 
-    `borrowed` is the variable of a setting that other programs of the fleet read as well;
-    `empty_is_wrong` if those refuse an empty one, which otherwise counts as unset. `also` is
-    another name of its flag, `also_borrowed` are others of its variable. `live` if a reload changes
-    it in a running daemon.
+    The value is a member of the options of class `of`, by the name `field`, unless `of` is None:
+    then it is the field of `Config` that has the setting's name, or `kvd.config.load` makes
+    something of it. OFF there is None.
     """
 
-    name: str
     parse: Parse
-    default: object
-    metavar: str
+    metavar: str  # the unit or form of the value
     help: str
-    borrowed: str | None = None
-    empty_is_wrong: bool = False
-    also: str | None = None
-    live: bool = False
-    also_borrowed: tuple[str, ...] = ()
+    default: Any = None
+    live: bool = False  # whether a reload changes it in a running daemon
+    common: bool = False  # whether the short help shows it
+    also: str | None = None  # another name of its flag
+    env: str = ENV_PREFIX  # its variable, or what that begins with
+    also_env: tuple[str, ...] = ()  # further variables
+    empty_is_wrong: bool = False  # whether an empty variable is an error; else it counts as unset
+    of: type | None = None
+    field: str = ""
+    name: str = ""  # given by the table
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (self.flag,) if self.also is None else (self.flag, self.also)
 
     @property
     def is_switch(self) -> bool:
@@ -429,9 +383,14 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        return self.borrowed or ENV_PREFIX + self.name.upper()
+        return self.env + self.name.upper() if self.env.endswith("_") else self.env
 
     @property
     def variables(self) -> tuple[str, ...]:
         """All that are read, its own first."""
-        return (self.variable, *self.also_borrowed)
+        return (self.variable, *self.also_env)
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether other programs of the fleet read its variable as well."""
+        return not self.variable.startswith(ENV_PREFIX)

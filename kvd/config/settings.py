@@ -1,15 +1,18 @@
-"""The settings of the daemon, one row each: its name, how its text is read, its default.
+"""The settings of the daemon: everything that is known about one stands in its row here.
 
 `--indexer-bind` of the command line is `KVD_INDEXER_BIND` in the environment and `indexer_bind`
-in the configuration file and in code.
+in the configuration file and in code. `kvd.config.load` reads the rows and makes the `Config`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
 
 from kvd.config import parsers
-from kvd.config.parsers import OFF, Binds, Parse, Setting, TcpBind
+from kvd.config.parsers import OFF, Binds, Setting, TcpBind
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
@@ -19,25 +22,15 @@ from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
-from kvd.platform.descriptors import MAX_WAITING
-from kvd.selection.options import (
-    DEFAULT_DISCONNECTED_S,
-    DEFAULT_MAX_TREE_SIZE,
-    DEFAULT_MAX_WAIT_S,
-    DEFAULT_PRUNE_TARGET_RATIO,
-    DEFAULT_QUEUE_THRESHOLD,
-    DEFAULT_TTL_S,
-    MAX_RETRIES,
-    RouterMode,
-)
+from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.queue import QueuePolicy
-from kvd.selection.sessions import MAX_SESSIONS
 from kvd.telemetry.logs import FORMS, LEVELS
-from kvd.wire import egress as outgoing
+from kvd.wire import egress
 from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import DEFAULT_SEED
 from kvd_core.ledger.ledger import MAX_BLOCKS as MAX_REQUEST_BLOCKS
 from kvd_core.ledger.ledger import MAX_REQUESTS
+from kvd_core.selector.settings import Settings
 
 # The ports of the originals, on loopback only.
 DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
@@ -45,935 +38,607 @@ DEFAULT_SLOT_TRACKER_BIND = TcpBind("127.0.0.1", 8091)
 DEFAULT_SELECTION_BIND = TcpBind("127.0.0.1", 8092)
 DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
 
-BINDS = "[tls:]HOST:PORT|unix:PATH,...|off"
-
-HTTP_DEFAULTS = HttpLimits()
-LINK_DEFAULTS = LinkOptions()
-REPLAY_DEFAULTS = ReplayOptions()
-RECOVERY_DEFAULTS = RecoveryLimits()
-
 # Dumps under way: replicas that start at once. Each takes 0.2 ms of every pass of the loop, and
 # watches every chain that changes; a client that does not read is closed after 5 s.
 MAX_DUMPS = 8
 
-I32_MAX = 2**31 - 1  # libzmq's bounds are of this type
-COUNT = parsers.within(1, I32_MAX)
+# Heads up to these are read on the short way, whatever is said here (kvd/http/plain_head.hpp).
+LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
 
-WORKER_SETTINGS = (
-    Setting(
-        "block_size",
-        parsers.parse_positive,
-        None,
-        "TOKENS",
-        "block size of the workers in --workers",
+I32_MAX = 2**31 - 1  # libzmq's bounds are of this type
+DYN = "DYN_"  # what the variables of Dynamo's router begin with
+
+# Rows of the usual types; the others name their parser and the form of their value.
+binds = partial(Setting, parsers.parse_face_binds, "[tls:]HOST:PORT|unix:PATH,...|off", common=True)
+count = partial(Setting, parsers.within(1, I32_MAX), "N")
+file = partial(Setting, parsers.parse_path, "FILE")
+pause = partial(Setting, parsers.parse_pause, "SECONDS")
+seconds = partial(Setting, parsers.parse_seconds, "SECONDS")
+switch = partial(Setting, parsers.parse_switch, "BOOL")
+cost = partial(Setting, of=Settings, env=DYN, live=True)  # how the core weighs and chooses
+
+
+def section(of: type | None = None, prefix: str = "", **rows: Setting) -> tuple[Setting, ...]:
+    """Returns the settings of these names.
+
+    Where `of` has a member of a setting's name without `prefix`, or of the name in its `field`,
+    the setting is that member, and the member's default is the setting's.
+    """
+    made = []
+    for name, row in rows.items():
+        of_row = row.of or of
+        field = row.field or name.removeprefix(prefix)
+        defaults = {} if of_row is None else _defaults(of_row)
+        if field in defaults:
+            default = defaults[field] if row.default is None else row.default
+            row = replace(row, of=of_row, field=field, default=default)
+        made.append(replace(row, name=name))
+    return tuple(made)
+
+
+def _defaults(of: type) -> Mapping[str, Any]:
+    if of is Settings:
+        return RouterOptions().settings.members
+    return {each.name: each.default for each in fields(of)}
+
+
+WORKER_SETTINGS = section(
+    block_size=Setting(
+        parsers.parse_positive, "TOKENS", "block size of the workers in --workers", common=True
     ),
-    Setting(
-        "model_name", parsers.parse_name, "default", "NAME", "model of the workers in --workers"
+    model_name=Setting(
+        parsers.parse_name, "NAME", "model of the workers in --workers", "default", common=True
     ),
-    Setting(
-        "tenant_id",
-        parsers.parse_name,
-        DEFAULT_TENANT,
-        "NAME",
-        "tenant of the workers in --workers",
+    tenant_id=Setting(
+        parsers.parse_name, "NAME", "tenant of the workers in --workers", DEFAULT_TENANT
     ),
-    Setting(
-        "workers",
+    workers=Setting(
         parsers.parse_list,
-        None,
         "ID[:RANK]=ENDPOINT[;REPLAY][;URL],...",
         "engines to subscribe to at startup: event endpoint, replay endpoint, and the URL "
         "at which the worker can be selected",
+        common=True,
     ),
 )
 
-REPLICA_SETTINGS = (
-    Setting(
-        "replica_sync_port",
+REPLICA_SETTINGS = section(
+    replica_sync_port=Setting(
         parsers.parse_replica_port,
-        None,
         "PORT",
         "port on which this process publishes its requests to replicas",
     ),
-    Setting(
-        "replica_sync_host",
+    replica_sync_host=Setting(
         parsers.parse_host,
-        "127.0.0.1",
         "HOST",
         "address of --replica-sync-port; 0.0.0.0 is every interface",
+        "127.0.0.1",
     ),
-    Setting(
-        "replica_sync_peers",
+    replica_sync_peers=Setting(
         parsers.parse_replica_peers,
-        None,
         "ENDPOINT,...",
         "replicas to receive requests from, as tcp://HOST:PORT",
     ),
-    Setting(
-        "replica_sync_queue_messages",
+    replica_sync_queue_messages=Setting(
         parsers.within(0, I32_MAX),
-        REPLICA_LINK.queue_messages,
         "N",
         "maximum number of events queued to and from each replica; further events are "
         "dropped; 0: unlimited",
+        REPLICA_LINK.queue_messages,
     ),
 )
 
-
-def _dynamo(
-    name: str,
-    parse: Parse,
-    default: object,
-    metavar: str,
-    help: str,
-    *,
-    also: str | None = None,
-    live: bool = False,
-    also_borrowed: tuple[str, ...] = (),
-) -> Setting:
-    """Returns a setting of Dynamo's router, under its variable there."""
-    borrowed = f"DYN_{name.upper()}"
-    return Setting(
-        name,
-        parse,
-        default,
-        metavar,
-        help,
-        borrowed=borrowed,
-        also=also,
-        live=live,
-        also_borrowed=also_borrowed,
-    )
-
-
-ROUTER_SETTINGS = (
-    _dynamo(
-        "router_mode",
-        parsers.parse_mode,
-        RouterMode.KV,
+ROUTER_SETTINGS = section(
+    RouterOptions,
+    "router_",
+    router_mode=Setting(
+        parsers.one_of(RouterMode),
         "|".join(RouterMode),
         "rule that picks a worker among the eligible ones",
+        RouterMode.KV,
+        env=DYN,
         live=True,
     ),
-    _dynamo(
-        "active_decode_blocks_threshold",
+    active_decode_blocks_threshold=cost(
         parsers.parse_share_threshold,
-        OFF,
         "SHARE",
         "share of a worker's KV blocks in use above which the worker gets no new requests",
-        live=True,
-    ),
-    _dynamo(
-        "active_prefill_tokens_threshold",
-        parsers.parse_tokens_threshold,
         OFF,
+    ),
+    active_prefill_tokens_threshold=cost(
+        parsers.parse_tokens_threshold,
         "TOKENS",
         "prefill tokens above which a worker gets no new requests",
-        live=True,
-    ),
-    _dynamo(
-        "active_prefill_tokens_threshold_frac",
-        parsers.parse_threshold,
         OFF,
+    ),
+    active_prefill_tokens_threshold_frac=cost(
+        parsers.parse_threshold,
         "BATCHES",
         "prefill load, in batches, above which a worker gets no new requests",
-        live=True,
-    ),
-    _dynamo(
-        "router_conditional_disagg_prefill_busy_threshold",
-        parsers.parse_threshold,
         OFF,
+    ),
+    router_conditional_disagg_prefill_busy_threshold=Setting(
+        parsers.parse_threshold,
         "BATCHES",
         "prefill load, in batches, above which advisory answers mark a worker prefill_busy",
+        OFF,
+        field="prefill_busy",
+        env=DYN,
         live=True,
     ),
-    _dynamo(
-        "router_conditional_disagg_decode_busy_threshold",
+    router_conditional_disagg_decode_busy_threshold=cost(
         parsers.parse_threshold,
-        OFF,
         "SHARE",
         "share of a worker's KV blocks in use above which advisory answers mark the worker "
         "decode_busy",
-        live=True,
+        OFF,
+        field="decode_busy_threshold",
     ),
-    _dynamo(
-        "router_kv_overlap_score_weight",
+    router_kv_overlap_score_weight=cost(
         parsers.parse_weight,
-        1.0,
         "WEIGHT",
         "cost of a prompt block to compute, relative to a block in use, which costs 1",
-        live=True,
-        also_borrowed=("DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_OVERLAP_SCORE_WEIGHT"),
+        field="overlap_weight",
+        also_env=("DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_OVERLAP_SCORE_WEIGHT"),
     ),
-    _dynamo(
-        "router_kv_overlap_score_credit",
+    router_kv_overlap_score_credit=cost(
         parsers.parse_weight,
-        1.0,
         "CREDIT",
         "share of a prompt block's cost saved when the block is cached on the device",
-        live=True,
+        field="device_credit",
     ),
-    _dynamo(
-        "router_kv_overlap_score_credit_decay",
+    router_kv_overlap_score_credit_decay=cost(
         parsers.parse_weight,
-        0.0,
         "DECAY",
         "decay of the overlap credit while a worker prefills more than the others; 1 "
         "halves the credit at one prompt more",
-        live=True,
+        field="credit_decay",
     ),
-    _dynamo(
-        "router_decode_active_request_weight",
+    router_decode_active_request_weight=cost(
         parsers.parse_weight,
-        0.0,
         "WEIGHT",
         "cost of each active request of a worker, in blocks",
-        live=True,
+        field="active_request_weight",
     ),
-    _dynamo(
-        "router_host_cache_hit_weight",
+    router_host_cache_hit_weight=cost(
         parsers.parse_share,
-        0.75,
         "SHARE",
         "share of a prompt block's cost saved when the block is cached in host memory",
-        live=True,
+        field="host_credit",
     ),
-    _dynamo(
-        "router_disk_cache_hit_weight",
+    router_disk_cache_hit_weight=cost(
         parsers.parse_share,
-        0.25,
         "SHARE",
         "share of a prompt block's cost saved when the block is cached on disk or beyond",
-        live=True,
+        field="disk_credit",
     ),
-    _dynamo(
-        "router_temperature",
+    router_temperature=cost(
         parsers.parse_weight,
-        0.0,
         "T",
         "0 always picks the cheapest worker; higher values sample among workers",
-        live=True,
     ),
-    _dynamo(
-        "router_queue_threshold",
+    router_queue_threshold=cost(
         parsers.parse_threshold,
-        DEFAULT_QUEUE_THRESHOLD,
         "BATCHES",
         "prefill load, in batches, above which a worker is busy; off: a worker is never busy",
-        live=True,
     ),
-    _dynamo(
-        "router_queue_policy",
-        parsers.parse_policy,
-        QueuePolicy.FCFS,
+    router_queue_policy=Setting(
+        parsers.one_of(QueuePolicy),
         "|".join(QueuePolicy),
         "order in which queued requests are scheduled once a worker is free",
+        env=DYN,
         live=True,
     ),
-    Setting(
-        "router_queue_requests",
-        COUNT,
-        MAX_WAITING,
-        "N",
+    router_queue_requests=count(
         "maximum number of queued requests; further requests are answered with 503",
+        field="max_held",
         live=True,
     ),
-    Setting(
-        "router_queue_s",
-        parsers.parse_seconds,
-        DEFAULT_MAX_WAIT_S,
-        "SECONDS",
+    router_queue_s=seconds(
         "maximum time a request waits in the queue; keep it below http_handler_s, which "
         "ends the request without a reason",
+        field="max_wait_s",
         live=True,
     ),
-    Setting(
-        "router_disconnected_s",
+    router_disconnected_s=Setting(
         parsers.parse_grace,
-        DEFAULT_DISCONNECTED_S,
         "SECONDS",
         "time a worker stays eligible after its event connection is lost; off: it stays eligible",
         live=True,
     ),
-    Setting(
-        "router_unconnected_s",
+    router_unconnected_s=Setting(
         parsers.parse_grace,
-        OFF,
         "SECONDS",
         "time a worker stays eligible before its event connection is first made; off: it "
         "stays eligible",
+        OFF,
         live=True,
     ),
-    Setting(
-        "router_retries",
-        COUNT,
-        MAX_RETRIES,
-        "N",
+    router_retries=count(
         "maximum number of reservation answers kept for retries with the same Idempotency-Key",
+        field="max_retries",
     ),
-    _dynamo(
-        "router_use_kv_events",
-        parsers.parse_switch,
-        True,
-        "BOOL",
+    router_use_kv_events=switch(
         "whether workers publish KV events; if not, cached blocks are predicted from requests",
+        field="uses_kv_events",
+        env=DYN,
         also="--router-kv-events",
     ),
-    _dynamo(
-        "router_ttl_secs",
-        parsers.parse_pause,
-        DEFAULT_TTL_S,
-        "SECONDS",
-        "lifetime of predicted blocks when workers publish no KV events",
+    router_ttl_secs=pause(
+        "lifetime of predicted blocks when workers publish no KV events", field="ttl_s", env=DYN
     ),
-    _dynamo(
-        "router_max_tree_size",
+    router_max_tree_size=Setting(
         parsers.parse_positive,
-        DEFAULT_MAX_TREE_SIZE,
         "BLOCKS",
         "maximum number of predicted blocks per model and tenant when workers publish no KV events",
+        env=DYN,
     ),
-    _dynamo(
-        "router_prune_target_ratio",
+    router_prune_target_ratio=Setting(
         parsers.parse_share,
-        DEFAULT_PRUNE_TARGET_RATIO,
         "SHARE",
         "fraction of predicted blocks kept when router_max_tree_size is exceeded",
+        env=DYN,
     ),
-    _dynamo(
-        "router_predicted_ttl_secs",
-        parsers.parse_seconds,
-        None,
-        "SECONDS",
+    router_predicted_ttl_secs=seconds(
         "lifetime of blocks predicted in addition to KV events (default: no predictions)",
+        field="predicted_ttl_s",
+        env=DYN,
     ),
-    _dynamo(
-        "router_assume_kv_reuse",
-        parsers.parse_switch,
-        True,
-        "BOOL",
+    router_assume_kv_reuse=switch(
         "whether requests with equal tokens share their blocks in use",
+        field="assumes_kv_reuse",
+        env=DYN,
     ),
-    _dynamo(
-        "router_track_active_blocks",
-        parsers.parse_switch,
-        True,
-        "BOOL",
-        "whether blocks in use count in the cost",
-        live=True,
+    router_track_active_blocks=cost(
+        parsers.parse_switch, "BOOL", "whether blocks in use count in the cost"
     ),
-    _dynamo(
-        "router_track_output_blocks",
-        parsers.parse_switch,
-        False,
-        "BOOL",
+    router_track_output_blocks=switch(
         "whether output blocks lose weight towards the expected end of a request",
+        field="tracks_output_blocks",
+        env=DYN,
     ),
-    Setting(
-        "session_affinity_ttl_secs",
-        parsers.parse_affinity_ttl,
-        None,
+    session_affinity_ttl_secs=Setting(
+        parsers.within(1, 31_536_000),
         "SECONDS",
         "time a session stays bound to its rank after its last request (default: sessions "
         "are not bound)",
+        field="session_affinity_ttl_s",
     ),
-    Setting(
-        "session_affinity_sessions",
-        COUNT,
-        MAX_SESSIONS,
-        "N",
+    session_affinity_sessions=count(
         "maximum number of bound sessions; a further session replaces the binding that "
         "expires first",
+        field="max_sessions",
     ),
-    _dynamo(
-        "router_track_prefill_tokens",
+    router_track_prefill_tokens=cost(
         parsers.parse_switch,
-        True,
         "BOOL",
         "whether prompt tokens to compute count in the cost",
-        live=True,
+        field="track_prefill",
     ),
-    Setting(
-        "router_last_token",
-        parsers.parse_switch,
-        True,
-        "BOOL",
+    router_last_token=switch(
         "whether the last prompt token and its block are computed even if they are cached",
+        True,
+        of=Settings,
         live=True,
     ),
-    _dynamo(
-        "router_event_threads",
+    router_event_threads=Setting(
         parsers.parse_positive,
-        4,
         "N",
         "accepted without effect: one thread applies events and answers queries",
+        4,
+        env=DYN,
     ),
 )
 
-CONDUCTOR_SETTINGS = (
-    Setting(
-        "hash_seed",
+CONDUCTOR_SETTINGS = section(
+    hash_seed=Setting(
         parsers.parse_u64,
-        DEFAULT_SEED,
         "SEED",
         "seed of the rolling sequence hashes shared by the conductor's publishers and clients",
+        DEFAULT_SEED,
     ),
 )
 
-PEER_SETTINGS = (
-    Setting(
-        "peers",
-        parsers.parse_peers,
-        None,
-        "URL,...",
-        "indexers to recover the index from at startup",
-    ),
-    Setting(
-        "peers_token_file",
-        parsers.parse_path,
-        None,
-        "FILE",
-        "file with a bearer token of scope admin at the peers",
-    ),
-    Setting(
-        "recovery_delay_s",
-        parsers.parse_pause,
-        1.0,  # as documented: past the moment in which a new subscription misses events
-        "SECONDS",
+PEER_SETTINGS = section(
+    RecoveryLimits,
+    "recovery_",
+    peers=Setting(parsers.parse_peers, "URL,...", "indexers to recover the index from at startup"),
+    peers_token_file=file("file with a bearer token of scope admin at the peers"),
+    recovery_delay_s=pause(
         "pause between subscribing to events and asking a peer for its dump",
+        1.0,  # as documented: past the moment in which a new subscription misses events
     ),
-    Setting(
-        "recovery_connect_s",
-        parsers.parse_seconds,
-        RECOVERY_DEFAULTS.connect_s,
-        "SECONDS",
-        "time allowed to connect to a peer before the next peer is asked",
-    ),
-    Setting(
-        "recovery_stall_s",
-        parsers.parse_seconds,
-        RECOVERY_DEFAULTS.stall_s,
-        "SECONDS",
-        "time allowed without receiving a byte of a peer's dump",
-    ),
-    Setting(
-        "recovery_total_s",
-        parsers.parse_seconds,
-        RECOVERY_DEFAULTS.total_s,
-        "SECONDS",
-        "total time allowed for recovery from one peer",
-    ),
-    Setting(
-        "recovery_bytes",
+    recovery_connect_s=seconds("time allowed to connect to a peer before the next peer is asked"),
+    recovery_stall_s=seconds("time allowed without receiving a byte of a peer's dump"),
+    recovery_total_s=seconds("total time allowed for recovery from one peer"),
+    recovery_bytes=Setting(
         parsers.within(1024 * 1024, 2**40),
-        RECOVERY_DEFAULTS.body_bytes,
         "BYTES",
         "maximum size of a peer's dump",
+        field="body_bytes",
     ),
-    Setting(
-        "recovery_blocks",
-        COUNT,
-        RECOVERY_DEFAULTS.blocks,
+    recovery_blocks=Setting(
+        parsers.within(1, I32_MAX),
         "BLOCKS",
         "maximum number of blocks in a peer's dump, and of runs of blocks; a block takes "
         "16 bytes and a run 56 until stored",
     ),
 )
 
-SECURITY_SETTINGS = (
-    Setting(
-        "tls_certfile",
-        parsers.parse_path,
-        None,
-        "FILE",
-        "PEM certificate chain of tls: addresses",
-        live=True,
-    ),
-    Setting(
-        "tls_keyfile",
-        parsers.parse_path,
-        None,
-        "FILE",
-        "PEM private key of tls: addresses",
-        live=True,
-    ),
-    Setting(
-        "tls_client_ca",
-        parsers.parse_path,
-        None,
-        "FILE",
+SECURITY_SETTINGS = section(
+    tls_certfile=file("PEM certificate chain of tls: addresses", live=True, common=True),
+    tls_keyfile=file("PEM private key of tls: addresses", live=True, common=True),
+    tls_client_ca=file(
         "PEM certificates of the authorities that must have signed the certificate of a "
         "client of a tls: address",
         live=True,
     ),
-    Setting(
-        "unix_socket_mode",
-        parsers.parse_file_mode,
-        "0660",
-        "MODE",
-        "file mode of the sockets of unix: addresses",
+    unix_socket_mode=Setting(
+        parsers.parse_file_mode, "MODE", "file mode of the sockets of unix: addresses", "0660"
     ),
-    Setting(
-        "unix_socket_group",
+    unix_socket_group=Setting(
         parsers.parse_group,
-        None,
         "GROUP",
         "name or number of the group that owns the sockets of unix: addresses",
     ),
-    Setting(
-        "tokens_file",
-        parsers.parse_path,
-        None,
-        "FILE",
+    tokens_file=file(
         "file of bearer tokens with their scopes; every client needs one of them; see security.md",
         live=True,
+        common=True,
     ),
-    Setting(
-        "allow_unauthenticated",
-        parsers.parse_switch,
-        False,
-        "BOOL",
-        "whether addresses beyond this machine may serve unauthenticated clients",
+    allow_unauthenticated=switch(
+        "whether addresses beyond this machine may serve unauthenticated clients", False
     ),
-    Setting(
-        "allowed_hosts",
+    allowed_hosts=Setting(
         parsers.parse_hosts,
-        None,
         "NAME,...",
         "further names of this machine that clients on its loopback interface may use",
         live=True,
     ),
-    Setting(
-        "allowed_origins",
+    allowed_origins=Setting(
         parsers.parse_origins,
-        None,
         "ORIGIN,...",
         "origins of the web pages that may send requests",
         live=True,
     ),
 )
 
-FLEET_SETTINGS = (
-    Setting(
-        "fleet_file",
-        parsers.parse_path,
-        None,
-        "FILE",
+FLEET_SETTINGS = section(
+    fleet_file=file(
         "TOML file of workers, publishers and replicas; kvd applies its changes while running",
+        common=True,
     ),
 )
 
-OUTGOING_SETTINGS = (
-    Setting(
-        "outgoing_allow",
+OUTGOING_SETTINGS = section(
+    outgoing_allow=Setting(
         parsers.parse_outgoing,
-        outgoing.DEFAULT,
         "NETWORK,...",
         "networks where engines, replicas and peers may be: networks such as 10.0.0.0/8, "
         "private, ipc",
+        egress.DEFAULT,
         live=True,
     ),
-    Setting(
-        "outgoing_lookup_s",
-        parsers.parse_seconds,
-        LOOKUP_S,
-        "SECONDS",
-        "time allowed for one host name lookup",
-        live=True,
-    ),
-    Setting(
-        "outgoing_lookup_every_s",
-        parsers.parse_seconds,
-        LOOK_AGAIN_S,
-        "SECONDS",
-        "pause between lookups of a host name whose connection is lost",
-        live=True,
+    outgoing_lookup_s=seconds("time allowed for one host name lookup", LOOKUP_S, live=True),
+    outgoing_lookup_every_s=seconds(
+        "pause between lookups of a host name whose connection is lost", LOOK_AGAIN_S, live=True
     ),
 )
 
-ENGINE_SETTINGS = (
-    Setting(
-        "engine_heartbeat_s",
-        parsers.parse_seconds,
-        LINK_DEFAULTS.heartbeat_s,
-        "SECONDS",
-        "interval between pings of each engine and replica",
+ENGINE_SETTINGS = section(
+    LinkOptions,
+    "engine_",
+    engine_heartbeat_s=seconds("interval between pings of each engine and replica"),
+    engine_heartbeat_timeout_s=seconds(
+        "silence after which the connection to an engine or replica counts as lost"
     ),
-    Setting(
-        "engine_heartbeat_timeout_s",
-        parsers.parse_seconds,
-        LINK_DEFAULTS.heartbeat_timeout_s,
-        "SECONDS",
-        "silence after which the connection to an engine or replica counts as lost",
+    engine_connect_timeout_s=seconds(
+        "time allowed to connect to an engine or replica before another attempt"
     ),
-    Setting(
-        "engine_connect_timeout_s",
-        parsers.parse_seconds,
-        LINK_DEFAULTS.connect_timeout_s,
-        "SECONDS",
-        "time allowed to connect to an engine or replica before another attempt",
+    engine_handshake_timeout_s=seconds(
+        "time allowed for the ZMTP handshake with an engine or replica"
     ),
-    Setting(
-        "engine_handshake_timeout_s",
-        parsers.parse_seconds,
-        LINK_DEFAULTS.handshake_timeout_s,
-        "SECONDS",
-        "time allowed for the ZMTP handshake with an engine or replica",
+    engine_reconnect_s=seconds(
+        "pause before the first reconnection attempt; each failure doubles the pause"
     ),
-    Setting(
-        "engine_reconnect_s",
-        parsers.parse_seconds,
-        LINK_DEFAULTS.reconnect_s,
-        "SECONDS",
-        "pause before the first reconnection attempt; each failure doubles the pause",
-    ),
-    Setting(
-        "engine_reconnect_max_s",
-        parsers.parse_seconds,
-        LINK_DEFAULTS.reconnect_max_s,
-        "SECONDS",
-        "longest pause between reconnection attempts",
-    ),
-    Setting(
-        "engine_stale_s",
-        parsers.parse_seconds,
-        STALE_AFTER_S,
-        "SECONDS",
+    engine_reconnect_max_s=seconds("longest pause between reconnection attempts"),
+    engine_stale_s=seconds(
         "time after which a disconnected stream is stale and a silent stream is reported",
+        STALE_AFTER_S,
     ),
-    Setting(
-        "engine_queue_messages",
+    engine_queue_messages=Setting(
         parsers.within(0, I32_MAX),
-        LINK_DEFAULTS.queue_messages,
         "N",
         "maximum number of unapplied batches of an engine; further batches are dropped and "
         "leave a gap; 0: unlimited",
     ),
-    Setting(
-        "engine_queue_bytes",
+    engine_queue_bytes=Setting(
         parsers.within(0, 2**40),
-        LINK_DEFAULTS.queue_bytes,
         "BYTES",
         "maximum size of the unapplied batches of an engine, with 16 bytes added for each "
         "batch; 0: unlimited",
     ),
-    Setting(
-        "engine_message_bytes",
+    engine_message_bytes=Setting(
         parsers.within(64 * 1024, I32_MAX),  # the decoder takes no more
-        LINK_DEFAULTS.max_message_bytes,
         "BYTES",
         "maximum size of a batch; a larger batch closes the connection",
+        field="max_message_bytes",
     ),
-    Setting(
-        "replay_idle_s",
-        parsers.parse_seconds,
-        REPLAY_DEFAULTS.idle_s,
-        "SECONDS",
-        "time allowed between two useful batches of a replay",
-        live=True,
+) + section(
+    ReplayOptions,
+    "replay_",
+    replay_idle_s=seconds("time allowed between two useful batches of a replay", live=True),
+    replay_total_s=seconds(
+        "total time allowed for a replay, including the wait for its turn", live=True
     ),
-    Setting(
-        "replay_total_s",
-        parsers.parse_seconds,
-        REPLAY_DEFAULTS.total_s,
-        "SECONDS",
-        "total time allowed for a replay, including the wait for its turn",
-        live=True,
+    replay_spare_s=pause(
+        "pause before an engine is asked again after a replay that brought nothing", live=True
     ),
-    Setting(
-        "replay_spare_s",
-        parsers.parse_pause,
-        REPLAY_DEFAULTS.spare_s,
-        "SECONDS",
-        "pause before an engine is asked again after a replay that brought nothing",
-        live=True,
+    replay_messages=count(
+        "maximum number of messages in a replay", field="max_messages", live=True
     ),
-    Setting(
-        "replay_messages",
-        COUNT,
-        REPLAY_DEFAULTS.max_messages,
-        "N",
-        "maximum number of messages in a replay",
-        live=True,
-    ),
-    Setting(
-        "replay_bytes",
+    replay_bytes=Setting(
         parsers.within(64 * 1024, 2**40),
-        REPLAY_DEFAULTS.max_bytes,
         "BYTES",
         "maximum size of a replay",
+        field="max_bytes",
         live=True,
     ),
-    Setting(
-        "replay_at_once",
+    replay_at_once=Setting(
         parsers.within(1, 4096),  # three descriptors each
-        REPLAY_DEFAULTS.at_once,
         "N",
         "maximum number of concurrent replays",
         live=True,
     ),
 )
 
-INDEX_SETTINGS = (
-    Setting(
-        "index_max_blocks",
+INDEX_SETTINGS = section(
+    index_max_blocks=Setting(
         parsers.within(0, 2**40),
-        0,
         "BLOCKS",
         "maximum number of indexed blocks over all models and tenants, and of (rank, "
         "block) pairs; 0: unlimited",
+        0,
         live=True,
     ),
-    Setting(
-        "max_partitions",
-        COUNT,
-        MAX_PARTITIONS,
-        "N",
-        "maximum number of (model, tenant) pairs on each face",
-        live=True,
+    max_partitions=count(
+        "maximum number of (model, tenant) pairs on each face", MAX_PARTITIONS, live=True
     ),
-    Setting(
-        "max_dumps",
-        parsers.within(1, 1024),
-        MAX_DUMPS,
-        "N",
-        "maximum number of concurrent dumps of the index",
+    max_dumps=Setting(
+        parsers.within(1, 1024), "N", "maximum number of concurrent dumps of the index", MAX_DUMPS
     ),
 )
 
-CURVE_SETTINGS = (
-    Setting(
-        "curve_secret_key_file",
-        parsers.parse_path,
-        None,
-        "FILE",
+CURVE_SETTINGS = section(
+    curve_secret_key_file=file(
         "file with this process's CURVE secret key for engines and replicas (default: a "
-        "fresh key at each start)",
+        "fresh key at each start)"
     ),
-    Setting(
-        "replica_sync_client_keys",
-        parsers.parse_path,
-        None,
-        "FILE",
+    replica_sync_client_keys=file(
         "file with the CURVE public keys of the replicas that may subscribe to requests, "
-        "one per line (default: any replica may)",
+        "one per line (default: any replica may)"
     ),
 )
 
-# Heads up to these are read on the short way, whatever is said here (kvd/http/plain_head.hpp).
-LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
-
-HTTP_SETTINGS = (
-    Setting(
-        "http_connections",
-        parsers.parse_positive,
-        HTTP_DEFAULTS.connections,
-        "N",
-        "maximum number of HTTP connections per listener",
-        live=True,
+HTTP_SETTINGS = section(
+    HttpLimits,
+    "http_",
+    http_connections=Setting(
+        parsers.parse_positive, "N", "maximum number of HTTP connections per listener", live=True
     ),
-    Setting(
-        "http_idle_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.idle_seconds,
-        "SECONDS",
-        "time after which an idle HTTP connection is closed",
-        live=True,
+    http_idle_s=seconds(
+        "time after which an idle HTTP connection is closed", field="idle_seconds", live=True
     ),
-    Setting(
-        "http_graceful_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.graceful_seconds,
-        "SECONDS",
-        "time allowed for open requests to finish at shutdown",
-        live=True,
+    http_graceful_s=seconds(
+        "time allowed for open requests to finish at shutdown", field="graceful_seconds", live=True
     ),
-    Setting(
-        "http_body_bytes",
+    http_body_bytes=Setting(
         parsers.at_least(DEFAULT_BODY_LIMIT),
-        HTTP_DEFAULTS.body_bytes,
         "BYTES",
         "maximum size of the body of a query or of a worker registration; other bodies may "
         "have 2 MiB",
     ),
-    Setting(
-        "http_bodies_bytes",
+    http_bodies_bytes=Setting(
         parsers.at_least(DEFAULT_BODY_LIMIT),
-        HTTP_DEFAULTS.bodies_bytes,
         "BYTES",
         "maximum total size of the request bodies that a listener is receiving",
     ),
-    Setting(
-        "http_head_bytes",
-        parsers.at_least(LEAST_HEAD_BYTES),
-        HTTP_DEFAULTS.head_bytes,
-        "BYTES",
-        "maximum size of a request head",
+    http_head_bytes=Setting(
+        parsers.at_least(LEAST_HEAD_BYTES), "BYTES", "maximum size of a request head"
     ),
-    Setting(
-        "http_headers",
-        parsers.at_least(LEAST_HEADERS),
-        HTTP_DEFAULTS.headers,
-        "N",
-        "maximum number of headers of a request",
+    http_headers=Setting(
+        parsers.at_least(LEAST_HEADERS), "N", "maximum number of headers of a request"
     ),
-    Setting(
-        "http_url_bytes",
-        parsers.at_least(LEAST_HEAD_BYTES),
-        HTTP_DEFAULTS.url_bytes,
-        "BYTES",
-        "maximum length of the request target",
+    http_url_bytes=Setting(
+        parsers.at_least(LEAST_HEAD_BYTES), "BYTES", "maximum length of the request target"
     ),
-    Setting(
-        "http_head_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.head_seconds,
-        "SECONDS",
-        "time allowed to receive a request head",
+    http_head_s=seconds("time allowed to receive a request head", field="head_seconds"),
+    http_body_s=seconds("time allowed to receive a request body", field="body_seconds"),
+    http_handler_s=seconds(
+        "time allowed until the answer to a waiting request begins", field="handler_seconds"
     ),
-    Setting(
-        "http_body_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.body_seconds,
-        "SECONDS",
-        "time allowed to receive a request body",
+    http_send_s=seconds(
+        "time allowed without the client reading a byte of the answer", field="send_seconds"
     ),
-    Setting(
-        "http_handler_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.handler_seconds,
-        "SECONDS",
-        "time allowed until the answer to a waiting request begins",
-    ),
-    Setting(
-        "http_send_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.send_seconds,
-        "SECONDS",
-        "time allowed without the client reading a byte of the answer",
-    ),
-    Setting(
-        "http_linger_s",
-        parsers.parse_seconds,
-        HTTP_DEFAULTS.linger_seconds,
-        "SECONDS",
+    http_linger_s=seconds(
         "time a refused client may keep sending before its connection is closed",
+        field="linger_seconds",
     ),
 )
 
-BIND_SETTINGS = (
-    Setting(
-        "indexer_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_INDEXER_BIND,)),
-        BINDS,
-        "addresses of the KV indexer",
-    ),
-    Setting(
-        "slot_tracker_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_SLOT_TRACKER_BIND,)),
-        BINDS,
-        "addresses of the slot tracker",
-    ),
-    Setting(
-        "selection_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_SELECTION_BIND,)),
-        BINDS,
-        "addresses of the selection service",
-    ),
-    Setting(
-        "conductor_bind",
-        parsers.parse_face_binds,
-        Binds((DEFAULT_CONDUCTOR_BIND,)),
-        BINDS,
-        "addresses of the conductor",
-    ),
+BIND_SETTINGS = section(
+    indexer_bind=binds("addresses of the KV indexer", Binds((DEFAULT_INDEXER_BIND,))),
+    slot_tracker_bind=binds("addresses of the slot tracker", Binds((DEFAULT_SLOT_TRACKER_BIND,))),
+    selection_bind=binds("addresses of the selection service", Binds((DEFAULT_SELECTION_BIND,))),
+    conductor_bind=binds("addresses of the conductor", Binds((DEFAULT_CONDUCTOR_BIND,))),
 )
 
-LOG_SETTINGS = (
-    Setting(
-        "log_level",
-        parsers.parse_level,
+LOG_SETTINGS = section(
+    log_level=Setting(
+        parsers.one_of(LEVELS),
+        "|".join(LEVELS),
+        "lowest level that is logged",
         "info",
-        "LEVEL",
-        f"lowest level that is logged, one of {', '.join(LEVELS)}",
         live=True,
+        common=True,
     ),
-    Setting(
-        "log_format",
-        parsers.parse_log_form,
-        "logfmt",
+    log_format=Setting(
+        parsers.one_of(FORMS),
         "|".join(FORMS),
         "format of the log lines on stderr",
+        "logfmt",
         live=True,
     ),
-    Setting(
-        "access_log",
-        parsers.parse_switch,
-        False,
-        "BOOL",
-        "whether kvd logs every HTTP request",
-        live=True,
-    ),
+    access_log=switch("whether kvd logs every HTTP request", False, live=True),
 )
 
-DAEMON_SETTINGS = (
-    Setting(
-        "min_initial_workers",
+DAEMON_SETTINGS = section(
+    min_initial_workers=Setting(
         parsers.parse_u32,
-        0,
         "N",
         "number of instances that must register before kvd subscribes to any of them",
-        borrowed="DYN_ROUTER_MIN_INITIAL_WORKERS",
+        0,
+        env="DYN_ROUTER_MIN_INITIAL_WORKERS",
         empty_is_wrong=True,
     ),
-    Setting(
-        "request_expiry_s",
+    request_expiry_s=Setting(
         parsers.parse_positive,
-        300,
         "SECONDS",
         "age at which a live request is dropped",
-        borrowed="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+        300,
+        env="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
         live=True,
     ),
-    Setting(
-        "max_requests",
+    max_requests=Setting(
         parsers.within(1, MAX_REQUESTS),
-        MAX_REQUESTS,
         "N",
         "maximum number of live requests per model and tenant, on the slot tracker and on "
         "the selection service each",
+        MAX_REQUESTS,
     ),
-    Setting(
-        "max_request_blocks",
+    max_request_blocks=Setting(
         parsers.within(1, MAX_REQUEST_BLOCKS),
-        MAX_REQUEST_BLOCKS,
         "BLOCKS",
         "maximum number of blocks of live requests per model and tenant, on the slot "
         "tracker and the selection service together",
+        MAX_REQUEST_BLOCKS,
     ),
-    Setting(
-        "queues_messages",
+    queues_messages=Setting(
         parsers.within(0, 2**40),
-        MAX_QUEUED_MESSAGES,
         "N",
         "maximum number of unapplied messages of all engines and replicas; 0: unlimited",
+        MAX_QUEUED_MESSAGES,
     ),
-    Setting(
-        "queues_bytes",
+    queues_bytes=Setting(
         parsers.within(0, 2**40),
-        MAX_QUEUED_BYTES,
         "BYTES",
         "maximum total size of the unapplied messages of all engines and replicas; 0: unlimited",
+        MAX_QUEUED_BYTES,
     ),
-    Setting(
-        "metrics_ranks",
+    metrics_ranks=Setting(
         parsers.parse_u32,
-        1000,
         "N",
         "largest number of registered ranks for which /metrics shows loads rank by rank",
+        1000,
         live=True,
     ),
 )
@@ -989,21 +654,21 @@ SELECT_SERVICE_SETTINGS = (
         replace(setting, default=False) if setting.name == "router_last_token" else setting
         for setting in ROUTER_SETTINGS
     ),
-    *(setting for setting in DAEMON_SETTINGS if setting.borrowed),
+    *(setting for setting in DAEMON_SETTINGS if setting.is_borrowed),
 )
 
 # Options of Dynamo's router that nothing here corresponds to, by flag without the dashes, and why.
 # They are taken, so that one command line and one environment do for both, and warned of.
-_NO_NATS = "kvd has no event store; --peers names whom to take the state from"
-_NO_CACHE = "a selection is answered once; retries are by Idempotency-Key"
-_NO_KEYS = "prompts are not hashed by a key"
+_NO_NATS = "kvd has no event store; --peers names the indexers to recover from"
+_NO_CACHE = "kvd caches no selections; retries need an Idempotency-Key"
+_NO_KEYS = "kvd hashes prompts without a key"
 WITHOUT_EFFECT = {
-    "router-replica-sync": "replicas are named: --replica-sync-port, --replica-sync-peers",
-    "kv-cache-block-size": "each worker says its block size when it is registered",
+    "router-replica-sync": "--replica-sync-port and --replica-sync-peers set up replicas",
+    "kv-cache-block-size": "each registration states the block size of its worker",
     "router-durable-kv-events": _NO_NATS,
     "router-reset-states": _NO_NATS,
     "router-snapshot-threshold": _NO_NATS,
-    "event-plane": "events come over ZMQ",
+    "event-plane": "kvd receives events over ZMQ only",
     "selection-cache-ttl-secs": _NO_CACHE,
     "selection-cache-max-entries": _NO_CACHE,
     "selection-cache-max-bytes": _NO_CACHE,

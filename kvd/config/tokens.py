@@ -51,20 +51,20 @@ def read(path: Path) -> tuple[Token, ...]:
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"longer than {MAX_BYTES} bytes")
+        raise ValueError(f"the file is longer than {MAX_BYTES} bytes")
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
-        raise ValueError("no text") from None  # and not a word of what it is
+        raise ValueError("the file is not UTF-8") from None  # and not a word of what it is
     tokens = [token for number, line in enumerate(lines, 1) if (token := _token(number, line))]
     if not 1 <= len(tokens) <= MAX_TOKENS:
-        raise ValueError(f"{len(tokens)} tokens, expected 1 to {MAX_TOKENS}")
+        raise ValueError(f"the file has {len(tokens)} tokens, expected 1 to {MAX_TOKENS}")
     for what, values in (
         ("name", [token.name for token in tokens]),
         ("token", [token.secret.decode() for token in tokens]),
     ):
         if len(set(values)) < len(values):
-            raise ValueError(f"a {what} twice")
+            raise ValueError(f"the file contains a {what} twice")
     return tuple(tokens)
 
 
@@ -80,7 +80,7 @@ def read_one(path: Path) -> bytes:
 def _check(secret: str) -> None:
     if not _TOKEN.fullmatch(secret) or len(secret) > MAX_TOKEN_BYTES:
         raise ValueError(
-            f"a token is {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} of the "
+            f"a token must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} of the "
             "characters A-Z a-z 0-9 - . _ ~ + /"
         )
 
@@ -95,7 +95,7 @@ def _token(number: int, line: str) -> Token | None:
     scopes = Scope.OPEN
     for scope in said.split(","):
         if scope not in _SCOPES:
-            raise ValueError(f"line {number}, {name}: a scope is one of {', '.join(_SCOPES)}")
+            raise ValueError(f"line {number}, {name}: a scope must be one of {', '.join(_SCOPES)}")
         scopes |= _SCOPES[scope]
     try:
         _check(secret)

@@ -11,4 +11,4 @@ def parse(data: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode())
     except RecursionError:
-        raise ValueError("arrays or tables nested too deeply") from None
+        raise ValueError("arrays or tables are nested too deeply") from None

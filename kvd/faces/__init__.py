@@ -6,6 +6,6 @@
     conductor      Mooncake Conductor's indexer API (docs/faces/conductor.md)
     common         what several faces share: members of bodies, /health, replicas, metrics of ranks
 
-In each, `routes` is the table of routes with the handlers of cold ones, and `handlers` has the
-handlers of hot ones, compiled.
+In each, `routes` is the table of routes with the handlers of cold ones, `handlers` has the handlers
+of hot ones, compiled, and `schemas` says what routes read and answer, for the OpenAPI document.
 """

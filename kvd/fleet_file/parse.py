@@ -128,7 +128,7 @@ def read(path: Path) -> bytes:
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"longer than {MAX_BYTES} bytes")
+        raise ValueError(f"the file is longer than {MAX_BYTES} bytes")
     return data
 
 
@@ -157,7 +157,7 @@ def entries(written: list[Row], outgoing: EgressPolicy) -> Iterator[Entry]:
             raise ValueError(f"{_place(row.table, row.number)}: {error}") from None
         other = seen.setdefault((entry.table, entry.key), entry)
         if other is not entry:
-            raise ValueError(f"{entry}: the same as entry {other.number}")
+            raise ValueError(f"{entry} is the same as entry {other.number}")
         yield entry
 
 
@@ -169,9 +169,9 @@ def _entry(row: Row, outgoing: EgressPolicy) -> Entry:
     try:
         body = json.dumps(row.members, allow_nan=False).encode()
     except TypeError:
-        raise ValueError("a date or a time, which no member is") from None
+        raise ValueError("a member cannot be a date or a time") from None
     except RecursionError:
-        raise ValueError("tables nested too deeply") from None
+        raise ValueError("tables are nested too deeply") from None
     wanted = table.read(body)
     table.check(wanted, outgoing)
     return Entry(row.table, row.number, table.key(wanted), wanted)

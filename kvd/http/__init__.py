@@ -9,14 +9,14 @@ idle_poll                    serves those connections between two passes of trio
                              else is to be done
 hot                          the handler of a hot route, compiled: `fast_path` and `connection` call
                              the same one
-connection, transport        one client: its requests one after the other; its socket with
-                             deadlines
-head, body, chunked          bytes to a request's head and body
+connection, transport        one client: its requests one after the other; its stream, phases
+                             and deadlines
+head, body                   bytes to a request's head and body
 render, writer, answer, errors
                              a response to bytes; a handler's outcome or failure to a response
-table                        the route of a path
-app, asgi, middleware        the Quart application of the cold routes, and how a request gets
-                             there
+table                        the route of a raw path, found once for each request
+app, asgi, middleware        the Quart application of the cold routes, how a request gets there,
+                             and who is told of it
 auth, permits                tokens, hosts and origins: is this request allowed
 context                      what every connection of a face shares
 access, limits, options, listeners, accept, certificates

@@ -61,5 +61,10 @@ def _is_json_type(value: bytes) -> bool:
 def _response_to(error: Exception, request: Request, failures: Failures) -> Response:
     if isinstance(error, KvdError):
         return failures.expected(error, request.headers)
-    log.exception("handler_failed", method=request.method, path=request.path)
-    return failures.response(500, INTERNAL_ERROR, headers=request.headers)
+    return unexpected(request.method, request.path, request.headers, failures)
+
+
+def unexpected(method: str, path: str, headers: Headers, failures: Failures) -> Response:
+    """Returns the response to a bug, which is being handled; `path` is the route's."""
+    log.exception("handler_failed", method=method, path=path)
+    return failures.response(500, INTERNAL_ERROR, headers=headers)

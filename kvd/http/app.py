@@ -1,101 +1,137 @@
-"""The Quart-trio application: every route of a face, for the cold ones and for the TLS listener.
+"""The Quart-trio application of a face: Quart's routing, error handlers and streams over `Route`s.
 
-Quart's own answers are HTML; here every failure is `{"error": text}`, as on the hot routes. Its
-router decodes paths before it compares them and is not asked (see table.py).
+Quart answers in HTML by itself; here every failure is `{"error": text}`, as on the hot routes. Its
+router sees a path as it is spelled, before percent-decoding (docs/decisions,
+paths-compare-as-spelled).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import quart
 from quart_trio import QuartTrio
-from werkzeug.exceptions import HTTPException
+from quart_trio.wrappers import TrioRequest
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
+from werkzeug.routing import BaseConverter
 
-from kvd.http.answer import answer
-from kvd.http.asgi import KNOWN, AsgiApp
+from kvd.errors import KvdError
+from kvd.http.answer import require_json, unexpected
+from kvd.http.asgi import FOUND, KNOWN, AsgiApp
 from kvd.http.context import ServerContext
 from kvd.http.errors import INTERNAL_ERROR, Failures
 from kvd.http.limits import HttpLimits
-from kvd.http.middleware import admitted, logged, observed
+from kvd.http.middleware import surrounded
 from kvd.http.table import Found, RouteTable
 from kvd.http.types import Headers, Request, Response, Route
 
-NotFound = Callable[[bytes], str]  # what is said of a raw path that is no route's
+WrongPath = Callable[[bytes], str]  # what is said of a raw path that is no route's
+View = Callable[..., Awaitable[quart.Response]]
 
 
 def nowhere(path: bytes) -> str:
     return "not found"
 
 
+class SpelledRequest(TrioRequest):
+    """A request whose path has its percent-encoding still."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        spelled = self.scope["raw_path"].decode("latin-1")
+        # Werkzeug passes over further slashes at the beginning, unless they are spelled otherwise.
+        name = spelled.lstrip("/")
+        self.path = "/" + "%2F" * (len(spelled) - len(name) - 1) + name
+
+
+class Segment(BaseConverter):
+    """Hands on the segment of a path as it is spelled."""
+
+    def to_python(self, value: str) -> bytes:
+        return value.encode("latin-1")
+
+
 def build_app(
     routes: tuple[Route, ...],
     limits: HttpLimits,
     context: ServerContext,
-    not_found: NotFound = nowhere,
+    not_found: WrongPath = nowhere,
 ) -> AsgiApp:
     """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
-    failures = context.failures
     table = RouteTable(routes)
     app = QuartTrio(__name__, static_folder=None)
+    app.request_class = SpelledRequest
+    app.url_map.merge_slashes = False
+    app.url_map.converters["segment"] = Segment
+    app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["MAX_CONTENT_LENGTH"] = max(route.body_limit for route in routes)
     app.config["BODY_TIMEOUT"] = limits.body_seconds
     app.config["RESPONSE_TIMEOUT"] = None  # the servers bound each send; a dump may take long
-
-    @app.before_request
-    async def serve() -> quart.Response:
-        path = quart.request.scope["raw_path"]
-        found = table.find(quart.request.method, path)
-        if found is None:
-            headers = list(quart.request.scope["headers"])
-            return _refused(table.methods(path), failures, partial(not_found, path), headers)
-        return await _answered(found, failures)
-
-    async def render_exception(error: HTTPException) -> quart.Response:
-        """Words what Quart itself refuses: a body that is too large, or too slow."""
-        status = error.code or 500
-        text = INTERNAL_ERROR if status == 500 else error.name.lower()
-        return _render(failures.response(status, text))
-
-    app.register_error_handler(HTTPException, render_exception)
-    served = admitted(app, table, failures)
-    if context.observe is not None:
-        served = observed(served, table, context.observe)
-    return logged(served, table, context.access)
+    for route in routes:
+        rule = re.sub(r"{(\w+)}", r"<segment:\1>", route.path)
+        view = _view(route, context.failures)
+        app.add_url_rule(rule, f"{route.method} {route.path}", view, methods=[route.method])
+    _word_failures(app, context.failures, not_found)
+    return surrounded(app, table, context)
 
 
-async def _answered(found: Found, failures: Failures) -> quart.Response:
-    route, captured = found
-    body = b""
-    if route.body_limit:
-        body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
-    if len(body) > route.body_limit:
-        return _render(failures.too_large(route.body_limit, list(quart.request.scope["headers"])))
-    request = Request(
-        method=quart.request.method,
-        path=route.path,
-        query=quart.request.query_string,
-        headers=list(quart.request.scope["headers"]),
-        body=body,
-        captured=captured,
-        known=quart.request.scope.get("state", {}).get(KNOWN, False),
-    )
-    return _render(await answer(route, request, failures))
+def _view(route: Route, failures: Failures) -> View:
+    """Returns what Quart calls for the requests of a route."""
+
+    async def view(**segments: bytes) -> quart.Response:
+        body = b""
+        if route.body_limit:
+            body = await quart.request.get_data(cache=False, as_text=False, parse_form_data=False)
+        if len(body) > route.body_limit:
+            return _rendered(failures.too_large(route.body_limit, _headers()))
+        request = Request(
+            method=quart.request.method,
+            path=route.path,
+            query=quart.request.query_string,
+            headers=_headers(),
+            body=body,
+            captured=next(iter(segments.values()), b""),
+            known=quart.request.scope["state"].get(KNOWN, False),
+        )
+        if not route.any_type:
+            require_json(request)
+        result = route.handler(request)
+        return _rendered(result if isinstance(result, Response) else await result)
+
+    return view
 
 
-def _refused(
-    methods: list[str], failures: Failures, not_found: Callable[[], str], headers: Headers
-) -> quart.Response:
-    """Returns the answer to a request without a route; `methods` are those its path has."""
-    if not methods:
-        return _render(failures.response(404, not_found(), headers=headers))
-    rendered = _render(failures.response(405, "method not allowed", headers=headers))
-    rendered.headers["allow"] = ", ".join(methods)
-    return rendered
+def _word_failures(app: QuartTrio, failures: Failures, not_found: WrongPath) -> None:
+    """Has Quart answer what it refuses, and what a handler raises, in the words of the face."""
+
+    @app.errorhandler(HTTPException)
+    async def refused(error: HTTPException) -> quart.Response:
+        """Words a path or a method that no route has, and a body that is too large, or too slow."""
+        text = (error.name or INTERNAL_ERROR).lower()
+        if isinstance(error, NotFound):
+            text = not_found(quart.request.scope["raw_path"])
+        rendered = _rendered(failures.response(error.code or 500, text, headers=_headers()))
+        if isinstance(error, MethodNotAllowed):
+            rendered.headers["allow"] = ", ".join(sorted(error.valid_methods or ()))
+        return rendered
+
+    @app.errorhandler(KvdError)
+    async def failed(error: KvdError) -> quart.Response:
+        return _rendered(failures.expected(error, _headers()))
+
+    @app.errorhandler(Exception)
+    async def broken(error: Exception) -> quart.Response:
+        found: Found = quart.request.scope["state"][FOUND]
+        return _rendered(unexpected(quart.request.method, found.route.path, _headers(), failures))
 
 
-def _render(response: Response) -> quart.Response:
+def _headers() -> Headers:
+    return list(quart.request.scope["headers"])
+
+
+def _rendered(response: Response) -> quart.Response:
     rendered = quart.Response(response.body, response.status)
     if response.content_type:
         rendered.content_type = response.content_type.decode()

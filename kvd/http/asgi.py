@@ -22,6 +22,7 @@ from hypercorn.typing import (
 
 from kvd.http.errors import INTERNAL_ERROR, Refusal
 from kvd.http.head import Head
+from kvd.http.table import Found
 from kvd.http.transport import Transport
 from kvd.http.types import Headers
 from kvd.http.writer import ResponseWriter
@@ -29,7 +30,9 @@ from kvd.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-KNOWN = "kvd.known"  # in the state of a request: Request.known
+# In the state of a request: Request.known; the route that the server has found, or None.
+KNOWN = "kvd.known"
+FOUND = "kvd.found"
 Receive = ASGIReceiveCallable
 Send = ASGISendCallable
 AsgiApp = Callable[[HTTPScope, Receive, Send], Awaitable[None]]
@@ -38,12 +41,14 @@ AsgiApp = Callable[[HTTPScope, Receive, Send], Awaitable[None]]
 class AsgiExchange:
     """One request and response; the application has `handler_seconds` between its messages."""
 
-    def __init__(self, transport: Transport, head: Head, body: bytes, *, known: bool) -> None:
+    def __init__(
+        self, transport: Transport, head: Head, found: Found | None, body: bytes, *, known: bool
+    ) -> None:
         self.writer = ResponseWriter(transport, head)
         self._transport = transport
         self._head = head
         self._body: bytes | None = body
-        self._known = known
+        self._state = ConnectionState({KNOWN: known, FOUND: found})
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         self._lost: OSError | None = None
@@ -93,7 +98,7 @@ class AsgiExchange:
             "headers": head.headers,
             "client": self._transport.client(),
             "server": None,
-            "state": ConnectionState({KNOWN: self._known}),
+            "state": self._state,
             "extensions": {},
         }
 

@@ -21,9 +21,9 @@ _REFUSALS = {
     "missing": (401, "a bearer token is needed"),
     "malformed": (401, "expected one header `Authorization: Bearer TOKEN`"),
     "unknown": (401, "unknown token"),
-    "scope": (403, "the token has not the scope"),
-    "host": (421, "the host of the request is not one of this server's"),
-    "origin": (403, "requests of this origin are not served"),
+    "scope": (403, "the token lacks the scope of this route"),
+    "host": (421, "the host of the request is not a name of this server"),
+    "origin": (403, "this server does not serve requests of this origin"),
 }
 
 

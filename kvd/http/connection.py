@@ -11,7 +11,7 @@ on it cannot be trusted to be a request. Everything a client can do wrong ends h
 
 from __future__ import annotations
 
-import socket
+import contextlib
 from collections.abc import Callable
 from time import perf_counter
 
@@ -23,11 +23,11 @@ from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.context import ServerContext
 from kvd.http.errors import Refusal
-from kvd.http.fast_path import FastPath, Handoff, has_left
+from kvd.http.fast_path import FastPath, Handoff
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
-from kvd.http.transport import Phase, Shared, Transport
+from kvd.http.transport import Phase, Shared, Stream, Transport
 from kvd.http.types import Headers, Request, Response, Route, Scope
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
@@ -131,16 +131,20 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_outcome", "_service", "_task", "checks_host")
+    __slots__ = ("_outcome", "_retired", "_service", "_task", "checks_host")
 
-    def __init__(
-        self, sock: socket.socket, shared: Shared, service: Service, checks_host: bool
-    ) -> None:
-        super().__init__(sock, shared)
+    def __init__(self, stream: Stream, shared: Shared, service: Service, checks_host: bool) -> None:
+        super().__init__(stream, shared)
         self._service = service
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
+        self._retired = False
+
+    def retire(self) -> None:
+        """Serves no other request than the one under way."""
+        self._retired = True
+        self.close_if_idle()
 
     async def run(self) -> None:
         """Serves the connection and closes its socket; raises nothing but cancellation."""
@@ -154,11 +158,23 @@ class Connection(Transport):
             stats.bugs += 1
             log.exception("connection_failed")
         finally:
-            self._close()
+            self.stream.sock.close()
 
     async def _open(self) -> bool:
         """Gets ready for the first request; returns False if there will be none."""
-        self._service.fast_path.add(self.fd)
+        if self.stream.parks:
+            self._service.fast_path.add(self.fd)
+            return True
+        try:
+            with self.within(Phase.HANDSHAKE, self.shared.limits.head_seconds):
+                await self.stream.open()
+        except trio.TooSlowError:
+            return False
+        except OSError:
+            self.shared.stats.handshakes_failed += 1
+            with contextlib.suppress(OSError):  # who is gone hears nothing
+                await self.linger()  # the stream tells the client why
+            return False
         return True
 
     def serve_parked(
@@ -172,7 +188,7 @@ class Connection(Transport):
     ) -> tuple[bytes, bool, Undo]:
         """Serves a request that the fast path has received and not answered itself."""
         self.shared.stats.requests += 1
-        self.deadline = self.shared.idle_deadline
+        self.since = self.shared.now
         self.note_granted(route.scope)
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
@@ -181,7 +197,7 @@ class Connection(Transport):
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
         """Counts a request that the lane has answered."""
         self.shared.stats.requests += 1
-        self.deadline = self.shared.idle_deadline
+        self.since = self.shared.now
         self.note_granted(route.scope)
         if self._service.observe is not None:
             self._service.observe(route.path, route.method, status, seconds)
@@ -200,18 +216,28 @@ class Connection(Transport):
         trio.lowlevel.reschedule(self._task)
 
     async def _serve(self) -> None:
-        self.arm(Phase.IDLE, self.shared.limits.head_seconds)
+        self.enter(Phase.IDLE)
         try:
             while await self._fill() and await self._serve_request(await self._read_head()):
-                self.arm(Phase.IDLE, self.shared.limits.idle_seconds)
+                self.enter(Phase.IDLE)
                 await trio.lowlevel.checkpoint()
             if self._unread():  # sent by a client that did not expect this to be the end
                 await self.linger()
         except Refusal as refusal:
             await self._refuse(refusal)
+        self.stream.finish()  # not after a failure: an answer that breaks off shows as cut
 
     async def _fill(self) -> bool:
-        """Waits until there is something in the buffer; returns False if nothing will come."""
+        """Waits until there is something in the buffer; returns False if nothing is to come."""
+        if self.stream.parks:
+            return await self._fill_parked()
+        while not self._retired and not self.buffer:
+            self.buffer = await self.receive()
+            if not self.buffer:
+                return False
+        return not self._retired
+
+    async def _fill_parked(self) -> bool:
         while not self.buffer:
             left = await self._park()
             self.buffer = left.received
@@ -252,9 +278,15 @@ class Connection(Transport):
 
     async def _read_head_in_pieces(self, piece: bytes) -> Head | None:
         """Reads a head that is not all there, and refuses it at its first wrong byte."""
-        limits = self.shared.limits
-        self.arm(Phase.HEAD, limits.head_seconds)
         self.buffer = b""
+        try:
+            with self.within(Phase.HEAD, self.shared.limits.head_seconds):
+                return await self._read_pieces(piece)
+        except trio.TooSlowError:
+            raise Refusal(408, "the request head took too long") from None
+
+    async def _read_pieces(self, piece: bytes) -> Head | None:
+        limits = self.shared.limits
         parser = HeadParser()
         data = b""
         while piece:
@@ -270,8 +302,6 @@ class Connection(Transport):
                 return parser.finish(limits)
             await trio.lowlevel.checkpoint()  # with TLS a byte can be a record
             piece = await self.receive()
-        if self.expired:
-            raise Refusal(408, "the request head took too long")
         self.shared.stats.client_gone += bool(data)
         return None
 
@@ -291,7 +321,7 @@ class Connection(Transport):
 
     async def _answer(self, head: Head, found: Found | None, body: bytes) -> bool:
         if found is None or not found.route.hot:
-            return await self._serve_app(head, body)
+            return await self._serve_app(head, found, body)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
         data, persists, undo = self._service.serve(self.shared, head, found, body)
@@ -313,7 +343,7 @@ class Connection(Transport):
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Serves an asynchronous handler, which is cancelled when its client leaves."""
-        self.rest()
+        self.enter(Phase.WORKING)
         data, persists, undo = b"", False, None
         self.shared.stats.connections_waiting += 1
         try:
@@ -340,7 +370,7 @@ class Connection(Transport):
         can tell it from one that is gone.
         """
         try:
-            if undo is not None and self._client_has_left():
+            if undo is not None and self.stream.has_left():
                 raise ConnectionResetError(_LEFT)
             await self.send(data)
         except BaseException:
@@ -350,12 +380,8 @@ class Connection(Transport):
 
     async def _watch_client(self, serving: trio.CancelScope) -> None:
         """Cancels `serving` when the client's end of the stream is there, and nothing before it."""
-        await trio.lowlevel.wait_readable(self.fd)
-        if self._client_has_left():
+        if await self.stream.wait_for_end():
             serving.cancel()
-
-    def _client_has_left(self) -> bool:
-        return has_left(self.fd)
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""
@@ -374,11 +400,11 @@ class Connection(Transport):
             self._service.context.note_refused(head.method, route, refusal, head.headers)
             raise
 
-    async def _serve_app(self, head: Head, body: bytes) -> bool:
+    async def _serve_app(self, head: Head, found: Found | None, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
-        self.rest()
+        self.enter(Phase.WORKING)
         known = self._service.context.authorizer.knows(head.headers, self.checks_host)
-        exchange = AsgiExchange(self, head, body, known=known)
+        exchange = AsgiExchange(self, head, found, body, known=known)
         await exchange.run(self._service.app)
         self.shared.stats.handler_bugs += exchange.writer.status == 500
         return exchange.writer.persists

@@ -3,7 +3,7 @@
     accept ─ connection task ─ hot route: handler, one send
                              ─ anything else: the ASGI application
     lane:   requests of hot routes on connections whose task sleeps
-    sweep:  deadlines of all connections, the date
+    sweep:  connections that wait too long for a request, the date
 
 Stock hypercorn costs 0.9-1.4 ms of CPU a request, never expires a keep-alive connection and dies
 of one malformed upgrade; this server costs about 15 µs and keeps a connection's failure its own.
@@ -27,7 +27,7 @@ from kvd.http.limits import HttpLimits
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
-from kvd.http.transport import RECEIVE_BYTES, Shared
+from kvd.http.transport import RECEIVE_BYTES, Shared, SocketStream
 from kvd.http.types import JSON, Response, Route
 
 # Time of a row of requests on the fast path before other tasks run: some twenty requests.
@@ -60,7 +60,8 @@ class Front(Server[Connection]):
 
     def _connect(self, sock: socket.socket) -> Connection:
         loopback = sock.family != socket.AF_UNIX and is_local(sock)
-        return Connection(sock, self._shared, self._service, checks_host=loopback)
+        stream = SocketStream(sock)
+        return Connection(stream, self._shared, self._service, checks_host=loopback)
 
     def _turn_away(self, sock: socket.socket) -> None:
         lines = self._shared.date_line + CLOSE_LINE
@@ -70,7 +71,9 @@ class Front(Server[Connection]):
             sock.shutdown(socket.SHUT_WR)
             sock.recv(RECEIVE_BYTES)  # unread data would reset the connection, answer and all
 
-    async def _watch(self) -> None:
+    async def _watch(self, *, task_status: trio.TaskStatus[None]) -> None:
+        self._look_round()
+        task_status.started()
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._sweep)
@@ -89,18 +92,22 @@ class Front(Server[Connection]):
                     await trio.lowlevel.checkpoint()
 
     async def _sweep(self) -> None:
-        """Ends the waits of connections whose deadline has passed."""
         while True:
-            date_line = _date_line()
-            self._shared.sweep(trio.current_time(), date_line)
-            self._service.fast_path.logged = self._service.access.on
-            if not self._shared.stopping:
-                self._service.fast_path.lines = start_lines(200, JSON) + date_line
-                self._service.fast_path.created_lines = start_lines(201, JSON) + date_line
-            for connection in self._running:
-                if connection.deadline <= self._shared.now:
-                    connection.expire()
             await trio.sleep(self._shared.tick)
+            self._look_round()
+
+    def _look_round(self) -> None:
+        """Ends connections that wait for a request for too long, and tells the others the time."""
+        shared, fast_path = self._shared, self._service.fast_path
+        shared.now, shared.date_line = trio.current_time(), _date_line()
+        fast_path.logged = self._service.access.on
+        if not shared.stopping:
+            fast_path.lines = start_lines(200, JSON) + shared.date_line
+            fast_path.created_lines = start_lines(201, JSON) + shared.date_line
+        soonest = shared.now - min(self.limits.head_seconds, self.limits.idle_seconds)
+        for connection in self._running:
+            if connection.since < soonest:
+                connection.end_if_idle_for_long()
 
     async def _drain(self) -> None:
         self._shared.stopping = True

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from kvd.http.types import LONG_BODY_LIMIT
 
-# Longest pause between two sweeps over deadlines, so that none is noticed later than that.
+# Longest pause between two sweeps over idle connections, so that none stays longer than that.
 MAX_TICK_SECONDS = 0.5
-MIN_TICK_SECONDS = 0.0025  # shortest pause between two sweeps over deadlines
-# Sweeps in the time of the shortest deadline: a deadline is missed by a quarter of its length at
-# most.
+MIN_TICK_SECONDS = 0.0025  # shortest pause between two sweeps over idle connections
+# Sweeps in the shortest time that a connection may be idle: it ends a quarter of that late at most.
 TICKS_PER_DEADLINE = 4
 
 
@@ -33,14 +32,8 @@ class HttpLimits:
     graceful_seconds: float = 10.0  # systemd's TimeoutStopSec is 20
 
     def tick_seconds(self) -> float:
-        """Returns the seconds between two sweeps over the deadlines."""
-        shortest = min(
-            self.head_seconds,
-            self.body_seconds,
-            self.send_seconds,
-            self.idle_seconds,
-            self.linger_seconds,
-        )
+        """Returns the seconds between two sweeps over idle connections."""
+        shortest = min(self.head_seconds, self.idle_seconds)
         return min(MAX_TICK_SECONDS, max(MIN_TICK_SECONDS, shortest / TICKS_PER_DEADLINE))
 
 

@@ -121,7 +121,7 @@ def _group_number(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise OSError(errno.EINVAL, f"there is no group {group}") from None
+        raise OSError(errno.EINVAL, f"the group {group} does not exist") from None
 
 
 def _give(path: str, group: int) -> None:
@@ -131,7 +131,7 @@ def _give(path: str, group: int) -> None:
     try:
         os.chown(path, -1, group)
     except OSError as error:
-        why = f"it cannot be given to group {group}: {error.strerror or error}"
+        why = f"the socket cannot be given to group {group}: {error.strerror or error}"
         raise OSError(error.errno, why) from None
 
 

@@ -1,106 +1,105 @@
-"""What an ASGI application needs around it: `observed`, `admitted`, `logged`."""
+"""What surrounds the Quart application: a request's route is found, and the request is bounded,
+counted and logged.
+
+Here and not in handlers, because only the server knows when a streamed answer has ended, in
+whatever way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
-from hypercorn.typing import ASGISendEvent, HTTPScope
+from hypercorn.typing import ASGISendEvent, ConnectionState, HTTPScope
 
-from kvd.http.access import AccessLog, echoed
-from kvd.http.asgi import AsgiApp, Receive, Send
-from kvd.http.errors import Failures, Refusal
-from kvd.http.table import RouteTable
-from kvd.http.types import Headers, Observer
-
-
-def observed(app: AsgiApp, table: RouteTable, observe: Observer) -> AsgiApp:
-    """Returns `app` with `observe` told of every request to a path of `table`."""
-
-    async def observed_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
-        started = perf_counter()
-        answered = False
-
-        def note(status: int) -> None:
-            nonlocal answered
-            answered = True
-            if path := table.label(scope.get("raw_path", b"")):
-                observe(path, scope["method"], status, perf_counter() - started)
-
-        async def noting_send(message: ASGISendEvent) -> None:
-            if message["type"] == "http.response.start":
-                note(message["status"])
-            await send(message)
-
-        try:
-            await app(scope, receive, noting_send)
-        finally:
-            if not answered:  # the server answers in its place
-                note(503)
-
-    return observed_app
+from kvd.http.access import echoed
+from kvd.http.asgi import FOUND, AsgiApp, Receive, Send
+from kvd.http.context import ServerContext
+from kvd.http.table import Found, RouteTable
+from kvd.http.types import Admission, Headers, Response
 
 
-def logged(app: AsgiApp, table: RouteTable, access: AccessLog) -> AsgiApp:
-    """Returns `app` with a line of the log for every request, while `access` is on."""
+def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiApp:
+    """Returns `app` with every request told to the context, and bounded as its route says."""
 
-    async def logged_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
-        if not access.on or scope["type"] != "http":
+    async def surrounded_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        started = perf_counter()
-        headers = list(scope["headers"])
-        status, size = 503, 0  # the server answers in its place if it does not
+        state = scope.setdefault("state", ConnectionState({}))
+        if FOUND not in state:  # the server is not this package's
+            state[FOUND] = table.find(scope["method"], scope["raw_path"])
+        found: Found | None = state[FOUND]
+        path = table.label(scope["raw_path"]) if found is None else found.route.path
+        with _told(context, scope, path, send) as telling_send, _admitted(found) as refused:
+            if refused is None:
+                await app(scope, receive, telling_send)
+            else:
+                text = refused.text
+                await _send_whole(telling_send, context.failures.response(503, text))
 
-        async def counting_send(message: ASGISendEvent) -> None:
-            nonlocal status, size
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], *echoed(headers)]
-            elif message["type"] == "http.response.body":
-                size += len(message.get("body", b""))
-            await send(message)
+    return surrounded_app
 
+
+@contextmanager
+def _admitted(found: Found | None) -> Iterator[Admission | None]:
+    """Counts a request among those of its route; yields the bound that it would exceed."""
+    admission = None if found is None else found.route.admission
+    if admission is None:
+        yield None
+    elif admission.inside >= admission.limit:
+        admission.refused += 1
+        yield admission
+    else:
+        admission.inside += 1
         try:
-            await app(scope, receive, counting_send)
+            yield None
         finally:
-            path = table.label(scope.get("raw_path", b""))
+            admission.inside -= 1
+
+
+@contextmanager
+def _told(context: ServerContext, scope: HTTPScope, path: str | None, send: Send) -> Iterator[Send]:
+    """Tells of a request as it is answered, and logs it once that is over.
+
+    Only requests to a path that a route has are observed.
+    """
+    observe, access = context.observe, context.access
+    logs, headers = access.on, list(scope["headers"])
+    started = perf_counter()
+    status, size = 0, 0
+
+    def answered(with_status: int) -> None:
+        nonlocal status
+        status = with_status
+        if observe is not None and path is not None:
+            observe(path, scope["method"], status, perf_counter() - started)
+
+    async def telling_send(message: ASGISendEvent) -> None:
+        nonlocal size
+        if message["type"] == "http.response.start":
+            answered(message["status"])
+            if logs:
+                message["headers"] = [*message["headers"], *echoed(headers)]
+        elif message["type"] == "http.response.body":
+            size += len(message.get("body", b""))
+        await send(message)
+
+    try:
+        yield telling_send
+    finally:
+        if not status:
+            answered(503)  # the server answers in the application's place
+        if logs:
             access.note(scope["method"], path, status, perf_counter() - started, size, headers)
 
-    return logged_app
 
-
-def admitted(app: AsgiApp, table: RouteTable, failures: Failures) -> AsgiApp:
-    """Returns `app` with the bounds that routes of `table` have on requests under way.
-
-    Here and not in the handler, because only the server knows when a streamed answer has ended,
-    in whatever way.
-    """
-
-    async def admitted_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
-        found = table.find(scope.get("method", ""), scope.get("raw_path", b""))
-        admission = None if found is None else found.route.admission
-        if admission is None:
-            await app(scope, receive, send)
-        elif admission.inside >= admission.limit:
-            admission.refused += 1
-            await _send_refusal(send, failures, Refusal(503, admission.text))
-        else:
-            admission.inside += 1
-            try:
-                await app(scope, receive, send)
-            finally:
-                admission.inside -= 1
-
-    return admitted_app
-
-
-async def _send_refusal(send: Send, failures: Failures, refusal: Refusal) -> None:
-    response = failures.refused(refusal)
+async def _send_whole(send: Send, response: Response) -> None:
     assert isinstance(response.body, bytes)
     headers: Headers = [
         (b"content-type", response.content_type),
         (b"content-length", b"%d" % len(response.body)),
-        *response.headers,
     ]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": False})

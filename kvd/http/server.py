@@ -84,7 +84,7 @@ class Server(ABC, Generic[C]):
             _set_options(listener)
         try:
             async with trio.open_nursery() as watching:
-                watching.start_soon(self._watch)
+                await watching.start(self._watch)
                 async with trio.open_nursery() as serving:
                     async with trio.open_nursery() as accepting:
                         for listener in listeners:
@@ -109,8 +109,8 @@ class Server(ABC, Generic[C]):
         """Closes a connection over the bound, without waiting."""
 
     @abstractmethod
-    async def _watch(self) -> None:
-        """Runs beside the connections, until it is cancelled."""
+    async def _watch(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Runs beside the connections, until it is cancelled; none is accepted before it starts."""
 
     async def _drain(self) -> None:
         """Ends idle connections at once, unless they are new, the others after their response."""

@@ -1,8 +1,8 @@
 """Finds the route of a request by its raw path.
 
 The peers compare paths as they are spelled, before percent-decoding, and clients put ids of any
-text into them: `a%2Fb` is one segment. Quart's router decodes first, so the application asks here
-as well.
+text into them: `a%2Fb` is one segment. The connection asks here once, before it reads a body; what
+is found goes along with the request. Quart routes cold requests by the same rule (app.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class RouteTable:
 
     def __init__(self, routes: tuple[Route, ...]) -> None:
         self._routes = routes
+        self._methods = sorted({route.method for route in routes})
         self._exact: dict[tuple[str, bytes], Found] = {}
         self._patterns: list[tuple[str, re.Pattern[bytes], Route]] = []
         for route in routes:
@@ -55,17 +56,10 @@ class RouteTable:
                 return Found(route, match[1])
         return None
 
-    def methods(self, path: bytes) -> list[str]:
-        """Returns the methods some route has for this path, sorted; none: there is no such path."""
-        methods = {route.method for route in self._routes} | {"HEAD"}
-        return sorted(method for method in methods if self.find(method, path))
-
     def label(self, path: bytes) -> str | None:
-        """Returns the path of the routes that this one leads to, as metrics name it."""
-        for method in self.methods(path):
-            if found := self.find(method, path):
-                return found.route.path
-        return None
+        """Returns the path of the routes that a raw one leads to, whatever the method."""
+        each = (self.find(method, path) for method in self._methods)
+        return next((found.route.path for found in each if found is not None), None)
 
     def plain(self) -> dict[bytes, Route]:
         """Returns the hot routes by the beginning of their requests, as `POST /query`."""

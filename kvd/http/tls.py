@@ -1,10 +1,11 @@
-"""The TLS listener of a face: the front's connections, over TLS.
+"""The TLS listener of a face: the front's connections, on streams of TLS.
 
     handshake ─ requests, as without TLS ─ close_notify, and what still comes read away
 
 OpenSSL is handed what has been received, and says what to send. Were it to read the socket itself,
-one call would go on for as long as messages come that carry no data, as key updates do. The lane
-receives by itself and knows nothing of TLS, so requests go through the connection's task.
+one call would go on for as long as messages come that carry no data, as key updates do. The fast
+path receives by itself and knows nothing of TLS, so requests go through the connection's task.
+Why not trio's stream: docs/decisions/2026-11-23-tls-pump-instead-of-trios-stream.md.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import trio
 from kvd.http.asgi import AsgiApp
 from kvd.http.auth import is_local
 from kvd.http.certificates import TlsCredentials
-from kvd.http.connection import Connection, Service
+from kvd.http.connection import Connection
 from kvd.http.context import ServerContext
+from kvd.http.fast_path import has_left
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.transport import RECEIVE_BYTES, Phase, Shared
+from kvd.http.transport import RECEIVE_BYTES, Stream
 from kvd.http.types import Route
 
 SEND_BYTES = 256 * 1024  # bytes encrypted in one go: 0.2 ms
@@ -57,14 +59,14 @@ class TlsServer(Front):
         before, self.terms = self.terms, terms
         if not terms.admit_all_of(before):
             for connection in self._running:
-                assert isinstance(connection, TlsConnection)
                 connection.retire()
 
     def _connect(self, sock: socket.socket) -> Connection:
         # Who shows a certificate is no browser that a page has led here.
         open_to_pages = sock.family != socket.AF_UNIX and self.terms.authorities is None
         checks_host = open_to_pages and is_local(sock)
-        return TlsConnection(sock, self._shared, self._service, checks_host, self.terms)
+        stream = TlsStream(sock, self.terms)
+        return Connection(stream, self._shared, self._service, checks_host)
 
     def _turn_away(self, sock: socket.socket) -> None:
         sock.close()  # an answer would need a handshake first
@@ -73,132 +75,99 @@ class TlsServer(Front):
         """Has nothing to run: nobody parks there."""
 
 
-class TlsConnection(Connection):
-    """Serves one client over TLS."""
+class TlsStream(Stream):
+    """TLS over a client's socket."""
 
     scheme = "https"
+    parks = False
 
     __slots__ = (
-        "_ended",
+        "_ahead",
+        "_finished",
         "_incoming",
         "_outgoing",
-        "_retired",
         "_sealed",
         "_sealing",
-        "_stream",
-        "_terms",
+        "_tls",
         "_vain",
     )
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        shared: Shared,
-        service: Service,
-        checks_host: bool,
-        terms: TlsCredentials,
-    ) -> None:
-        super().__init__(sock, shared, service, checks_host)
-        self._terms = terms
+    def __init__(self, sock: socket.socket, terms: TlsCredentials) -> None:
+        super().__init__(sock)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        self._stream = terms.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls = terms.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._sealed = b""  # out of `_outgoing`, and not taken by the kernel yet
         self._sealing = 0  # bytes of data that are in there
         self._vain = 0  # received since there was data
-        self._ended = False  # there is nothing more to say
-        self._retired = False
+        self._ahead = b""  # data that came while the client's end was looked for
+        self._finished = False
 
-    def retire(self) -> None:
-        """Serves no other request than the one under way."""
-        self._retired = True
-        self.close_if_idle()
-
-    async def _open(self) -> bool:
-        """Shakes hands; returns False with who is gone, late, no client of TLS, or unknown."""
-        self.arm(Phase.HANDSHAKE, self.shared.limits.head_seconds)
-        try:
-            await self._shake_hands()
-        except OSError:
-            if not self.expired:
-                self.shared.stats.handshakes_failed += 1
-                with contextlib.suppress(OSError):  # who is gone hears nothing
-                    await self.linger()  # OpenSSL tells the client why
-            return False
-        self._recv, self._send = self._decrypt, self._encrypt
-        return True
-
-    async def _shake_hands(self) -> None:
-        """Raises OSError if that fails, for whatever reason."""
+    async def open(self) -> None:
+        """Shakes hands; raises OSError if that fails, for whatever reason."""
         done = False
         while not done:
             try:
-                self._stream.do_handshake()
+                self._tls.do_handshake()
                 done = True
             except ssl.SSLWantReadError:
                 pass
             while not self._flush():
-                await trio.lowlevel.wait_writable(self.fd)
+                await trio.lowlevel.wait_writable(self.sock)
             await trio.lowlevel.checkpoint()  # it took a millisecond
             if not done:
-                self._feed(await self.receive(SEALED_RECEIVE_BYTES))
+                await self._receive_more()
 
-    async def _serve(self) -> None:
-        await super()._serve()
-        self._end()  # not after a failure: an answer that breaks off shows as cut
+    async def _receive_more(self) -> None:
+        while True:
+            try:
+                return self._feed(self.sock.recv(SEALED_RECEIVE_BYTES))
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self.sock)
 
-    async def _fill(self) -> bool:
-        while not self._retired and not self.buffer:
-            self.buffer = await self.receive()
-            if not self.buffer:
-                return False
-        return not self._retired
+    def receive_now(self, size: int) -> bytes:
+        """Returns data, as far as one receive brings any; once finished, what came undecrypted."""
+        if self._finished:
+            return self.sock.recv(size)
+        if self._ahead:
+            data, self._ahead = self._ahead[:size], self._ahead[size:]
+            return data
+        return self._decrypt(size)
 
-    async def linger(self) -> None:
-        """Does so without decrypting anything."""
-        self._end()
-        self._recv = self.sock.recv
-        await super().linger()
-
-    def _end(self) -> None:
+    def finish(self) -> None:
         """Sends the end of the stream as TLS has it, if there is room for that."""
-        if not self._ended:
-            self._ended = True
+        if not self._finished:
+            self._finished = True
             with contextlib.suppress(OSError):  # the client's end is not there yet
-                self._stream.unwrap()
+                self._tls.unwrap()
             with contextlib.suppress(OSError):  # it is gone
                 self._flush()
 
-    def _close(self) -> None:
-        super()._close()
-        self._recv, self._send = self.sock.recv, self.sock.send  # or else it is garbage in a ring
-
-    def _unread(self) -> bool:
-        return super()._unread() or self._has_more()
-
-    def _has_more(self) -> bool:
-        return self._incoming.pending > 0 or self._stream.pending() > 0
-
-    async def _watch_client(self, serving: trio.CancelScope) -> None:
-        while not self.buffer:
-            await trio.lowlevel.wait_readable(self.fd)
-            if self._client_has_left():
-                serving.cancel()
-                return
-
-    def _client_has_left(self) -> bool:
-        """Returns whether the client's end is there; of what comes before it some is kept."""
-        if super()._client_has_left():
+    def has_left(self) -> bool:
+        if has_left(self.sock.fileno()):
             return True
-        if self.buffer:
+        if self._ahead:
             return False
         try:
-            self.buffer = self._decrypt(RECEIVE_BYTES)
+            self._ahead = self._decrypt(RECEIVE_BYTES)
         except BlockingIOError:
             return False
         except OSError:
             return True
-        return not self.buffer
+        return not self._ahead
+
+    async def wait_for_end(self) -> bool:
+        while not self._ahead:
+            await trio.lowlevel.wait_readable(self.sock)
+            if self.has_left():
+                return True
+        return False
+
+    def has_more(self) -> bool:
+        return bool(self._ahead) or self._is_pending()
+
+    def _is_pending(self) -> bool:
+        return self._incoming.pending > 0 or self._tls.pending() > 0
 
     def _decrypt(self, size: int) -> bytes:
         """Returns data, as far as one receive brings any, and nothing at the client's end.
@@ -220,14 +189,14 @@ class TlsConnection(Connection):
     def _read(self, size: int) -> bytes | None:
         """Returns data that has been received, in one piece; None if a record is not all there."""
         try:
-            data = self._stream.read(size)
+            data = self._tls.read(size)
         except ssl.SSLWantReadError:
             return None
-        if not data or len(data) == size or not self._has_more():
+        if not data or len(data) == size or not self._is_pending():
             return data
         pieces, missing = [data], size - len(data)
         with contextlib.suppress(ssl.SSLWantReadError):
-            while missing and (data := self._stream.read(missing)):
+            while missing and (data := self._tls.read(missing)):
                 pieces.append(data)
                 missing -= len(data)
         return b"".join(pieces)
@@ -238,8 +207,7 @@ class TlsConnection(Connection):
         else:
             self._incoming.write_eof()
 
-    def _encrypt(self, data: bytes | memoryview) -> int:
-        """Returns how much of `data` the kernel has; the rest is to be given again."""
+    def send_now(self, data: bytes | memoryview) -> int:
         sent, most = 0, min(len(data), SEND_BYTES)
         with memoryview(data) as view:
             while sent < most:
@@ -253,7 +221,7 @@ class TlsConnection(Connection):
 
     def _seal(self, data: memoryview) -> None:
         while self._sealing < len(data):  # a record at a time
-            self._sealing += self._stream.write(data[self._sealing :])
+            self._sealing += self._tls.write(data[self._sealing :])
 
     def _flush(self) -> bool:
         """Sends what OpenSSL has to say; returns whether the kernel has it all."""

@@ -1,22 +1,29 @@
-"""A client's socket with deadlines, without a trio cancel scope per wait.
+"""A client's bytes both ways, and how long it may take with them.
 
-One sweeping task compares every connection's `deadline` with the clock a few times per deadline;
-when one has passed it sets `expired` and shuts the socket down, which wakes the waiting task. So
-a request that arrives in one piece costs two attribute stores instead of a timer (5 µs), and what
-a client sent before the deadline is still read.
+    Transport ── holds ── Stream      SocketStream: the socket as it is
+      phases, bounds,                 kvd.http.tls.TlsStream: TLS over it
+      what is known of a client
+
+Each wait of a task ends with a trio deadline, which a request that arrives in one piece never sets.
+Only the wait between two requests has none: a timer for each would cost 5 µs, so one task looks at
+all connections a few times per deadline. It shuts the socket down for receiving, so what a client
+sent before is still read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from math import inf
 
 import trio
 
+from kvd.http.fast_path import has_left
 from kvd.http.limits import HttpLimits, HttpStats
 
 # Bytes received at once: above 128 KiB malloc maps fresh pages for every call, 17 µs instead of 3.
@@ -49,77 +56,147 @@ class Shared:
 
     limits: HttpLimits
     stats: HttpStats
-    tick: float  # seconds between sweeps
-    now: float = 0.0  # trio clock of the last sweep, seconds
-    idle_deadline: float = 0.0  # of a connection that has just been served
-    date_line: bytes = b""  # rendered, of the last sweep
+    tick: float  # seconds between two looks at idle connections
+    now: float = 0.0  # trio clock of the last look, seconds
+    date_line: bytes = b""  # rendered, of the last look
     body_bytes: int = 0  # of bodies being received, beyond their first read
     stopping: bool = False
 
-    def sweep(self, now: float, date_line: bytes) -> None:
-        """Notes the time of a sweep."""
-        self.now = now
-        self.date_line = date_line
-        self.idle_deadline = self.deadline(self.limits.idle_seconds)
 
-    def deadline(self, seconds: float) -> float:
-        """Returns when something that begins now is `seconds` old, or up to a sweep later."""
-        return self.now + self.tick + seconds
+class Stream(ABC):
+    """A client's bytes both ways. Nothing here waits but `open` and `wait_for_end`."""
+
+    scheme: str  # of its URLs
+    parks: bool  # whether the socket's bytes are the client's, so the fast path may take them
+
+    __slots__ = ("sock",)
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Gets ready for the first byte; raises OSError if there will be none."""
+
+    @abstractmethod
+    def receive_now(self, size: int) -> bytes:
+        """Returns up to `size` bytes, nothing at the client's end.
+
+        Raises:
+            BlockingIOError: nothing is there yet.
+            OSError: the client is gone, or nothing that it sends makes sense.
+        """
+
+    @abstractmethod
+    def send_now(self, data: bytes | memoryview) -> int:
+        """Returns how many bytes were taken; the rest is to be given again.
+
+        Raises:
+            BlockingIOError: none.
+            OSError: the client is gone.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Says that nothing more will be sent; what is received after that is for nobody."""
+
+    @abstractmethod
+    def has_left(self) -> bool:
+        """Returns whether the client's end is there; a part of what is before it may be kept."""
+
+    @abstractmethod
+    async def wait_for_end(self) -> bool:
+        """Waits until the client's end is there, or something before it; returns whether it is."""
+
+    @abstractmethod
+    def has_more(self) -> bool:
+        """Returns whether something was received that `receive_now` has not returned yet."""
+
+
+class SocketStream(Stream):
+    """The socket as it is."""
+
+    scheme = "http"
+    parks = True
+
+    __slots__ = ()
+
+    async def open(self) -> None:
+        """Is ready."""
+
+    def receive_now(self, size: int) -> bytes:
+        return self.sock.recv(size)
+
+    def send_now(self, data: bytes | memoryview) -> int:
+        return self.sock.send(data)
+
+    def finish(self) -> None:
+        """Leaves it to the socket's own end."""
+
+    def has_left(self) -> bool:
+        return has_left(self.sock.fileno())
+
+    async def wait_for_end(self) -> bool:
+        await trio.lowlevel.wait_readable(self.sock)
+        return self.has_left()
+
+    def has_more(self) -> bool:
+        return False
 
 
 class Transport:
     """Receives from and sends to one client."""
 
-    scheme = "http"  # of its URLs
+    __slots__ = ("buffer", "fd", "phase", "shared", "since", "standing", "stream")
 
-    __slots__ = (
-        "_recv",
-        "_send",
-        "buffer",
-        "deadline",
-        "expired",
-        "fd",
-        "phase",
-        "shared",
-        "sock",
-        "standing",
-    )
-
-    def __init__(self, sock: socket.socket, shared: Shared) -> None:
-        self.sock = sock
+    def __init__(self, stream: Stream, shared: Shared) -> None:
+        self.stream = stream
         self.shared = shared
         self.buffer = b""  # received and not consumed: at most one receive and one head
-        self.expired = False
         self.phase = Phase.IDLE
+        self.since = shared.now  # when that began, up to a tick earlier
         self.standing = Standing.NEW
-        self.deadline = inf
-        self.fd = sock.fileno()
-        self._recv: Callable[[int], bytes] = sock.recv
-        self._send: Callable[[bytes | memoryview], int] = sock.send
+        self.fd = stream.sock.fileno()
+
+    @property
+    def scheme(self) -> str:
+        """Of its URLs."""
+        return self.stream.scheme
 
     def client(self) -> tuple[str, int] | None:
         """Returns the client's host and port, None on a Unix socket; raises OSError if gone."""
-        peer = self.sock.getpeername()
+        peer = self.stream.sock.getpeername()
         return (peer[0], peer[1]) if isinstance(peer, tuple) else None
 
-    def arm(self, phase: Phase, seconds: float) -> None:
-        """Enters `phase`, which ends `seconds` from now, up to two sweeps late, never early."""
+    def enter(self, phase: Phase) -> None:
+        """Begins a phase that is not bounded here."""
         self.phase = phase
-        self.deadline = self.shared.deadline(seconds)
+        self.since = self.shared.now
 
-    def rest(self) -> None:
-        """Enters the phase in which a handler bounds itself."""
-        self.phase = Phase.WORKING
-        self.deadline = inf
+    @contextmanager
+    def within(self, phase: Phase, seconds: float) -> Iterator[None]:
+        """Enters `phase` for the time of the context; after `seconds`, counted, TooSlowError."""
+        self.enter(phase)
+        try:
+            with trio.fail_after(seconds):
+                yield
+        except trio.TooSlowError:
+            self._count()
+            raise
 
-    def expire(self) -> None:
-        """Ends the wait of a connection whose deadline has passed."""
-        stats = self.shared.stats
-        setattr(stats, self.phase.value, getattr(stats, self.phase.value) + 1)
-        self.expired = self.phase is not Phase.IDLE  # idle: a request that just came is served
-        self.deadline = inf
-        writing = self.phase in (Phase.SENDING, Phase.HANDSHAKE)
-        self._shut(socket.SHUT_RDWR if writing else socket.SHUT_RD)
+    def _count(self) -> None:
+        stats, name = self.shared.stats, self.phase.value
+        setattr(stats, name, getattr(stats, name) + 1)
+
+    def end_if_idle_for_long(self) -> None:
+        """Ends the wait for a request, after up to two ticks too many; what just came is served."""
+        limits = self.shared.limits
+        new = self.standing is Standing.NEW
+        seconds = limits.head_seconds if new else limits.idle_seconds
+        if self.phase is Phase.IDLE and self.since + self.shared.tick + seconds <= self.shared.now:
+            self._count()
+            self.since = inf
+            self._shut(socket.SHUT_RD)
 
     def dispensability(self) -> tuple[bool, int, float] | None:
         """Returns what sorts first who can be closed with the least harm; None: nobody may do so.
@@ -138,11 +215,11 @@ class Transport:
             order = 3
         else:
             return None
-        return known, order, self.deadline
+        return known, order, self.since
 
     def give_way(self) -> None:
         """Ends a connection for another one; a request that has just come is still served."""
-        self.deadline = inf
+        self.since = inf
         self._shut(socket.SHUT_RD if self.phase is Phase.IDLE else socket.SHUT_RDWR)
 
     def note_granted(self, scope: int) -> None:
@@ -155,56 +232,51 @@ class Transport:
         if self.phase in (Phase.IDLE, Phase.HANDSHAKE):
             self._shut(socket.SHUT_RD)
 
-    def _close(self) -> None:
-        self.sock.close()
-
     def _unread(self) -> bool:
         """Returns whether something of the client's is here that nobody will look at."""
-        if self.buffer:
+        if self.buffer or self.stream.has_more():
             return True
         try:
-            return bool(socket.socket.recv(self.sock, 1, socket.MSG_PEEK))
+            return bool(self.stream.sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False  # nothing there, or the client is gone
 
     def _shut(self, how: int) -> None:
         with contextlib.suppress(OSError):  # ENOTCONN: gone; its task is about to notice
-            self.sock.shutdown(how)
+            self.stream.sock.shutdown(how)
 
     async def receive(self, size: int = RECEIVE_BYTES) -> bytes:
-        """Returns what the client sent, nothing at its end or at the deadline; may not yield."""
-        while not self.expired:
+        """Returns what the client sent, nothing at its end; may not yield."""
+        while True:
             try:
-                return self._recv(size)
+                return self.stream.receive_now(size)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self.fd)
-        return b""
 
     async def send(self, data: bytes) -> None:
-        """Sends all of `data`; may not yield."""
-        sent = self.send_now(data)
-        if sent < len(data):
-            await self.send_rest(data, sent)
-
-    def send_now(self, data: bytes | memoryview) -> int:
-        """Returns how many bytes of `data` the kernel took at once."""
-        try:
-            return self._send(data)
-        except BlockingIOError:
-            return 0
-
-    async def send_rest(self, data: bytes, sent: int) -> None:
-        """Sends `data[sent:]` as fast as the client reads.
+        """Sends all of `data`, as fast as the client reads; may not yield.
 
         Raises:
-            OSError: the client is gone, or made no progress until the deadline.
+            OSError: the client is gone, or made no progress for too long.
         """
+        sent = self._send_now(data)
+        if sent == len(data):
+            return
         with memoryview(data) as view:
             while sent < len(data):
-                self.arm(Phase.SENDING, self.shared.limits.send_seconds)
-                await trio.lowlevel.wait_writable(self.fd)
-                sent += self.send_now(view[sent:])
-        self.rest()
+                try:
+                    with self.within(Phase.SENDING, self.shared.limits.send_seconds):
+                        await trio.lowlevel.wait_writable(self.fd)
+                except trio.TooSlowError:
+                    raise ConnectionAbortedError("the client does not read") from None
+                sent += self._send_now(view[sent:])
+        self.enter(Phase.WORKING)
+
+    def _send_now(self, data: bytes | memoryview) -> int:
+        try:
+            return self.stream.send_now(data)
+        except BlockingIOError:
+            return 0
 
     async def linger(self) -> None:
         """Sends the end of the stream and reads away what the client still sends.
@@ -212,7 +284,11 @@ class Transport:
         A socket closed with unread data resets the connection, which can destroy the response on
         its way (RFC 9112 §9.6).
         """
+        self.stream.finish()
         self._shut(socket.SHUT_WR)
-        self.arm(Phase.LINGERING, self.shared.limits.linger_seconds)
-        while await self.receive():
-            await trio.lowlevel.checkpoint()
+        with (
+            contextlib.suppress(trio.TooSlowError),
+            self.within(Phase.LINGERING, self.shared.limits.linger_seconds),
+        ):
+            while await self.receive():
+                await trio.lowlevel.checkpoint()

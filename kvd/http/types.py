@@ -127,7 +127,7 @@ class Route:
     def __post_init__(self) -> None:
         if self.scope is None:
             if self.method != "GET":
-                raise ValueError(f"the scope of {self.method} {self.path} is not said")
+                raise ValueError(f"{self.method} {self.path} states no scope")
             object.__setattr__(self, "scope", Scope.READ)
         waits = iscoroutinefunction(self.handler) or getattr(self.handler, "waits", False)
         object.__setattr__(self, "waits", waits)

@@ -198,7 +198,7 @@ class Publishers:
             addresses = known.described.addresses
             if addresses != described.addresses:
                 other = addresses.unlike(described.addresses)
-                raise Conflict(f"{key.triple} is registered already, with {other}")
+                raise Conflict(f"{key.triple} is already registered with {other}")
             if key in self._leaving:
                 raise Conflict(f"{key.triple} is being unregistered")
             return

@@ -57,7 +57,7 @@ def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | Non
         if not all(map(is_name, key)):
             raise Invalid(f"the dump's entry {str(key)!r} has control characters in its name")
         if not entry.block_size:
-            raise Invalid(f"the dump's entry {key} has blocks of no tokens")
+            raise Invalid(f"the dump's entry {key} has a block size of 0")
         known = state.partitions.get(key)
         size = sizes.setdefault(key, known.block_size if known else entry.block_size)
         if size != entry.block_size:
@@ -98,7 +98,7 @@ def restore(state: State, planned: Iterable[Planned]) -> Iterator[int]:
 
 def _instance_id(worker_id: int | str) -> InstanceId:
     if isinstance(worker_id, str):
-        raise Invalid(f"the dump's worker {worker_id!r} is a text, instances have numbers here")
+        raise Invalid(f"the dump's worker {worker_id!r} is a text, but instances have numbers here")
     return worker_id
 
 

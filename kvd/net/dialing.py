@@ -82,7 +82,7 @@ class Dialer:
         if not allowed:
             self.outgoing.refused_connections += 1
             seen = ", ".join(dict.fromkeys(found))
-            raise Unreachable(refusal(host if seen == host else f"{host}, that is {seen},"))
+            raise Unreachable(refusal(host if seen == host else f"{host} ({seen})"))
         return sorted(allowed, key=lambda text: ":" in text)
 
     async def endpoint(self, named: str, turn: int = 0) -> str:
@@ -123,7 +123,7 @@ class Dialer:
             except Unreachable as error:
                 return str(error)
             if found != [used]:
-                return f"{place[0]} is {', '.join(found)}"
+                return f"{place[0]} has moved to {', '.join(found)}"
 
     @contextmanager
     def using(self, link: Ends, endpoint: str) -> Iterator[None]:
@@ -169,4 +169,4 @@ async def _look_up(name: str, seconds: float) -> list[str]:
             why = error.strerror if isinstance(error, OSError) else None
             raise NotFound(f"{name}: {why or error}") from None
         return [str(address[0]) for *_, address in found]
-    raise NotFound(f"{name}: no answer to the name within {seconds:g} s")
+    raise NotFound(f"the lookup of {name} took longer than {seconds:g} s")

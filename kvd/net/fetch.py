@@ -69,9 +69,9 @@ async def fetch(
                 await stream.send_all(_request(target, accept, token))
                 await _receive(stream, limits, begin)
     except trio.TooSlowError:
-        raise FetchError("took too long") from None
+        raise FetchError("the request took too long") from None
     except (OSError, trio.BrokenResourceError, Unreachable) as error:
-        raise FetchError(f"connection failed: {error.__cause__ or error}") from None
+        raise FetchError(f"the connection failed: {error.__cause__ or error}") from None
 
 
 async def _connect(target: Target, dialer: Dialer) -> trio.abc.Stream:
@@ -112,7 +112,7 @@ async def _receive(
             data = await stream.receive_some(RECEIVE_BYTES)
         if not data:
             if answer.delimited or sink is None:
-                raise FetchError("the answer broke off")
+                raise FetchError("the answer ended early")
             return  # the end of the connection is the end of the body; the sink knows if it is
         answer.feed(bytes(data))
         if not answer.headers_complete:
@@ -161,7 +161,7 @@ class _Answer:
         if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise FetchError("the answer is compressed")
         if self.headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-            raise FetchError("the answer has a transfer encoding beside chunks")
+            raise FetchError("the answer has a transfer encoding other than chunked")
 
     def take(self) -> list[bytes]:
         """Returns what has come of the body since the last call."""

@@ -130,7 +130,7 @@ class Replication:
             await trio.sleep(every_s)
             for replica in replicas:
                 if not replica.connected:
-                    error = replica.last_error or "not there yet"
+                    error = replica.last_error or "no connection yet"
                     log.warning("replica_unreachable", replica=replica.endpoint, error=error)
 
 
@@ -174,7 +174,7 @@ class _Reader:
                 await trio.lowlevel.checkpoint()
             elif not self._inbox.cut:
                 await link.sub.wait_readable()
-        return f"a message of more than {MAX_FRAMES} frames: {self._replica.endpoint}"
+        return f"a message has more than {MAX_FRAMES} frames: {self._replica.endpoint}"
 
     async def receive_rest(self, link: Link) -> None:
         while await self._drain(link):

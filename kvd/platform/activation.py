@@ -50,7 +50,7 @@ class Passed:
 def receive(environ: MutableMapping[str, str]) -> Passed:
     """Takes over what `environ` says is passed to this process, and forgets what it says.
 
-    Raises ValueError for a descriptor that is no listening stream socket.
+    Raises ValueError for a descriptor that is not a listening stream socket.
     """
     said = {name: environ.pop(name, "") for name in VARIABLES}
     if said["LISTEN_PID"] != str(os.getpid()) or not said["LISTEN_FDS"].isdecimal():
@@ -74,7 +74,7 @@ def _adopt(descriptor: int, name: str) -> socket.socket:
         ) from None
     if not listening or sock.type != socket.SOCK_STREAM or sock.family not in FAMILIES:
         raise ValueError(
-            f"descriptor {descriptor} ({name}) of the service manager is no listening stream "
+            f"descriptor {descriptor} ({name}) of the service manager is not a listening stream "
             "socket of TCP or a Unix socket"
         )
     sock.set_inheritable(False)

@@ -98,7 +98,7 @@ class Replicas:
         known = self._replicas.get(endpoint)
         if known is not None:
             if known.server_key != server_key:
-                raise Conflict(f"{endpoint} is registered already, with another key")
+                raise Conflict(f"{endpoint} is already registered with another key")
             return False
         if len(self._replicas) >= MAX_REPLICAS:
             self.refused += 1

@@ -37,15 +37,17 @@ class Readiness:
         """Says what is waited for; [] if nothing is. `gone` workers have lost their engines."""
         reasons = []
         if self.recovery is Recovery.RUNNING:
-            reasons.append("a peer's index is being taken")
+            reasons.append("recovery from a peer is in progress")
         if not self.enough:
-            reasons.append(f"{schedulable} of {self.min_initial_workers} initial workers are there")
+            reasons.append(
+                f"{schedulable} of {self.min_initial_workers} initial workers are schedulable"
+            )
         elif not schedulable and gone:
             reasons.append(
-                f"{gone} workers have lost their event connections, and no other is there"
+                f"{gone} workers have lost their event connections, and none is schedulable"
             )
         elif not schedulable:
-            reasons.append("there is no schedulable worker")
+            reasons.append("no worker is schedulable")
         return reasons
 
     def shown(self) -> dict[str, Any]:

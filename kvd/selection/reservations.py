@@ -340,6 +340,6 @@ def _admitted(outcome: int, reservation_id: str) -> None:
     if outcome == ledger.EXISTS:
         raise Conflict(f"reservation {reservation_id} already exists")
     if outcome == ledger.OVERFLOW:
-        raise Invalid("isl_tokens: more than the rank can count")
+        raise Invalid("isl_tokens: the rank cannot count so many tokens")
     if outcome != ledger.ADDED:
-        raise Unavailable("there is no room for another live reservation")
+        raise Unavailable("the limit of live reservations is reached")

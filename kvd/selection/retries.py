@@ -42,7 +42,7 @@ class Retries:
                 del self._answers[retry.name]
             return None
         if content != retry.content:
-            raise Conflict("the idempotency-key was given with another request")
+            raise Conflict("the idempotency-key belongs to another request")
         self.repeated += 1
         answered.receipt.clients += 1
         return answered

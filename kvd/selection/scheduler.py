@@ -35,9 +35,9 @@ _NOBODY: dict[Phase | None, str] = {
     Phase.DECODE: "no decode worker is available",
 }
 _GONE: dict[Phase | None, str] = {
-    None: "all workers that may serve it have lost their event connections",
-    Phase.PREFILL: "all prefill workers that may serve it have lost their event connections",
-    Phase.DECODE: "all decode workers that may serve it have lost their event connections",
+    None: "all eligible workers have lost their event connections",
+    Phase.PREFILL: "all eligible prefill workers have lost their event connections",
+    Phase.DECODE: "all eligible decode workers have lost their event connections",
 }
 _OVERLOADED: dict[Phase | None, str] = {
     None: "all workers are overloaded",
@@ -45,7 +45,7 @@ _OVERLOADED: dict[Phase | None, str] = {
     Phase.DECODE: "all decode workers are overloaded",
 }
 
-_OTHER_SIZE = "the block size of the workers has changed meanwhile"
+_OTHER_SIZE = "the block size of the workers changed while the request waited"
 _STOPPING = "the service is stopping"
 
 
@@ -146,7 +146,7 @@ class Scheduler:
         if self._stopping:
             raise Unserved(Outcome.STOPPING, _STOPPING)
         if self.held >= min(self._options.max_held, self._max_waiting):
-            text = f"{self.held} selections wait already"
+            text = f"{self.held} selections are already waiting"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
         held = QueuedRequest(ask, fleet.pool.hold(), fleet.pool.block_size)
         least = fleet.pool.least_prefill_tokens(ask.settings, None)
@@ -399,7 +399,9 @@ def _check_constraints(ask: SelectRequest) -> None:
     constraints = ask.constraints
     pinned = None if constraints is None else constraints.pinned
     if ask.settings.members["mode"] == DIRECT and (pinned is None or ask.phase is Phase.BOTH):
-        raise BadRequest("the router mode is direct: pinned_worker must name who serves one phase")
+        raise BadRequest(
+            "the router mode is direct: pinned_worker must name the worker of one phase"
+        )
     allowed = None if constraints is None else constraints.allowed
     if pinned is not None and allowed is not None and pinned[0] not in allowed:
         raise BadRequest(f"pinned worker {pinned[0]} is not in allowed worker set")

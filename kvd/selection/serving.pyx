@@ -17,7 +17,7 @@ cpdef uint64_t booked_tokens(
     """
     if not settings.c.track_prefill:
         return 0
-    return pool.c.scale(settings.c).effective_tokens(pool.c.standing(candidate))
+    return pool.effective_tokens_of(&settings.c, candidate)
 
 
 cpdef bytes opening(str selection_id, str reservation_id, str phase):

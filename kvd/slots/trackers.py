@@ -332,8 +332,8 @@ def _add_to(
 
 def _refusal(outcome: int) -> Exception:
     if outcome == ledger.OVERFLOW:
-        return Invalid("new_isl_tokens: more than the rank can count")
-    return Unavailable("there is no room for another live request")
+        return Invalid("new_isl_tokens: the rank cannot count so many tokens")
+    return Unavailable("the limit of live requests is reached")
 
 
 def totals(of: Ledger) -> dict[str, int]:

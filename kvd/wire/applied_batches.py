@@ -227,11 +227,11 @@ class AppliedBatches:
         if shown & CLEARED and rank is not None:
             self._clear(seq, rank, self._stream.cleared())
         if shown & NO_ROOM:
-            self._lose_of(rank, f"batch {seq} found no room")
+            self._lose_of(rank, f"the index had no room for batch {seq}")
         if shown & FLAWED:
             self._counts.flawed += 1
             self.last_flaw = seq, self._stream.flaw()
-            self._lose_of(rank, f"batch {seq} not understood")
+            self._lose_of(rank, f"batch {seq} could not be decoded")
 
     def _clear(self, seq: int, rank: int, tiers: int) -> None:
         if self._losses and self._identity.is_unknown:

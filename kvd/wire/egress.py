@@ -153,7 +153,7 @@ class EgressPolicy:
         The text has the host alone.
         """
         if masked(url) != url:  # it would be shown to all who may read
-            raise BadRequest("invalid URL: a user or a password in it")
+            raise BadRequest("invalid URL: the URL contains a user or a password")
         try:
             host = urlsplit(url).hostname
         except ValueError:
@@ -176,7 +176,7 @@ class EgressPolicy:
         except ValueError as error:
             return masked(str(error))
         if bracketed and ":" not in host:
-            return f"{host} is no IPv6 address"
+            return f"{host} is not an IPv6 address"
         if address is None or self.allows(address):
             return None
         return everywhere(address) if address.is_unspecified else refusal(address)
@@ -218,7 +218,7 @@ def _parse_place(text: str) -> str:
         return str(ip_network(text))
     except ValueError:
         raise ValueError(
-            f"{text!r} is neither a network as 10.0.0.0/8 nor one of {', '.join(DEFAULT)}"
+            f"{text!r} is neither a network such as 10.0.0.0/8 nor one of {', '.join(DEFAULT)}"
         ) from None
 
 

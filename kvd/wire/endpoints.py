@@ -65,7 +65,7 @@ def check_replica_endpoint(endpoint: str) -> None:
         if host == "*":
             raise refused(endpoint, everywhere(host))
         if not port.strip("0"):
-            raise refused(endpoint, "nothing can be connected to at port 0")
+            raise refused(endpoint, "nobody can listen on port 0")
 
 
 def is_endpoint(endpoint: str) -> bool:

@@ -14,7 +14,7 @@ NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 def everywhere(host: object) -> str:
     """Says why nothing is connected to `*`, 0.0.0.0 or ::, which only who listens may name."""
-    return f"{host} is every address of a machine that listens; name one at which it is reached"
+    return f"{host} stands for every address of a listening machine; name one of them"
 
 
 def is_ipv6(text: str) -> bool:
@@ -36,15 +36,15 @@ def literal(host: str) -> Address | None:
         try:
             return normal(IPv6Address(host))
         except ValueError:
-            raise ValueError(f"{host} is no IPv6 address") from None
+            raise ValueError(f"{host} is not an IPv6 address") from None
     labels = host.removesuffix(".").split(".")
     if NUMBER.fullmatch(labels[-1]):
         try:
             return IPv4Address(host)
         except ValueError:
-            raise ValueError(f"{host} is no address in the form 192.0.2.1") from None
+            raise ValueError(f"{host} is not an address of the form 192.0.2.1") from None
     if len(host) > MAX_NAME_CHARS + 1 or not all(map(LABEL.fullmatch, labels)):
-        raise ValueError(f"{host[:64]} is no host name")
+        raise ValueError(f"{host[:64]} is not a host name")
     return None
 
 

@@ -132,7 +132,7 @@ class StandardEventStream:
         held = self._source.stats()
         if held["blocks"] + held["waiting"] or count < max(UNUSED_EVENTS, UNUSED_SHARE * events):
             return ""
-        return f"nothing held of {events} events: they are another's, or ignored ({_said(reasons)})"
+        return f"{events} events stored nothing: they were foreign or ignored ({_said(reasons)})"
 
     def _useless(self) -> Counter[str]:
         return self.mismatches + self.ignored
@@ -282,7 +282,7 @@ class StandardEventStream:
         reasons = self._useless() - self._useless_before
         if not reasons:
             return ""
-        whose = "another's, or ignored" if reasons.keys() & self.mismatches else "ignored"
+        whose = "foreign or ignored" if reasons.keys() & self.mismatches else "ignored"
         return f"all events were {whose}: {_said(reasons)}"
 
     # ---- order
@@ -416,7 +416,7 @@ class StandardEventStream:
 
     def _place_waiting(self) -> _Slices:
         """Does what stored blocks have set off: others may have waited for them."""
-        while not self._source.settle(self._slice):
+        while not self._source.place_waiting(self._slice):
             yield
 
     def _note(self, outcome: str) -> None:

@@ -10,15 +10,14 @@
 
     * pending until the gate is open
 
-                 lost                  lost
-                ┌────┐                ┌────┐
-      ┌──────── PENDING ── joined ──> JOINED ── lost ──> BROKEN ──┐
-      │            ^                    ^ │                │      │
-      │            │                    └─┼── joined ──────┘      │
-      │       connecting                  │                       │
-      │            │                      │                       │
-      └──────> FAILED, PAUSED <───────────┴───────────────────────┘
+                                          ┌──── joined ────┐
+                                          v                │
+    connecting ──> PENDING ── joined ──> JOINED ── lost ──> BROKEN
+        ^             │                   │                │
+        │             └───────────────────┴────────────────┴──> FAILED, PAUSED ──┐
+        └────────────────────────────────────────────────────────────────────────┘
 
+A loss without a connection, in PENDING or BROKEN, changes nothing but the last error.
 `LINK_AFTER` has all of it; what has no row there is a bug, and raises KeyError. Beside the state
 stand the gate (`is_receiving`), the last error, and since when there is no connection.
 """

@@ -62,7 +62,7 @@ class _Tally:
         self._take(len(pairs))
         members = dict(pairs)
         if len(members) != len(pairs):
-            raise ValueError("a key is there twice")
+            raise ValueError("a map contains a key twice")
         return members
 
     def array(self, items: list[object]) -> list[object]:
@@ -73,4 +73,4 @@ class _Tally:
         self._containers -= 1
         self._elements -= elements
         if self._containers < 0 or self._elements < 0:
-            raise ValueError("the payload holds too much")
+            raise ValueError("the payload has too many values")

@@ -40,16 +40,18 @@ def parse_url(url: str) -> Target:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ValueError(f"no URL: expected {FORM}") from None
+        raise ValueError(f"not a URL: expected {FORM}") from None
     # Before anything that a reader of URLs leaves out, as urlsplit does with tabs and line ends.
     if not url.isprintable() or not parts.path.isascii() or " " in url:
-        raise ValueError("blanks, control characters or letters beyond ASCII in a URL")
+        raise ValueError("the URL contains blanks, control characters or non-ASCII letters")
     if parts.scheme not in PORTS:
-        raise ValueError(f"no URL of http: or https:, expected {FORM}")
+        raise ValueError(f"the URL is not of http: or https:, expected {FORM}")
     if "@" in parts.netloc:
-        raise ValueError("a user or a password in a URL, which is never sent; tokens are")
+        raise ValueError(
+            "the URL contains a user or a password, which kvd never sends; use a token"
+        )
     if parts.query or parts.fragment or url.endswith(("?", "#")):
-        raise ValueError("a question mark or a # in a URL, of which nothing may follow the path")
+        raise ValueError("the URL contains a question mark or a #; it must end with the path")
     host, port = _host(parts), _port(parts)
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Target(host, port, parts.scheme == "https", authority, parts.path or "/")
@@ -59,11 +61,11 @@ def _host(parts: SplitResult) -> str:
     host = parts.hostname
     if not host:
         hint = "; an IPv6 address has brackets" if parts.netloc.count(":") > 1 else ""
-        raise ValueError(f"a URL without a host{hint}, expected {FORM}")
+        raise ValueError(f"the URL has no host{hint}, expected {FORM}")
     try:
         host = host if host.isascii() else host.encode("idna").decode()
     except UnicodeError:
-        raise ValueError("a URL whose host is no name") from None
+        raise ValueError("the host of the URL is not a name") from None
     literal(host)
     return host
 
@@ -75,5 +77,5 @@ def _port(parts: SplitResult) -> int:
         port = 0
     # `http://host:` has the usual port as well.
     if port == 0:
-        raise ValueError("a URL whose port is no number from 1 to 65535")
+        raise ValueError("the port of the URL is not a number from 1 to 65535")
     return port or PORTS[parts.scheme]

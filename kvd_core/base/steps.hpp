@@ -6,7 +6,7 @@
 // as its steps should. No sum of steps can stop everybody else. The time is the thread's own: what others
 // take of the core is none of the work, and how it is cut does not depend on them.
 //
-// Costs: a clock read, some 0.2 us, each kLook steps.
+// Costs: a clock read, some 0.2 us, each kCheckEvery steps.
 #pragma once
 
 #include <time.h>
@@ -20,24 +20,25 @@ namespace kvd {
 class Steps {
  public:
   // INT64_MAX: all there is, however long it takes.
-  explicit Steps(int64_t budget) : budget_(budget), left_(budget), look_at_(budget - kLook) {}
+  explicit Steps(int64_t budget)
+      : budget_(budget), left_(budget), check_at_(budget - kCheckEvery) {}
   bool left() const { return left_ > 0; }
   int64_t rest() const { return left_; }  // negative when more was done
 
   void take(size_t steps) {
     left_ -= static_cast<int64_t>(steps);
-    if (left_ <= look_at_ && budget_ != INT64_MAX) look();
+    if (left_ <= check_at_ && budget_ != INT64_MAX) check_clock();
   }
 
  private:
-  static constexpr int64_t kLook = 512;
+  static constexpr int64_t kCheckEvery = 512;
   // Times that a slice may take of what its steps should take, before the clock ends it.
   static constexpr int64_t kSlack = 5;
   static constexpr int64_t kLongest = int64_t{1} << 32;  // steps; seven minutes
   static constexpr int64_t kStepNs = 100;
 
-  void look() {
-    look_at_ = left_ - kLook;
+  void check_clock() {
+    check_at_ = left_ - kCheckEvery;
     const int64_t now = thread_ns();
     if (!began_) {
       began_ = true;
@@ -53,7 +54,7 @@ class Steps {
     return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
   }
 
-  int64_t budget_, left_, look_at_;
+  int64_t budget_, left_, check_at_;
   bool began_ = false;
   int64_t until_ = 0;  // thread's time
 };

@@ -114,11 +114,12 @@ class Conductor final : public Placements {
 
   // ---- events (conductor/events.hpp)
 
-  // `settle` has to follow.
+  // `place_waiting` has to follow.
   Outcome store(Source* source, RankId id, const StoredBlocks& e);
 
   // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns how
-  // far it has come, kNone when they are refused because the index is full. `settle` has to follow.
+  // far it has come, kNone when they are refused because the index is full. `place_waiting` has to
+  // follow.
   uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
                        LayerId layer, uint64_t space, bool by_engine, bool has_parent,
                        Steps& steps);
@@ -216,21 +217,21 @@ class Conductor final : public Placements {
   }
 
   // What can be placed now may be all that waits, so it is done in slices, too.
-  bool settle(Steps& steps) override {
-    while (steps.left() && !(looked_at_ == waiting_.size() && work_.empty())) {
-      if (looked_at_ != waiting_.size()) {
-        const Waiter loose = waiting_[looked_at_++];
-        look_at(loose);
-        steps.take(kStepsALook + looked_up());
+  bool place_waiting(Steps& steps) override {
+    while (steps.left() && !(tried_ == waiting_.size() && work_.empty())) {
+      if (tried_ != waiting_.size()) {
+        const Waiter loose = waiting_[tried_++];
+        try_place(loose);
+        steps.take(kStepsAWaiter + tables_asked());
       } else {
         const uint64_t key = work_.back();
         work_.pop_back();
-        look_again(key);
+        collect_waiting(key);
         steps.take(1 + waiting_.size());
       }
     }
-    if (looked_at_ != waiting_.size() || !work_.empty()) return false;
-    if (waiting_.capacity() > kWaitingKept) std::vector<Waiter>().swap(waiting_), looked_at_ = 0;
+    if (tried_ != waiting_.size() || !work_.empty()) return false;
+    if (waiting_.capacity() > kWaitingKept) std::vector<Waiter>().swap(waiting_), tried_ = 0;
     prune(steps);
     return true;
   }
@@ -300,7 +301,7 @@ class Conductor final : public Placements {
                  bool any_space) const;
   BlockId among(const Source& source, RankId asks, uint64_t hash, uint64_t space,
                 bool any_space) const;
-  size_t looked_up();
+  size_t tables_asked();
   BlockId elsewhere(const Instance& instance, uint64_t hash, uint64_t space, bool any_space) const;
   uint64_t standard_parent(const Source& source, RankId id, const StoredBlocks& e,
                            uint64_t space) const;
@@ -322,7 +323,7 @@ class Conductor final : public Placements {
   void park_run(Source& source, RankId id, const StoredBlocks& e, const Store& s, uint64_t above);
   void set_aside(Source& source, RankId id, uint64_t hash, const Store& one, uint64_t sequence,
                  bool by_engine);
-  void settle_own(RankId id, uint64_t name);
+  void take_over_parked(RankId id, uint64_t name);
   uint64_t behind(uint64_t key) const;
   void enter(uint64_t key, const Waiter& loose);
   void await(uint64_t key);
@@ -330,8 +331,8 @@ class Conductor final : public Placements {
   Parked* parked_at(RankId id, uint64_t name) const;
   const Parked* parked_of(const Waiter& loose) const;
   bool has_entry(RankId id, uint64_t name, uint64_t key) const;
-  void look_again(uint64_t key);
-  void look_at(const Waiter& loose);
+  void collect_waiting(uint64_t key);
+  void try_place(const Waiter& loose);
   void try_credit(Source& source, const Waiter& loose, const Parked& parked);
   void try_behind_parent(Source& source, const Waiter& loose, const Parked& parked);
   void take_out(const Waiter& loose);
@@ -350,13 +351,13 @@ class Conductor final : public Placements {
   std::vector<Source*> owners_;  // by rank; null for a worker's
   std::vector<Medium> media_;    // beyond the tiers, in the order of their layers
   std::unordered_multimap<uint64_t, Waiter, KeyedHash> loose_;
-  KeyedHash hash_;                // of keys under which children wait
-  std::vector<uint64_t> work_;    // keys whose meaning has changed
-  std::vector<Waiter> waiting_;   // what waited for one of them, to be looked at
-  size_t looked_at_ = 0;          // so many of these have been
-  std::vector<uint64_t> stale_;   // scratch of `prune`
-  size_t prune_at_ = 0;           // bucket of `loose_` that it was at last
-  mutable size_t looked_up_ = 0;  // names tables that `elsewhere` has asked since `looked_up`
+  KeyedHash hash_;                   // of keys under which children wait
+  std::vector<uint64_t> work_;       // keys whose meaning has changed
+  std::vector<Waiter> waiting_;      // what waited for one of them, to be tried
+  size_t tried_ = 0;                 // so many of these have been
+  std::vector<uint64_t> stale_;      // scratch of `prune`
+  size_t prune_at_ = 0;              // bucket of `loose_` that it was at last
+  mutable size_t tables_asked_ = 0;  // names tables that `elsewhere` has asked since `tables_asked`
 
   // Scratch of the operation in progress, kept for its capacity.
   std::vector<uint64_t> names_;

@@ -9,7 +9,9 @@ from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
-from kvd_core.index.prefix_index cimport CIndex, CSteps, CWorker, LayerId, PrefixIndex, RankId, Slice, Worker
+from kvd_core.index.prefix_index cimport (
+    CIndex, CSteps, CWorker, LayerId, PrefixIndex, RankId, Slice, Worker
+)
 from kvd_core.json.scan cimport BodyScanner
 
 
@@ -60,9 +62,10 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
         LayerId medium(const string&, const string&) except +
         COutcome store(CSource*, RankId, const CStoredBlocks&) except +
         uint32_t store_named(
-            CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool, CSteps&
+            CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool,
+            CSteps&
         ) except +
-        cbool settle(CSteps&) except +
+        cbool place_waiting(CSteps&) except +
         void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
         void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
         pair[uint64_t, uint64_t] held_by(const CSource&)
@@ -115,8 +118,12 @@ cdef extern from "conductor/holdings.hpp" namespace "kvd" nogil:
     cppclass CHoldings "kvd::Holdings":
         void by_token_ids(CConductor&, const uint32_t*, size_t, uint64_t) except +
         void by_sequences(const CConductor&, const uint64_t*, size_t, uint64_t) except +
-        vector[CTierRow] tiers(const CConductor&, const vector[const CWorker*]&, uint64_t, string_view) except +
-        void render(const CConductor&, const vector[const CWorker*]&, string_view, string_view, string&) except +
+        vector[CTierRow] tiers(
+            const CConductor&, const vector[const CWorker*]&, uint64_t, string_view
+        ) except +
+        void render(
+            const CConductor&, const vector[const CWorker*]&, string_view, string_view, string&
+        ) except +
 
 
 cdef class Conductor:
@@ -127,10 +134,12 @@ cdef class Conductor:
     cdef dict layers    # by medium, as it is spelled
 
     cpdef bytes query_tokens(
-        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
+        str instance
     )
     cpdef bytes query_hashes(
-        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
+        str instance
     )
     cdef int finish_sequences(self) except -1
     cdef bytes render(self, str tenant, str instance)
@@ -142,7 +151,7 @@ cdef class Source:
     cdef CSource* c     # NULL once it is removed
     cdef Conductor conductor
     cdef readonly object instance_id
-    cdef int64_t spent  # steps of `store_named` since the last `settle`
+    cdef int64_t spent  # steps of `store_named` since the last `place_waiting`
 
     cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe
 

@@ -1,8 +1,9 @@
 # distutils: language = c++
 """The conductor's part of an index: publishers of the KV Events standard, and what they hold.
 
-`conductor/conductor.hpp` has the picture, the invariants and the costs, `conductor/holdings.hpp` the counting of a
-question. All is in the index that it is made for; that goes on without it knowing.
+`conductor/conductor.hpp` has the picture, the invariants and the costs, `conductor/holdings.hpp`
+the counting of a question. All is in the index that it is made for; that goes on without it
+knowing.
 
 One thread owns both. Nothing here does I/O, reads a clock or logs.
 """
@@ -12,10 +13,10 @@ from functools import lru_cache
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cython.operator cimport dereference as deref
-from libc.stdint cimport INT64_MAX, int64_t
+from libc.stdint cimport INT64_MAX
 
 from kvd_core.events.decoder import REASONS
-from kvd_core.index.prefix_index cimport kAllLayers, kNone, settle, verify_if_debug
+from kvd_core.index.prefix_index cimport kAllLayers, kNone, place_waiting, verify_if_debug
 
 from kvd_core.index.prefix_index import SLICE_STEPS
 
@@ -69,13 +70,15 @@ cdef class Conductor:
     def __dealloc__(self):
         del self.c
 
-    def add_source(self, str instance_id not None, str lora_name, str cache_salt, uint32_t dp_rank, bint store):
+    def add_source(self, str instance_id not None, str lora_name, str cache_salt, uint32_t dp_rank,
+                   bint store):
         """Adds a registration and returns what its events are to be given to."""
         cdef Source source = Source.__new__(Source)
         source.conductor = self
         source.instance_id = instance_id
         source.c = self.c.add_source(
-            _json(instance_id), namespace(lora_name, cache_salt), namespace(lora_name, ""), dp_rank, store
+            _json(instance_id), namespace(lora_name, cache_salt), namespace(lora_name, ""), dp_rank,
+            store,
         )
         return source
 
@@ -105,7 +108,8 @@ cdef class Conductor:
         return self.c.sequence(max_steps)
 
     cpdef bytes query_tokens(
-        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
+        str instance
     ):
         """Answers what every instance, or one, holds of a prompt, as JSON bytes.
 
@@ -117,7 +121,8 @@ cdef class Conductor:
         return self.render(tenant, instance)
 
     cpdef bytes query_hashes(
-        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant, str instance
+        self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
+        str instance
     ):
         """The same for a list of sequence hashes from the root.
 
@@ -158,14 +163,18 @@ cdef class Conductor:
     def match_tokens(self, tokens, str lora_name="", str cache_salt="", str instance=""):
         """Returns the rows for a list of tokens, for tests and tools."""
         cdef vector[uint32_t] given = tokens
-        self.holdings.by_token_ids(deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt))
+        self.holdings.by_token_ids(
+            deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt)
+        )
         return json.loads(self.render("", instance))[""]
 
     def match_hashes(self, hashes, str lora_name="", str cache_salt="", str instance=""):
         """Returns the rows for a list of sequence hashes, for tests and tools."""
         cdef vector[uint64_t] given = hashes
         self.finish_sequences()
-        self.holdings.by_sequences(deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt))
+        self.holdings.by_sequences(
+            deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt)
+        )
         return json.loads(self.render("", instance))[""]
 
     cdef int finish_sequences(self) except -1:
@@ -198,7 +207,8 @@ cdef class Conductor:
         found = []
         for row in rows:
             ranks = [
-                (each.dp_rank, each.device * size, each.own_host * size, each.host * size, each.disk * size)
+                (each.dp_rank, each.device * size, each.own_host * size, each.host * size,
+                 each.disk * size)
                 for each in row.ranks
             ]
             found.append((_text(row.key), ranks))
@@ -217,7 +227,7 @@ cdef class Conductor:
         return {"loose": self.c.loose_count(), "bytes": self.c.bytes()}
 
     def verify(self):
-        """Checks every invariant of the index and of this; RuntimeError names the first broken one."""
+        """Checks every invariant of the index and of this; RuntimeError names the first broken."""
         cdef CConductorVerifier* verifier = new CConductorVerifier(deref(self.index.c))
         try:
             verifier.run()
@@ -239,7 +249,9 @@ cdef class Source:
     cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe:
         if self.c == NULL:
             raise RuntimeError("the source was removed")
-        return self.conductor.c.holder(self.c, backend, rank is not None, 0 if rank is None else rank)
+        return self.conductor.c.holder(
+            self.c, backend, rank is not None, 0 if rank is None else rank
+        )
 
     def store(
         self,
@@ -259,8 +271,8 @@ cdef class Source:
 
         Only whole blocks count. With `inherits` a known parent's namespace goes before `space`;
         `objects` are lists of ascending hashes of images, one a block. Returns an OUTCOME, or why
-        there is none: "media", "holders". OverflowError or TypeError for numbers out of range. Unless
-        `whole`, calls of `settle` have to follow.
+        there is none: "media", "holders". OverflowError or TypeError for numbers out of range.
+        Unless `whole`, calls of `place_waiting` have to follow.
         """
         cdef vector[uint64_t] named = hashes
         cdef vector[uint32_t] said = tokens
@@ -295,7 +307,7 @@ cdef class Source:
             told.mm = mm.data()
         cdef int outcome = <int>self.conductor.c.store(self.c, id, told)
         if whole:
-            settle(deref(self.conductor.index.c))
+            place_waiting(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
         return OUTCOMES[outcome]
 
@@ -322,24 +334,25 @@ cdef class Source:
         all = new CSteps(INT64_MAX)
         try:
             came = self.conductor.c.store_named(
-                self.c, id, named.data(), 0, <uint32_t>named.size(), layer, space, by_engine, False, all[0]
+                self.c, id, named.data(), 0, <uint32_t>named.size(), layer, space, by_engine, False,
+                all[0],
             )
         finally:
             self.spent += INT64_MAX - all.rest()
             del all
         if whole:
-            settle(deref(self.conductor.index.c))
+            place_waiting(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
         return "full" if came == kNone else "placed"
 
-    def settle(self, Slice slice not None):
+    def place_waiting(self, Slice slice not None):
         """Does some of what stored blocks have set off; False while there is more, or no step left.
 
         Those that `store_named` has taken since the last call go off them.
         """
         slice.c.take(self.spent)
         self.spent = 0
-        return self.conductor.c.settle(slice.c[0]) and slice.c.left()
+        return self.conductor.c.place_waiting(slice.c[0]) and slice.c.left()
 
     def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
         """Takes blocks off one medium, or off all with None; unknown hashes are counted."""
@@ -481,7 +494,7 @@ cdef class EngineEvents:
         self.payload = None
 
     def counts(self):
-        """Totals: events, those stored and set aside, of others, without effect, and bad ones by reason."""
+        """Totals: events, stored, set aside, of others, without effect, and bad ones by reason."""
         cdef const CEngineCounters* n = &self.c.counters
         cdef size_t i
         return {

@@ -98,7 +98,7 @@ class EngineEvents {
 
   void resume() {}
 
-  bool settled(Steps& steps) { return conductor_.settle(steps); }
+  bool place_waiting(Steps& steps) { return conductor_.place_waiting(steps); }
 
   uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
     if (from == 0) ++counters.events;

@@ -9,7 +9,8 @@
 //   removed                the name that the holder has for the hash loses the layers
 //   cleared                all of a holder: as in the index; one namespace of several: name by name
 //
-// What comes to be known is announced, and `settle` places what has waited for it: it has to follow.
+// What comes to be known is announced, and `place_waiting` places what has waited for it: it has to
+// follow.
 //
 // Invariant: the guard holds a block only within `put`. It keeps the parent, on the ghost layer,
 // while names lose what they meant before, which may be all that has kept it.
@@ -66,7 +67,7 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Stor
   if (placed) {
     put(id, s, below);
     for (uint32_t i = 0; i < e.n; ++i) {
-      settle_own(id, names_[i]);
+      take_over_parked(id, names_[i]);
       announce(*source, space, e.hashes[i], e.by_engine);
     }
   } else {
@@ -86,7 +87,7 @@ inline uint32_t Conductor::store_named(Source* source, RankId id, const uint64_t
   uint32_t refused = 0;
   do {
     refused += !credit(*source, id, hashes[from], layer, space, by_engine, copy);
-    steps.take(kStepsACredit + looked_up());
+    steps.take(kStepsACredit + tables_asked());
   } while (++from != n && steps.left());
   if (refused == 0) return from;
   index_.refuse(refused);

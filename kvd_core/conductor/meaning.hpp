@@ -14,7 +14,7 @@
 // a mixed one may happen to be another's hash.
 //
 // Costs: a names probe or two a holder of the instance; one or two a rank of the index where nobody
-// of the instance knows the hash. Nothing changes but `looked_up_`, which counts these ranks.
+// of the instance knows the hash. Nothing changes but `tables_asked_`, which counts these ranks.
 #pragma once
 
 #include <cstddef>
@@ -108,7 +108,7 @@ inline BlockId Conductor::among(const Source& source, RankId asks, uint64_t hash
 }
 
 // Returns how many tables have been asked since it was called last; each takes a step.
-inline size_t Conductor::looked_up() { return std::exchange(looked_up_, 0); }
+inline size_t Conductor::tables_asked() { return std::exchange(tables_asked_, 0); }
 
 // Stores that serve every instance have their engines here, whose names mean what they mean in any
 // namespace; other instances' engines do not name their blocks.
@@ -116,7 +116,7 @@ inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uin
                                     bool any_space) const {
   BlockId found = kNone;
   const bool in_any = any_space && &instance == common_;
-  looked_up_ += index_.rank_end();
+  tables_asked_ += index_.rank_end();
   for (RankId id = 0; id < index_.rank_end(); ++id) {
     if (!index_.ranks_[id].live || index_.ranks_[id].names.size() == 0) continue;
     const Source* source = owner(id);

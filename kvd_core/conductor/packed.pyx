@@ -5,7 +5,7 @@ Nothing is made of Python for an array but its bytes.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from libc.stdint cimport INT32_MAX, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
 
@@ -16,8 +16,8 @@ class Unread(bytes):
 def read_members(bytes body not None, dict arrays not None):
     """Returns the members of a body, in its order.
 
-    Values are None, int, str or Unread. Those that `arrays` names, with 4 or 8 bytes an element, are
-    arrays: of signed 32-bit or any 64-bit integers, or a bin of them, little-endian. They are
+    Values are None, int, str or Unread. Those that `arrays` names, with 4 or 8 bytes an element,
+    are arrays: of signed 32-bit or any 64-bit integers, or a bin of them, little-endian. They are
     returned as such bytes; where an element is at fault, as (why, its index) with "invalid_type" or
     "out_of_range".
 

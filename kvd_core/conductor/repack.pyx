@@ -31,7 +31,7 @@ cdef class Repack:
         return self.at != size
 
     def packed(self):
-        """The value as msgpack, once all is read; ValueError("json") where it is not a whole one."""
+        """The value as msgpack, once all is read; ValueError("json") unless it is whole."""
         cdef const vector[uint8_t]* whole = self.c.whole()
         if whole == NULL:
             raise ValueError("json")

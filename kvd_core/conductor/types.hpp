@@ -38,7 +38,7 @@ constexpr uint32_t kExplainedAtOnce = 256;
 constexpr uint32_t kStepsExplained = 1024;
 // Steps of a slice (base/steps.hpp), of 0.1 us.
 constexpr size_t kStepsACredit = 20;  // a hash without tokens
-constexpr size_t kStepsALook = 20;    // at something that waits
+constexpr size_t kStepsAWaiter = 20;  // at something that waits
 
 // The instance id, as a JSON member name, of stores that serve every instance and have no row.
 constexpr std::string_view kCommonKey = "\"*\"";

@@ -10,8 +10,8 @@
 //
 //   placed, announce ── await ─> work_     keys that something waits for
 //   a question's tokens ── explain ─> place    what they show of sequence hashes that wait
-//   settle (slices)  ── look_again         what waits for a key ─> waiting_
-//                    └─ look_at            each of these: try_credit, try_behind_parent ─> announce
+//   place_waiting    ── collect_waiting    what waits for a key ─> waiting_
+//                    └─ try_place          each of these: try_credit, try_behind_parent ─> announce
 //
 // Blocks that wait are in the tables of index/parked.hpp, by holder and name; `loose_` finds them by
 // what they wait for.
@@ -21,7 +21,7 @@
 //
 // Costs: a look-up a key while anything is loose, of an engine's own hash one more for each other
 // namespace that its instance is registered in; to place a block what the index takes to store it.
-// `settle` is done in slices, kStepsALook a block looked at. A loose block takes about 300 bytes.
+// `place_waiting` goes in slices, kStepsAWaiter a block tried. A loose block takes about 300 bytes.
 #pragma once
 
 #include <algorithm>
@@ -88,7 +88,7 @@ inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e
                        s.plain + i + 1, s.space};
       put(id, rest, below);
       for (uint32_t j = i + 1; j < s.n; ++j) {
-        settle_own(id, s.names[j]);
+        take_over_parked(id, s.names[j]);
         announce(source, s.space, e.hashes[j], e.by_engine);
       }
       return;
@@ -125,7 +125,7 @@ inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const
 }
 
 // A name that has been placed takes over what was parked under it.
-inline void Conductor::settle_own(RankId id, uint64_t name) {
+inline void Conductor::take_over_parked(RankId id, uint64_t name) {
   if (index_.ranks_[id].parked() == 0) return;
   const auto it = index_.ranks_[id].rare->parked.find(name);
   if (it == index_.ranks_[id].rare->parked.end()) return;
@@ -197,9 +197,9 @@ inline bool Conductor::has_entry(RankId id, uint64_t name, uint64_t key) const {
 // ---- placing it
 
 // What waits for a key may have its place now: `waiting_` has it then.
-inline void Conductor::look_again(uint64_t key) {
+inline void Conductor::collect_waiting(uint64_t key) {
   waiting_.clear();
-  looked_at_ = 0;
+  tried_ = 0;
   const auto range = loose_.equal_range(key);
   for (auto it = range.first; it != range.second; ++it) {
     if (parked_of(it->second) != nullptr) waiting_.push_back(it->second);
@@ -209,7 +209,7 @@ inline void Conductor::look_again(uint64_t key) {
   for (const Waiter& each : waiting_) enter(key, each);
 }
 
-inline void Conductor::look_at(const Waiter& loose) {
+inline void Conductor::try_place(const Waiter& loose) {
   const Parked* parked = parked_of(loose);
   Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
   if (parked == nullptr || source == nullptr) return;
@@ -283,7 +283,7 @@ inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint6
   }
   if (i == from) return false;
   Steps some{kStepsExplained};
-  settle(some);
+  place_waiting(some);
   return true;
 }
 

@@ -1,7 +1,7 @@
 """Dumps of other indexers: read whole into a stage first, applied to indexes afterwards.
 
-The forms are described in `dump/format.hpp`, the stage in `dump/staged.hpp`. Reading changes no index;
-applying cannot fail halfway. Both go in slices that the caller chooses.
+The forms are described in `dump/format.hpp`, the stage in `dump/staged.hpp`. Reading changes no
+index; applying cannot fail halfway. Both go in slices that the caller chooses.
 
 What came with a dump is told again by the events that made it, when they are still on their way.
 So a rank that took blocks from a dump is `settling`: what its stream announces again is not a

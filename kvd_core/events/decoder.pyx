@@ -97,9 +97,9 @@ def decode(bytes payload not None):
 
     begun is False when the batch is refused whole; rank is None when the payload names none.
     Stored events: hashes, parent (or None), tokens, pairs, block_size (0 absent), tier, kind,
-    remote, group (or None), window (0 absent), origin (or None), lora_name and salt ("" none), lora_id (or None),
-    mm (None, or a list of ascending hashes a block). Removed ones: `remaining` copies (or None). Text that is no UTF-8 keeps its bytes as
-    surrogate escapes.
+    remote, group (or None), window (0 absent), origin (or None), lora_name and salt ("" none),
+    lora_id (or None), mm (None, or a list of ascending hashes a block). Removed ones: `remaining`
+    copies (or None). Text that is no UTF-8 keeps its bytes as surrogate escapes.
     """
     cdef Scratch scratch
     cdef const uint8_t* data = <const uint8_t*><const char*>payload

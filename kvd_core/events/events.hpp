@@ -244,7 +244,7 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
 //                                         applies some of the event's hashes, from that position on,
 //                                         and returns the position that it has come to
 //   cleared(event, steps)
-//   settled(steps)                        goes on with what that has set off; false while there is more
+//   place_waiting(steps)                  goes on with what that has set off; false while there is more
 //   bad(Reason, count)                    last
 template <class Sink>
 class SlicedBatch {
@@ -275,11 +275,11 @@ class SlicedBatch {
     } else {
       sink.resume();
     }
-    for (; sink.settled(steps) && next_ != scratch_->order.size();) {
+    for (; sink.place_waiting(steps) && next_ != scratch_->order.size();) {
       if (!steps.left()) return true;
       apply_some(sink, scratch_->order[next_], steps);
     }
-    if (next_ != scratch_->order.size() || !sink.settled(steps)) return true;
+    if (next_ != scratch_->order.size() || !sink.place_waiting(steps)) return true;
     for (size_t reason = 0; reason < kReasons; ++reason) {
       if (const uint32_t n = reader_->bad(reason)) sink.bad(static_cast<Reason>(reason), n);
     }

@@ -221,7 +221,7 @@ class Index {
   bool make_sequences(uint32_t budget) {
     Steps steps{budget};
     make_sequences(steps);
-    return sequenced() && settled(steps);
+    return sequenced() && place_waiting(steps);
   }
 
   // Has a question's local hashes explain blocks of which only the sequence hash was told; whether
@@ -236,11 +236,13 @@ class Index {
   // ---- blocks
 
   // Blocks in path order: names[i] is what the rank calls the block with content locals[i].
-  // False when they are refused because the index is full. `settled` has to follow.
+  // False when they are refused because the index is full. `place_waiting` has to follow.
   bool store(RankId id, const Store& s);
 
   // Goes on with what placed blocks have set off elsewhere; false while there is more.
-  bool settled(Steps& steps) { return placements_ == nullptr || placements_->settle(steps); }
+  bool place_waiting(Steps& steps) {
+    return placements_ == nullptr || placements_->place_waiting(steps);
+  }
 
   // Blocks known by name alone (offload events, window groups). Held on `layer` once the name
   // means something. False when they are refused because the index is full. An event of many may
@@ -331,7 +333,7 @@ class Index {
       steps.take(1 + chain.len() * kStepsASequence);
     }
     if (unsequenced_.next == kNone) tree_.unwatch(&unsequenced_);
-    settled(steps);
+    place_waiting(steps);
   }
 
   // Which counter of a rank counts a layer.
@@ -396,9 +398,9 @@ class Index {
   void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it);
   bool unpark(RankId id, uint64_t name, LayerId layer);
   void drop_parked(RankId id, LayerMask mask);
-  void settle(RankId id);
-  void settle_layers(RankId id, uint64_t name);
-  void settle_child(RankId id, uint64_t parent, uint64_t name);
+  void place_parked(RankId id);
+  void gain_parked_layers(RankId id, uint64_t name);
+  void place_parked_child(RankId id, uint64_t parent, uint64_t name);
 
   // ---- clearing, and sweeping retired ranks (index/retire.hpp)
 

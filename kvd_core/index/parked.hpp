@@ -15,7 +15,7 @@
 //   2. a parked block has one entry in `order_` with its stamp; `parked_` counts those of live
 //      ranks, at most `max_parked_`.
 //
-// Costs: park, unpark O(1); settle O(1) and a store of one block for each that is placed; dropping
+// Costs: park, unpark O(1); place_parked O(1) and a store of one block for each that is placed; dropping
 // layers O(parked blocks of the rank); some 200 bytes a block (kParkedBytes).
 #pragma once
 
@@ -141,22 +141,22 @@ inline void Index::drop_parked(RankId id, LayerMask mask) {
 // ---- placing them
 
 // Places what waited for the names in `work_`, and what waited for that in turn.
-inline void Index::settle(RankId id) {
+inline void Index::place_parked(RankId id) {
   while (!work_.empty() && ranks_[id].parked() != 0) {
     const uint64_t name = work_.back();
     work_.pop_back();
-    settle_layers(id, name);
+    gain_parked_layers(id, name);
     while (true) {
       const auto child = ranks_[id].rare->waiting.find(name);
       if (child == ranks_[id].rare->waiting.end()) break;
-      settle_child(id, name, child->second->name);
+      place_parked_child(id, name, child->second->name);
     }
   }
   work_.clear();
 }
 
 // A parked block whose name has been placed by another event only adds its layers.
-inline void Index::settle_layers(RankId id, uint64_t name) {
+inline void Index::gain_parked_layers(RankId id, uint64_t name) {
   const auto it = ranks_[id].rare->parked.find(name);
   if (it == ranks_[id].rare->parked.end()) return;
   const LayerMask layers = it->second.layers;
@@ -169,7 +169,7 @@ inline void Index::settle_layers(RankId id, uint64_t name) {
   }
 }
 
-inline void Index::settle_child(RankId id, uint64_t parent, uint64_t name) {
+inline void Index::place_parked_child(RankId id, uint64_t parent, uint64_t name) {
   const auto it = ranks_[id].rare->parked.find(name);
   const Parked p = it->second;
   forget_parked(id, it);

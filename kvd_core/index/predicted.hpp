@@ -163,7 +163,7 @@ class Predicted {
       entry.local = local;
       entry.owner = owner;
       exact_.insert(hash_(hash, owner), id, ByHash{*this});
-      join(id);
+      link_content(id);
     }
     entries_[id].expiry = expiry;
     append(id);
@@ -173,7 +173,7 @@ class Predicted {
     unlink(id);
     exact_.erase(slot_of(entries_[id].owner, entries_[id].hash), ByHash{*this});
     exact_.shrink(ByHash{*this});
-    part(id);
+    unlink_content(id);
     entries_.give(id);
     while (entries_.live() == 0 && entries_.shrink()) {}
   }
@@ -195,7 +195,7 @@ class Predicted {
 
   // ---- the lists of one content
 
-  void join(uint32_t id) {
+  void link_content(uint32_t id) {
     Entry& entry = entries_[id];
     const uint32_t at = slot_of_content(entry.owner, entry.local);
     entry.before = kNoEntry;
@@ -209,7 +209,7 @@ class Predicted {
     content_.set(at, id);
   }
 
-  void part(uint32_t id) {
+  void unlink_content(uint32_t id) {
     const Entry& entry = entries_[id];
     if (entry.after != kNoEntry) entries_[entry.after].before = entry.before;
     if (entry.before != kNoEntry) {

@@ -89,7 +89,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         cbool sweep(uint32_t) except +
         uint32_t tier_mask(uint32_t)
         cbool store(RankId, const CStore&) except +
-        cbool settled(CSteps&) except +
+        cbool place_waiting(CSteps&) except +
         cbool store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
         void remove(RankId, uint64_t, LayerId) except +
         void predict(double, uint32_t, uint32_t) except +    # seconds, entries, entries
@@ -138,7 +138,7 @@ cdef extern from "index/stream.hpp" namespace "kvd" nogil:
         uint32_t cleared()          # tiers as bits
         const uint64_t* ignored()   # by kvd::Ignored
         cbool is_unused()
-        uint64_t other_block_size() # tokens, 0 for none
+        uint64_t other_block_size()  # tokens, 0 for none
         void clear() except +
         cbool restored()
         void drop_restored() except +
@@ -189,7 +189,7 @@ cdef extern from "base/hash.hpp" namespace "kvd" nogil:
     void local_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
 
 
-cdef int settle(CIndex& index) except -1
+cdef int place_waiting(CIndex& index) except -1
 
 cdef class IngestCounters:
     cdef CStreamCounters c
@@ -214,7 +214,8 @@ cdef class PrefixIndex:
     cdef readonly uint64_t questions    # about a block or more, put while there were blocks
     cdef readonly uint64_t matched      # of these, those that some rank has had a part of
 
-    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*, str cache_salt=*)
+    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*,
+                             str cache_salt=*)
     cpdef bytes query_hashes(self, BodyScanner scanner, int array)
     cpdef bytes query_tiers(self, BodyScanner scanner, int array)
     cdef bytes answer(self, size_t blocks)

@@ -1,8 +1,9 @@
 """The prefix index of one partition (model, tenant): who holds which blocks on which tier.
 
-The structure and its rules are in the C++ headers this module binds: `index/tree.hpp` (the radix tree
-and the holders), `index/names.hpp` (what ranks call their blocks), `index/index.hpp` (the rules),
-`index/stream.hpp` (from engine events to operations), `index/match.hpp` (queries), `dump/dump.hpp`.
+The structure and its rules are in the C++ headers this module binds: `index/tree.hpp` (the radix
+tree and the holders), `index/names.hpp` (what ranks call their blocks), `index/index.hpp` (the
+rules), `index/stream.hpp` (from engine events to operations), `index/match.hpp` (queries),
+`dump/dump.hpp`.
 
 One thread owns an index. Nothing here does I/O, reads a clock or logs.
 """
@@ -38,11 +39,11 @@ cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
     )
 
 
-cdef int settle(CIndex& index) except -1:
+cdef int place_waiting(CIndex& index) except -1:
     """Does all that placed blocks have set off elsewhere."""
     cdef CSteps* all = new CSteps(INT64_MAX)
     try:
-        index.settled(all[0])
+        index.place_waiting(all[0])
     finally:
         del all
     return 0
@@ -188,7 +189,8 @@ cdef class PrefixIndex:
         """Ends at most `limit` predictions that are too old or too many; True if there are more."""
         return self.c.predicted() != NULL and self.c.predicted().prune(now, limit)
 
-    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=None, str cache_salt=None):
+    cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=None,
+                             str cache_salt=None):
         """Answers with the matches of a prompt, as JSON bytes (see `index/answer.hpp`).
 
         `array` is the position of the u32 token array in the scanner. A salted query counts
@@ -204,7 +206,9 @@ cdef class PrefixIndex:
             local_hashes(tokens, n, size, seed_of(lora_name, cache_salt), self.locals.data())
             self.match_scratch.add(deref(self.c), self.locals.data(), n, kSalted)
         local_hashes(tokens, n, size, seed_of(lora_name, None), self.locals.data())
-        self.match_scratch.add(deref(self.c), self.locals.data(), n, kUnsalted if cache_salt else kAll)
+        self.match_scratch.add(
+            deref(self.c), self.locals.data(), n, kUnsalted if cache_salt else kAll
+        )
         return self.answer(n)
 
     cpdef bytes query_hashes(self, BodyScanner scanner, int array):
@@ -212,9 +216,11 @@ cdef class PrefixIndex:
         return self.answer(self.match_hashes(scanner, array))
 
     cpdef bytes query_tiers(self, BodyScanner scanner, int array):
-        """Answers as `query_hashes`, every rank and tier by itself (see `index/tiered_answer.hpp`)."""
+        """Answers as `query_hashes`, every rank and tier by itself (`index/tiered_answer.hpp`)."""
         self.note_question(self.match_hashes(scanner, array))
-        cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch, self.text)
+        cdef CTieredAnswer* renderer = new CTieredAnswer(
+            deref(self.c), self.match_scratch, self.text
+        )
         try:
             renderer.render(self.order)
         finally:
@@ -351,7 +357,7 @@ cdef class Worker:
         return [entry.first for entry in self.c.ranks]
 
     def settled(self):
-        """What its streams announce again counts as second copies from now on (see recovery.pyx)."""
+        """What its streams announce again counts as copies from now on (see recovery.pyx)."""
         if self.index is not None:
             for entry in self.c.ranks:
                 self.index.c.rank(entry.second).settling = False
@@ -383,20 +389,20 @@ cdef class Worker:
 
         False when they are refused because the index is full.
         """
-        cdef vector[uint64_t] n = names
-        cdef vector[uint64_t] l = locals
-        if n.size() != l.size() or tier >= kTierLayers:
+        cdef vector[uint64_t] named = names
+        cdef vector[uint64_t] hashed = locals
+        if named.size() != hashed.size() or tier >= kTierLayers:
             raise ValueError("as many local hashes as names, and a tier of 0..3")
         cdef CStore s
-        s.names = n.data()
-        s.locals = l.data()
-        s.n = <uint32_t>n.size()
+        s.names = named.data()
+        s.locals = hashed.data()
+        s.n = <uint32_t>named.size()
         s.has_parent = parent is not None
         s.parent = parent if parent is not None else 0
         s.layer = tier
         s.term = 0
         cdef cbool stored = self.index.c.store(self.rank_of(dp_rank), s)
-        settle(deref(self.index.c))
+        place_waiting(deref(self.index.c))
         return stored
 
     def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):
@@ -466,7 +472,7 @@ cdef class Stream:
         return outcome
 
     def flaw(self):
-        """Why the last applied batch is FLAWED: the first of REASONS that it met, "" if it is not."""
+        """Why the last applied batch is FLAWED: the first of REASONS that it met, else ""."""
         cdef size_t reason = self.c.flaw()
         return "" if reason == kReasons else REASONS[reason]
 
@@ -485,7 +491,7 @@ cdef class Stream:
 
     @property
     def ignored(self):
-        """Events that were understood and had no effect, by the IGNORED reason, those of 0 left out."""
+        """Events that were understood and had no effect, by the IGNORED reason, without zeros."""
         cdef const uint64_t* counts = self.c.ignored()
         return {IGNORED[i]: counts[i] for i in range(kIgnored) if counts[i]}
 
@@ -506,9 +512,9 @@ cdef class Stream:
     def clear(self):
         """Drops the blocks of every rank this stream has spoken for, also in batches only.
 
-        What was to come of an UNFINISHED batch goes, too. With them go ranks of a dump that are registered nowhere and no batch has spoken for: they
-        may be this stream's. All are invisible at once; `PrefixIndex.sweep` frees them. RuntimeError
-        when the worker was removed.
+        What was to come of an UNFINISHED batch goes, too. With them go ranks of a dump that are
+        registered nowhere and no batch has spoken for: they may be this stream's. All are invisible
+        at once; `PrefixIndex.sweep` frees them. RuntimeError when the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")

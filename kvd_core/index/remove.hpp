@@ -84,6 +84,11 @@ inline void Index::forget_name(RankId id, uint32_t slot) {
   trim(tree_.block(block).node);
 }
 
+// Takes the rank off a block. While further names of it mean the block there is nothing to see:
+//
+//   rank 7 loses b of [a b c]      shared {b, DEVICE}: 1, {2,7} to 3   =>   0: erased, {2,7} to 3
+//   and again                      {2,7} to 3                          =>   {2,7} to 1, {2} to 2,
+//                                                                           {2,7} to 3
 inline void Index::lose(RankId id, BlockId block, LayerId layer) {
   Rank& rank = ranks_[id];
   if (rank.has_shared()) {
@@ -112,6 +117,8 @@ inline bool Index::take_copy(RankId id, uint64_t name, LayerId layer) {
   return true;
 }
 
+// Frees what nobody holds any more at the end of a path (`Tree::trim` has the pictures); what is
+// kept beside the tree of a freed block goes with it.
 inline void Index::trim(NodeId node) {
   tree_.trim(node, [&](BlockId block) {
     --budget_->blocks;

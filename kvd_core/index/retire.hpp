@@ -131,6 +131,9 @@ inline void Index::clear_rarities(RareState& rare, LayerMask mask) {
 }
 
 // Takes the rank off a whole chain. Returns the members of the sets that changed.
+//
+//   before   [a b c d e]   DEVICE {2,7} to 2, {7} to 5     rank 7 holds 5
+//   after    [a b c d e]   DEVICE {2} to 2                 rank 7 holds none; the caller trims c d e
 inline size_t Index::leave_chain(RankId id, NodeId node, LayerMask mask) {
   Rank& rank = ranks_[id];
   size_t copied = 0;
@@ -147,7 +150,7 @@ inline size_t Index::leave_chain(RankId id, NodeId node, LayerMask mask) {
 
 inline bool Index::sweep(uint32_t budget) {
   Steps steps{budget};
-  if (!settled(steps)) return true;
+  if (!place_waiting(steps)) return true;
   sweep_retired(steps);
   make_sequences(steps);
   while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);

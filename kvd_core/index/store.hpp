@@ -52,7 +52,7 @@ inline bool Index::store(RankId id, const Store& s) {
   place(id, s, at);
   if (ranks_[id].parked() != 0) {
     for (uint32_t i = 0; i < s.n; ++i) work_.push_back(s.names[i]);
-    settle(id);
+    place_parked(id);
   }
   return true;
 }
@@ -125,6 +125,14 @@ inline bool Index::refers_to_itself(const Store& s) {
 }
 
 // Stores a run whose place is known: behind `at`, which for a conductor's is behind `below`.
+//
+//   rank 7 stores 11 12 13 with content a b x; so far rank 2 alone holds [a b c]
+//
+//   before   root ── [a b c]  {2} to 3
+//   grow     root ── [a b]  {2} to 2 ──┬─ [c]  {2} to 1     a split gives both sides their runs
+//                                      └─ [x]  nobody
+//   hold     root ── [a b]  {2,7} to 2 ┬─ [c]  {2} to 1     one edit a chain
+//                                      └─ [x]  {7} to 1
 inline void Index::place(RankId id, const Store& s, Position at, BlockId below) {
   ids_.resize(s.n);
   Position tip = at;
@@ -206,7 +214,11 @@ inline bool Index::is_copy(RankId id, uint32_t n, bool has_parent, Origin origin
   return (n == 1 && has_parent) || !ranks_[id].windows.empty();
 }
 
-// Blocks of one chain that were gained together change its runs in one edit.
+// Blocks of one chain that were gained together change its runs in one edit:
+//
+//   ids_      [ 30 31 | 40 41 42 ]      30 31 in one chain, 40 41 42 in the next
+//   gained_   [  0  1 |  1  0  1 ]
+//   edits           1    2     3
 inline void Index::hold_gained(RankId id, const Store& s) {
   uint32_t i = 0;
   while (i < s.n) {

@@ -163,7 +163,7 @@ class Stream {
 
   void resume() { rank_ = worker_.rank(index_, speaks_for_); }
 
-  bool settled(Steps& steps) { return index_.settled(steps); }
+  bool place_waiting(Steps& steps) { return index_.place_waiting(steps); }
 
   uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
     if (from == 0) ++counters_.stored;
@@ -237,16 +237,16 @@ class Stream {
       rank = stream.worker_.find(has_rank ? dp_rank : stream.dp_rank_);
     }
     void stored(const StoredEvent& e) {
-      if (e.has_parent) look_at(e.parent);
+      if (e.has_parent) find(e.parent);
       told.insert(e.hashes, e.hashes + e.n_hashes);
     }
     void removed(const RemovedEvent& e) {
-      for (uint32_t i = 0; i < e.n_hashes; ++i) look_at(e.hashes[i]);
+      for (uint32_t i = 0; i < e.n_hashes; ++i) find(e.hashes[i]);
     }
     void cleared(const ClearedEvent&) {}
     void bad(Reason) {}
 
-    void look_at(uint64_t name) {
+    void find(uint64_t name) {
       if (rank == kNone || told.count(name) != 0) return;
       const Index& index = stream.index_;
       found |= index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;

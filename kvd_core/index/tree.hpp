@@ -216,6 +216,12 @@ class Tree {
   }
 
   // Adds blocks behind `at`, where `walk` has just ended; they are held by nobody yet.
+  //
+  //   at the end of a leaf    P ── [a b]             =>  P ── [a b x y]
+  //   behind other children   P ── [a b] ── kids     =>  P ── [a b] ──┬─ kids
+  //                                                                   └─ [x y]
+  //   inside a chain          P ── [a b c] ── kids   =>  P ── [a b] ──┬─ [c] ── kids
+  //                                                                   └─ [x y]
   void grow(Position at, const uint64_t* locals, const uint64_t* names, size_t n, BlockId* out) {
     if (n == 0) return;
     NodeId tip = at.node;
@@ -235,7 +241,7 @@ class Tree {
       i += extend(tip, locals + i, names + i, n - i, out + i);
     }
     if (!branches) return;
-    // A chain that was too long to be joined to its neighbours has left two parts that may not be.
+    // A chain that was too long to be merged with its neighbours has left two parts that may not be.
     merge_with_only_child(nodes_[head].parent);
     merge_with_only_child(at.node);
   }
@@ -277,6 +283,10 @@ class Tree {
 
   // Takes `rank` out of the holders of the whole chain on the layers of `mask`, where it need not
   // be one. Calls lost(layer, blocks, members of the set) for each run. The caller trims.
+  //
+  //   [a b c d e]  without rank 7
+  //   DEVICE  {1,7} to 2, {7} to 4, {1} to 5   =>   {1} to 2, {} to 4, {1} to 5
+  //   HOST    {7} to 3                         =>   none: {} at the end is dropped
   template <class Lost>
   void release_chain(NodeId id, LayerMask mask, RankId rank, Lost&& lost) {
     std::vector<Run>& runs = nodes_[id].runs;
@@ -302,8 +312,13 @@ class Tree {
     replace(runs, 0, runs.size());
   }
 
-  // Frees what nobody holds at the end of the path through `id`, and joins chains that have
+  // Frees what nobody holds at the end of the path through `id`, and merges chains that have
   // become one. `forget(block id)` is called for every block before it is freed.
+  //
+  //   the end of a leaf     P ── [a b c d]  {7} to 2    =>  P ── [a b]
+  //   a whole leaf          P ── [a b] ──┬─ [c d]       =>  P ── [a b c d]
+  //                                      └─ [x]  nobody     (further up, if [a b] is a leaf now)
+  //   a chain before kids   stays, since what is behind it needs the path
   template <class Forget>
   void trim(NodeId id, Forget&& forget) {
     while (id != kRoot) {
@@ -496,6 +511,11 @@ class Tree {
     return head;
   }
 
+  // Each run goes to the side where its blocks are, one across the cut to both:
+  //
+  //   [a b c d e]  cut behind b           head [a b]           tail [c d e]
+  //   DEVICE  {1,2} to 3, {2} to 5   =>   {1,2} to 2           {1,2} to 1, {2} to 3
+  //   HOST    {} to 2, {2} to 4           none, without {}     {2} to 2
   void split_runs(Node& tail, Node& head, uint32_t at) {
     std::vector<Run> rest;
     for (size_t i = 0; i < tail.runs.size(); ++i) {
@@ -540,21 +560,28 @@ class Tree {
     }
     forget_child(id);
     forget_child(below);
-    Chain joined;
-    joined.append(n.chain, 0, n.chain.len());
+    Chain whole;
+    whole.append(n.chain, 0, n.chain.len());
     const uint32_t shift = n.chain.len();
-    joined.append(c.chain, 0, c.chain.len());
-    c.chain.swap(joined);
-    join_runs(n, c, shift);
+    whole.append(c.chain, 0, c.chain.len());
+    c.chain.swap(whole);
+    merge_runs(n, c, shift);
     take_place(id, below);
     children_.insert(hash_of(below), below, *this);
     place(below);
     free_node(id);
   }
 
-  // The references of both lists pass to the joined one, except where two runs become one.
-  void join_runs(Node& head, Node& tail, uint32_t shift) {
-    std::vector<Run> joined;
+  // The runs of the tail move `shift` blocks back, behind those of the head. At the seam two of
+  // equal sets become one, and what lies behind the last run of the head becomes a run of {}:
+  //
+  //   head [a b]         tail [c d e]                    [a b c d e]
+  //   DEVICE {1,2} to 2  {1,2} to 1, {2} to 3       =>   {1,2} to 3, {2} to 5
+  //   HOST   none        {2} to 2                        {} to 2, {2} to 4
+  //
+  // The references of both lists pass to the merged one, except where two runs become one.
+  void merge_runs(Node& head, Node& tail, uint32_t shift) {
+    std::vector<Run> merged;
     size_t h = 0, t = 0;
     while (h < head.runs.size() || t < tail.runs.size()) {
       const LayerId of_head = h < head.runs.size() ? head.runs[h].layer : kNone;
@@ -562,26 +589,26 @@ class Tree {
       const LayerId layer = of_head < of_tail ? of_head : of_tail;
       uint32_t end = 0;
       for (; h < head.runs.size() && head.runs[h].layer == layer; ++h) {
-        joined.push_back(head.runs[h]);
+        merged.push_back(head.runs[h]);
         end = head.runs[h].end;
       }
       bool seam = true;
       for (; t < tail.runs.size() && tail.runs[t].layer == layer; ++t) {
         const Run run{tail.runs[t].end + shift, tail.runs[t].set, layer};
         if (seam && end < shift && run.set != RankSets::kEmptySet) {
-          joined.push_back({shift, RankSets::kEmptySet, layer});
-        } else if (seam && end == shift && end != 0 && joined.back().set == run.set) {
+          merged.push_back({shift, RankSets::kEmptySet, layer});
+        } else if (seam && end == shift && end != 0 && merged.back().set == run.set) {
           sets_.unref(run.set);
-          joined.back().end = run.end;
+          merged.back().end = run.end;
           seam = false;
           continue;
         }
         seam = false;
-        joined.push_back(run);
+        merged.push_back(run);
       }
     }
     head.runs.clear();
-    tail.runs.swap(joined);
+    tail.runs.swap(merged);
   }
 
   static uint32_t held_length(const Node& n) {
@@ -591,7 +618,13 @@ class Tree {
   }
 
   // Replaces the set of every block in [from, to) of one layer by change(set, a, b), called once
-  // for each stretch [a, b) of equal sets.
+  // for each stretch [a, b) of equal sets. The runs of the layer are written anew to `edited_`,
+  // equal neighbours as one, and replace the old ones:
+  //
+  //   7 comes to [1, 3)   {1} to 2, {2} to 5   =>   {1} to 1, {1,7} to 2, {2,7} to 3, {2} to 5
+  //   1 leaves [2, 4)     {1} to 5             =>   {1} to 2, {} to 4, {1} to 5
+  //   7 comes to [3, 4)   {1} to 2             =>   {1} to 2, {} to 3, {7} to 4
+  //   7 comes to [2, 3)   {7} to 2             =>   {7} to 3
   template <class Change>
   void edit(NodeId id, LayerId layer, uint32_t from, uint32_t to, Change&& change) {
     std::vector<Run>& runs = nodes_[id].runs;

@@ -262,7 +262,7 @@ class Placements {
   // Blocks that were there before have their sequence hashes now, if they can have any.
   virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
   // Goes on with what that has set off; false while there is more.
-  virtual bool settle(Steps& steps) = 0;
+  virtual bool place_waiting(Steps& steps) = 0;
   // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives those
   // behind it their places that are known by sequence hash alone; false when there are none.
   virtual bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;

@@ -93,7 +93,7 @@ class Verifier {
     require(children == n.children, "tree: children are counted");
     if (children == 1) {
       const uint32_t sum = n.chain.len() + tree_.node(n.first_child).chain.len();
-      require(sum > Tree::kMaxChain, "tree 3: an only child is joined to its parent");
+      require(sum > Tree::kMaxChain, "tree 3: an only child is merged with its parent");
     }
   }
 

@@ -26,9 +26,9 @@
 //      their owners; two ledgers that share loads have one id for the same rank;
 //   2. a ledger takes part in its loads while it has ranks.
 //
-// Costs (blocks n of the prompt, nodes m on its path, passages p of a node, ranks r): add, free
+// Costs (blocks n of the prompt, nodes m on its path, ranks p of a node, ranks r in all): add, free
 // O(n + m log p); prefill_complete O(1); output_block O(1), with a fraction O(output blocks + m log
-// p); a refused add O(n). See the trie for what parting and joining cost.
+// p); a refused add O(n). See the trie for what a split and a merge cost.
 #pragma once
 
 #include <algorithm>
@@ -87,7 +87,7 @@ class Ledger {
   RankId add_rank(uint64_t worker_id, uint32_t dp_rank) {
     const RankId known = find_rank(worker_id, dp_rank);
     if (known != kNone || order_.size() == kMaxRanks) return known;
-    if (order_.empty()) bit_ = loads_->join(this);
+    if (order_.empty()) bit_ = loads_->attach(this);
     RankId id = kNone;
     loads_->each_ledger([&](const Ledger& other) {
       if (id == kNone) id = other.find_rank(worker_id, dp_rank);
@@ -108,7 +108,7 @@ class Ledger {
         std::lower_bound(order_.begin(), order_.end(), Listed{rank.worker_id, rank.dp_rank, id}));
     loads_->disown(id, bit_);
     if (!order_.empty()) return;
-    loads_->part(this);
+    loads_->detach(this);
     bit_ = 0;
     std::vector<RankChain>().swap(chains_);
     std::vector<Listed>().swap(order_);
@@ -126,7 +126,7 @@ class Ledger {
       return FULL;
     }
     Request& request = requests_[requests_.take(a.id, a.key, chains_[a.rank])];
-    request.end = loads.enter(at, a);
+    request.end = loads.insert(at, a);
     request.rank = a.rank;
     request.blocks = static_cast<uint32_t>(a.blocks);
     request.tokens = a.tokens;
@@ -143,7 +143,7 @@ class Ledger {
 
   void free(RequestId id) {
     Request& request = requests_[id];
-    loads_->leave(request);
+    loads_->erase(request);
     outputs_ -= request.outputs;
     ++tally_.freed;
     requests_.give(id, chains_[request.rank]);

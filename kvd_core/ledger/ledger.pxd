@@ -41,7 +41,7 @@ cdef extern from "ledger/ledger.hpp" namespace "kvd::ledger" nogil:
     cppclass CTrie "kvd::ledger::Trie":
         uint32_t node_count()
         uint64_t block_count()
-        uint64_t passage_count()
+        uint64_t rank_ref_count()
 
     cppclass CRequest "kvd::ledger::Request":
         uint64_t tokens             # to prefill, as given
@@ -69,6 +69,8 @@ cdef extern from "ledger/ledger.hpp" namespace "kvd::ledger" nogil:
         uint32_t dp_rank
         uint32_t requests           # live ones, of all ledgers
         uint64_t prefill_tokens     # of requests whose prefill is running
+        char text[56]               # its names as JSON members, of text_size bytes
+        uint8_t text_size
         uint64_t decode_blocks()    # weighted, rounded
 
     cppclass CListed "kvd::ledger::Listed":
@@ -112,13 +114,6 @@ cdef extern from "ledger/ledger.hpp" namespace "kvd::ledger" nogil:
         void free(RequestId) except +
         void add_output(RequestId)
         void decay(RequestId, double) except +
-
-cdef extern from "ledger/rows.hpp" namespace "kvd::ledger" nogil:
-    cppclass CRows "kvd::ledger::Rows":
-        CRows(const CLedger&)
-        size_t room(size_t)
-        char* loads(char*, string_view)
-        char* projection(char*, const uint32_t*, size_t, uint64_t)
 
 cdef extern from "ledger/verify.hpp" namespace "kvd::ledger" nogil:
     cppclass CVerifier "kvd::ledger::Verifier":

@@ -36,7 +36,7 @@ class LedgerStats(TypedDict):
     requests: int
     blocks: int
     nodes: int
-    passages: int
+    rank_refs: int
     ranks: int
     output_blocks: int
     bytes: int

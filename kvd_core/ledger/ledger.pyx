@@ -1,13 +1,13 @@
 # distutils: language = c++
 """The slot accounting of one (model, tenant): what every rank is working on.
 
-The structure and its rules are in the C++ headers this module binds: `ledger/ledger.hpp` (what one face
-has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may share), `ledger/trie.hpp` (live
-prompts), `ledger/requests.hpp`, `ledger/rows.hpp` (JSON).
+The structure and its rules are in the C++ headers this module binds: `ledger/ledger.hpp` (what one
+face has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may share),
+`ledger/trie.hpp` (live prompts), `ledger/requests.hpp`. `ledger/rows.pxd` is the JSON.
 
-One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is the number of
-blocks of a prompt, m the nodes of the trie on its path (at most the number of places where live
-prompts part or end on it), r the number of ranks.
+One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is
+the number of blocks of a prompt, m the nodes of the trie on its path (at most the number of places
+where live prompts branch or end on it), r the number of ranks.
 """
 
 from collections import namedtuple
@@ -16,10 +16,13 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from cython.operator cimport dereference as deref
 from libcpp.memory cimport make_shared
 
 from kvd_core.json.scan cimport BodyScanner
+from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
+
+cdef extern from "<cassert>" nogil:
+    void require "assert" (bint holds)  # in debug builds
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
@@ -130,8 +133,8 @@ cdef class Ledger:
     def add_rank(self, uint64_t worker_id, uint32_t dp_rank):
         """Adds a rank, or finds it, and returns its id: dense, used again after removal.
 
-        Ledgers that share loads have one id for the same rank. OverflowError when there are MAX_RANKS. O(log r), and 16 bytes moved for each rank that
-        sorts behind it.
+        Ledgers that share loads have one id for the same rank. OverflowError when there are
+        MAX_RANKS. O(log r), and 16 bytes moved for each rank that sorts behind it.
         """
         cdef RankId rank = self.c.add_rank(worker_id, dp_rank)
         if rank == kNone:
@@ -141,7 +144,8 @@ cdef class Ledger:
     def remove_rank(self, RankId rank):
         """Removes a rank with its requests; returns their ids in order of admission.
 
-        Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free of each of its requests).
+        Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free
+        of each of its requests).
         """
         self.own(rank)
         ids = []
@@ -277,7 +281,7 @@ cdef class Ledger:
         )
 
     def load(self, RankId rank):
-        """The Load of a rank: prefill tokens, decode blocks, requests, of all ledgers that share it.
+        """The Load of a rank, of all ledgers that share it.
 
         KeyError if this one does not have the rank. O(1).
         """
@@ -287,38 +291,32 @@ cdef class Ledger:
     def render_loads(self, bytes prefix not None=b""):
         """The loads of all ranks as JSON objects with commas between, by (worker, dp rank).
 
-        `prefix` opens each: ready JSON members, with a comma behind. O(r). See `ledger/rows.hpp`.
+        `prefix` opens each: ready JSON members, with a comma behind. O(r). See `ledger/rows.pxd`.
         """
-        cdef CRows* rows = new CRows(deref(self.c))
-        cdef PyObject* answer
-        cdef char* begin
         cdef string_view opening = string_view(PyBytes_AS_STRING(prefix), PyBytes_GET_SIZE(prefix))
-        try:
-            answer = PyBytes_New(NULL, rows.room(opening.size()))
-            begin = PyBytes_AS_STRING(<object>answer)
-            return cut(answer, rows.loads(begin, opening) - begin)
-        finally:
-            del rows
+        cdef Py_ssize_t room = rows_room(self.c, opening.size())
+        cdef PyObject* answer = PyBytes_New(NULL, room)
+        cdef char* begin = PyBytes_AS_STRING(<object>answer)
+        cdef char* end = put_loads(begin, self.c, opening)
+        require(end - begin <= room)
+        return cut(answer, end - begin)
 
     def project(self, hashes, uint64_t new_tokens):
         """What the load of each rank would be with a further request, as a JSON array.
 
         OverflowError for more than MAX_TOKENS. O(n + r + the ranks on the path). See
-        `ledger/rows.hpp`.
+        `ledger/rows.pxd`.
         """
         if new_tokens > kMaxTokens:
             raise OverflowError("too many tokens")
         cdef Prompt prompt = prompt_of(hashes)
         cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
-        cdef CRows* rows = new CRows(deref(self.c))
-        cdef PyObject* answer
-        cdef char* begin
-        try:
-            answer = PyBytes_New(NULL, rows.room(0))
-            begin = PyBytes_AS_STRING(<object>answer)
-            return cut(answer, rows.projection(begin, depths, prompt.blocks, new_tokens) - begin)
-        finally:
-            del rows
+        cdef Py_ssize_t room = rows_room(self.c, 0)
+        cdef PyObject* answer = PyBytes_New(NULL, room)
+        cdef char* begin = PyBytes_AS_STRING(<object>answer)
+        cdef char* end = put_projection(begin, self.c, depths, prompt.blocks, new_tokens)
+        require(end - begin <= room)
+        return cut(answer, end - begin)
 
     def depths(self, hashes):
         """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
@@ -331,15 +329,15 @@ cdef class Ledger:
     def stats(self):
         """Sizes now and totals since the start.
 
-        Blocks, nodes, passages (pairs of a node and a rank) and bytes are those of all ledgers that
-        share the loads, all others this one's.
+        Blocks, nodes, rank_refs (pairs of a node and a rank) and bytes are those of all ledgers
+        that share the loads, all others this one's.
         """
         cdef const CTally* t = &self.c.tally()
         return {
             "requests": self.c.requests().size(),
             "blocks": self.c.loads().trie().block_count(),
             "nodes": self.c.loads().trie().node_count(),
-            "passages": self.c.loads().trie().passage_count(),
+            "rank_refs": self.c.loads().trie().rank_ref_count(),
             "ranks": self.c.order().size(),
             "output_blocks": self.c.output_count(),
             "bytes": self.c.bytes(),

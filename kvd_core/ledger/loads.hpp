@@ -17,11 +17,11 @@
 // How the two sums are formed decides what becomes of halves, as observed of Dynamo 1.6.1: a change
 // of weight adds (new - old) for each output block by itself, but blocks x (new - old) for a
 // stretch of prompt blocks that weigh the same. The load is the sum of both, rounded, halves away
-// from zero. A stretch is gathered over nodes, so it does not matter where other ranks part them.
+// from zero. A stretch is gathered over nodes, so it does not matter where other ranks split them.
 //
-// Costs (blocks n of the prompt, nodes m on its path, passages p of a node, ranks r): enter, leave
-// O(n + m log p); end_prefill O(1); add_output O(1); decay O(output blocks + m log p); depths
-// O(n + r + passages of the skipped nodes' rest).
+// Costs (blocks n of the prompt, nodes m on its path, ranks p of a node, ranks r in all): insert,
+// erase O(n + m log p); end_prefill O(1); add_output O(1); decay O(output blocks + m log p); depths
+// O(n + r + ranks of the skipped nodes' rest).
 #pragma once
 
 #include <algorithm>
@@ -64,7 +64,7 @@ class Loads {
   // ---- ledgers and their ranks
 
   // Lets a ledger take part; returns the bit it is known by.
-  Owners join(const Ledger* ledger) {
+  Owners attach(const Ledger* ledger) {
     for (size_t i = 0; i < ledgers_.size(); ++i) {
       if (ledgers_[i] != nullptr) continue;
       ledgers_[i] = ledger;
@@ -74,7 +74,7 @@ class Loads {
   }
 
   // The ledger must have no ranks any more.
-  void part(const Ledger* ledger) {
+  void detach(const Ledger* ledger) {
     std::replace(ledgers_.begin(), ledgers_.end(), ledger, static_cast<const Ledger*>(nullptr));
   }
 
@@ -123,14 +123,14 @@ class Loads {
 
   bool has_room(const Trie::Place& at, size_t blocks, uint64_t limit) const {
     return blocks <= limit && trie_.block_count() + (blocks - at.depth) <= limit &&
-           trie_.passage_count() + trie_.passages_needed(at, blocks) <= kMaxPassages;
+           trie_.rank_ref_count() + trie_.rank_refs_needed(at, blocks) <= kMaxRankRefs;
   }
 
   // Returns the last node of the prompt, which was found at `at`.
-  NodeId enter(const Trie::Place& at, const Admission& a) {
+  NodeId insert(const Trie::Place& at, const Admission& a) {
     Rank& rank = ranks_[a.rank];
     size_t gained = 0;
-    const NodeId end = trie_.enter(at, a.hashes, a.blocks, a.rank, gained);
+    const NodeId end = trie_.insert(at, a.hashes, a.blocks, a.rank, gained);
     ++rank.requests;
     rank.prefill_tokens += a.tokens;
     rank.blocks += gained;
@@ -143,11 +143,11 @@ class Loads {
     request.prefilling = false;
   }
 
-  void leave(Request& request) {
+  void erase(Request& request) {
     end_prefill(request);
     Rank& rank = ranks_[request.rank];
     Stretches lost([&](double blocks, double weight) { rank.prompt -= blocks * weight; });
-    trie_.leave(request.end, request.rank, [&](uint32_t blocks, double weight) {
+    trie_.erase(request.end, request.rank, [&](uint32_t blocks, double weight) {
       rank.blocks -= blocks;
       lost.add(blocks, weight);
     });
@@ -193,11 +193,11 @@ class Loads {
     uint32_t inside = at.inside;
     for (NodeId id = at.node; id != kRoot;) {
       const Node& node = trie_.node(id);
-      if (node.passages.size() != given) {
-        for (const RankRef& passage : node.passages) {
-          if (out[passage.rank] == 0) out[passage.rank] = depth;
+      if (node.ranks.size() != given) {
+        for (const RankRef& ref : node.ranks) {
+          if (out[ref.rank] == 0) out[ref.rank] = depth;
         }
-        given = node.passages.size();
+        given = node.ranks.size();
       }
       depth -= inside;
       id = node.parent;

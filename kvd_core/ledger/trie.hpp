@@ -1,32 +1,32 @@
 // A compressed trie of live prompts, keyed by sequence hashes, with the ranks that pass through.
 //
 //   root ──┬─ node 4  hashes [ a1.. | 77.. | 03.. ]         3 blocks
-//          │          passages  rank 2: 2 requests, rank 5: 1
+//          │          ranks   rank 2: 2 requests, rank 5: 1
 //          │          ├─ node 9  [ 91.. | c4.. ]            rank 2: 1     one request ends here
 //          │          └─ node 5  [ 5e.. ]                   rank 2: 1, rank 5: 1   two end here
 //          └─ node 6  ...
 //
-// A node is a run of consecutive blocks, in one buffer of exactly its size. Nodes are parted where
+// A node is a run of consecutive blocks, in one buffer of exactly its size. Nodes are split where
 // prompts branch and where a request ends, so a request covers whole nodes, and all it needs to
 // know is the last of them. A block is the path to it: [1,1,1] are three blocks, and the 3 below
 // [1,2] is another one than the 3 below [9,2], whatever lineage the hashes claim.
 //
-// When a node is parted the lower part keeps its id; when two are joined, the lower one does. So
+// When a node is split the lower part keeps its id; when two are merged, the lower one does. So
 // neither the requests that end in it nor the table entries of its children need to change.
 //
 // Invariants
 //   1. siblings differ in their first hash; `children_` has every node under (parent, first hash);
-//   2. a node has 1 to kMaxRun blocks and at least one passage;
-//   3. a passage counts the live requests of its rank that end in the node or below, so the ranks
+//   2. a node has 1 to kMaxRun blocks and at least one rank;
+//   3. a RankRef counts the live requests of its rank that end in the node or below, so the ranks
 //      of a node include those of its children;
-//   4. a node with one child in which no request ends could not be joined with it: they weigh
+//   4. a node with one child in which no request ends could not be merged with it: they weigh
 //      differently for some rank, or exceed kMaxRun together. So churn leaves no fragments;
 //   5. `child_xor` is the xor of the ids of the children: with one child, its id.
 //
-// Costs (blocks n asked for, nodes m on the way, passages p of a node): find O(n) as plain arrays
-// and one table probe a node; enter, leave O(m log p), O(p) a node where a rank comes or goes,
-// O(blocks gained); parting and joining O(kMaxRun + p).
-// The root is no node, and has no passages.
+// Costs (blocks n asked for, nodes m on the way, ranks p of a node): find O(n) as plain arrays
+// and one table probe a node; insert, erase O(m log p), O(p) a node where a rank comes or goes,
+// O(blocks gained); split and merge O(kMaxRun + p).
+// The root is no node, and has no ranks.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@
 #include "base/arena.hpp"
 #include "base/compare.hpp"
 #include "base/keyed.hpp"
-#include "ledger/passages.hpp"
+#include "ledger/rank_refs.hpp"
 
 namespace kvd::ledger {
 
@@ -55,14 +55,14 @@ struct Node {
   uint32_t ends;  // live requests that end here
   uint32_t children;
   NodeId child_xor;
-  RankRefs passages;
+  RankRefs ranks;  // that pass through
 
   uint32_t& free_link() { return len; }
 };
 
 class Trie {
  public:
-  // Blocks of a node: bounds what parting and joining copy (32 KB, about 2 us), whatever the length
+  // Blocks of a node: bounds what a split or a merge copies (32 KB, about 2 us), whatever the length
   // of prompts.
   static constexpr uint32_t kMaxRun = 4096;
 
@@ -84,7 +84,7 @@ class Trie {
   const Node& node(NodeId id) const { return nodes_[id]; }
   uint32_t node_count() const { return nodes_.live(); }
   uint64_t block_count() const { return blocks_; }
-  uint64_t passage_count() const { return passages_; }
+  uint64_t rank_ref_count() const { return rank_refs_; }
   size_t bytes() const {
     return nodes_.bytes() + children_.bytes() + blocks_ * sizeof(uint64_t) + heap_;
   }
@@ -105,24 +105,31 @@ class Trie {
     return at;
   }
 
-  // The most passages that `enter` can add at a place.
-  uint64_t passages_needed(const Place& at, size_t n) const {
-    const bool parts = at.node != kRoot && at.inside < nodes_[at.node].len;
-    const uint64_t copied = parts ? nodes_[at.node].passages.size() : 0;
+  // The most references that `insert` can add at a place.
+  uint64_t rank_refs_needed(const Place& at, size_t n) const {
+    const bool splits = at.node != kRoot && at.inside < nodes_[at.node].len;
+    const uint64_t copied = splits ? nodes_[at.node].ranks.size() : 0;
     return at.nodes + copied + (n - at.depth) / kMaxRun + 2;
   }
 
   // Sends a request of the rank down a prompt that was found at `at`. Returns the node it ends in
   // and sets `gained` to the blocks that are the rank's first.
-  NodeId enter(const Place& at, const uint64_t* hashes, size_t n, RankId rank, size_t& gained) {
+  //
+  //   rank 5 asks for a b x y; `find` has met a b
+  //
+  //   before   root ── 9 [a b c d]  rank 2            ends 1
+  //   split    root ── 4 [a b]      rank 2            ends 0 ──── 9 [c d]  rank 2  ends 1
+  //   after    root ── 4 [a b]      rank 2, rank 5    ends 0 ──┬─ 9 [c d]  rank 2  ends 1
+  //                                                            └─ 6 [x y]  rank 5  ends 1, gained 4
+  NodeId insert(const Place& at, const uint64_t* hashes, size_t n, RankId rank, size_t& gained) {
     NodeId end = at.node;
-    if (end != kRoot && at.inside < nodes_[end].len) end = part(end, at.inside);
+    if (end != kRoot && at.inside < nodes_[end].len) end = split(end, at.inside);
     gained = 0;
     for (NodeId id = end; id != kRoot; id = nodes_[id].parent) {
       Node& node = nodes_[id];
-      if (!node.passages.enter(rank, heap_)) continue;
+      if (!node.ranks.insert(rank, heap_)) continue;
       gained += node.len;
-      ++passages_;
+      ++rank_refs_;
     }
     for (size_t from = at.depth; from < n;) {
       const size_t len = std::min<size_t>(n - from, kMaxRun);
@@ -136,22 +143,30 @@ class Trie {
 
   // Takes a request of the rank off the path to `end`. Calls lost(blocks, weight) for what the
   // rank has no other request through, from the end upwards.
+  //
+  //   the request of rank 5 that ends in 6
+  //
+  //   before   root ── 4 [a b]      rank 2, rank 5    ends 0 ──┬─ 9 [c d]  rank 2  ends 1
+  //                                                            └─ 6 [x y]  rank 5  ends 1
+  //   6        no rank is left: removed, lost(2, 1)
+  //   4        rank 5 has gone, lost(2, 1); an only child with the same ranks: merged with it
+  //   after    root ── 9 [a b c d]  rank 2            ends 1
   template <class Lost>
-  void leave(NodeId end, RankId rank, Lost&& lost) {
+  void erase(NodeId end, RankId rank, Lost&& lost) {
     if (end != kRoot) --nodes_[end].ends;
     for (NodeId id = end, parent; id != kRoot; id = parent) {
       Node& node = nodes_[id];
       parent = node.parent;
-      RankRef* passage = node.passages.find(rank);
-      const double weight = passage->weight;
-      if (node.passages.leave(passage, heap_)) {
-        --passages_;
+      RankRef* ref = node.ranks.find(rank);
+      const double weight = ref->weight;
+      if (node.ranks.erase(ref, heap_)) {
+        --rank_refs_;
         lost(node.len, weight);
       }
-      if (node.passages.size() == 0) {
+      if (node.ranks.size() == 0) {
         remove(id);
       } else {
-        join(id);
+        merge(id);
       }
     }
     if (nodes_.live() == 0) give_back();
@@ -164,11 +179,11 @@ class Trie {
     for (NodeId id = end, parent; id != kRoot; id = parent) {
       Node& node = nodes_[id];
       parent = node.parent;
-      RankRef* passage = node.passages.find(rank);
-      if (passage->requests != 1) return;
-      changed(node.len, passage->weight);
-      passage->weight = weight;
-      join(id);
+      RankRef* ref = node.ranks.find(rank);
+      if (ref->requests != 1) return;
+      changed(node.len, ref->weight);
+      ref->weight = weight;
+      merge(id);
     }
   }
 
@@ -236,46 +251,59 @@ class Trie {
 
   NodeId grow(NodeId parent, const uint64_t* hashes, uint32_t len, RankId rank) {
     const NodeId id = take(parent, hashes, len);
-    nodes_[id].passages.enter(rank, heap_);
-    ++passages_;
+    nodes_[id].ranks.insert(rank, heap_);
+    ++rank_refs_;
     blocks_ += len;
     adopt(parent, id);
     return id;
   }
 
-  // Parts a node behind its first `at` blocks and returns the upper part, a new node.
-  NodeId part(NodeId id, uint32_t at) {
+  // Splits a node behind its first `at` blocks and returns the upper part, a new node. All requests
+  // of the lower part came through the upper one, so both have the same ranks; none ends in the
+  // upper one.
+  //
+  //   P ── 9 [a b c d] ── kids        P ── 4 [a b] ──── 9 [c d] ── kids
+  //      rank 2, 5  ends 1       =>      rank 2, 5         rank 2, 5
+  //                                      ends 0            ends 1
+  NodeId split(NodeId id, uint32_t at) {
     const NodeId parent = nodes_[id].parent;
     const NodeId upper = take(parent, nodes_[id].hashes, at);
     Node& lower = nodes_[id];
-    nodes_[upper].passages.copy(lower.passages, heap_);
-    passages_ += lower.passages.size();
+    nodes_[upper].ranks.copy(lower.ranks, heap_);
+    rank_refs_ += lower.ranks.size();
     disown(parent, id);
     set_hashes(lower, lower.hashes + at, lower.len - at, nullptr, 0);
     lower.parent = upper;
     adopt(parent, upper);
     adopt(upper, id);
     // Shorter than the node was, the parts may fit to what it was too long for.
-    join(id);
-    if (parent != kRoot) join(parent);
+    merge(id);
+    if (parent != kRoot) merge(parent);
     return upper;
   }
 
-  // Joins a node with its child if that can be: the child keeps its id.
-  void join(NodeId id) {
+  // Merges a node with its child if that can be: the child keeps its id.
+  //
+  //   P ── 4 [a b] ──── 9 [c d] ── kids        P ── 9 [a b c d] ── kids
+  //      rank 2, 5         rank 2, 5      =>      rank 2, 5
+  //      ends 0            ends 1                 ends 1
+  //
+  // Not where a request ends in 4, where 4 has further children, where a rank weighs 1 in 4 and 0.5
+  // in 9, or where both are longer than kMaxRun together.
+  void merge(NodeId id) {
     Node& upper = nodes_[id];
     if (upper.children != 1 || upper.ends != 0) return;
     const NodeId below = upper.child_xor;
     Node& lower = nodes_[below];
     // All requests go on to the child, so the ranks are the same.
-    if (upper.len + lower.len > kMaxRun || !upper.passages.weighs_like(lower.passages)) return;
+    if (upper.len + lower.len > kMaxRun || !upper.ranks.weighs_like(lower.ranks)) return;
     const NodeId parent = upper.parent;
     disown(id, below);
     disown(parent, id);
     set_hashes(lower, upper.hashes, upper.len, lower.hashes, lower.len);
     lower.parent = parent;
     adopt(parent, below);
-    passages_ -= upper.passages.size();
+    rank_refs_ -= upper.ranks.size();
     give(id);
   }
 
@@ -288,7 +316,7 @@ class Trie {
   void give(NodeId id) {
     Node& node = nodes_[id];
     std::free(node.hashes);
-    node.passages.clear(heap_);
+    node.ranks.clear(heap_);
     nodes_.give(id);
     children_.shrink(*this);
   }
@@ -301,8 +329,8 @@ class Trie {
   ProbeTable children_;  // (parent, first hash) -> node
   KeyedHash hash_;
   uint64_t blocks_ = 0;
-  uint64_t passages_ = 0;
-  size_t heap_ = 0;  // bytes of the passages' buffers
+  uint64_t rank_refs_ = 0;
+  size_t heap_ = 0;  // bytes of the buffers of `ranks`
 };
 
 }  // namespace kvd::ledger

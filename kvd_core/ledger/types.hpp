@@ -16,9 +16,9 @@ constexpr size_t kMaxIdBytes = 4096;
 constexpr uint32_t kMaxRequests = 1u << 20;
 // Blocks of all live prompts, what they share counted once: 1 GB.
 constexpr uint64_t kMaxBlocks = 1ull << 27;
-// Pairs of a node and a rank, 16 bytes each: 1 GB. Prompts that part at every block could make one
-// a block and rank.
-constexpr uint64_t kMaxPassages = 1ull << 26;
+// Pairs of a node and a rank, 16 bytes each: 1 GB. Prompts that branch at every block could make
+// one a block and rank.
+constexpr uint64_t kMaxRankRefs = 1ull << 26;
 // Output blocks of one request: 2^24 tokens in blocks of 16; a fraction visits each of them.
 constexpr uint32_t kMaxOutputs = 1u << 20;
 // Ranks of a ledger: the largest fleets have some thousand; about 200 bytes each.

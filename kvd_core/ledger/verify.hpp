@@ -76,46 +76,45 @@ class Verifier {
   }
 
   void check_nodes() {
-    uint64_t nodes = 0, blocks = 0, passages = 0;
+    uint64_t nodes = 0, blocks = 0, rank_refs = 0;
     size_t heap = 0;
     trie_.each([&](NodeId id) {
       const Node& node = trie_.node(id);
       ++nodes;
       blocks += node.len;
-      passages += node.passages.size();
-      heap += node.passages.bytes();
+      rank_refs += node.ranks.size();
+      heap += node.ranks.bytes();
       require(node.len >= 1 && node.len <= Trie::kMaxRun, "trie 2: runs are bounded");
       require(node.first == node.hashes[0], "trie: the first hash is at hand");
       require(trie_.child(node.parent, node.first) == id, "trie 1: children are found");
       require(node.ends == ends_[id], "trie: ends are counted");
       ++children_[node.parent];
       children_xor_[node.parent] ^= id;
-      check_passages(id, node);
+      check_rank_refs(id, node);
     });
     require(trie_.children_.is_spread(trie_), "trie: children are near their homes");
     require(nodes == trie_.node_count(), "trie: nodes are counted");
     require(blocks == trie_.block_count(), "trie: blocks are counted");
-    require(passages == trie_.passage_count() && passages == passing_.size(),
-            "trie 3: every passage is some request's");
-    require(heap == trie_.heap_, "trie: the passages' memory is counted");
+    require(rank_refs == trie_.rank_ref_count() && rank_refs == passing_.size(),
+            "trie 3: every reference is some request's");
+    require(heap == trie_.heap_, "trie: memory of references is counted");
     trie_.each([&](NodeId id) { check_shape(id, trie_.node(id)); });
   }
 
-  void check_passages(NodeId id, const Node& node) {
-    require(node.passages.size() >= 1, "trie 2: some request passes through a node");
-    require(node.passages.size() > 1 || node.passages.bytes() == 0,
-            "passages: one needs no buffer");
+  void check_rank_refs(NodeId id, const Node& node) {
+    require(node.ranks.size() >= 1, "trie 2: some request passes through a node");
+    require(node.ranks.size() > 1 || node.ranks.bytes() == 0, "rank refs: one needs no buffer");
     const RankRef* last = nullptr;
-    for (const RankRef& passage : node.passages) {
-      require(last == nullptr || last->rank < passage.rank, "passages: ranks ascend");
-      require(passage.weight >= 0 && passage.weight <= 1, "passages: weights are fractions");
-      const auto counted = passing_.find({id, passage.rank});
-      require(counted != passing_.end() && counted->second == passage.requests,
+    for (const RankRef& ref : node.ranks) {
+      require(last == nullptr || last->rank < ref.rank, "rank refs: ranks ascend");
+      require(ref.weight >= 0 && ref.weight <= 1, "rank refs: weights are fractions");
+      const auto counted = passing_.find({id, ref.rank});
+      require(counted != passing_.end() && counted->second == ref.requests,
               "trie 3: requests that pass are counted");
-      Sums& sums = sums_[passage.rank];
+      Sums& sums = sums_[ref.rank];
       sums.blocks += node.len;
-      sums.prompt += node.len * passage.weight;
-      last = &passage;
+      sums.prompt += node.len * ref.weight;
+      last = &ref;
     }
   }
 
@@ -124,8 +123,8 @@ class Verifier {
             "trie 5: children are counted");
     if (node.children != 1 || node.ends != 0) return;
     const Node& child = trie_.node(node.child_xor);
-    require(node.len + child.len > Trie::kMaxRun || !node.passages.weighs_like(child.passages),
-            "trie 4: an only child is joined");
+    require(node.len + child.len > Trie::kMaxRun || !node.ranks.weighs_like(child.ranks),
+            "trie 4: an only child is merged");
   }
 
   void check_listed(const Ledger& ledger) {

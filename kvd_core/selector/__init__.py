@@ -1,9 +1,14 @@
 """Which rank should serve a prompt.
 
-selector                  `Pool`, `Prompt`: the module that Python uses
-settings                  weights and thresholds of a choice
-selector.hpp, types.hpp   one look at the index and the ledger; the state of every candidate
-cost.hpp                  the cost of a candidate
-rows.hpp                  what a look has found, as JSON
-choice_counts             sums over choices, for metrics
+selector              `Pool`, `Prompt`: the module that Python uses
+settings              weights and thresholds of a choice
+choice.pxd            who may be chosen, and who is; the modes
+cost.pxd              the cost of a candidate
+rows.pxd              what a look has found, as JSON
+pool.hpp, types.hpp   one look at the index and the ledger; the state of every candidate; pool.pxd
+                      and types.pxd declare them for Cython
+choice_counts         sums over choices, for metrics
+
+What people change is Cython, what walks trees is C++. choice.pxd, cost.pxd and rows.pxd hold inline
+functions, as C++ headers do: a pass over the candidates calls nothing.
 """

@@ -11,18 +11,18 @@
 // Invariant: everything but `rates.sum` is whole numbers, and that one is added to in the order of
 // the choices: so two services that choose the same count the same to the last bit.
 //
-// Costs: a request and its choice some 40 ns, beside Pool::best.
+// Costs: a request and its choice some 40 ns, beside Pool::most_cached.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "selector/selector.hpp"
+#include "selector/pool.hpp"
 
 namespace kvd::selector {
 
-constexpr size_t kModes = DIRECT + 1;
+constexpr size_t kModes = 5;
 constexpr size_t kPhases = 4;        // of requests: whole, prefill, decode, both
 constexpr size_t kChoicePhases = 3;  // of choices: all but both
 constexpr size_t kOutcomes = 16;     // more than the callers have names for
@@ -54,7 +54,7 @@ struct Tenths {
       return;
     }
     ++buckets[(part * 10 + whole - 1) / whole];
-    sum += real(part) / real(whole);
+    sum += static_cast<double>(part) / static_cast<double>(whole);
   }
 };
 
@@ -85,13 +85,13 @@ struct ChoiceCounts {
     lengths.add(tokens);
   }
 
-  // A candidate of `pool` was chosen for its prompt; `best` is what Pool::best says.
-  void choose(const Pool& pool, const Settings& settings, size_t at, uint32_t best, size_t phase) {
+  // A candidate of `pool` was chosen for its prompt, of which it caches `cached_tokens`, weighed by
+  // tier; `best` is what Pool::most_cached says.
+  void choose(Pool& pool, size_t at, uint64_t cached_tokens, uint32_t best, size_t phase) {
     ChoiceSums& sums = choices[phase];
     const CandidateState& standing = pool.standing(at);
-    const Scale scale = pool.scale(settings);
     const uint64_t isl = pool.prompt().isl_tokens;
-    const uint64_t saved = std::min(scale.cached_tokens(standing), isl);
+    const uint64_t saved = std::min(cached_tokens, isl);
     const uint64_t mine = overlap_of(standing), most = std::max<uint64_t>(best, mine);
     ++sums.choices;
     sums.prompt_tokens += isl;

@@ -5,8 +5,7 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
 
-from kvd_core.selector.selector cimport CPool
-from kvd_core.selector.settings cimport CSettings
+from kvd_core.selector.pool cimport CPool
 
 
 cdef extern from "selector/choice_counts.hpp" namespace "kvd::selector" nogil:
@@ -44,7 +43,8 @@ cdef extern from "selector/choice_counts.hpp" namespace "kvd::selector" nogil:
         CLengths lengths           # tokens
         CChoiceSums choices[3]
         void serve(size_t mode, size_t phase, uint64_t tokens)
-        void choose(const CPool&, const CSettings&, size_t, uint32_t, size_t phase)
+        # A position, its cached tokens, and most_cached of the pool.
+        void choose(CPool&, size_t, uint64_t, uint32_t, size_t phase)
 
 
 cdef class ChoiceCounts:

@@ -37,8 +37,10 @@ cdef class ChoiceCounts:
     def choose(self, Pool pool not None, Settings settings not None, Py_ssize_t candidate,
                uint32_t best, int phase):
         """Counts a choice for the prompt that the pool has looked at; `best` is of `Pool.best`."""
+        cdef size_t at = pool.at(candidate)
         self.c.choose(
-            deref(pool.c), settings.c, pool.at(candidate), best, checked(phase, kChoicePhases)
+            deref(pool.c), at, pool.cached_tokens_of(&settings.c, at), best,
+            checked(phase, kChoicePhases),
         )
 
     def outcomes(self):

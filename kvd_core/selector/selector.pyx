@@ -1,8 +1,8 @@
 # distutils: language = c++
 """Which rank should serve a prompt.
 
-The rules are in the C++ headers this module binds: `selector/selector.hpp` (looking and choosing),
-`selector/cost.hpp` (what a choice costs), `selector/types.hpp`, `selector/rows.hpp` (JSON).
+`selector/choice.pxd` has the rules of choosing, `selector/cost.pxd` what a choice costs,
+`selector/rows.pxd` the JSON; `selector/pool.hpp` is the C++ that looks.
 
 One thread owns a pool, with its index and ledger. Nothing here does I/O, reads a clock or draws
 random numbers.
@@ -15,10 +15,23 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from cython.operator cimport dereference as deref
 from libc.string cimport memset
+from libcpp.string_view cimport string_view
 
-from kvd_core.index.prefix_index cimport Worker, kNone
-from kvd_core.ledger.ledger cimport Ledger
-from kvd_core.selector.settings cimport Settings
+from kvd_core.index.prefix_index cimport CIndex, Worker, kNone
+from kvd_core.json.scan cimport BodyScanner
+from kvd_core.ledger.ledger cimport Ledger, RankId
+from kvd_core.selector.choice cimport (
+    choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, return_turn
+)
+from kvd_core.selector.cost cimport (
+    Terms, cached_tokens, decays, decode_blocks, device_credit_of, effective_tokens, is_busy,
+    is_overloaded, scale_of, terms_of
+)
+from kvd_core.selector.rows cimport (
+    choice_room, put_choice, put_loads, put_overlaps, put_text, rows_room
+)
+from kvd_core.selector.settings cimport Settings, kLines
+from kvd_core.selector.types cimport CCandidate, CStanding, kMaxIslTokens
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
@@ -146,6 +159,19 @@ cdef class Pool:
             if worker is not None:
                 c.caches = &worker.c
             self.c.add(c)
+        cdef size_t n = self.c.size()
+        self.open.resize(n)
+        self.spare.resize(n)
+        self.weights.resize(n)
+        self.turns.resize(n * kLines)
+        self.choice.size = n
+        self.choice.open = self.open.data()
+        self.choice.spare = self.spare.data()
+        self.choice.weights = self.weights.data()
+        self.choice.turns = self.turns.data()
+        if n != 0:
+            self.choice.candidates = &self.c.candidate(0)
+            self.choice.standings = &self.c.standing(0)
 
     def __dealloc__(self):
         del self.c
@@ -165,7 +191,8 @@ cdef class Pool:
         """Of the prompt of the last look."""
         return self.c.prompt().locals.size()
 
-    def look(self, bytes local_hashes not None, bytes sequence_hashes not None, uint64_t isl_tokens):
+    def look(self, bytes local_hashes not None, bytes sequence_hashes not None,
+             uint64_t isl_tokens):
         """Finds out how all candidates stand to a prompt.
 
         Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.
@@ -240,7 +267,17 @@ cdef class Pool:
 
         O(candidates log candidates).
         """
-        self.c.take_turns(deref(former.c))
+        cdef const CCandidate* c
+        cdef size_t i, at
+        cdef int line
+        self.choice.turn = former.choice.turn
+        for i in range(self.c.size()):
+            c = &self.c.candidate(i)
+            at = former.c.position(c.worker_id, c.dp_rank)
+            if at == former.c.size() or former.candidates[at][:2] != self.candidates[i][:2]:
+                continue
+            for line in range(kLines):
+                self.turns[i * kLines + line] = former.turns[at * kLines + line]
 
     def choose(self, Settings settings not None, bytes eligible, uint64_t random,
                bytes factors=None):
@@ -252,8 +289,8 @@ cdef class Pool:
         with. NONE: no candidate is eligible; OVERLOADED: all eligible ones exceed a busy
         threshold; BUSY: all others are busy, so the request should wait. O(candidates).
         """
-        return self.c.choose(
-            settings.c, self.mask_of(eligible), random, self.factors_of(factors)
+        return self.choose_now(
+            &settings.c, self.mask_of(eligible), random, self.factors_of(factors)
         )
 
     def refusal(self, Settings settings not None, bytes eligible):
@@ -261,19 +298,26 @@ cdef class Pool:
 
         It needs no prompt, and reads the loads of this moment. O(candidates).
         """
-        return self.c.refusal(settings.c, self.mask_of(eligible))
+        return self.refusal_now(&settings.c, self.mask_of(eligible))
 
     def best(self, Settings settings not None, bytes eligible):
         """Blocks of the prompt cached by whoever of those who can be chosen caches most.
 
         For the loads of this moment. O(candidates).
         """
-        self.c.refusal(settings.c, self.mask_of(eligible))
-        return self.c.best()
+        self.refusal_now(&settings.c, self.mask_of(eligible))
+        return self.most_cached()
 
     def least_prefill_tokens(self, Settings settings not None, bytes eligible):
         """Tokens to prefill on the candidate that caches most of the prompt. O(candidates)."""
-        return self.c.least_effective_tokens(settings.c, self.mask_of(eligible))
+        cdef const uint8_t* mask = self.mask_of(eligible)
+        cdef Scale scale = self.scale(&settings.c)
+        cdef uint64_t least = scale.isl
+        cdef size_t i
+        for i in range(self.c.size()):
+            if mask == NULL or mask[i] != 0:
+                least = min(least, effective_tokens(&scale, &self.c.standing(i)))
+        return least
 
     def mask(self, worker_ids, dp_rank=None):
         """Returns the `eligible` that allows the ranks of these workers, or one of each of them.
@@ -319,8 +363,7 @@ cdef class Pool:
 
     def effective_prefill_tokens(self, Py_ssize_t candidate, Settings settings not None):
         """Tokens that a candidate would have to prefill: what a booking counts. O(1)."""
-        cdef const CStanding* standing = &self.c.standing(self.at(candidate))
-        return self.c.scale(settings.c).effective_tokens(standing[0])
+        return self.effective_tokens_of(&settings.c, self.at(candidate))
 
     def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None,
              expected_output=None, *, bint blocks=True):
@@ -354,24 +397,24 @@ cdef class Pool:
         """
         cdef const uint8_t* mask = self.mask_of(eligible)
         cdef const double* liked = self.factors_of(factors)
-        cdef uint64_t least = self.c.least_prefill(settings.c, mask)
-        return [self.row(i, settings, mask, liked, least) for i in range(self.c.size())]
+        cdef uint64_t least = self.least_of_others(&settings.c, mask)
+        return [self.row(i, &settings.c, mask, liked, least) for i in range(self.c.size())]
 
     def explained(self, Py_ssize_t candidate, Settings settings not None, bytes eligible=None,
                   bytes factors=None):
         """The same of one candidate."""
         cdef size_t i = self.at(candidate)
         cdef const uint8_t* mask = self.mask_of(eligible)
-        cdef uint64_t least = self.c.least_prefill(settings.c, mask)
-        return self.row(i, settings, mask, self.factors_of(factors), least)
+        cdef uint64_t least = self.least_of_others(&settings.c, mask)
+        return self.row(i, &settings.c, mask, self.factors_of(factors), least)
 
-    cdef row(self, size_t i, Settings settings, const uint8_t* mask, const double* factors,
-             uint64_t least_prefill):
+    cdef row(self, size_t i, const CSettings* settings, const uint8_t* mask, const double* factors,
+             uint64_t least):
         cdef double factor = 1 if factors == NULL else factors[i]
         cdef const CCandidate* c = &self.c.candidate(i)
         cdef const CStanding* s = &self.c.standing(i)
-        cdef double credit = self.c.scale(settings.c).device_credit(s[0], least_prefill)
-        cdef CTerms t = self.c.scale(settings.c).terms(s[0], credit)
+        cdef Scale scale = self.scale(settings)
+        cdef Terms t = terms_of(&scale, s, device_credit_of(&scale, s, least))
         return Explained(
             c.worker_id,
             c.dp_rank,
@@ -384,15 +427,15 @@ cdef class Pool:
             s.requests,
             t.cached_tokens,
             t.effective_tokens,
-            self.c.scale(settings.c).decode_blocks(s[0]),
+            decode_blocks(&scale, s),
             t.raw,
             t.credit,
             t.prefill,
             t.decode,
             t.cost * factor,
             s.present and (mask == NULL or mask[i] != 0),
-            self.c.scale(settings.c).is_overloaded(c[0], s[0]),
-            self.c.scale(settings.c).is_busy(c[0], s[0]),
+            is_overloaded(&scale, c, s),
+            is_busy(&scale, c, s),
             factor,
             c.heard,
             c.reachable,
@@ -403,7 +446,7 @@ cdef class Pool:
     def render_choice(self, Py_ssize_t candidate, Settings settings not None):
         """The members of a selection that a candidate is the result of, from `"overlap":` on.
 
-        Ready JSON without braces, see `selector/rows.hpp`. O(ranks of the worker).
+        Ready JSON without braces, see `selector/rows.pxd`. O(ranks of the worker).
         """
         return self.rendered(kChoice, settings, self.at(candidate), b"", b"")
 
@@ -415,7 +458,7 @@ cdef class Pool:
         return self.rendered(kAnswer, settings, self.at(candidate), opening, members)
 
     def render_overlaps(self):
-        """The cached blocks of every candidate as a JSON array, see `selector/rows.hpp`."""
+        """The cached blocks of every candidate as a JSON array, see `selector/rows.pxd`."""
         return self.rendered(kOverlaps, None, 0, b"", b"")
 
     def render_loads(self, Settings settings not None):
@@ -424,28 +467,63 @@ cdef class Pool:
 
     cdef bytes rendered(self, Part part, Settings settings, size_t candidate, bytes opening,
                         bytes members):
-        cdef CRows* rows = new CRows(deref(self.c))
         cdef PyObject* answer
         cdef char* begin
         cdef char* end
+        cdef Scale scale
         cdef bint one = part == kChoice or part == kAnswer
-        cdef size_t room = rows.choice_room(candidate) if one else rows.rows_room()
+        cdef size_t room = choice_room(self.c, candidate) if one else rows_room(self.c)
         cdef size_t before = PyBytes_GET_SIZE(opening) + PyBytes_GET_SIZE(members)
-        try:
-            answer = PyBytes_New(NULL, before + room + 1)
-            begin = PyBytes_AS_STRING(<object>answer)
-            end = put(put(begin, view(opening)), view(members))
-            if part == kOverlaps:
-                end = rows.overlaps(end)
-            elif part == kLoads:
-                end = rows.loads(end, settings.c)
+        answer = PyBytes_New(NULL, before + room + 1)
+        begin = PyBytes_AS_STRING(<object>answer)
+        end = put(put(begin, view(opening)), view(members))
+        if part == kOverlaps:
+            end = put_overlaps(end, &self.choice)
+        else:
+            scale = self.scale(&settings.c)
+            if part == kLoads:
+                end = put_loads(end, &self.choice, &scale)
             else:
-                end = rows.choice(end, candidate, settings.c)
-            if part == kAnswer:
-                end = put(end, string_view(b"}", 1))
-            return cut(answer, end - begin)
-        finally:
-            del rows
+                end = put_choice(end, self.c, candidate, &scale)
+        if part == kAnswer:
+            end = put_text(end, b"}")
+        return cut(answer, end - begin)
+
+    # ---- for C: arguments are checked
+
+    cdef int64_t choose_now(
+        self, const CSettings* settings, const uint8_t* mask, uint64_t random, const double* factors
+    ) noexcept:
+        cdef Scale scale = self.scale(settings)
+        return choose(&self.choice, &scale, mask, random, factors)
+
+    cdef int64_t refusal_now(self, const CSettings* settings, const uint8_t* mask) noexcept:
+        cdef Scale scale = self.scale(settings)
+        self.c.find_loads()
+        return find_open(&self.choice, &scale, mask)
+
+    cdef void take_back(self) noexcept:
+        return_turn(&self.choice)
+
+    cdef uint32_t most_cached(self) noexcept:
+        return self.c.most_cached(self.choice.open, self.choice.n_open)
+
+    cdef uint64_t least_of_others(self, const CSettings* settings, const uint8_t* mask) noexcept:
+        cdef Scale scale = self.scale(settings)
+        if decays(&scale):
+            find_open(&self.choice, &scale, mask)
+        return least_prefill(&self.choice, &scale)
+
+    cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept:
+        cdef Scale scale = self.scale(settings)
+        return cached_tokens(&scale, &self.c.standing(candidate))
+
+    cdef uint64_t effective_tokens_of(self, const CSettings* settings, size_t candidate) noexcept:
+        cdef Scale scale = self.scale(settings)
+        return effective_tokens(&scale, &self.c.standing(candidate))
+
+    cdef Scale scale(self, const CSettings* settings) noexcept:
+        return scale_of(settings, &self.c.prompt(), self.c.block_size())
 
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL:
         if eligible is None:

@@ -1,39 +1,38 @@
 # cython: language_level=3
 """Data sheet of a selection's settings."""
 
-from libcpp cimport bool as cbool
+cdef enum:
+    # Of turns: who may serve two phases of a request takes turns in each, or half of an even number
+    # of such ranks would always serve the same one.
+    kLines = 2
 
 
-cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
-    double kMaxWeight
-    int kLines
-    double kOff "kvd::selector::Settings::kOff"
+cdef enum CMode:
+    kKv           # the lowest cost
+    kRoundRobin   # who has not been chosen for longest
+    kRandom       # any
+    kLeastLoaded  # the fewest requests
+    kDirect       # whom the mask leaves, however busy: the caller has chosen
 
-    enum CMode "kvd::selector::Mode":
-        kKv "kvd::selector::KV"                      # lowest cost
-        kRoundRobin "kvd::selector::ROUND_ROBIN"     # who has not been chosen for longest
-        kRandom "kvd::selector::RANDOM"              # any
-        kLeastLoaded "kvd::selector::LEAST_LOADED"   # fewest requests
-        kDirect "kvd::selector::DIRECT"              # whom the mask leaves, however busy
 
-    cppclass CSettings "kvd::selector::Settings":
-        double overlap_weight                 # of the prefill term
-        double device_credit                  # of a cached block
-        double host_credit
-        double disk_credit                    # disk and external
-        double credit_decay                   # of the device credit, with the prefill load
-        double active_request_weight          # of a request that the rank has, beside its blocks
-        double temperature                    # 0: the lowest cost
-        double queue_threshold                # of max_num_batched_tokens, infinite: off
-        double decode_blocks_threshold        # of total_kv_blocks, infinite: off
-        double prefill_tokens_threshold       # tokens, infinite: off
-        double prefill_tokens_threshold_frac  # of max_num_batched_tokens, infinite: off
-        double decode_busy_threshold          # of total_kv_blocks, infinite: answers do not say
-        CMode mode
-        int line                              # of turns, below kLines
-        cbool track_prefill
-        cbool track_active_blocks
-        cbool last_token                      # is computed, and its block with it
+cdef struct CSettings:
+    double overlap_weight                 # of the prefill term
+    double device_credit                  # of a cached block
+    double host_credit
+    double disk_credit                    # disk and external
+    double credit_decay                   # of the device credit, with the prefill load
+    double active_request_weight          # of a request that the rank has, beside its blocks
+    double temperature                    # 0: the lowest cost
+    double queue_threshold                # of max_num_batched_tokens, infinite: off
+    double decode_blocks_threshold        # of total_kv_blocks, infinite: off
+    double prefill_tokens_threshold       # tokens, infinite: off
+    double prefill_tokens_threshold_frac  # of max_num_batched_tokens, infinite: off
+    double decode_busy_threshold          # of total_kv_blocks, infinite: answers do not say
+    CMode mode
+    int line                              # of turns, below kLines
+    bint track_prefill
+    bint track_active_blocks
+    bint last_token                       # is computed, and its block with it
 
 
 cdef class Settings:

@@ -1,7 +1,9 @@
 # distutils: language = c++
-"""How a selection weighs and chooses; what the figures mean is in `selector/cost.hpp`."""
+"""How a selection weighs and chooses; what the figures mean is in `selector/cost.pxd`."""
 
 from types import MappingProxyType
+
+from libc.math cimport INFINITY
 
 KV = <int>kKv
 ROUND_ROBIN = <int>kRoundRobin
@@ -11,7 +13,8 @@ DIRECT = <int>kDirect
 MODES = (KV, ROUND_ROBIN, RANDOM, LEAST_LOADED, DIRECT)
 LINES = range(kLines)
 
-MAX_WEIGHT = kMaxWeight
+# Weights up to here leave every cost finite: 2^63 tokens times 1e18 is far below 1e308.
+MAX_WEIGHT = 1e18
 
 # Of Settings: defaults, and the highest value of a number.
 cdef dict DEFAULTS = {
@@ -43,11 +46,11 @@ cdef class Settings:
         """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
 
         `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
-        terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is busy above `queue_threshold` times its
-        max_num_batched_tokens. The other thresholds take a rank out: `active_decode_blocks` of its
-        total_kv_blocks, prefill tokens, and these as a fraction of its max_num_batched_tokens.
-        Above `decode_busy_threshold` of its total_kv_blocks answers call a rank `decode_busy`.
-        Turns of ROUND_ROBIN are those of one of LINES.
+        terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is
+        busy above `queue_threshold` times its max_num_batched_tokens. The other thresholds take a
+        rank out: `active_decode_blocks` of its total_kv_blocks, prefill tokens, and these as a
+        fraction of its max_num_batched_tokens. Above `decode_busy_threshold` of its total_kv_blocks
+        answers call a rank `decode_busy`. Turns of ROUND_ROBIN are those of one of LINES.
         ValueError for what is outside; TypeError for a name that is none of these.
         """
         if not members.keys() <= DEFAULTS.keys():
@@ -72,7 +75,9 @@ cdef class Settings:
         self.c.queue_threshold = self.threshold("queue_threshold")
         self.c.decode_blocks_threshold = self.threshold("active_decode_blocks_threshold")
         self.c.prefill_tokens_threshold = self.threshold("active_prefill_tokens_threshold")
-        self.c.prefill_tokens_threshold_frac = self.threshold("active_prefill_tokens_threshold_frac")
+        self.c.prefill_tokens_threshold_frac = self.threshold(
+            "active_prefill_tokens_threshold_frac"
+        )
         self.c.decode_busy_threshold = self.threshold("decode_busy_threshold")
 
     def replace(self, **changes):
@@ -80,10 +85,10 @@ cdef class Settings:
         return Settings(**{**self.members, **changes})
 
     cdef double number(self, str name) except *:
-        cdef double value = self.members[name], highest = HIGHEST.get(name, kMaxWeight)
+        cdef double value = self.members[name], highest = HIGHEST.get(name, MAX_WEIGHT)
         if not 0 <= value <= highest:
             raise ValueError(f"{name} must lie in [0, {highest:g}]")
         return value
 
     cdef double threshold(self, str name) except *:
-        return kOff if self.members[name] is None else self.number(name)
+        return INFINITY if self.members[name] is None else self.number(name)

@@ -1,10 +1,8 @@
-// What a selection is made of: the ranks to choose from, what a look found about each, the prompt,
-// and how to weigh it all.
+// What a selection is made of: the ranks to choose from, what a look found about each, the prompt.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 #include <vector>
 
@@ -17,52 +15,9 @@ namespace kvd::selector {
 
 // Tokens of a prompt: what the ledger books for one request.
 constexpr uint64_t kMaxIslTokens = ledger::kMaxTokens;
-// Weights up to here leave every cost finite: 2^63 tokens times 1e18 is far below 1e308.
-constexpr double kMaxWeight = 1e18;
 // Hashes for which memory is kept between prompts: 512 KiB, prompts of a million tokens in blocks
 // of 16. What a longer one took is given back with the next.
 constexpr size_t kKeptHashes = 1u << 16;
-
-enum Mode : int {
-  KV,            // the lowest cost
-  ROUND_ROBIN,   // who has not been chosen for longest
-  RANDOM,        // any
-  LEAST_LOADED,  // the fewest requests
-  DIRECT,        // whom the mask leaves, however busy: the caller has chosen
-};
-
-// Of turns: who may serve two phases of a request takes turns in each, or half of an even number
-// of such ranks would always serve the same one.
-constexpr int kLines = 2;
-
-// Why no candidate was chosen. Indices of candidates are not negative.
-enum Refusal : int64_t {
-  NONE = -1,        // none is eligible
-  BUSY = -2,        // all that could be chosen are busy: wait
-  OVERLOADED = -3,  // all that are eligible exceed a busy threshold: reject
-};
-
-struct Settings {
-  static constexpr double kOff = std::numeric_limits<double>::infinity();
-
-  double overlap_weight = 1;
-  double device_credit = 1;
-  double host_credit = 0.75;
-  double disk_credit = 0.25;
-  double credit_decay = 0;  // of the device credit, with what a rank prefills beyond the others
-  double active_request_weight = 0;
-  double temperature = 0;
-  double queue_threshold = kOff;          // of max_num_batched_tokens
-  double decode_blocks_threshold = kOff;  // of total_kv_blocks
-  double prefill_tokens_threshold = kOff;
-  double prefill_tokens_threshold_frac = kOff;  // of max_num_batched_tokens
-  double decode_busy_threshold = kOff;          // of total_kv_blocks: what answers call busy
-  Mode mode = KV;
-  int line = 0;  // of turns, below kLines
-  bool track_prefill = true;
-  bool track_active_blocks = true;
-  bool last_token = false;  // is computed whatever is cached, and its block with it
-};
 
 // A rank that requests can be sent to.
 struct Candidate {

@@ -1,5 +1,5 @@
-# Messages out of ZMQ sockets, without pyzmq in between, and where they wait; zmq/drain.hpp and zmq/inbox.hpp
-# have the pictures.
+# Messages out of ZMQ sockets, without pyzmq in between, and where they wait; zmq/drain.hpp and
+# zmq/inbox.hpp have the pictures.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool
@@ -58,7 +58,8 @@ cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
         void seal()
         void begin()
         uint64_t first()
-        unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) except +  # null where there is no room
+        # NULL where there is no room.
+        unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) except +
         uint64_t seq()      # of the oldest message, while there is one
         const uint8_t* publisher()
         size_t size()

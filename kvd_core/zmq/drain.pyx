@@ -2,8 +2,8 @@
 """Empties ZMQ sockets into inboxes, at a sixth of the CPU time pyzmq takes.
 
 A socket stays pyzmq's: options, connecting, waiting and closing are done there, and this module
-only receives, through the very libzmq that pyzmq has loaded (zmq/drain.hpp). What it has received waits
-in an inbox (zmq/inbox.hpp) until it is taken.
+only receives, through the very libzmq that pyzmq has loaded (zmq/drain.hpp). What it has received
+waits in an inbox (zmq/inbox.hpp) until it is taken.
 """
 import os
 import sys
@@ -196,10 +196,11 @@ def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t 
     """Takes event messages off a socket; returns whether it stopped before that was empty.
 
     A well-formed message (topic, 8-byte big-endian number, payload) goes to the inbox by its number
-    and payload, and by the 16 bytes of a publisher that may follow the number; for any other `refuse(reason)` is called with one of this module's BAD_ texts.
-    Stops after `max_messages` messages, or after the first that ends later than `budget_ns` from
-    the start. `socket` is the address that pyzmq's `Socket.underlying` gives; `refuse` may not close
-    it. Raises zmq.ZMQError where libzmq refuses.
+    and payload, and by the 16 bytes of a publisher that may follow the number; for any other
+    `refuse(reason)` is called with one of this module's BAD_ texts. Stops after `max_messages`
+    messages, or after the first that ends later than `budget_ns` from the start. `socket` is the
+    address that pyzmq's `Socket.underlying` gives; `refuse` may not close it. Raises zmq.ZMQError
+    where libzmq refuses.
     """
     cdef MessageReader* reader = _reader(socket)
     cdef Deadline* deadline = new Deadline(budget_ns)

@@ -34,7 +34,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(kvd: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=kvd.base_url, trust_env=False) as made:
+    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
         yield made
 
 

@@ -24,6 +24,7 @@ from kvd.selection.requests import QueuedRequest
 from kvd_core.base.hashing import local_hashes, sequence_hashes
 from kvd_core.selector.settings import Settings
 from tests.models.ledger_model import ModelLedger
+from tests.support.budget import scaled
 from tests.support.selecting import EXPIRY_S, M, Service, worker
 from tests.support.serving import Client, Reply, Running, eventually, open_descriptors, serving
 
@@ -335,7 +336,7 @@ def signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(scaled(2)))
 async def test_clients_at_once_account_as_the_model(seed: int) -> None:
     descriptors = open_descriptors()
     service = Service(OPTIONS)

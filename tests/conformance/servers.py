@@ -11,16 +11,15 @@ import signal
 import subprocess
 import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.conformance.failure import Failure, wait_until
 from tests.conformance.matcher import difference
+from tests.support.forking import start_process
 from tests.support.ports import find_free_port
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STOP_WITHIN_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
 HELD_AT_MOST_S = 60.0  # an answer that nobody releases
@@ -39,13 +38,8 @@ class Spawned:
         }
         self.base_url = f"http://127.0.0.1:{port}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._process = subprocess.Popen(
-            [*command, "--port", str(port), *arguments],
-            cwd=REPOSITORY,
-            env=inherited | environ,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
+        whole = [*command, "--port", str(port), *arguments]
+        self._process = start_process(whole, inherited | environ, self._output, self._output)
 
     def _text(self) -> str:
         self._output.seek(0)
@@ -58,7 +52,8 @@ class Spawned:
                 raise Failure(f"exited with {code}: {self._text()[-SHOWN_OUTPUT:]}")
             try:
                 url = self.base_url + "/health"
-                healthy = httpx.get(url, timeout=HEALTH_TIMEOUT_S, trust_env=False).is_success
+                usual = {"trust_env": False, "verify": False}
+                healthy = httpx.get(url, timeout=HEALTH_TIMEOUT_S, **usual).is_success
             except httpx.TransportError:
                 healthy = False
             return None if healthy else f"not healthy: {self._text()[-SHOWN_OUTPUT:]}"

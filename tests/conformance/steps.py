@@ -37,6 +37,8 @@ class Target:
     spawn_command: list[str] | None = None  # starts another one of its kind
     rename: dict[str, str] = field(default_factory=dict)  # members: scenario's name -> server's
     packed: PackedDialect | None = None  # in which it is asked what can be said in it
+    untrue: Callable[[httpx.Response], str | None] | None = None  # what its document has otherwise
+    spawn_environ: dict[str, str] = field(default_factory=dict)  # for those of its kind
 
 
 class Stage:
@@ -85,6 +87,8 @@ class Stage:
             method, url, headers=headers, content=content, timeout=HTTP_TIMEOUT_S
         )
         self._say(f"{method} {path} {show(http.get('json'))} -> {response.status_code}")
+        if self._target.untrue and (wrong := self._target.untrue(response)):
+            raise Failure(f"{method} {path}, by the document: {wrong}")
         if self._target.packed and packed is not None:
             response = self._target.packed.answer(http, response)
         if method == "POST" and path == "/register" and response.is_success and "base" not in http:
@@ -161,6 +165,7 @@ class Stage:
         if self._target.spawn_command is None:
             raise BadScenario("no command is known that starts another server")
         arguments, environ = self._names.fill([step.get("args", []), step.get("env", {})])
+        environ = self._target.spawn_environ | environ
         server = Spawned(self._target.spawn_command, arguments, environ)
         self._names.servers[step["spawn"]] = server
         if step.get("wait_health", True):

@@ -205,7 +205,7 @@ class Life {
   void settle(Bytes& in) {
     for (uint8_t slices = in.below(4); slices != 0; --slices) {
       kvd::Steps steps(slices == 3 ? INT64_MAX : 1);
-      conductor_.settle(steps);
+      conductor_.place_waiting(steps);
     }
   }
 

@@ -1,13 +1,13 @@
 // Any sequence of operations on two ledgers that share their loads: their invariants hold after every
-// one of them, depths are those of a plain search, rows fit into their room, what one does changes
-// nothing that is the other's, and nothing is left in the end.
+// one of them, depths are those of a plain search, what one does changes nothing that is the other's,
+// and nothing is left in the end.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_ledger.cpp -o fuzz_ledger
 //   ./fuzz_ledger -max_len=2048 -max_total_time=120 CORPUS_FOLDER
 //
 // The input is read byte by byte: an operation, then what it needs. Prompts are runs of 1 or 1,500
-// equal hashes out of four, so that they share, part, and exceed the longest node.
+// equal hashes out of four, so that they share, branch, and exceed the longest node.
 
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "ledger/ledger.hpp"
-#include "ledger/rows.hpp"
 #include "ledger/verify.hpp"
 
 namespace {
@@ -164,10 +163,6 @@ class Life {
       }
     }
     for (RankId id = 0; id < loads_->rank_end(); ++id) require(depths[id] == expected[id]);
-    const Rows rows(ledger());
-    const std::unique_ptr<char[]> room(new char[rows.room(3)]);
-    rows.loads(room.get(), "\"\":");
-    rows.projection(room.get(), depths, prompt.size(), kMaxTokens);
   }
 
   Input input_;

@@ -1,4 +1,4 @@
-"""A plain-Python selection: the rules of `kvd_core/selector*.hpp`, one candidate after the other.
+"""A plain-Python selection: the rules of `kvd_core/selector/*.pxd`, one candidate after the other.
 
 Floats are formed in the order of the formulas, so they are equal to the core's to the last bit.
 """

@@ -8,7 +8,7 @@ from tests.simulation.oracle import Wrong
 from tests.simulation.ports import live
 from tests.support.budget import scaled
 
-SEEDS = scaled(40)  # 80 ms each on an idle core
+SEEDS = scaled(20)  # 80 ms each on an idle core
 EVENTS = (
     "asked",
     "asked again",

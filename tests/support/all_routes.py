@@ -8,10 +8,15 @@ from typing import Any
 
 from kvd.faces.common import replica_sync
 from kvd.faces.common.monitoring import metrics_route
+from kvd.faces.common.openapi import with_document
 from kvd.faces.conductor import routes as conductor
+from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.indexer import routes as indexer
+from kvd.faces.indexer import schemas as indexer_schemas
+from kvd.faces.selection import schemas as selection_schemas
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
 from kvd.http.types import Route
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
@@ -22,6 +27,13 @@ from kvd.selection.options import RouterOptions
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.replica import ReplicaCounts
+
+DESCRIPTIONS = {
+    "indexer": indexer_schemas.DESCRIPTION,
+    "slot-tracker": slot_tracker_schemas.DESCRIPTION,
+    "selection": selection_schemas.DESCRIPTION,
+    "conductor": conductor_schemas.DESCRIPTION,
+}
 
 
 def all_routes() -> dict[str, tuple[Route, ...]]:
@@ -42,4 +54,7 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
         ),
         "conductor": conductor.routes(state, Publishers(state, nobody)),
     }
-    return {face: (*routes, metrics_route([])) for face, routes in faces.items()}
+    return {
+        face: with_document(face, (*routes, metrics_route([])), DESCRIPTIONS[face])
+        for face, routes in faces.items()
+    }

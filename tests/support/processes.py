@@ -14,8 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-START_DEADLINE_S = 60.0  # imports take 0.6 s alone; the rest is for a machine that is busy
+from tests.support.forking import REPOSITORY as REPOSITORY
+from tests.support.forking import start_process
+
+START_DEADLINE_S = 60.0  # a machine may be busy
 STOP_DEADLINE_S = 30.0
 POLL_S = 0.01
 
@@ -32,9 +34,7 @@ class Server:
         self._output = folder / f"{port}.stdout"
         self._errors = folder / f"{port}.stderr"
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environ, stdout=output, stderr=errors
-            )
+            self.process = start_process(command, environ, output, errors)
 
     @property
     def stdout(self) -> str:

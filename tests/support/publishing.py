@@ -83,7 +83,7 @@ class Running:
 def running_conductor(folder: Path, *arguments: str) -> Iterator[Running]:
     with (
         running_kvd(folder, *arguments, face="conductor") as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         yield Running(client, server)
         assert "Traceback" not in server.stderr

@@ -152,7 +152,7 @@ class Client:
 
     def __init__(self, stream: trio.SocketStream | SecuredStream) -> None:
         self.stream = stream
-        self._buffer = b""
+        self._buffer = bytearray()  # grows without a copy of what it has: replies may be long
 
     async def send(self, data: bytes) -> None:
         await self.stream.send_all(data)
@@ -195,19 +195,21 @@ class Client:
                 self._buffer += data
         except trio.BrokenResourceError:
             pass
-        rest, self._buffer = self._buffer, b""
-        return rest
+        return self._take(len(self._buffer))
 
     async def _read_until(self, end: bytes) -> bytes:
-        while end not in self._buffer:
+        while (at := self._buffer.find(end)) < 0:
             await self._fill()
-        data, _, self._buffer = self._buffer.partition(end)
-        return data
+        return self._take(at + len(end))[:at]
 
     async def _read(self, size: int) -> bytes:
         while len(self._buffer) < size:
             await self._fill()
-        data, self._buffer = self._buffer[:size], self._buffer[size:]
+        return self._take(size)
+
+    def _take(self, size: int) -> bytes:
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
         return data
 
     async def _fill(self) -> None:

@@ -33,7 +33,7 @@ def test_the_weight_has_the_names_of_all_versions(variable: str) -> None:
 
 def test_names_of_one_setting_must_not_differ() -> None:
     names = ("DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_OVERLAP_SCORE_WEIGHT")
-    with pytest.raises(StartError, match=" and ".join(names) + " are one setting and differ"):
+    with pytest.raises(StartError, match=" and ".join(names) + " set the same value and differ"):
         load({}, dict(zip(names, ("1", "2"), strict=True)))
 
 
@@ -46,7 +46,7 @@ def test_what_kvd_does_not_know_is_told_from_what_it_has_no_use_for() -> None:
         "DYN_OTHER": "1",
     }
     assert dict(without_effect(environ)) == {
-        "DYN_ROUTER_TEMPERATUR": "kvd does not know it",
+        "DYN_ROUTER_TEMPERATUR": "kvd does not know this variable",
         "DYN_ROUTER_REPLICA_SYNC": WITHOUT_EFFECT["router-replica-sync"],
     }
 
@@ -82,7 +82,7 @@ def test_requests_of_a_worker_weigh_beside_its_blocks(
     environ["DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT"] = weight
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         for worker_id in (1, 2):
             row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}
@@ -121,7 +121,7 @@ def test_the_credit_of_the_device_decays_with_the_load(
     prompt = list(range(32))
     with (
         running_kvd(tmp_path, *flags, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         for worker_id in (1, 2):
             row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}

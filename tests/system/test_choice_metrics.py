@@ -253,7 +253,7 @@ async def test_loads_rank_by_rank_while_there_are_few() -> None:
 def test_a_running_kvd_counts_both_ways(kvd_process: Callable[..., Server]) -> None:
     server = kvd_process(face="select-service")
     prompt = {"token_ids": list(range(64))}
-    with httpx.Client(base_url=server.base_url, trust_env=False) as client:
+    with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
         worker = {
             "worker_id": 1,
             "model_name": "default",

@@ -28,8 +28,9 @@ from kvd.config.load import DEFAULTS, load
 from kvd.config.parsers import OFF, parse_face_binds
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.platform.descriptors import LEAST
+from tests.support.commands import Ended, run_each
 from tests.support.ports import find_free_port
-from tests.support.processes import REPOSITORY, STOP_DEADLINE_S, Server, clean_environment
+from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.running import running, running_both
 
 ENDPOINT = "tcp://127.0.0.1:5557"
@@ -38,19 +39,6 @@ OTHERS_OFF = (
     *("--selection-bind", "off"),
     *("--conductor-bind", "off"),
 )
-
-
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs kvd as a process of its own, for command lines that end by themselves."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvd", *arguments],
-        cwd=REPOSITORY,
-        env=clean_environment(**environ),
-        capture_output=True,
-        text=True,
-        timeout=STOP_DEADLINE_S,
-        check=False,
-    )
 
 
 def given(*arguments: str) -> dict[str, object]:
@@ -127,18 +115,12 @@ def test_a_wrong_command_line_names_the_command_and_no_password(
         assert error.startswith(said) and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "face", ["serve", "indexer", "slot-tracker", "select-service", "conductor"]
-)
 @pytest.mark.parametrize("limit", [10, 20, LEAST - 1])
-def test_too_few_descriptors_are_one_line(face: str, limit: int) -> None:
+def test_too_few_descriptors_are_one_line(limit: int) -> None:
     few = ["prlimit", f"--nofile={limit}:{limit}"]
-    command = [*few, sys.executable, "-m", "kvd", face]
-    ended = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
-    assert ended.stderr == (
-        f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
-    )
-    assert ended.returncode == os.EX_CONFIG
+    faces = [[face] for face in ("serve", "indexer", "slot-tracker", "select-service", "conductor")]
+    said = f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
+    assert run_each(faces, under=few) == [Ended(os.EX_CONFIG, said)] * len(faces)
 
 
 def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +257,7 @@ def test_switches_stand_alone_or_say_it(command: str) -> None:
 
 def test_every_setting_of_the_router_is_a_flag_of_the_select_service() -> None:
     known = vars(build_parser().parse_args(["select-service"])).keys()
-    of_routers = [each for each in SETTINGS if (each.borrowed or "").startswith("DYN_")]
+    of_routers = [each for each in SETTINGS if each.variable.startswith("DYN_")]
     assert len(of_routers) > 20
     assert {each.name for each in of_routers} <= known
     assert given("select-service", "--router-temperature", "0.5")["router_temperature"] == 0.5
@@ -297,63 +279,83 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         assert alone(parser, parser.parse_args([command])).keys() <= {*settings, DEFAULTS}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "indexer --port {}",
-        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{} --selection-bind off "
-        "--conductor-bind off",
-        "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off --selection-bind 127.0.0.1:{} "
-        "--conductor-bind off",
-        "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
-        "--conductor-bind 127.0.0.1:{}",
-        "slot-tracker --port 0 --replica-sync-port {}",
-    ],
-)
-def test_a_port_in_use_is_a_start_error(arguments: str) -> None:
+def test_a_port_in_use_is_a_start_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = run(*arguments.format(port).split())
-    assert ended.returncode == 1  # it may be free in a moment
-    assert f"127.0.0.1:{port}" in ended.stderr
-    assert ended.stderr.count("\n") == 1, ended.stderr
+        commands = [
+            f"indexer --port {port}",
+            f"serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind 127.0.0.1:{port} "
+            "--selection-bind off --conductor-bind off",
+            "serve --indexer-bind 127.0.0.1:0 --slot-tracker-bind off "
+            f"--selection-bind 127.0.0.1:{port} --conductor-bind off",
+            "serve --indexer-bind off --slot-tracker-bind off --selection-bind off "
+            f"--conductor-bind 127.0.0.1:{port}",
+            f"slot-tracker --port 0 --replica-sync-port {port}",
+        ]
+        for ended in run_each([command.split() for command in commands]):
+            assert ended.code == 1  # it may be free in a moment
+            assert f"127.0.0.1:{port}" in ended.stderr
+            assert ended.stderr.count("\n") == 1, ended.stderr
 
 
-def test_a_port_in_use_for_tls_is_one_line_too(tmp_path: Path) -> None:
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
-    files = ["-subj", "/CN=kvd", "-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run([*command.split(), *files], cwd=tmp_path, check=True, capture_output=True)
-    pems = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
+def test_a_port_in_use_for_tls_is_one_line_too(certificate: Path) -> None:
+    cert, key = (str(certificate / f"{name}.pem") for name in ("cert", "key"))
 
-    def start(bind: str, cert: str, code: int) -> str:
+    def start(bind: str, cert: str) -> list[str]:
         binds = ("--indexer-bind", f"127.0.0.1:0,tls:{bind}", *OTHERS_OFF)
-        ended = run("serve", *binds, "--tls-certfile", cert, "--tls-keyfile", pems["key"])
-        assert ended.returncode == code
-        assert ended.stderr.count("\n") == 1, ended.stderr
-        return ended.stderr
+        return ["serve", *binds, "--tls-certfile", cert, "--tls-keyfile", key]
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"cannot listen on {bind}" in start(bind, pems["cert"], code=1)
-    assert "cannot use" in start("127.0.0.1:0", pems["key"], os.EX_CONFIG)  # no certificate in it
+        in_use, bad = run_each([start(bind, cert), start("127.0.0.1:0", key)])
+    assert in_use.code == 1 and f"cannot listen on {bind}" in in_use.stderr
+    assert bad.code == os.EX_CONFIG and "cannot use" in bad.stderr  # no certificate in it
+    for ended in (in_use, bad):
+        assert ended.stderr.count("\n") == 1, ended.stderr
 
 
-def test_help_shows_the_common_flags_first_and_the_others_by_subject() -> None:
-    text = run("serve", "--help").stdout
-    common, _, others = text.partition("\nRecovery:\n")
+def show_help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        main(list(arguments))
+    return capsys.readouterr().out
+
+
+def flags_in(text: str) -> set[str]:
+    """Returns the options that a help lists."""
+    return set(re.findall(r"^  (?:-\w, )?(--[a-z][a-z-]+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "indexer", "slot-tracker", "select-service", "conductor", "config check"]
+)
+def test_help_is_a_page_of_common_flags_and_names_the_help_with_all(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    text = show_help(capsys, *command.split(), "--help")
+    assert {"--help", "--help-all", "--config", "--tokens-file"} <= flags_in(text)
+    assert len(text.splitlines()) <= 50
+    everything = show_help(capsys, *command.split(), "--help-all")
+    assert flags_in(text) < flags_in(everything)
+
+
+def test_the_help_with_all_has_every_setting_by_subject(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common, _, others = show_help(capsys, "serve", "--help-all").partition("\nRecovery:\n")
     for setting in SETTINGS:
         section = common if setting in GROUPS[COMMON] else others
         assert f"\n  {setting.flag}" in section, setting.name
-    assert len(common.splitlines()) < 40  # a page
     titles = re.findall(r"^(\S.*):$", others, re.MULTILINE)
     assert titles == [title for title in GROUPS if title not in (COMMON, "Recovery")]
 
 
-def test_every_flag_is_said_to_have_the_variable_it_has() -> None:
-    epilog = "".join(run("serve", "--help").stdout.split())  # lines break at hyphens too
+def test_every_flag_is_said_to_have_the_variable_it_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "".join(show_help(capsys, "serve", "--help-all").split())  # lines break anywhere
     for setting in SETTINGS:
         usual = f"KVD_{setting.name.upper()}"
-        assert setting.variable == usual or f"{setting.flag}as{setting.variable}" in epilog
+        assert setting.variable == usual or f"variable{setting.variable})" in text
 
 
 def test_workers_of_the_command_line_are_registered(
@@ -361,16 +363,13 @@ def test_workers_of_the_command_line_are_registered(
 ) -> None:
     flags = ("--block-size", "16", "--model-name", "m", "--workers", f"1={ENDPOINT},1:1={ENDPOINT}")
     server = kvd_process(*flags, "--threads", "4")
-    (worker,) = httpx.get(f"{server.base_url}/workers", trust_env=False).json()
+    (worker,) = httpx.get(f"{server.base_url}/workers", trust_env=False, verify=False).json()
     assert worker["instance_id"] == 1
     assert worker["endpoints"] == {"0": ENDPOINT, "1": ENDPOINT}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_both_signals_end_it_well(
-    number: signal.Signals, kvd_process: Callable[..., Server]
-) -> None:
-    assert kvd_process().stop(number) == 0
+def test_an_interrupt_ends_it_well_as_a_sigterm_does(kvd_process: Callable[..., Server]) -> None:
+    assert kvd_process().stop(signal.SIGINT) == 0  # every other daemon here ends on SIGTERM
 
 
 def test_who_reads_what_a_command_says_may_leave() -> None:
@@ -394,7 +393,7 @@ def test_who_reads_what_a_command_says_may_leave() -> None:
 def test_both_faces_are_one_process(tmp_path: Path) -> None:
     with (
         running_both(tmp_path) as (server, slot_tracker),
-        httpx.Client(trust_env=False) as client,
+        httpx.Client(trust_env=False, verify=False) as client,
     ):
         worker = {"worker_id": 7, "model_name": "m", "block_size": 16, "dp_start": 0, "dp_size": 1}
         assert client.post(f"{slot_tracker}/register", json=worker).status_code == 201
@@ -411,7 +410,7 @@ def test_both_faces_are_one_process(tmp_path: Path) -> None:
         assert client.post(f"{slot_tracker}/query", json={}).status_code == 404
     for url in (server.base_url, slot_tracker):
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health", trust_env=False)
+            httpx.get(f"{url}/health", trust_env=False, verify=False)
     assert server.stderr.count("event=serving") == 2
     assert server.stderr.count("event=stopped") == 1
 

@@ -248,7 +248,7 @@ def test_conflicts(conductor: Running) -> None:
         failure = conductor.post("/register", REGISTER | {field: value}, 409)
         assert failure["reason"] == "invalid_registration"
         known = REGISTER.get(field, "none")
-        assert failure["error"] == f"a|default|0 is registered already, with {field} {known}"
+        assert failure["error"] == f"a|default|0 is already registered with {field} {known}"
     assert len(conductor.services()) == 1
 
 

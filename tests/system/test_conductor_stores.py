@@ -140,11 +140,12 @@ def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake")
     tell(pool, 1, seq_hashes=HASHES)
+    conductor.until_row("/query", QUERY, matched(16))  # which tells the tokens of its blocks
     part = 99_000
     messages = -(-WAITING // part)
     for seq in range(2, 2 + messages):
         tell(pool, seq, seq_hashes=list(range(2**40 + seq * part, 2**40 + (seq + 1) * part)))
-    loss = f"batch {1 + messages} found no room"
+    loss = f"the index had no room for batch {1 + messages}"
     shown = conductor.until_shown(pool.endpoint("pub"), 60.0, stream="degraded", loss=loss)
     assert (shown["waiting"], shown["ignored"]) == (WAITING, {"full": 1})
     conductor.until_row("/query", QUERY, matched(16))

@@ -170,7 +170,7 @@ def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
     assert "warning" not in found
     assert (silent["blocks"], silent["waiting"], silent["matched"]) == (2, 2, 0)
     assert silent["asked"] == found["asked"] > 0
-    assert silent["warning"] == "2 blocks held, no query ever matched a first block"
+    assert silent["warning"] == "2 blocks are indexed, but no query has matched one"
     metrics = conductor.client.get("/metrics").text
     assert "\nkvd_conductor_unmatched_publishers 1\n" in metrics
     assert '\nkvd_conductor_blocks{state="waiting"} 2\n' in metrics
@@ -193,7 +193,7 @@ def test_a_publisher_of_others_events_is_told_of(
         engine.publish({"seq": seq, "batch": [0.5, [event]]})
     assert "warning" not in conductor.until_shown(engine.endpoint("pub"), last_seq=14)
     engine.publish({"seq": 15, "batch": [0.5, [event]]})
-    why = f"nothing held of 16 events: they are another's, or ignored ({reason} 16)"
+    why = f"16 events stored nothing: they were foreign or ignored ({reason} 16)"
     conductor.until_shown(engine.endpoint("pub"), last_seq=15, warning=why)
     line = f"{instance}|default|0"
     conductor.server.wait_until(lambda: line in conductor.server.stderr, "the line")
@@ -211,7 +211,7 @@ def test_a_publisher_of_other_block_sizes_is_told_of(conductor: Running) -> None
     for seq in range(1, 17):
         stored = ["BlockStored", [seq], None, PROMPT[:8], 8, None, "GPU"]
         engine.publish({"seq": seq, "batch": [0.5, [stored]]})
-    why = "nothing held of 17 events: they are another's, or ignored (block_size 16)"
+    why = "17 events stored nothing: they were foreign or ignored (block_size 16)"
     conductor.until_shown(engine.endpoint("pub"), last_seq=16, warning=why)
     line = "misregistered-size|default|0"
     conductor.server.wait_until(lambda: line in conductor.server.stderr, "the line")
@@ -271,7 +271,7 @@ def test_longer_json_is_refused_and_said(conductor: Running) -> None:
     payload = json.dumps([0.5, [long_event(0, 8, True)]]).encode()
     payload += b" " * (JSON_BYTES + 1 - len(payload))
     engine.publish({"seq": 1, "payload_hex": payload.hex()})
-    loss = "batch 1 not understood"
+    loss = "batch 1 could not be decoded"
     shown = conductor.until_shown(engine.endpoint("pub"), stream="degraded", loss=loss)
     assert (shown["bad"], shown["bad_events"], shown["blocks"]) == ({"too_large": 1}, 1, 1)
     tell(engine, 2, 1)
@@ -284,11 +284,11 @@ def test_longer_json_is_refused_and_said(conductor: Running) -> None:
 @pytest.mark.parametrize(
     ("event", "loss"),
     [
-        ({"tenant_id": "other"}, "all events were another's, or ignored: tenant_id 1"),
+        ({"tenant_id": "other"}, "all events were foreign or ignored: tenant_id 1"),
         ({"medium": "dp"}, "all events were ignored: media 1"),
         (
             ["BlockStored", [1, 2], None, PROMPT, 8, None, "GPU"],
-            "all events were another's, or ignored: block_size 1",
+            "all events were foreign or ignored: block_size 1",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             server = stack.enter_context(running(folder, ports["indexer"], "serve", *binds, *flags))
             urls = {face: f"http://127.0.0.1:{port}" for face, port in ports.items()}
             return server, {
-                face: stack.enter_context(httpx.Client(base_url=url, trust_env=False))
+                face: stack.enter_context(httpx.Client(base_url=url, trust_env=False, verify=False))
                 for face, url in urls.items()
             }
 

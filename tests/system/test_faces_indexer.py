@@ -33,7 +33,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(kvd: Server) -> Iterator[httpx.Client]:
     """A client of a kvd where ranks 10 and 9 of instance 1 are registered and active."""
     with (
-        httpx.Client(base_url=kvd.base_url, trust_env=False) as made,
+        httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made,
         zmq.Context() as context,
         context.socket(zmq.PUB) as engine,
     ):
@@ -241,5 +241,5 @@ NOT_AT_THE_PEER = "/query_tiered_by_hash"
 def test_the_live_peer_refuses_the_same(
     path: str, refusals: Refusals, peer_process: Callable[..., Server]
 ) -> None:
-    with httpx.Client(base_url=peer_process().base_url, trust_env=False) as theirs:
+    with httpx.Client(base_url=peer_process().base_url, trust_env=False, verify=False) as theirs:
         refusals.check_peer(path, theirs)

@@ -32,7 +32,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(kvd: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=kvd.base_url, trust_env=False) as made:
+    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
         yield made
         for row in made.get("/workers").json():
             made.delete(f"/workers/{row['worker_id']}")
@@ -220,18 +220,18 @@ def test_as_many_workers_as_were_asked_for_are_waited_for(tmp_path: Path) -> Non
     environ = {"DYN_ROUTER_MIN_INITIAL_WORKERS": "2"}
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
-        assert readiness(client)[:2] == (503, ["0 of 2 initial workers are there"])
+        assert readiness(client)[:2] == (503, ["0 of 2 initial workers are schedulable"])
         register(client, 1, "one")
-        assert readiness(client)[:2] == (503, ["1 of 2 initial workers are there"])
+        assert readiness(client)[:2] == (503, ["1 of 2 initial workers are schedulable"])
         assert select(client, "one")["worker_id"] == 1  # who asks is answered
         register(client, 2, "two")
         assert readiness(client) == (200, [], "off")
         client.delete("/workers/2")
         assert readiness(client)[0] == 200
         client.delete("/workers/1")
-        assert readiness(client)[:2] == (503, ["there is no schedulable worker"])
+        assert readiness(client)[:2] == (503, ["no worker is schedulable"])
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[httpx.Client]:
     flags = ("--indexer-peers", peer)
     with (
         running_kvd(folder, *flags, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         yield client
 
@@ -248,14 +248,14 @@ def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[httpx.Client]:
 def test_recovery_is_waited_for(tmp_path: Path) -> None:
     with recovering(tmp_path, "http://127.0.0.1:1", delay_s=60) as client:
         register(client, 1, "m")
-        assert readiness(client) == (503, ["a peer's index is being taken"], "running")
+        assert readiness(client) == (503, ["recovery from a peer is in progress"], "running")
 
 
 @pytest.mark.parametrize("state", ["done", "empty"])
 def test_ready_tells_of_recovery(state: str, tmp_path: Path) -> None:
     with (
         running_kvd(tmp_path, face="select-service", environ=PREDICTING) as peer,
-        httpx.Client(base_url=peer.base_url, trust_env=False) as other,
+        httpx.Client(base_url=peer.base_url, trust_env=False, verify=False) as other,
     ):
         if state == "done":
             register(other, 1, "m")

@@ -51,7 +51,7 @@ def kvd(folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def client(kvd: Server) -> Iterator[httpx.Client]:
     """A client of a service with one worker and one reservation, in its decode phase."""
-    with httpx.Client(base_url=kvd.base_url, trust_env=False) as made:
+    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
         registered = made.post("/workers", json=REGISTERED)
         assert registered.json()["lifecycle"] == "schedulable", registered.text
         assert made.post("/reservations", json=BOOKED).status_code == 201
@@ -307,7 +307,7 @@ def test_a_client_that_leaves_as_it_is_served_keeps_nothing(tmp_path: Path) -> N
     record = REGISTERED | {"data_parallel_size": 1, "max_num_batched_tokens": 1}
     with (
         running_kvd(tmp_path, face="select-service") as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         assert client.post("/workers", json=record).json()["lifecycle"] == "schedulable"
         for number in range(30):

@@ -47,7 +47,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def client(kvd: Server) -> Iterator[httpx.Client]:
     """A client of a slot tracker with one worker and one request, in its decode phase."""
-    with httpx.Client(base_url=kvd.base_url, trust_env=False) as made:
+    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
         assert made.post("/register", json=REGISTERED).status_code == 201
         assert made.post("/add", json=BOOKED).status_code == 201
         assert step(made, "/prefill_complete", LIVE) == 200
@@ -108,7 +108,7 @@ def test_the_live_peer_refuses_the_same(
     refusals: Refusals, peer_process: Callable[..., Server]
 ) -> None:
     peer = peer_process(service="slot_tracker")
-    with httpx.Client(base_url=peer.base_url, trust_env=False) as theirs:
+    with httpx.Client(base_url=peer.base_url, trust_env=False, verify=False) as theirs:
         for path in POSTS:
             refusals.check_peer(path, theirs, "tenant_id: ", "new_isl_tokens: 9007199254740993")
 

@@ -485,7 +485,7 @@ def daemon(folder: Path, text: str) -> Iterator[Daemon]:
         server = stack.enter_context(running(folder, ports["indexer"], "serve", *flags))
         clients = {
             face: stack.enter_context(
-                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
             )
             for face, port in ports.items()
         }
@@ -578,7 +578,7 @@ def test_under_load_no_request_is_lost(tmp_path: Path, engines: Callable[[], Eng
 
         def ask(face: str, path: str, good: Callable[[Any], bool]) -> None:
             url = str(kvd.clients[face].base_url)
-            with httpx.Client(base_url=url, trust_env=False) as http:
+            with httpx.Client(base_url=url, trust_env=False, verify=False) as http:
                 while not stop.is_set():
                     next(asked)
                     answer = http.post(path, json={"model_name": "m", "token_ids": TOKENS})

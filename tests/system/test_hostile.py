@@ -153,8 +153,8 @@ class Worker:
 def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvd]:
     with (
         running_both(tmp_path_factory.mktemp("kvd")) as (server, slot_tracker),
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
-        httpx.Client(base_url=slot_tracker, trust_env=False) as slots,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        httpx.Client(base_url=slot_tracker, trust_env=False, verify=False) as slots,
         ExitStack() as stack,
     ):
         context = zmq.Context()
@@ -473,7 +473,7 @@ def test_clients_that_register_the_same_worker_at_once(kvd: Kvd) -> None:
 
 def _storm(kvd: Kvd, rng: random.Random) -> set[int]:
     """Registers and unregisters two instances at random; returns the statuses seen."""
-    with httpx.Client(base_url=kvd.server.base_url, trust_env=False) as client:
+    with httpx.Client(base_url=kvd.server.base_url, trust_env=False, verify=False) as client:
         return {_register_or_not(client, rng) for _ in range(50)}
 
 
@@ -495,7 +495,7 @@ def test_clients_that_book_the_same_requests_at_once(kvd: Kvd) -> None:
 
 
 def _reservations(kvd: Kvd, rng: random.Random) -> set[int]:
-    with httpx.Client(base_url=kvd.slots.base_url, trust_env=False) as client:
+    with httpx.Client(base_url=kvd.slots.base_url, trust_env=False, verify=False) as client:
         return {_book(client, rng) for _ in range(50)}
 
 
@@ -538,7 +538,7 @@ def test_workers_and_clients_share_few_descriptors(tmp_path: Path) -> None:
     server = Server(command, tmp_path, port, clean_environment())
     try:
         server.wait_healthy()
-        client = httpx.Client(base_url=server.base_url, trust_env=False)
+        client = httpx.Client(base_url=server.base_url, trust_env=False, verify=False)
         with client, zmq.Context() as context, context.socket(zmq.PUB) as engine:
             engine.bind("tcp://127.0.0.1:0")
             body = {"endpoint": engine.last_endpoint.decode(), "model_name": "m", "block_size": 4}
@@ -564,7 +564,10 @@ def test_workers_and_clients_share_few_descriptors(tmp_path: Path) -> None:
                     lambda: paused not in client.get("/metrics").text, "short of them"
                 )
                 assert listening()
-            assert httpx.get(f"{server.base_url}/health", trust_env=False).status_code == 200
+            assert (
+                httpx.get(f"{server.base_url}/health", trust_env=False, verify=False).status_code
+                == 200
+            )
             assert f"kvd_ranks_refused_total {DESCRIPTORS - taken}" in client.get("/metrics").text
             assert listening()
         assert server.stop() == 0
@@ -594,13 +597,16 @@ def test_a_message_without_end_is_ended_by_the_memory_limit(tmp_path: Path) -> N
         with socket.create_server(("127.0.0.1", 0)) as listening:
             endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
             body = {"instance_id": 1, "endpoint": endpoint, "model_name": MODEL, "block_size": 4}
-            assert httpx.post(f"{server.base_url}/register", json=body).status_code == 201
+            assert (
+                httpx.post(f"{server.base_url}/register", json=body, verify=False).status_code
+                == 201
+            )
             publisher, _ = listening.accept()
             with publisher:
                 publisher.sendall(GREETING + ready())
                 sent = _send_without_end(publisher)
         assert MIB < sent < ADDRESS_SPACE_BYTES
-        assert httpx.get(f"{server.base_url}/health").status_code == 200
+        assert httpx.get(f"{server.base_url}/health", verify=False).status_code == 200
         assert server.stop() == 0
     finally:
         server.stop()
@@ -631,7 +637,7 @@ def test_an_index_without_memory_left_says_so(tmp_path: Path) -> None:
             engine.linger = engine.sndhwm = 0
             where = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
             body = {"instance_id": 1, "endpoint": where, "model_name": MODEL, "block_size": 1}
-            httpx.post(f"{server.base_url}/register", json=body).raise_for_status()
+            httpx.post(f"{server.base_url}/register", json=body, verify=False).raise_for_status()
             pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0])
             most = pages * PAGE_BYTES + 8 * MIB
             resource.prlimit(server.process.pid, resource.RLIMIT_AS, (most, most))
@@ -640,7 +646,7 @@ def test_an_index_without_memory_left_says_so(tmp_path: Path) -> None:
             assert server.process.returncode != 0 and server.stderr.splitlines()[-1], server.stderr
         else:
             assert "MemoryError" in server.stderr
-            (worker,) = httpx.get(f"{server.base_url}/workers").json()
+            (worker,) = httpx.get(f"{server.base_url}/workers", verify=False).json()
             assert worker["stream"] != "exact"
     finally:
         server.process.kill()

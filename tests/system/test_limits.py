@@ -113,7 +113,7 @@ def test_every_option_of_connections_and_replays_can_be_said() -> None:
     config = load({**said, "replica_sync_queue_messages": 7}, {})
     fixed = {"give_up_s": LinkOptions().give_up_s}
     link, replays = dataclasses.asdict(config.engine_link), dataclasses.asdict(config.replays)
-    assert sorted([*link.values(), *replays.values(), config.stale_after_s]) == sorted(
+    assert sorted([*link.values(), *replays.values(), config.engine_stale_s]) == sorted(
         [*said.values(), *fixed.values()]
     )
     own = {"queue_messages": 7, "max_message_bytes": REPLICA_LINK.max_message_bytes}
@@ -121,7 +121,7 @@ def test_every_option_of_connections_and_replays_can_be_said() -> None:
 
 
 def test_pauses_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(StartError, match="the longest pause"):
+    with pytest.raises(StartError, match="engine_reconnect_max_s is shorter"):
         load({"engine_reconnect_s": 9.0}, {})
     assert load({"engine_reconnect_s": 9.0, "engine_reconnect_max_s": 9.0}, {})
 
@@ -312,7 +312,8 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert samples['kvd_events_ignored_total{reason="full"}'] == 90
         assert held() == [100] * 10 + [0] * 90
         shown = listener(kvd)
-        assert (shown["stream"], shown["loss"]) == ("degraded", "batch 99 found no room")
+        assert shown["stream"] == "degraded"
+        assert shown["loss"] == "the index had no room for batch 99"
         said = "event=index_full max_blocks=1000"
         kvd.server.wait_until(lambda: said in kvd.server.stderr, "said")
         off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]

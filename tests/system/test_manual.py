@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from kvd.cli.main import main
+from kvd.cli.main import FullParser, build_parser, main
 from kvd.config import file as configfile
 from kvd.config.parsers import Setting
 from kvd.config.settings import SETTINGS
@@ -51,15 +51,13 @@ def run(*command: object) -> str:
     return ended.stdout + ended.stderr
 
 
-def helps() -> dict[str, list[str]]:
-    """Returns the options that `--help` of every command lists."""
+def helps() -> dict[str, set[str]]:
+    """Returns the options that `--help-all` of every command lists."""
     found = {}
-    for command in manual.ALL:
-        shown = command.parser.format_help()
-        options = shown[shown.index("options:") :]
-        found[" ".join(command.words)] = re.findall(
-            r"^  (?:-\w, )?(--[a-z][a-z0-9-]+)", options, re.MULTILINE
-        )
+    for parser in manual.walk(build_parser(FullParser)):
+        shown = parser.format_help()
+        options = re.findall(r"^  (?:-\w, )?(--[a-z][a-z0-9-]+)", shown, re.MULTILINE)
+        found[parser.prog] = set(options) - {"--help"}
     return found
 
 
@@ -67,19 +65,31 @@ def test_all_commands_are_there() -> None:
     with pytest.raises(SystemExit):
         main(["serve", "indexer"])
     words = {"serve", "indexer", "slot-tracker", "select-service", "config check", "config show"}
-    assert words <= helps().keys()
+    assert {f"kvd {each}" for each in words} <= helps().keys()
 
 
 @pytest.mark.parametrize("command", sorted(helps()))
 def test_every_option_is_in_the_page_and_the_completions(folder: Path, command: str) -> None:
-    page, fish, zsh = (text(folder, name) for name in ("kvd.1", "kvd.fish", "_kvd"))
-    (bash,) = re.findall(rf'^ +"{command}"\) flags="(.*)" ;;$', text(folder, "kvd"), re.MULTILINE)
-    assert command.split()[0] in page
+    page, bash, fish, zsh = (text(folder, name) for name in ("kvd.1", "kvd", "kvd.fish", "_kvd"))
+    words = "_".join(["_shtab", *command.replace("-", "_").split()])
+    (known,) = re.findall(rf"^{words}_option_strings=\((.*)\)$", bash, re.MULTILINE)
+    if command != "kvd":
+        assert f".SS {command}\n" in page
     for option in helps()[command]:
         assert option in page
-        assert option in bash.split()
-        assert f"{option}=[" in zsh or f"{option}[" in zsh
+        assert option in known.split()
+        assert re.search(rf'["{{,)]{option}[}},\[]', zsh)
         assert f" -l {option[2:]} " in fish
+
+
+def test_the_page_describes_the_options_of_serve_once(folder: Path) -> None:
+    page = text(folder, "kvd.1")
+    check = page.partition(".SS kvd config check\n")[2].partition(".SS ")[0]
+    assert "--config" in check and "--indexer-bind" not in check
+    for heading in ("SIGNALS", "EXIT STATUS", "ENVIRONMENT", "FILES", "SEE ALSO"):
+        assert f".SH {heading}\n" in page
+    status = page.partition(".SS kvd status\n")[2].partition(".SS ")[0]
+    assert "Exit codes: 0 all streams are exact" in status
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: each.name)
@@ -129,24 +139,27 @@ def test_shells_read_their_completions(folder: Path, name: str, shell: str) -> N
 @pytest.mark.parametrize(
     ("line", "some", "never"),
     [
-        ("kvd ", {"serve", "config", "--version"}, "check"),
+        ("kvd ", {"serve", "config"}, "check"),
+        ("kvd --v", {"--version"}, "--help"),
         ("kvd config ", {"check", "show"}, "serve"),
         ("kvd config check --log", {"--log-level"}, "--interval"),
         ("kvd serve --log-level ", {"debug", "info", "warning", "error"}, "--help"),
+        ("kvd serve --log-level debug --access-log ", {"true", "false"}, "debug"),
         ("kvd serve --router-queue-policy w", {"wspt"}, "fcfs"),
+        ("kvd config check --config FOLDER/", {"FOLDER/kvd.toml"}, "--help"),
         ("kvd indexer --", {"--port", "--threads"}, "--router-temperature"),
     ],
 )
 def test_bash_completes(folder: Path, line: str, some: set[str], never: str) -> None:
     if shutil.which("bash") is None:
         pytest.skip("no bash")
-    words = line.split() + [""] * line.endswith(" ")
+    words = line.replace("FOLDER", str(folder)).split() + [""] * line.endswith(" ")
     script = (
         f"source {folder / 'kvd'}; COMP_WORDS=({' '.join(repr(word) for word in words)}); "
-        f"COMP_CWORD={len(words) - 1}; _kvd; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        f"COMP_CWORD={len(words) - 1}; _shtab_kvd; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
     offered = set(run("bash", "-c", script).split())
-    assert some <= offered
+    assert {each.replace("FOLDER", str(folder)) for each in some} <= offered
     assert never not in offered
 
 

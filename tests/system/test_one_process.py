@@ -111,7 +111,7 @@ def serving(folder: Path) -> Iterator[Process]:
         server = stack.enter_context(running(folder, ports["indexer"], "serve", *binds))
         clients = {
             face: stack.enter_context(
-                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
             )
             for face, port in ports.items()
         }

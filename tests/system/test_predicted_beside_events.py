@@ -207,7 +207,7 @@ def test_between_a_booking_and_the_first_event(tmp_path: Path) -> None:
     environ = {"DYN_ROUTER_PREDICTED_TTL_SECS": "600"}
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False, timeout=20) as client,
     ):
         assert client.post("/workers", json=record).json()["lifecycle"] == "schedulable"
         empty = client.get("/dump").json()

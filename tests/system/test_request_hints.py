@@ -12,6 +12,7 @@ import pytest
 
 from kvd_core.base.hashing import sequence_hashes
 from tests.conformance.failure import wait_until
+from tests.support import exposition
 from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
 
@@ -21,20 +22,32 @@ TOKENS = [1] * 8
 Json = dict[str, Any]
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[httpx.Client]:
-    """The selection service, without KV events: worker 1 is busy above 8 tokens."""
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """The selection service of all tests here, without KV events, beside a slot tracker."""
     port, slots = find_free_port(), find_free_port()
     flags = [f"--selection-bind=127.0.0.1:{port}", f"--slot-tracker-bind=127.0.0.1:{slots}"]
     flags += ["--indexer-bind=off", "--conductor-bind=off", "--session-affinity-ttl-secs=60"]
     environ = {"DYN_ROUTER_USE_KV_EVENTS": "false", "DYN_ROUTER_QUEUE_THRESHOLD": "1"}
+    folder = tmp_path_factory.mktemp("service")
     with (
-        running(tmp_path, port, "serve", *flags, environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, timeout=60.0) as client,
+        running(folder, port, "serve", *flags, environ=environ) as server,
+        httpx.Client(
+            base_url=server.base_url, trust_env=False, verify=False, timeout=60.0
+        ) as client,
     ):
         client.headers["x-slots"] = f"http://127.0.0.1:{slots}"
-        put(client, 1)
         yield client
+
+
+@pytest.fixture
+def client(service: httpx.Client) -> Iterator[httpx.Client]:
+    """The service with worker 1 alone, which is busy above 8 tokens."""
+    put(service, 1)
+    yield service
+    service.put("/workers", json={"workers": []}).raise_for_status()  # their requests go as well
+    for row in service.get("/loads").json():
+        assert (row["loads"], row["pending_count"]) == ([], 0)
 
 
 def put(client: httpx.Client, worker_id: int, **members: Any) -> Json:
@@ -174,7 +187,7 @@ def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
     environ["DYN_ROUTER_CONDITIONAL_DISAGG_PREFILL_BUSY_THRESHOLD"] = "0.5"
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         busy = []
         for name in ("ab", "c"):  # worker 1 has room for 24 tokens; equal is not busy
@@ -195,7 +208,7 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
     environ["DYN_ROUTER_CONDITIONAL_DISAGG_DECODE_BUSY_THRESHOLD"] = "0.25"
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as client,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
     ):
         put(client, 1, max_num_batched_tokens=1000, total_kv_blocks=32)
         # A quarter of its blocks is not too much; a block that is begun counts.
@@ -237,7 +250,7 @@ def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
     slots = client.headers["x-slots"]
     body = {"model_name": "none", "request_id": "r", "worker_id": "x", "dp_rank": 0}
     body |= {"sequence_hashes": [1], "new_isl_tokens": 4}
-    with httpx.Client(base_url=slots, trust_env=False) as tracker:
+    with httpx.Client(base_url=slots, trust_env=False, verify=False) as tracker:
         answer = tracker.post("/add", json=body)
         assert answer.status_code == 422 and "worker_id" in answer.json()["error"]
         assert tracker.post("/add", json={**body, "worker_id": 1}).status_code == 404
@@ -246,6 +259,7 @@ def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
 def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.Client) -> None:
     tokens = list(range(20))
     hashed = {"block_hashes": [1, 2], "sequence_hashes": [1, 2], "isl_tokens": 20}
+    rehashed = count_rehashed(client)
     assert reserve(client, "first").status_code == 200  # now it is busy
     with ThreadPoolExecutor() as pool:
         callers = [pool.submit(reserve, client, "one", token_ids=tokens)]
@@ -259,7 +273,9 @@ def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.
         client.put("/workers", json={"workers": [wide]}).raise_for_status()
         refused = lost.result()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert refused.json() == {"error": "the block size of the workers has changed meanwhile"}
+        assert refused.json() == {
+            "error": "the block size of the workers changed while the request waited"
+        }
         assert callers[0].result().json()["overlap"]["gpu"] == 0
         waiting(client, 1)  # the first keeps the worker busy, and is cached there now
         client.post("/reservations/one/prefill_complete").raise_for_status()
@@ -267,7 +283,11 @@ def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.
     assert (answer["block_size"], answer["overlap"]["gpu"]) == (8, 16)
     assert answer["effective_prefill_tokens"] == 4
     assert client.get("/reservations/two").json()["blocks"] == 2
-    assert "\nkvd_selection_rehashed_total 2\n" in client.get("/metrics").text
+    assert count_rehashed(client) == rehashed + 2
+
+
+def count_rehashed(client: httpx.Client) -> float:
+    return exposition.parse(client.get("/metrics").text)["kvd_selection_rehashed_total"]
 
 
 def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: httpx.Client) -> None:

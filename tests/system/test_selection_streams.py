@@ -195,7 +195,7 @@ def test_an_engine_that_dies_and_comes_back(kvd_process: Callable[..., Server]) 
     engine = Engine("e")
     engine.bind()
     server = kvd_process("--router-disconnected-s=0", face="select-service")
-    with httpx.Client(base_url=server.base_url, trust_env=False) as client:
+    with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
         record = {"worker_id": 1, "endpoint": "x", "block_size": 4}
         record["kv_events_endpoint"] = engine.endpoint("pub")
         assert client.post("/workers", json=record).json()["lifecycle"] == "schedulable"

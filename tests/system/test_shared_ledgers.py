@@ -121,7 +121,9 @@ def running_faces(folder: Path, *flags: str) -> Iterator[Faces]:
     with ExitStack() as stack:
         server = stack.enter_context(running(folder, tracker, "serve", *binds, *flags))
         clients = (
-            stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False))
+            stack.enter_context(
+                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
+            )
             for port in (tracker, selection)
         )
         yield Faces(server, *clients)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,17 @@ def stored(block_size: int, tokens: list[int] = TOKENS) -> Json:
 
 
 class Fleet:
-    """A running daemon, its engines, and what it shows of them."""
+    """A running daemon, its engines, and what it shows of them from now on."""
 
     def __init__(self, server: Server, flags: list[str], engines: ExitStack) -> None:
         self.server = server
         self.flags = flags
-        self.client = engines.enter_context(httpx.Client(base_url=server.base_url, trust_env=False))
+        self.client = engines.enter_context(
+            httpx.Client(base_url=server.base_url, trust_env=False, verify=False)
+        )
         self._engines = engines
+        self._lines_before = len(server.stderr.splitlines())
+        self._samples_before = self._samples()
 
     def engine(self) -> Engine:
         engine = Engine("e")
@@ -79,7 +84,7 @@ class Fleet:
         """Waits for a line with all these texts, of which there is one only, and returns it."""
 
         def lines() -> list[str]:
-            said = self.server.stderr.splitlines()
+            said = self.server.stderr.splitlines()[self._lines_before :]
             return [line for line in said if all(text in line for text in texts)]
 
         self.server.wait_until(lambda: bool(lines()), f"saying {texts}")
@@ -87,22 +92,44 @@ class Fleet:
         return line
 
     def metric(self, name: str) -> float:
-        samples = read_samples(self.client.get("/metrics").text)
-        return sum(value for (each, _), value in samples.items() if each == name)
+        """Returns by how much the sum of a metric's samples has grown."""
+        return self._samples()[name] - self._samples_before[name]
+
+    def _samples(self) -> Counter[str]:
+        sums: Counter[str] = Counter()
+        for (name, _), value in read_samples(self.client.get("/metrics").text).items():
+            sums[name] += value  # type: ignore[assignment]
+        return sums
+
+    def empty(self) -> None:
+        """Unregisters every engine."""
+        for row in self.client.get("/workers").json():
+            body = {name: row[name] for name in ("instance_id", "model_name")}
+            self.client.post("/unregister", json=body).raise_for_status()
 
     def status(self, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
         code = main(["status", "--interval=0", *self.flags])
         return code, capsys.readouterr().out.splitlines()
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[str]]]:
+    """An indexer, and the flags by which `kvd status` finds it."""
     port = find_free_port()
     flags = [f"--indexer-bind=127.0.0.1:{port}"]
     flags += [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
     limits = [f"--engine-stale-s={STALE_S}", f"--engine-connect-timeout-s={CONNECT_S}"]
-    with running(tmp_path, port, "serve", *flags, *limits) as server, ExitStack() as engines:
-        yield Fleet(server, flags, engines)
+    with running(tmp_path_factory.mktemp("kvd"), port, "serve", *flags, *limits) as server:
+        yield server, flags
+
+
+@pytest.fixture
+def fleet(daemon: tuple[Server, list[str]]) -> Iterator[Fleet]:
+    """The indexer without engines."""
+    with ExitStack() as engines:
+        fleet = Fleet(*daemon, engines)
+        yield fleet
+        fleet.empty()
 
 
 Capture = pytest.CaptureFixture[str]
@@ -181,29 +208,27 @@ def without_route(opened: ExitStack, folder: Path) -> tuple[str, str]:
     return "tcp://127.255.255.255:5557", "Network is unreachable"
 
 
-@pytest.mark.parametrize(
-    "at", [refusing, missing, not_answering, without_route], ids=lambda at: at.__name__
-)
-def test_an_engine_that_cannot_be_reached_is_said(
-    fleet: Fleet,
-    capsys: Capture,
-    tmp_path: Path,
-    at: Callable[[ExitStack, Path], tuple[str, str]],
+def test_engines_that_cannot_be_reached_are_said(
+    fleet: Fleet, capsys: Capture, tmp_path: Path
 ) -> None:
     with ExitStack() as opened:
-        endpoint, why = at(opened, tmp_path)
-        fleet.register("m", endpoint)
-        error = f"cannot connect: {why}: {endpoint}"
-        shown = fleet.wait_shown("m", last_error=error, quiet="unreachable")
-        assert shown["status"] == "pending" and shown["stream"] == "recovering"
-        assert shown["quiet_s"] >= STALE_S
-        line = fleet.wait_logged("event=engine_quiet", "quiet=unreachable")
-        assert "listener=m:default/1:0 " in line and f'error="{error}"' in line and "warn" in line
-        code, said = fleet.status(capsys)
-        row = f"  worker 1 of m/default: recovering, pending; rank 0: unreachable, {error}"
-        assert code == 1 and row in said
-        assert fleet.metric("kvd_listener_unreachable_total") == 1
-        assert fleet.metric("kvd_quiet_streams") == 1
+        ways = (refusing, missing, not_answering, without_route)
+        found = {at.__name__: at(opened, tmp_path) for at in ways}
+        for model, (endpoint, _) in found.items():
+            fleet.register(model, endpoint)
+        for model, (endpoint, why) in found.items():
+            error = f"cannot connect: {why}: {endpoint}"
+            shown = fleet.wait_shown(model, last_error=error, quiet="unreachable")
+            assert shown["status"] == "pending" and shown["stream"] == "recovering"
+            assert shown["quiet_s"] >= STALE_S
+            listener = f"listener={model}:default/1:0 "
+            line = fleet.wait_logged("event=engine_quiet", "quiet=unreachable", listener)
+            assert f'error="{error}"' in line and "warn" in line
+            code, said = fleet.status(capsys)
+            row = f"  worker 1 of {model}/default: recovering, pending; rank 0: unreachable, "
+            assert code == 1 and row + error in said
+        assert fleet.metric("kvd_listener_unreachable_total") == len(found)
+        assert fleet.metric("kvd_quiet_streams") == len(found)
 
 
 def test_an_engine_that_comes_at_last_is_not_said_any_more(fleet: Fleet, capsys: Capture) -> None:

@@ -156,7 +156,7 @@ def pair(request: pytest.FixtureRequest, kvd_process: Start, tmp_path: Path) -> 
         for replica, port, key in zip(replicas, ports[::-1], keys.public[::-1], strict=True):
             body = {"endpoint": f"tcp://127.0.0.1:{port}", "curve_server_key": key}
             url = f"{replica.base_url}/replica_sync/register_peer"
-            assert httpx.post(url, json=body, trust_env=False).is_success
+            assert httpx.post(url, json=body, trust_env=False, verify=False).is_success
     else:
         first = kvd_process(*flags(*ports), face="slot-tracker")
     if request.param == "kvd":
@@ -165,8 +165,8 @@ def pair(request: pytest.FixtureRequest, kvd_process: Start, tmp_path: Path) -> 
         start = request.getfixturevalue("peer_process")
         tenant, second = "routing_group", start(*flags(*ports[::-1]), service="slot_tracker")
     with (
-        httpx.Client(base_url=first.base_url, trust_env=False) as to_first,
-        httpx.Client(base_url=second.base_url, trust_env=False) as to_second,
+        httpx.Client(base_url=first.base_url, trust_env=False, verify=False) as to_first,
+        httpx.Client(base_url=second.base_url, trust_env=False, verify=False) as to_second,
     ):
         yield Pair(Replica(first, to_first, "tenant_id"), Replica(second, to_second, tenant))
 

@@ -80,12 +80,12 @@ def attacks(face: str) -> Iterator[tuple[str, str, str, bytes, list[int]]]:
         head = f"POST {route.path} HTTP/1.1\r\nhost: localhost\r\n"
         yield "head", head + GRANTED, "a", b"a", [408]
         yield "head", head + JSON + "x: ", "", b"", [408]
-        for length, body in (
-            ("content-length: 4000\r\n", "{"),
-            ("transfer-encoding: chunked\r\n", "1"),
+        for length, body, more in (
+            ("content-length: 4000\r\n", "{", b" "),
+            ("transfer-encoding: chunked\r\n", "1;", b"x"),
         ):
-            yield "body", head + JSON + GRANTED + length + "\r\n", body, b" ", [408]
-            yield "", head + JSON + length + "\r\n", body, b" ", [401]
+            yield "body", head + JSON + GRANTED + length + "\r\n", body, more, [408]
+            yield "", head + JSON + length + "\r\n", body, more, [401]
             expecting = length + "expect: 100-continue\r\n\r\n"
             yield "body", head + JSON + GRANTED + expecting, "", b"", [100, 408]
             yield "", head + JSON + expecting, "", b"", [401]

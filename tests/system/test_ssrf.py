@@ -129,7 +129,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     folder = tmp_path_factory.mktemp("ssrf")
     with running(folder, ports["indexer"], "serve", *binds, sync):
         clients = {
-            face: httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+            face: httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
             for face, port in ports.items()
         }
         known = {**WORKER, "worker_id": 7, "kv_events_endpoint": GOOD}
@@ -256,7 +256,7 @@ def test_nor_does_it_start_with_one(flags: list[str], capsys: pytest.CaptureFixt
         (["--replica-sync-port=5600", "--replica-sync-peers=tcp://[::]:5600"], everywhere("::")),
         (
             ["--workers=tcp://me:secret@h:1", "--block-size=16"],
-            "'tcp://***@h:1' is not of the form",
+            "'tcp://***@h:1': expected the form",
         ),
         (["--workers=x=tcp://me:secret@h:1", "--block-size=16"], "tcp://***@h:1': bad instance id"),
     ],
@@ -271,8 +271,14 @@ def test_what_is_no_address_is_said_at_the_start(
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--indexer-bind=*:8090", "every address is 0.0.0.0, of IPv6 [::]"),
-        ("--replica-sync-host=*", "every address is 0.0.0.0, of IPv6 [::]"),
+        (
+            "--indexer-bind=*:8090",
+            "write 0.0.0.0 for every IPv4 address, or [::] for every IPv6 address",
+        ),
+        (
+            "--replica-sync-host=*",
+            "write 0.0.0.0 for every IPv4 address, or [::] for every IPv6 address",
+        ),
         ("--indexer-bind=::1:8090", "an IPv6 address needs brackets: [::1]:8090"),
         ("--indexer-bind=tcp://0.0.0.0:8090", "expected HOST:PORT"),
         ("--replica-sync-peers=tcp://*:5600", everywhere("*")),

@@ -36,7 +36,10 @@ def test_a_worker_of_the_command_line_is_replayed_and_selected(tmp_path: Path, f
     else:
         started = running_kvd(tmp_path, *flags, face=face)
     try:
-        with started as server, httpx.Client(base_url=server.base_url, trust_env=False) as client:
+        with (
+            started as server,
+            httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        ):
             engine.wait_subscribed(1, WITHIN_S)
             engine.publish(batch(0, TOKENS[:4], drop=True))  # a replay alone brings it
             engine.publish(batch(1, TOKENS[4:]))
@@ -55,7 +58,7 @@ def test_a_worker_of_the_command_line_is_replayed_and_selected(tmp_path: Path, f
             assert (selected["worker_id"], selected["endpoint"]) == (1, "http://w:8000")
             if face == "serve":
                 url = f"http://127.0.0.1:{ports[0]}/query"
-                scores = httpx.post(url, json=body, trust_env=False).json()["scores"]
+                scores = httpx.post(url, json=body, trust_env=False, verify=False).json()["scores"]
                 assert scores == {"1": {"0": 4}}
     finally:
         engine.unbind()

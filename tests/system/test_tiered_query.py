@@ -211,7 +211,7 @@ async def test_pairs_that_were_left_are_remembered_within_a_bound(
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with (
         running_kvd(tmp_path_factory.mktemp("kvd")) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False) as made,
+        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as made,
     ):
         place = {"model_name": "m", "routing_group": "g", "block_size": BLOCK}
         worker = {"instance_id": HIGHEST, "endpoint": "tcp://127.0.0.1:1"}

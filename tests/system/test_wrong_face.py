@@ -37,7 +37,7 @@ def test_every_path_of_another_face_is_shown_the_way(tmp_path: Path, certificate
 
 def test_a_face_that_is_not_served_is_named_as_well(kvd_process: Callable[..., Server]) -> None:
     base = kvd_process(face="indexer").base_url
-    answer = httpx.post(f"{base}/select", json={}, trust_env=False)
+    answer = httpx.post(f"{base}/select", json={}, trust_env=False, verify=False)
     assert answer.json() == {
         "error": "not found: this is the indexer face; /select is on the selection face, "
         "which this process does not serve"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config.load import CONFIG, FACE_BINDS, ReplicaSync, StartError, StaticWorker, load
+from kvd.config.load import CONFIG, FACE_BINDS, Config, ReplicaSync, StartError, load
 from kvd.config.parsers import (
     OFF,
     Setting,
@@ -26,6 +26,7 @@ from kvd.config.settings import (
     HTTP_SETTINGS,
     SETTINGS,
 )
+from kvd.config.workers import StaticWorker
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.index.peers import MAX_PEERS
@@ -78,6 +79,23 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_default() 
     assert config.log_level == "debug"
     assert config.indexer_bind == parse_face_binds("0.0.0.0:9000")
     assert config.http == load({}, {}).http
+
+
+def test_every_setting_reaches_the_configuration() -> None:
+    """As a member of some options, as a field of the configuration, or in what is made of it."""
+    fields = {each.name for each in dataclasses.fields(Config)}
+    bound = {each.name for each in SETTINGS if each.of is not None}
+    assert all(each.of is not None for each in SETTINGS if each.field)
+    assert {each.name for each in SETTINGS} - bound - fields == {
+        *("block_size", "model_name", "tenant_id"),  # of the workers
+        *("replica_sync_port", "replica_sync_host", "replica_sync_peers"),
+        "replica_sync_queue_messages",
+        *("router_mode", "router_event_threads"),
+        *("tls_certfile", "tls_keyfile", "tls_client_ca", "peers_token_file"),
+        *("unix_socket_mode", "unix_socket_group"),
+        *("tokens_file", "allowed_hosts", "allowed_origins"),
+        *("curve_secret_key_file", "replica_sync_client_keys"),
+    }
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -176,14 +194,14 @@ def test_workers_may_say_where_replays_are_asked_from_and_where_they_serve() -> 
     assert (record.worker_id, record.endpoint, record.replay_endpoint) == (2, url, replay)
     assert record.ranks == range(3, 5) and record.reasons(None, uses_events=True) == []
     assert record.kv_events_endpoints == {3: ENDPOINT, 4: ENDPOINT}
-    with pytest.raises(StartError, match="needs to know where instance 1 serves"):
+    with pytest.raises(StartError, match="needs the URL of instance 1"):
         load({"workers": parse_list(text), "block_size": 16, "indexer_bind": OFF}, {})
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("1", "not of the form"),
+        ("1", "expected the form"),
         ("x=tcp://127.0.0.1:1", "bad instance id"),
         ("=tcp://127.0.0.1:1", "bad instance id"),
         ("-1=tcp://127.0.0.1:1", "bad instance id"),
@@ -199,10 +217,10 @@ def test_workers_may_say_where_replays_are_asked_from_and_where_they_serve() -> 
         ("1=tcp://127.0.0.1:1;", "invalid replay endpoint"),
         ("1=tcp://127.0.0.1:1;tcp://127.0.0.1:2;tcp://127.0.0.1:3", "more than one replay"),
         ("1=tcp://127.0.0.1:1;http://a;http://b", "or more than one URL"),
-        ("1=tcp://127.0.0.1:1;http://", "without a host"),
+        ("1=tcp://127.0.0.1:1;http://", "has no host"),
         ("1=tcp://127.0.0.1:1;http://u:p@a", r"\*\*\*@a'"),
-        ("1=tcp://127.0.0.1:1;http://a,1:1=tcp://127.0.0.1:1;http://b", "differ in serves at"),
-        ("1=tcp://127.0.0.1:1;http://a,1:2=tcp://127.0.0.1:1;http://a", "do not follow"),
+        ("1=tcp://127.0.0.1:1;http://a,1:1=tcp://127.0.0.1:1;http://b", "differ in their URL"),
+        ("1=tcp://127.0.0.1:1;http://a,1:2=tcp://127.0.0.1:1;http://a", "are not consecutive"),
     ],
 )
 def test_bad_workers_are_refused_with_their_reason(text: str, complaint: str) -> None:

@@ -227,7 +227,7 @@ async def test_the_first_questions_by_hash_wait_for_a_large_partition(fleet: Fle
 def test_sweeps_make_the_sequence_hashes_that_a_publisher_needs(fleet: Fleet) -> None:
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
     worker = fleet.state.partition(*KEY).workers[8]
-    for name in range(100, 20_000):
+    for name in range(100, 5_000):
         worker.store(0, [name], [name])
     _, publication = fleet.publisher("a", store=True)
     publication.apply(batch({"event_type": "stored", "seq_hashes": SEQUENCES, "medium": "cpu"}))

@@ -90,15 +90,17 @@ WRONG = {
     "x = 1": "^x: no such table$",
     rank(without="endpoint"): "^indexer, entry 1: missing member `endpoint`$",
     rank() + rank(without="block"): "^indexer, entry 2: missing member `block_size`$",
-    rank() + rank(): "^indexer, entry 2: the same as entry 1$",
+    rank() + rank(): "^indexer, entry 2 is the same as entry 1$",
     rank(more="dp_rnk = 1"): r"^indexer, entry 1: dp_rnk: no such member; dp_rank\?$",
     rank(more="dp_rank = '1'"): "^indexer, entry 1: dp_rank: expected a whole number$",
     rank(more="dp_rank = 1.0"): "^indexer, entry 1: dp_rank: expected a whole number$",
     rank(more="dp_rank = -1"): "^indexer, entry 1: dp_rank: expected a number from",
-    rank(more="dp_rank = 2026-01-01"): "^indexer, entry 1: a date or a time",
-    "indexer = " + "[" * 20_000: "^arrays or tables nested too deeply$",
+    rank(more="dp_rank = 2026-01-01"): "^indexer, entry 1: a member cannot be a date or a time",
+    "indexer = " + "[" * 20_000: "^arrays or tables are nested too deeply$",
     rank(more="lora_name." + "a." * 5_000 + "a = 1"): "^indexer, entry 1: ",
-    rank(more="dp_rank." + "a." * 5_000 + "a = 1"): "^indexer, entry 1: tables nested too deeply",
+    rank(
+        more="dp_rank." + "a." * 5_000 + "a = 1"
+    ): "^indexer, entry 1: tables are nested too deeply",
     rank(more="dp_rank = nan"): "^indexer, entry 1: Out of range float",
     rank(more="routing_group = 'x'\ntenant_id = 'y'"): "^indexer, entry 1: .* differ$",
     rank(without="endpoint", more="endpoint = 'tcp://8.8.8.8:1'"): (
@@ -115,17 +117,17 @@ WRONG = {
     WORKER + "kv_events_endpoint = 'x'": "^selection, entry 1: invalid ZMQ endpoint `x`",
     WORKER + "kv_events_endpoints = {0 = 'tcp://127.1:5'}": "^selection, entry 1: .*127.1 is no",
     WORKER
-    + "replay_endpoint = 'tcp://0.0.0.0:5'": "^selection, entry 1: .*0 is every address of a mach",
-    WORKER + WORKER: "^selection, entry 2: the same as entry 1$",
+    + "replay_endpoint = 'tcp://0.0.0.0:5'": "^selection, entry 1: .*0 stands for every addr",
+    WORKER + WORKER: "^selection, entry 2 is the same as entry 1$",
     "[[conductor]]\ntype = ''": "^conductor, entry 1: ",
-    "[[replica]]\nendpoint = 'tcp://*:5600'": "^replica, entry 1: .*is every address of a machine",
+    "[[replica]]\nendpoint = 'tcp://*:5600'": "^replica, entry 1: .*stands for every address of",
     "[[replica]]\nendpoint = 'tcp://[fe80::1]:5600'": "^replica, entry 1: .*not in outgoing_allow",
     "[[replica]]\nendpoint = 'tcp://10.0.0.1:5600'\ncurve_server_key = 'x'": (
         "^replica, entry 1: invalid curve_server_key"
     ),
     WORKER + "curve_server_key = ''": "^selection, entry 1: invalid curve_server_key",
     rank(more="curve_server_key = 'x'"): "^indexer, entry 1: invalid curve_server_key",
-    "#" + "x" * fleetfile.MAX_BYTES: "^longer than 8388608 bytes$",
+    "#" + "x" * fleetfile.MAX_BYTES: "^the file is longer than 8388608 bytes$",
 }
 
 

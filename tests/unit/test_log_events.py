@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from kvd.telemetry.logs import Log
@@ -26,11 +27,12 @@ def is_log(node: ast.expr) -> bool:
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(Path(REPOSITORY, "kvd").rglob("*.py")):
-        name = str(path.relative_to(REPOSITORY))
-        if name not in WRAPPERS:
-            yield name, ast.parse(path.read_text())
+        name, text = str(path.relative_to(REPOSITORY)), path.read_text()
+        if name not in WRAPPERS and "log." in text:
+            yield name, ast.parse(text)
 
 
+@cache
 def written() -> dict[str, set[str]]:
     """Returns the events of all log calls, each with the fields that its calls name."""
     found: dict[str, set[str]] = {}

@@ -262,7 +262,8 @@ BOOKED = usual(reservation_id='"c"')
 BOTH = usual(model_name='"roles"', phase='"both"', reservation_id='"c"')
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(LIVES, MODES)
 @example([(RESERVE, BOOKED), (RESERVE, BOOKED), (COMPLETE, b"c"), (FREE, b"c"), (FREE, b"c")], KV)
 @example([(RESERVE, usual()), (SELECT, usual()), (RESERVE, usual())], KV)
@@ -294,7 +295,8 @@ def test_what_is_served_at_once_is_what_the_scheduler_serves(
         fleet.ledger.verify()
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(LIVES)
 def test_with_sessions_and_predictions_too(requests: list[tuple[str, bytes]]) -> None:
     more = {"session_affinity_ttl_s": 10, "predicted_ttl_s": 10.0}
@@ -332,7 +334,8 @@ MORE_STEPS = st.tuples(st.sampled_from([OUTPUT, SHOW]), st.sampled_from(SEGMENTS
 MORE = st.lists(st.one_of(QUESTIONS, STEPS, MORE_STEPS, CHANGES), min_size=1, max_size=12)
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(MORE, OPTIONS)
 @example([("put", (50, "m", DEFAULT_TENANT)), (RESERVE, BOOKED), (FREE, b"c")], {"mode": KV})
 @example([("track", 0), ("add", 0), (SELECT, usual()), (PROJECT, usual())], {"mode": KV})
@@ -354,7 +357,8 @@ def test_with_all_options_and_changes_too(
         fleet.ledger.verify()
 
 
-@settings(max_examples=scaled(30))
+@pytest.mark.slow("two services live through each example")
+@settings(max_examples=scaled(20))
 @given(LIVES)
 def test_steps_that_replicas_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
@@ -408,7 +412,7 @@ def test_who_comes_behind_others_waits() -> None:
     assert isinstance(held, QueuedRequest)
     busy = [name for name, key in face.state()[0][0].items() if key == place]
     face.selections.fleets[place].ledger.prefill_complete(busy[0])
-    assert "1 selections wait already" in str(
+    assert "1 selections are already waiting" in str(
         face.answered(SELECT, usual(model_name='"busy"', isl_tokens="12"))
     )
     assert face.answered(SELECT, usual()) and face.answered(FREE, b"a") == (200, OK)
@@ -482,7 +486,7 @@ def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
         (RESERVE, usual(reservation_id='"a"'), "reservation a already exists"),
         (RESERVE, usual(reservation_id=f'"{LONGEST_ID}x"'), "reservation_id: longer than"),
         (RESERVE, usual(advisory="true"), "advisory: nothing can be booked by a question"),
-        (RESERVE, usual(model_name='"full"'), "no room for another live reservation"),
+        (RESERVE, usual(model_name='"full"'), "the limit of live reservations is reached"),
         (COMPLETE, b"z", "reservation z not found"),
         (FREE, b"z", "reservation z not found"),
         (FREE, b"%ff", "the path is not UTF-8"),

@@ -31,6 +31,7 @@ from kvd_core.selector.settings import Settings
 from tests.models import selector_model
 from tests.models.ledger_model import ModelLedger
 from tests.models.selector_model import ModelPool, ModelPrompt, ModelRank, ModelSettings
+from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, look, worker
 
@@ -330,7 +331,7 @@ class Life:
                 assert number is not None and fleet.ledger.load(number) == ledger.load(rank)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(scaled(6)))
 async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
     service = await ready(small(1, data_parallel_size=2), small(2), small(3, N))
     life = Life(service, Random(seed))
@@ -422,7 +423,7 @@ async def test_prompts_that_came_hashed_end_with_the_block_size(nursery: trio.Nu
     await service.selections.workers.put_all(M, [batched(1, block_size=2 * BLOCK_SIZE)])
     await settled()
     assert caller.answer is None
-    assert str(caller.error) == "the block size of the workers has changed meanwhile"
+    assert str(caller.error) == "the block size of the workers changed while the request waited"
     assert before is not service.fleet().ledger.loads and before.eased is None
     service.check()
 
@@ -448,7 +449,7 @@ async def test_tokens_are_hashed_by_the_block_size_there_is_when_they_are_served
     assert service.selections.reservations.find("b")[1].blocks == 1
     assert callers["c"].answer is None and callers["c"].error is None
     # One that nobody could serve does not wait behind one that can be.
-    assert str(hashed.error) == "the block size of the workers has changed meanwhile"
+    assert str(hashed.error) == "the block size of the workers changed while the request waited"
     service.selections.reservations.prefill_complete("b")
     await settled()
     assert callers["c"].answer["potential_decode_blocks"] == answer["potential_decode_blocks"]
@@ -641,6 +642,7 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
         service.check()
 
 
+@pytest.mark.slow("two thousand tasks")
 async def test_two_thousand_wait(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     rng = Random(4)

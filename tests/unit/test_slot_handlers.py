@@ -181,7 +181,7 @@ def test_a_retry_is_no_second_booking() -> None:
         ("/add", {"request_id": f'"{LONGEST_ID}x"'}, "request_id: longer than"),
         ("/add", {"request_id": '"a"'}, "request a already exists"),
         ("/add", {"worker_id": "8"}, "worker 8 dp_rank 1 not found"),
-        ("/add", {"model_name": '"full"'}, "no room for another live request"),
+        ("/add", {"model_name": '"full"'}, "the limit of live requests is reached"),
         ("/add", {"model_name": '"n"', "dp_rank": "null"}, "dp_rank: expected a whole number"),
         ("/free", {"model_name": '"n"'}, "no slot tracker for model=n tenant_id=default"),
         ("/free", {"tenant_id": '"a"', "routing_group": '"b"'}, "are the same member and differ"),

@@ -113,6 +113,7 @@ def test_a_refused_registration_changes_nothing(kind: str) -> None:
     assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 0)]
 
 
+@pytest.mark.slow("reaches the bound")
 def test_trackers_have_a_bound() -> None:
     slots = SlotTrackers(EXPIRY_S)
     assert slots.max_trackers == MAX_PARTITIONS
@@ -129,6 +130,7 @@ def test_trackers_have_a_bound() -> None:
     assert rests == MAX_PARTITIONS // EXPIRY_SLICE
 
 
+@pytest.mark.slow("reaches the bound")
 def test_ranks_have_a_bound() -> None:
     slots = Slots()
     for worker in range(100, 100 + MAX_RANKS // MAX_DP_SIZE - 1):

@@ -119,7 +119,7 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
     if unused := said.unused():
         row["warning"] = unused
     elif _is_unmatched(row):
-        row["warning"] = f"{row['blocks']} blocks held, no query ever matched a first block"
+        row["warning"] = f"{row['blocks']} blocks are indexed, but no query has matched one"
     return row
 
 

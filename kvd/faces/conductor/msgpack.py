@@ -246,13 +246,13 @@ def _cache_group(name: str, value: Value) -> int | None:
 def _array(name: str, value: Value) -> bytes:
     if isinstance(value, tuple):
         reason, index = value
-        error = detailed(BadRequest(f"{name}: element {index} is no such number"), reason, name)
+        error = detailed(BadRequest(f"{name}: element {index} is not such a number"), reason, name)
         error.details = {**error.details, "index": index}
         raise error
     if not isinstance(value, bytes) or isinstance(value, Unread):
         raise wrong_type(name, "a bin or an array of whole numbers")
     if len(value) % (4 if name == "token_ids" else 8):
-        raise invalid(f"{name}: the bin is no whole number of elements", name)
+        raise invalid(f"{name}: the length of the bin is not a multiple of the element size", name)
     return value
 
 
@@ -272,7 +272,7 @@ def _hash_profile(name: str, value: Value) -> Members:
     algorithms, projection, seeded = PROFILES.get(profile["strategy"], ((), "", False))
     seed = profile.get("python_hash_seed")
     if profile["algorithm"] not in algorithms or profile["index_projection"] != projection:
-        raise invalid(f"{name}: no such strategy, algorithm and projection", name)
+        raise invalid(f"{name}: unknown combination of strategy, algorithm and projection", name)
     if seeded and not _is_seed(seed):
         raise invalid(f"{name}: python_hash_seed must be `random` or 0 to {U32_MAX}", name)
     digest = _root_digest(profile["algorithm"], seed or "")

@@ -1,6 +1,7 @@
 """The selection service's API, as Dynamo serves it (docs/faces/selection.md).
 
 routes                       `selection_routes`: the table of routes
+schemas                      what each route reads and answers, for the OpenAPI document
 handlers                     selections, the end of reservations and of their prefill, loads,
                              overlaps; prompts of bodies; compiled
 choosing                     unusual members of a selection to a `SelectRequest`, and its wait

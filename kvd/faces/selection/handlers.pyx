@@ -30,8 +30,9 @@ from kvd.http.permits cimport Text
 from kvd.selection.serving cimport booked_tokens, opening
 from kvd_core.json.scan cimport Kind
 from kvd_core.ledger.ledger cimport CAdmission, kAdded, kMaxIdBytes, kNone
-from kvd_core.selector.selector cimport kLoads, kMaxIslTokens, kOverlaps
+from kvd_core.selector.selector cimport kLoads, kOverlaps
 from kvd_core.selector.settings cimport kDirect
+from kvd_core.selector.types cimport kMaxIslTokens
 
 from dataclasses import replace
 from functools import partial
@@ -364,15 +365,20 @@ cdef class SelectHandler(PromptHandler):
             return None
         self.body.put_before(pool)
         self.looked_at = True
-        candidate = pool.c.choose(settings.c, pool.mask_of(fleet.whole), self.draws.peek(0))
+        candidate = pool.choose_now(
+            &settings.c, pool.mask_of(fleet.whole), self.draws.peek(0), NULL
+        )
         if candidate < 0:
             return None
         if self.books and not self.book(fleet, settings, pool, candidate):
-            pool.c.take_back()
+            pool.take_back()
             return None
         self.draws.take(1)
         self.counts.c.serve(settings.c.mode, kWhole, pool.c.prompt().isl_tokens)
-        self.counts.c.choose(deref(pool.c), settings.c, candidate, pool.c.best(), kWhole)
+        self.counts.c.choose(
+            deref(pool.c), candidate, pool.cached_tokens_of(&settings.c, candidate),
+            pool.most_cached(), kWhole,
+        )
         members = fleet.pieces[candidate]
         if members is None:
             members = fleet.piece(candidate)

@@ -69,9 +69,9 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
     where = {"model_name": key.model_name, "tenant_id": key.tenant_id}
     records = [record({**where, **row}) for row in rows]
     if any(each.key != key for each in records):
-        raise Invalid("workers: one is of another model or tenant")
+        raise Invalid("workers: an entry belongs to another model or tenant")
     if len({each.worker_id for each in records}) != len(records):
-        raise Invalid("workers: a worker_id comes twice")
+        raise Invalid("workers: the array contains a worker_id twice")
     entries = await selections.workers.put_all(key, records)
     return bodies.json_response([shown(selections.workers, entry) for entry in entries])
 

@@ -16,7 +16,7 @@ from tests.support.serving import BIG, SOON, Client, Running, eventually, open_d
 
 pytestmark = pytest.mark.usefixtures("layers")
 
-MUTATED = {"plain": scaled(1500), "tls": scaled(150)}  # a handshake takes milliseconds
+MUTATED = {"plain": scaled(600), "tls": scaled(90)}  # a handshake takes milliseconds
 
 GARBAGE = {
     "not http": b"hello\r\n\r\n",

@@ -199,7 +199,7 @@ async def test_a_chunked_body_is_read_whole() -> None:
 
 async def test_a_chunked_body_over_the_limit_is_refused_as_soon_as_it_shows() -> None:
     async with serving() as running, running.client() as client:
-        await client.send(CHUNKED + b"\r\n3e8\r\n" + b"x" * 1000 + b"\r\n1\r\n")
+        await client.send(CHUNKED + b"\r\n3e8\r\n" + b"x" * 1000 + b"\r\n2\r\ny")
         reply = await client.read_reply()
         assert (reply.status, reply.persists()) == (413, False)
 

@@ -112,7 +112,7 @@ async def test_a_unix_socket_has_the_rights_it_is_given(tmp_path: Path) -> None:
             path.unlink()
     finally:
         os.umask(before)
-    with pytest.raises(OSError, match="there is no group nobodies-group"):
+    with pytest.raises(OSError, match="the group nobodies-group does not exist"):
         await open_listeners(f"unix:{path}", UnixRights(0o660, "nobodies-group"))
     assert not path.exists()
 

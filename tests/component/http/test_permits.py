@@ -16,6 +16,7 @@ from kvd.app.api_server import ApiServer
 from kvd.config import tokens
 from kvd.config.load import StartError, load
 from kvd.config.parsers import Binds, parse_face_binds
+from kvd.faces.indexer.schemas import DESCRIPTION
 from kvd.http.auth import Authorizer, Policy, Token, is_loopback
 from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 from kvd.http.types import Request, Response, Route, Scope
@@ -114,16 +115,16 @@ BAD = {
     "no token": ("a read", "line 1: expected"),
     "a fourth word": (GOOD.strip() + " x", "line 1: expected"),
     "a bad name": ("a/b read 0123456789abcdef", "line 1: expected"),
-    "a bad scope": (GOOD + "b raed 0123456789abcdef", "line 2, b: a scope is"),
-    "an empty scope": ("b read, 0123456789abcdef", "line 1, b: a scope is"),
-    "a short token": ("a read 0123456789abcde", "line 1, a: a token is"),
-    "a long token": (f"a read {'x' * 129}", "line 1, a: a token is"),
-    "a bad character": ('a read 0123456789abcde"', "line 1, a: a token is"),
-    "= in the midst": ("a read 01234567=89abcdef", "line 1, a: a token is"),
+    "a bad scope": (GOOD + "b raed 0123456789abcdef", "line 2, b: a scope must be"),
+    "an empty scope": ("b read, 0123456789abcdef", "line 1, b: a scope must be"),
+    "a short token": ("a read 0123456789abcde", "line 1, a: a token must"),
+    "a long token": (f"a read {'x' * 129}", "line 1, a: a token must"),
+    "a bad character": ('a read 0123456789abcde"', "line 1, a: a token must"),
+    "= in the midst": ("a read 01234567=89abcdef", "line 1, a: a token must"),
     "a name twice": (GOOD + "a read 0123456789abcdeg", "a name twice"),
     "a token twice": (GOOD + "b admin 0123456789abcdef", "a token twice"),
     "too many": ("".join(f"a{n} read {n:016}\n" for n in range(65)), "65 tokens"),
-    "no text": (b"\xff", "no text"),
+    "no text": (b"\xff", "not UTF-8"),
     "too long": ("#" * 70_000, "longer than"),
 }
 
@@ -165,7 +166,7 @@ async def opened(
     """Opens a face and closes it again; returns where it listened."""
     config = load({"indexer_bind": parse_face_binds(bind), **values}, {})
     assert isinstance(config.indexer_bind, Binds)
-    face = ApiServer("indexer", "kvd", config)
+    face = ApiServer("indexer", "kvd", config, DESCRIPTION)
     with ExitStack() as stack:
         await face.open(stack, config, config.indexer_bind, passed or Passed())
         return face.addresses()

@@ -111,13 +111,13 @@ def listen(context: zmq.Context, nursery: trio.Nursery, dialer: Dialer) -> Liste
         (["fd01::1", "10.0.0.1", "10.0.0.2", "10.0.0.1"], ["10.0.0.1", "10.0.0.2", "fd01::1"]),
         ([METADATA, "10.0.0.1", "8.8.8.8"], ["10.0.0.1"]),
         (["::ffff:10.0.0.1"], ["10.0.0.1"]),
-        ([METADATA], "w, that is 169.254.169.254, is not in outgoing_allow"),
-        (["fe80::1%eth0", "8.8.8.8"], "w, that is fe80::1%eth0, 8.8.8.8, is not in outgoing_allow"),
+        ([METADATA], r"w \(169.254.169.254\) is not in outgoing_allow"),
+        (["fe80::1%eth0", "8.8.8.8"], r"w \(fe80::1%eth0, 8.8.8.8\) is not in outgoing_allow"),
         (["::ffff:169.254.169.254"], "is not in outgoing_allow"),
         ([], "is not in outgoing_allow"),
         (None, "w: Name or service not known"),
         (0.0, "w: Temporary failure in name resolution"),
-        (60.0, "w: no answer to the name within 0.1 s"),
+        (60.0, "the lookup of w took longer than 0.1 s"),
     ],
 )
 async def test_addresses_of_a_name(
@@ -221,7 +221,7 @@ async def test_a_name_that_means_a_refused_address_shows_and_is_tried_again(
     listening = listen(f"tcp://w:{port}")
     await until(lambda: dialer.outgoing.refused_connections > 2)
     assert listening.listener.status == "failed"
-    assert "w, that is 169.254.169.254, is not in outgoing_allow" in (
+    assert "w (169.254.169.254) is not in outgoing_allow" in (
         listening.listener.link.last_error or ""
     )
     resolving.known["w"] = ["127.0.0.1"]

@@ -14,7 +14,7 @@ from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
 from tests.support.budget import scaled
 
-LIVES = scaled(30)
+LIVES = scaled(12)
 BLOCK_SIZE = 2
 DEPTH = 5
 MEDIA = ("GPU", "CPU", "DISK", "CXL", "EXTERNAL")
@@ -275,7 +275,7 @@ class Life:
         }
 
 
-@pytest.mark.parametrize("seed", range(LIVES // 6))
+@pytest.mark.parametrize("seed", range(LIVES // 4))
 def test_random_lives_while_sequence_hashes_are_made(seed: int) -> None:
     """In a partition that has blocks when the first publisher comes, and more meanwhile."""
     life = Life(seed, hash_seed=1337, others=3000)
@@ -290,6 +290,7 @@ def test_random_lives_while_sequence_hashes_are_made(seed: int) -> None:
         life.step()
 
 
+@pytest.mark.slow("compares all answers after each step")
 @pytest.mark.parametrize("seed", range(LIVES))
 def test_random_lives(seed: int) -> None:
     life = Life(seed, hash_seed=1337 if seed % 4 else 42)

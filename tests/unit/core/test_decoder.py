@@ -634,7 +634,8 @@ def array_events(draw: st.DrawFn) -> list[Any]:
 EVENTS = mostly(st.one_of(map_events(), array_events()))
 
 
-@settings(max_examples=scaled(60), deadline=None)
+@pytest.mark.slow("draws nested events of any shape")
+@settings(max_examples=scaled(40), deadline=None)
 @given(st.lists(EVENTS, max_size=4), mostly(st.one_of(st.none(), st.integers(0, 9))), st.booleans())
 def test_events_of_any_members_mean_what_the_model_says(events, rank, as_map):
     value: Any = [1.5, events, rank]

@@ -11,6 +11,7 @@ import pytest
 
 from kvd_core.index.prefix_index import FLAWED, NO_ROOM, IngestCounters, PrefixIndex, Stream, Worker
 from kvd_core.json.scan import BodyScanner
+from tests.support.budget import scaled
 from tests.support.dumps import (
     binary_of,
     dump_json,
@@ -85,7 +86,7 @@ def test_each_rank_is_dumped_under_its_own_names() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(scaled(3)))
 def test_a_dump_under_churn_misses_nothing_that_stays(seed: int) -> None:
     """What a rank holds from before the dump until after it is in it, names and all."""
     rng = random.Random(seed)
@@ -247,7 +248,7 @@ def test_how_a_dump_is_cut_into_pieces_does_not_matter(binary: bool) -> None:
     one.store(0, [1, 2, 3], [1, 2, 3])
     two.store(1, [9], [2**64 - 1], tier=2)
     data = dumped(index, binary)
-    for step in range(1, len(data) + 1):
+    for step in (*range(1, 64), *range(64, len(data) + 1, 7)):
         (entry,) = read(data, binary, step)
         assert rows(text_of(restored(entry))) == rows(text_of(index))
 
@@ -362,6 +363,7 @@ def test_a_wrong_text_is_refused(text: bytes) -> None:
             read(text, False, step)
 
 
+@pytest.mark.slow("reads as many dumps as one has bytes")
 @BOTH
 def test_a_dump_that_breaks_off_is_refused_wherever_it_does(binary: bool) -> None:
     index, (one, two) = make(1, "two")
@@ -383,7 +385,7 @@ def test_damage_is_refused_or_harmless(seed: int, binary: bool) -> None:
     one.store(0, list(range(50)), list(range(50)))
     two.store(0, [1, 3], [1, 3])
     data = dumped(index, binary)
-    for _ in range(1000):
+    for _ in range(scaled(200)):
         damaged = bytearray(data)
         for _ in range(rng.choice((1, 1, 4))):
             damaged[rng.randrange(len(data))] = rng.randrange(256)

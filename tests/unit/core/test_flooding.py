@@ -95,6 +95,7 @@ def test_children_of_a_block_and_their_sequence_hashes() -> None:
     index.verify()
 
 
+@pytest.mark.slow("a flood is large")
 def test_sets_of_ranks() -> None:
     """With known hashes of ranks, whose xor is that of a set, sets are crafted by elimination."""
     ranks = 80

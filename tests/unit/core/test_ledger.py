@@ -383,6 +383,20 @@ def test_a_removed_rank_takes_its_requests_along() -> None:
 # Rendering, input
 
 
+def test_rows_of_the_longest_numbers_fit() -> None:
+    ledger = Ledger()
+    for dp_rank in (2**32 - 2, 2**32 - 1):
+        rank = ledger.add_rank(2**64 - 1, dp_rank)
+        for request in range(512):
+            outcome = ledger.add(f"{dp_rank}-{request}", rank, packed(request), MAX_TOKENS, 0.0)
+            assert outcome == ADDED
+    # A debug build checks the room, which no row can exceed.
+    rows = json.loads(b"[%b]" % ledger.render_loads(b'"x":0,'))
+    assert [row["active_prefill_tokens"] for row in rows] == [512 * MAX_TOKENS] * 2
+    rows = json.loads(ledger.project(packed(*LONG), MAX_TOKENS))
+    assert [row["potential_prefill_tokens"] for row in rows] == [513 * MAX_TOKENS] * 2
+
+
 def test_rows_are_sorted_numerically() -> None:
     ledger = Ledger()
     assert ledger.render_loads(b'"model_name":"m",') == b""

@@ -182,7 +182,7 @@ class Pair:
             self.ledger.verify()
             assert self.ledger.stats()["requests"] == 0
         stats = self.ledger.stats()
-        sizes = ("blocks", "nodes", "passages", "output_blocks")
+        sizes = ("blocks", "nodes", "rank_refs", "output_blocks")
         assert [stats[size] for size in sizes] == [0] * 4
         for _ in self.each_side():
             for place in self.model.ranks:
@@ -203,7 +203,8 @@ def test_ledger_equals_model(seed: int) -> None:
     pair.end()
 
 
-@pytest.mark.parametrize("seed", range(scaled(3)))
+@pytest.mark.slow("the model walks each block")
+@pytest.mark.parametrize("seed", range(scaled(2)))
 def test_ledger_equals_model_on_long_prompts(seed: int) -> None:
     pair = Pair(random.Random(seed), ranks=3, owners=1 + seed % 2, stretch=2500)
     for _ in range(60):

@@ -205,6 +205,7 @@ def test_any_tokens_are_answered_as_strict_json(body: bytes) -> None:
     check(b'{"name":' + body + b"}")
 
 
+@pytest.mark.slow("draws whole bodies")
 @settings(deadline=None)
 @given(bodies(numbers | odd_numbers | oddities))
 @example('{"name":[1e999]}')
@@ -214,6 +215,7 @@ def test_generated_bodies_are_understood(body: str) -> None:
     check(body.encode())
 
 
+@pytest.mark.slow("draws whole bodies")
 @settings(deadline=None)
 @given(bodies(st.integers(0, 2**20).map(str)), st.data())
 def test_damaged_bodies_are_refused_or_understood(body: str, data: st.DataObject) -> None:

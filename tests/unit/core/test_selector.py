@@ -805,7 +805,8 @@ MODEL_SETTINGS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=scaled(100))
+@pytest.mark.slow("draws a whole fleet for each example")
+@settings(deadline=None, max_examples=scaled(50))
 @given(
     plans=st.dictionaries(PLACES, PLANS, min_size=1, max_size=8),
     block_size=st.sampled_from([1, 3, 5, 16, 64]),

@@ -172,9 +172,9 @@ def test_what_waited_for_a_source_goes_with_it() -> None:
     kept = conductor.add_source("a", "", "", 0, True)
     kept.store_named(0, None, "CPU", [1, 2, 3], 0)
     source = conductor.add_source("a", "", "", 0, True)
-    source.store_named(0, None, "CPU", range(10, 100_000), 0)
+    source.store_named(0, None, "CPU", range(10, 20_000), 0)
     source.remove_all()
-    while index.sweep(10_000):
+    while index.sweep(2_000):
         conductor.verify()
     assert conductor.stats()["loose"] < 300
 

@@ -487,7 +487,7 @@ def test_a_gap_recovers_and_degrades() -> None:
 def test_a_batch_that_is_not_understood_is_lost() -> None:
     listener, _ = make()
     feed(listener, (0, b""), (1, b"flawed"), (2, b""))
-    assert (health(listener), listener.loss) == ("degraded", "batch 1 not understood")
+    assert (health(listener), listener.loss) == ("degraded", "batch 1 could not be decoded")
     assert listener.counts.flawed == 1
     feed(listener, (3, b"emptied"))  # which ends the loss, not what has been
     assert (listener.loss, listener.batches.last_flaw) == ("", (1, "truncated"))

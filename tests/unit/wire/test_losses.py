@@ -60,7 +60,7 @@ def test_what_a_known_rank_has_lost_is_its_own() -> None:
     losses = Losses()
     losses.hear(0, named=True)
     losses.hear(1, named=True)
-    losses.lose_of(1, "batch 3 not understood")
+    losses.lose_of(1, "batch 3 could not be decoded")
     losses.clear(0, ALL_TIERS)
     assert losses.matter(10**6)
     losses.hear(2, named=True)

@@ -6,9 +6,9 @@
 // Most stretches are the tail of one prompt and have one rank: no allocation. What many share (a
 // system prompt) has a buffer, and is searched by halving.
 //
-// Invariants: ranks ascend strictly; every passage has requests >= 1 and 0 <= weight <= 1; a
-// list of at most one passage has no buffer.
-// Costs of n passages: find O(log n); enter, leave O(log n), and O(n) moved when a rank comes or
+// Invariants: ranks ascend strictly; every reference has requests >= 1 and 0 <= weight <= 1; a
+// list of at most one has no buffer.
+// Costs of n references: find O(log n); insert, erase O(log n), and O(n) moved when a rank comes or
 // goes (16 bytes each).
 #pragma once
 
@@ -45,14 +45,14 @@ class RankRefs {
   const RankRef* end() const { return begin() + size_; }
   size_t bytes() const { return capacity_ == 1 ? 0 : capacity_ * sizeof(RankRef); }
 
-  // The rank's passage, or null.
+  // The rank's reference, or null.
   RankRef* find(RankId rank) {
     RankRef* at = place(rank);
     return at != data() + size_ && at->rank == rank ? at : nullptr;
   }
 
   // One more request of the rank; true when it is the rank's first.
-  bool enter(RankId rank, size_t& bytes) {
+  bool insert(RankId rank, size_t& bytes) {
     RankRef* at = place(rank);
     if (at != data() + size_ && at->rank == rank) {
       ++at->requests;
@@ -68,7 +68,7 @@ class RankRefs {
   }
 
   // One request of the rank less, which must pass; true when it was the last.
-  bool leave(RankRef* at, size_t& bytes) {
+  bool erase(RankRef* at, size_t& bytes) {
     if (--at->requests != 0) return false;
     std::memmove(at, at + 1, static_cast<size_t>(data() + size_ - at - 1) * sizeof(RankRef));
     --size_;
@@ -103,7 +103,7 @@ class RankRefs {
 
   RankRef* place(RankId rank) {
     return std::lower_bound(data(), data() + size_, rank,
-                            [](const RankRef& passage, RankId r) { return passage.rank < r; });
+                            [](const RankRef& ref, RankId r) { return ref.rank < r; });
   }
 
   // `capacity` >= size_; 1 means inside.

@@ -1,0 +1,147 @@
+"""What faces say of their routes: words for JSON schemas, and the routes that several faces have.
+
+A body's further members are ignored; an answer has no member that its schema lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.faces.common.bodies import MAX_KEPT_BYTES, MAX_RETRY_KEY_BYTES, U32_MAX, U64_MAX
+from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH
+
+Schema = dict[str, Any]
+Members = dict[str, Schema]
+Content = dict[str, Schema]  # by content type
+
+JSON = "application/json"
+DOCUMENT_PATH = "/openapi.json"
+
+
+def whole(minimum: int, maximum: int) -> Schema:
+    return {"type": "integer", "minimum": minimum, "maximum": maximum}
+
+
+def counted(unit: str) -> Schema:
+    """Returns the schema of a number of these."""
+    return {"type": "integer", "minimum": 0, "description": unit}
+
+
+ANY: Schema = {}  # of a value that is kept and shown again, or opaque
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+NUMBER: Schema = {"type": "number"}
+U32, U64 = whole(0, U32_MAX), whole(0, U64_MAX)
+I64, HASH = whole(-(2**63), 2**63 - 1), whole(-(2**63), U64_MAX)
+BLOCK_SIZE: Schema = {**whole(1, U32_MAX), "description": "tokens"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+TOKENS, BLOCKS, SECONDS = counted("tokens"), counted("blocks"), counted("seconds")
+# What is kept: so many bytes at most. Names have no control characters.
+LABEL: Schema = {**TEXT, "maxLength": MAX_KEPT_BYTES}
+NAME: Schema = {**LABEL, "pattern": r"^[^\x00-\x1f\x7f-\x9f]*$"}
+ADDRESS: Schema = {**LABEL, "minLength": 1}
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def by_name(values: Schema) -> Schema:
+    """Returns the schema of an object whose members are named by data."""
+    return {"type": "object", "additionalProperties": values}
+
+
+def by_rank(values: Schema) -> Schema:
+    """Returns the schema of an object with a member for each data-parallel rank."""
+    return by_name(values) | {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}}
+
+
+def one_of(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def members(required: Members, optional: Members | None = None) -> Schema:
+    """Returns the schema of an object in a body, whose other members are ignored."""
+    schema: Schema = {"type": "object", "properties": {**required, **(optional or {})}}
+    return schema | ({"required": list(required)} if required else {})
+
+
+def row(required: Members, optional: Members | None = None) -> Schema:
+    """Returns the schema of an object in an answer, which has no other members."""
+    return members(required, optional) | {"additionalProperties": False}
+
+
+def in_json(schema: Schema) -> Content:
+    return {JSON: {"schema": schema}}
+
+
+def in_query(name: str, required: bool = False) -> Schema:
+    return {"name": name, "in": "query", "required": required, "schema": TEXT}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a face says of one route.
+
+    `answers` are the contents of the answers of a handler that succeeds, by status; `refuses` are
+    the statuses of its own failures, beside those that any route can have. `parameters` are those
+    of the query and the head. `segment` is the schema of what stands for a placeholder in the path.
+    """
+
+    summary: str
+    answers: Mapping[int, Content]
+    refuses: tuple[int, ...] = ()
+    body: Content | None = None
+    parameters: tuple[Schema, ...] = ()
+    segment: Schema | None = None
+    needs_body: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a face says of its routes, by method and path, and of its failures."""
+
+    operations: Mapping[str, Operation]
+    failure: Schema
+    failure_types: tuple[str, ...] = (JSON,)
+
+
+OK = in_json(row({"status": {"const": "ok"}}))
+NOTHING: Content = {}
+FAILURE = row({"error": TEXT})
+TENANT: Members = {"tenant_id": TEXT, "routing_group": TEXT}
+KEPT_TENANT: Members = {"tenant_id": NAME, "routing_group": NAME}
+FILTERS = (in_query("model_name"), in_query("tenant_id"), in_query("routing_group"))
+RETRY_KEY: Schema = {
+    "name": "idempotency-key",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "maxLength": MAX_RETRY_KEY_BYTES},
+}
+
+PEER = {"endpoint": ADDRESS}
+HEALTH = Operation("Answers as long as the daemon lives", {200: NOTHING})
+EVERY_FACE: Mapping[str, Operation] = {
+    f"GET {METRICS_PATH}": Operation(
+        "Shows metrics in Prometheus' text format", {200: {CONTENT_TYPE.decode(): {"schema": TEXT}}}
+    ),
+    f"GET {DOCUMENT_PATH}": Operation("Shows this document", {200: in_json(by_name(ANY))}),
+}
+REPLICAS: Mapping[str, Operation] = {
+    "POST /replica_sync/register_peer": Operation(
+        "Listens to a replica",
+        {200: OK, 201: OK},
+        (409, 422),
+        in_json(members(PEER, {"curve_server_key": nullable(TEXT)})),
+    ),
+    "POST /replica_sync/deregister_peer": Operation(
+        "Listens to a replica no more", {200: OK}, (404, 409, 422), in_json(members(PEER))
+    ),
+    "GET /replica_sync/peers": Operation("Lists replicas", {200: in_json(array(TEXT))}),
+}

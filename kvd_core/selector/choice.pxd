@@ -1,0 +1,249 @@
+# cython: language_level=3, cdivision=True
+"""Which candidate is chosen, once a look has found how all of them stand to the prompt.
+
+    candidates   w1/0      w1/1      w7/0      w9/0
+    eligible      yes       yes       no        yes     the caller's mask
+    overloaded    no        no        .         yes     busy thresholds: left out
+    open          0         1                           `find_open`
+    busy          yes       no        .         .       all of them: kAllBusy, the caller waits
+    weights      18.0      11.5                         costs, or the number of requests
+    chosen                  1                           the lowest, or one drawn by temperature
+
+The rules, with what they follow:
+
+- once one candidate is not busy, busy ones are chosen too if they cost least: the threshold says
+  when to wait, not where to go (Dynamo 1.6.1, observed);
+- a busy threshold takes a rank out by itself, whatever the other ranks of its worker do: each has
+  its own cache and batch (Dynamo takes out workers, when all their ranks are over it);
+- temperature T: chances follow exp(-(cost - lowest) / (highest - lowest) / T); 0 takes the lowest;
+  equal ones have equal chances;
+- the least loaded rank is that with the fewest requests (Dynamo: connections);
+- modes that do not weigh the prompt leave busy ranks out, as long as there are others: who has
+  waited would otherwise be sent to one that still is busy;
+- turns go by when a rank was last chosen, so those are fair whatever masks there are between them,
+  and they outlive a pool (`Pool.take_turns`); who is new comes first; each line has its own;
+- factors multiply costs, by what the prompt's sender prefers.
+
+Costs: O(candidates), with a temperature one exp a candidate. Nothing is allocated. A further mode
+is a branch of `choose`, a further cost one of `weigh_costs`.
+
+All is inline, as in `cost.pxd`.
+"""
+
+from libc.math cimport exp, ldexp
+from libc.stddef cimport size_t
+from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t
+
+from kvd_core.selector.cost cimport (
+    Scale, decays, device_credit_of, is_blind, is_busy, is_overloaded, terms_of
+)
+from kvd_core.selector.settings cimport kLeastLoaded, kLines, kRandom, kRoundRobin
+from kvd_core.selector.types cimport CCandidate, CStanding
+
+cdef extern from *:
+    ctypedef unsigned long long uint128_t "unsigned __int128"
+
+
+# Why no candidate was chosen. Positions of candidates are not negative.
+cdef enum Refusal:
+    kNoCandidate = -1  # none is eligible
+    kAllBusy = -2      # all that could be chosen are busy: wait
+    kAllOver = -3      # all that are eligible exceed a busy threshold: reject
+
+
+cdef struct Turn:
+    # What the last choice by turns has changed.
+    bint taken
+    size_t at           # in `turns`
+    uint64_t before     # what was there
+
+
+cdef struct Choice:
+    # A pool as choosing sees it. Arrays have an element for each candidate, `turns` kLines.
+    const CCandidate* candidates
+    const CStanding* standings  # of the last look
+    size_t size
+    uint32_t* open              # positions of those that may be chosen, ascending
+    size_t n_open
+    uint32_t* spare             # positions: idle ones, equal ones
+    double* weights             # of those that are open, lower is better
+    uint64_t* turns             # when a candidate was last chosen in a line, 0 is never
+    uint64_t turn               # choices by turns, here and in former pools
+    Turn last
+
+
+# ---- who may be chosen
+
+cdef inline int64_t find_open(
+    Choice* choice, const Scale* scale, const uint8_t* mask
+) noexcept nogil:
+    # Lists the candidates that may be chosen in `open`; 0, or the Refusal when none may.
+    cdef const CCandidate* candidates = choice.candidates
+    cdef const CStanding* standings = choice.standings
+    cdef uint32_t* open = choice.open
+    cdef uint32_t* idle = choice.spare
+    cdef bint blind = is_blind(scale), some = False, all_busy = True
+    cdef size_t n = 0, n_idle = 0
+    cdef uint32_t i
+    for i in range(<uint32_t>choice.size):
+        if (mask != NULL and mask[i] == 0) or not standings[i].present:
+            continue
+        some = True
+        if is_overloaded(scale, &candidates[i], &standings[i]):
+            continue
+        open[n] = i
+        n += 1
+        if blind:
+            if not is_busy(scale, &candidates[i], &standings[i]):
+                idle[n_idle] = i
+                n_idle += 1
+        else:
+            all_busy = all_busy and is_busy(scale, &candidates[i], &standings[i])
+    choice.n_open = n
+    if not some:
+        return kNoCandidate
+    if n == 0:
+        return kAllOver
+    if n_idle == 0 if blind else all_busy:
+        return kAllBusy
+    if blind:
+        choice.open = idle
+        choice.n_open = n_idle
+        choice.spare = open
+    return 0
+
+
+cdef inline uint64_t least_prefill(const Choice* choice, const Scale* scale) noexcept nogil:
+    # Of those that are open, if it is of account: what a decaying credit needs of the others.
+    cdef uint64_t least = UINT64_MAX
+    cdef size_t k
+    if decays(scale):
+        for k in range(choice.n_open):
+            least = min(least, choice.standings[choice.open[k]].prefill_tokens)
+    return least
+
+
+# ---- what they weigh
+
+cdef inline void weigh_costs(
+    Choice* choice, const Scale* scale, const double* factors
+) noexcept nogil:
+    cdef const CStanding* standings = choice.standings
+    cdef const uint32_t* open = choice.open
+    cdef double* weights = choice.weights
+    cdef uint64_t least
+    cdef size_t k
+    if decays(scale):
+        least = least_prefill(choice, scale)
+        for k in range(choice.n_open):
+            weights[k] = terms_of(
+                scale, &standings[open[k]], device_credit_of(scale, &standings[open[k]], least)
+            ).cost
+    else:
+        for k in range(choice.n_open):
+            weights[k] = terms_of(scale, &standings[open[k]], scale.device_credit).cost
+    if factors != NULL:
+        for k in range(choice.n_open):
+            weights[k] *= factors[open[k]]
+
+
+cdef inline void weigh_requests(Choice* choice) noexcept nogil:
+    cdef size_t k
+    for k in range(choice.n_open):
+        choice.weights[k] = choice.standings[choice.open[k]].requests
+
+
+# ---- the choice
+
+cdef inline size_t below(size_t n, uint64_t random) noexcept nogil:
+    # Uniform in [0, n): the error of the multiplication is n / 2^64.
+    cdef uint128_t product = random
+    product *= n
+    return <size_t>(product >> 64)
+
+
+cdef inline int64_t any_open(const Choice* choice, uint64_t random) noexcept nogil:
+    return choice.open[below(choice.n_open, random)]
+
+
+cdef inline int64_t lowest(Choice* choice, uint64_t random) noexcept nogil:
+    # Of the open candidates with the lowest weight, any.
+    cdef const double* weights = choice.weights
+    cdef uint32_t* equal = choice.spare
+    cdef double best = weights[0]
+    cdef size_t n = 0, k
+    for k in range(choice.n_open):
+        best = weights[k] if weights[k] < best else best
+    for k in range(choice.n_open):
+        if weights[k] == best:
+            equal[n] = choice.open[k]
+            n += 1
+    return equal[below(n, random)]
+
+
+cdef inline int64_t drawn(Choice* choice, double temperature, uint64_t random) noexcept nogil:
+    cdef double* weights = choice.weights
+    cdef double least = weights[0], most = weights[0], total = 0, passed = 0, target
+    cdef size_t chosen = 0, k
+    for k in range(choice.n_open):
+        least = weights[k] if weights[k] < least else least
+        most = weights[k] if weights[k] > most else most
+    if least == most:
+        return any_open(choice, random)
+    for k in range(choice.n_open):
+        weights[k] = exp(-((weights[k] - least) / (most - least) / temperature))
+        total += weights[k]
+    target = ldexp(<double>(random >> 11), -53) * total
+    for k in range(choice.n_open):
+        if weights[k] == 0:
+            continue
+        chosen = k
+        passed += weights[k]
+        if passed > target:
+            break
+    return choice.open[chosen]
+
+
+cdef inline int64_t next_in_turn(Choice* choice, int line) noexcept nogil:
+    cdef uint64_t* turns = choice.turns
+    cdef uint32_t chosen = choice.open[0]
+    cdef size_t k
+    for k in range(choice.n_open):
+        if turns[choice.open[k] * kLines + line] < turns[chosen * kLines + line]:
+            chosen = choice.open[k]
+    choice.last.taken = True
+    choice.last.at = chosen * kLines + line
+    choice.last.before = turns[choice.last.at]
+    choice.turn += 1
+    turns[choice.last.at] = choice.turn
+    return chosen
+
+
+cdef inline void return_turn(Choice* choice) noexcept nogil:
+    # The last choice has not come to pass: whoever has lost their turn has it again.
+    if choice.last.taken:
+        choice.turns[choice.last.at] = choice.last.before
+
+
+cdef inline int64_t choose(
+    Choice* choice, const Scale* scale, const uint8_t* mask, uint64_t random, const double* factors
+) noexcept nogil:
+    # The position of a candidate or a Refusal. `mask` has a byte for each candidate, 0 for those
+    # that must not be chosen; NULL for none. `random` is uniform. `factors` has a number for each
+    # candidate that its cost is multiplied with; NULL for 1.
+    cdef int64_t refusal
+    choice.last.taken = False
+    refusal = find_open(choice, scale, mask)
+    if refusal < 0:
+        return refusal
+    if scale.settings.mode == kRoundRobin:
+        return next_in_turn(choice, scale.settings.line)
+    if scale.settings.mode == kRandom:
+        return any_open(choice, random)
+    if scale.settings.mode == kLeastLoaded:
+        weigh_requests(choice)
+        return lowest(choice, random)
+    weigh_costs(choice, scale, factors)
+    if scale.settings.temperature == 0:
+        return lowest(choice, random)
+    return drawn(choice, scale.settings.temperature, random)

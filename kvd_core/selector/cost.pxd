@@ -1,0 +1,240 @@
+# cython: language_level=3, cdivision=True
+"""What it would cost a candidate to serve the prompt, in blocks; lower is better.
+
+    prompt     [ device | host | disk | to compute ............. ]  isl tokens
+                 1.0      0.75   0.25                               credits
+    cached     round(block size x (device + 0.75 host + 0.25 disk))  tokens
+    raw        (tokens being prefilled + isl, at least cached) / block size
+    prefill    weight x max(0, raw - (credit x device + 0.75 host + 0.25 disk))
+    decode     blocks in use + blocks of the prompt that are not in use already
+    cost       prefill + decode + active request weight x requests of the rank, by default 0
+
+Without prefill tracking there is no prefill term; the credit is then taken off the decode term,
+which does not fall below 0, unless the weight or the device credit is 0.
+
+The device credit is a preference of the cost only: what a rank will not have to compute, and so the
+tokens that are booked, does not follow it. Weight 0 makes the device credit 0.
+
+With a decay above 0, and prefill tracking, the device credit of a rank is
+
+    credit x (1 / (1 + decay x (((its prefill tokens - least) / block size) / blocks of prompt)))
+
+with the least prefill tokens of those that may be chosen, and a last block that is not full
+counted. Credits of the tiers below do not decay.
+
+With `last_token` a prompt finds cached what lies before the block of its last token: engines
+compute that token to have something to go on from, and with it all of its block. So a prompt of
+whole blocks that is cached to its end has one block to compute.
+
+Invariant: each operation is one of IEEE doubles in the order written here, integers are summed
+before they become doubles: so costs are equal to the last bit on every machine, and to those of
+Dynamo 1.6.1 (the core is built with -ffp-contract=off).
+
+All is inline, so that the pass over the candidates has no calls: there is no module of this name.
+"""
+
+from libc.math cimport INFINITY, round
+from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
+
+from kvd_core.selector.settings cimport CSettings, kDirect, kKv
+from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
+
+
+cdef struct Scale:
+    # What is the same for all candidates.
+    const CSettings* settings
+    uint64_t isl               # tokens
+    uint64_t blocks            # of the prompt
+    uint64_t usable            # blocks of it that may be found cached
+    uint32_t block_size
+    double device_credit
+    bint rejects               # there is a busy threshold, and it is heeded
+
+
+cdef struct Used:
+    # What of the cached blocks the prompt can use.
+    uint32_t device
+    uint32_t host
+    uint32_t disk
+
+
+cdef struct Terms:
+    uint64_t cached_tokens     # weighed by tier and rounded, halves away from zero
+    uint64_t effective_tokens  # to prefill
+    double raw                 # blocks to prefill before credits, with those being prefilled
+    double credit              # blocks
+    double prefill             # weighted
+    double decode
+    double cost
+
+
+cdef inline double real(uint64_t value) noexcept nogil:
+    # Values stay below 2^63, and signed conversion is one instruction.
+    return <double><int64_t>value
+
+
+cdef inline double positive(double value) noexcept nogil:
+    return value if 0.0 < value else 0.0
+
+
+cdef inline bint exceeds(uint64_t value, double threshold, double capacity) noexcept nogil:
+    return capacity > 0 and real(value) > threshold * capacity
+
+
+cdef inline Scale scale_of(
+    const CSettings* settings, const CPrompt* prompt, uint32_t block_size
+) noexcept nogil:
+    cdef Scale s
+    s.settings = settings
+    s.isl = prompt.isl_tokens
+    s.blocks = prompt.sequence.size()
+    s.usable = UINT64_MAX
+    if settings.last_token:
+        s.usable = ((s.isl if s.isl > 1 else 1) - 1) // block_size
+    s.block_size = block_size
+    s.device_credit = 0 if settings.overlap_weight == 0 else settings.device_credit
+    s.rejects = settings.mode != kDirect and (
+        settings.decode_blocks_threshold != INFINITY
+        or settings.prefill_tokens_threshold != INFINITY
+        or settings.prefill_tokens_threshold_frac != INFINITY
+    )
+    return s
+
+
+# ---- tokens and blocks
+
+cdef inline uint64_t started(const Scale* s) noexcept nogil:
+    # Blocks of the prompt, with a last one that is not full.
+    return s.isl // s.block_size + (s.isl % s.block_size != 0)
+
+
+cdef inline Used used_blocks(const Scale* s, const CStanding* c) noexcept nogil:
+    cdef Used used
+    used.device = c.device
+    used.host = c.host
+    used.disk = c.disk
+    if <uint64_t>c.device + c.host + c.disk <= s.usable:
+        return used
+    used.device = <uint32_t>min(<uint64_t>c.device, s.usable)
+    used.host = <uint32_t>min(<uint64_t>c.host, s.usable - used.device)
+    used.disk = <uint32_t>(s.usable - used.device - used.host)
+    return used
+
+
+cdef inline uint64_t tokens_of(const Scale* s, Used used) noexcept nogil:
+    cdef double blocks
+    if (used.host | used.disk) == 0:
+        return <uint64_t>used.device * s.block_size
+    blocks = (
+        real(used.device)
+        + s.settings.host_credit * real(used.host)
+        + s.settings.disk_credit * real(used.disk)
+    )
+    return <uint64_t>round(blocks * real(s.block_size))
+
+
+cdef inline uint64_t cached_tokens(const Scale* s, const CStanding* c) noexcept nogil:
+    return tokens_of(s, used_blocks(s, c))
+
+
+cdef inline uint64_t effective_tokens(const Scale* s, const CStanding* c) noexcept nogil:
+    cdef uint64_t cached = cached_tokens(s, c)
+    return s.isl - cached if s.isl > cached else 0
+
+
+cdef inline uint64_t decode_blocks(const Scale* s, const CStanding* c) noexcept nogil:
+    # Blocks in use with the prompt on top.
+    return c.decode_blocks + (s.blocks - c.live)
+
+
+cdef inline uint64_t occupied_blocks(const Scale* s, const CStanding* c) noexcept nogil:
+    # The same, counting a last block that is not full.
+    return c.decode_blocks + (max(s.blocks, started(s)) - c.live)
+
+
+# ---- the cost
+
+cdef inline bint decays(const Scale* s) noexcept nogil:
+    # The device credit of a rank depends on what others prefill.
+    return s.settings.credit_decay != 0 and s.settings.track_prefill
+
+
+cdef inline double device_credit_of(
+    const Scale* s, const CStanding* c, uint64_t least
+) noexcept nogil:
+    # `least`: the fewest prefill tokens of those that may be chosen; UINT64_MAX unless it decays.
+    cdef double excess
+    if c.prefill_tokens <= least:
+        return s.device_credit
+    excess = real(c.prefill_tokens - least) / real(s.block_size)
+    return s.device_credit * (
+        1 / (1 + s.settings.credit_decay * (excess / real(max(started(s), <uint64_t>1))))
+    )
+
+
+cdef inline Terms terms_of(
+    const Scale* s, const CStanding* c, double device_credit
+) noexcept nogil:
+    cdef Terms t
+    cdef Used used = used_blocks(s, c)
+    t.cached_tokens = tokens_of(s, used)
+    t.effective_tokens = s.isl - t.cached_tokens if s.isl > t.cached_tokens else 0
+    t.credit = (
+        device_credit * real(used.device)
+        + s.settings.host_credit * real(used.host)
+        + s.settings.disk_credit * real(used.disk)
+    )
+    t.raw = 0
+    t.prefill = 0
+    t.decode = real(decode_blocks(s, c)) if s.settings.track_active_blocks else 0
+    if s.settings.track_prefill:
+        t.raw = real(c.prefill_tokens + t.effective_tokens + t.cached_tokens) / real(s.block_size)
+        t.prefill = s.settings.overlap_weight * positive(t.raw - t.credit)
+    elif s.device_credit > 0:
+        t.decode = positive(t.decode - t.credit)
+    t.cost = t.prefill + t.decode
+    if s.settings.active_request_weight != 0:
+        t.cost += s.settings.active_request_weight * real(c.requests)
+    return t
+
+
+# ---- thresholds
+
+cdef inline bint is_blind(const Scale* s) noexcept nogil:
+    # The mode does not look at the load of the prompt's candidates in tokens.
+    return s.settings.mode != kKv and s.settings.mode != kDirect
+
+
+cdef inline bint is_busy(
+    const Scale* s, const CCandidate* candidate, const CStanding* c
+) noexcept nogil:
+    # New work waits while all candidates are.
+    return s.settings.mode != kDirect and exceeds(
+        c.prefill_tokens, s.settings.queue_threshold, candidate.max_batch_tokens
+    )
+
+
+cdef inline bint tells_decode_busy(const Scale* s, const CCandidate* candidate) noexcept nogil:
+    # Answers say whether its blocks in use, with the prompt on top, are more than the threshold.
+    return s.settings.decode_busy_threshold != INFINITY and candidate.total_blocks > 0
+
+
+cdef inline bint is_decode_busy(
+    const Scale* s, const CCandidate* candidate, const CStanding* c
+) noexcept nogil:
+    return exceeds(
+        occupied_blocks(s, c), s.settings.decode_busy_threshold, candidate.total_blocks
+    )
+
+
+cdef inline bint is_overloaded(
+    const Scale* s, const CCandidate* candidate, const CStanding* c
+) noexcept nogil:
+    # It gets no new work.
+    return s.rejects and (
+        real(c.prefill_tokens) > s.settings.prefill_tokens_threshold
+        or exceeds(
+            c.prefill_tokens, s.settings.prefill_tokens_threshold_frac, candidate.max_batch_tokens
+        )
+        or exceeds(c.decode_blocks, s.settings.decode_blocks_threshold, candidate.total_blocks)
+    )

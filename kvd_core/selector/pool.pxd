@@ -1,0 +1,31 @@
+# cython: language_level=3
+"""The candidates of a fleet, and what a look at the index and the ledger finds about each."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+
+from kvd_core.index.prefix_index cimport CIndex, CMatch
+from kvd_core.ledger.ledger cimport CLedger
+from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
+
+
+cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
+    cppclass CPool "kvd::selector::Pool":
+        CPool(uint32_t, const CIndex*, const CLedger&) except +
+        void add(const CCandidate&) except +    # ascending by (worker, dp rank)
+        size_t size()
+        uint32_t block_size()
+        const CCandidate& candidate(size_t)
+        size_t position(uint64_t, uint32_t)     # of the first that does not sort before
+        uint32_t end_of_worker(const CCandidate&)
+        const CStanding& standing(size_t)       # of the last look
+        CPrompt& prompt()
+        void look(CMatch&) except +
+        void find_loads()                       # the loads of now, in the standings
+        # Blocks of the prompt, of those at these positions.
+        uint32_t most_cached(const uint32_t*, size_t)
+        void remember() except +                # the loads of now
+        cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
+        void set_heard(size_t, cbool)
+        void set_reachable(size_t, cbool)

@@ -1,0 +1,145 @@
+# cython: language_level=3, cdivision=True
+"""Renders what a look has found as JSON, straight into the answer's bytes.
+
+    "overlap":{"longest_matched":128,"gpu":64,"dp":{"0":64,"1":32},"cpu":96,"disk":128},
+    "effective_prefill_tokens":384,"potential_decode_blocks":40       members of a selection
+    {"worker_id":1,"dp_rank":0,"device_blocks":4,...}                 rows of overlaps
+    {"worker_id":1,"dp_rank":0,"potential_prefill_tokens":80,...}     rows of projected loads
+
+An overlap is that of the chosen candidate's worker, in tokens: `dp` has the device depth of all its
+ranks, the others are the best of its ranks, cumulative over the tiers. Of a selection the decode
+blocks include a last block that is not full. Rows count blocks and stand for ranks, sorted by
+(worker, dp rank).
+
+Costs: some 20 ns a row, less for a rank of the worker. Each function returns the end of what it has
+written. The caller gives `..._room()` bytes, which cannot be exceeded.
+
+All is inline, as in `cost.pxd`.
+"""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t, uint64_t
+
+from kvd_core.selector.choice cimport Choice
+from kvd_core.selector.cost cimport (
+    Scale, decode_blocks, effective_tokens, is_decode_busy, occupied_blocks, tells_decode_busy
+)
+from kvd_core.selector.pool cimport CPool
+from kvd_core.selector.types cimport CCandidate, CStanding
+
+cdef extern from "json/text.hpp" namespace "kvd" nogil:
+    size_t kMaxDigits
+    char* put_text "kvd::put"(char* to, const char* text)
+    char* put_number "kvd::put"(char* to, uint64_t value)
+
+
+# ---- bytes
+
+cdef inline size_t choice_room(const CPool* pool, size_t at) noexcept nogil:
+    # The names and braces of a choice are 135 bytes, and it has six numbers beside its ranks.
+    cdef const CCandidate* c = &pool.candidate(at)
+    return 160 + 6 * kMaxDigits + (pool.end_of_worker(c[0]) - c.first) * (4 + 2 * kMaxDigits)
+
+
+cdef inline size_t rows_room(const CPool* pool) noexcept nogil:
+    # The names of the longer kind of row are 172 bytes, and it has seven numbers.
+    return pool.size() * (192 + 7 * kMaxDigits) + 2
+
+
+# ---- a selection
+
+cdef inline char* put_tokens(char* to, const CPool* pool, uint64_t blocks) noexcept nogil:
+    return put_number(to, blocks * pool.block_size())
+
+
+cdef inline char* put_ranks(
+    char* to, const CPool* pool, uint32_t first, uint32_t end
+) noexcept nogil:
+    cdef uint32_t i
+    for i in range(first, end):
+        if i != first:
+            to = put_text(to, b",")
+        to = put_text(to, b'"')
+        to = put_text(put_number(to, pool.candidate(i).dp_rank), b'":')
+        to = put_tokens(to, pool, pool.standing(i).device)
+    return to
+
+
+cdef inline char* put_choice(
+    char* to, const CPool* pool, size_t at, const Scale* scale
+) noexcept nogil:
+    cdef const CCandidate* chosen = &pool.candidate(at)
+    cdef const CStanding* standing = &pool.standing(at)
+    cdef uint32_t first = chosen.first, end = pool.end_of_worker(chosen[0])
+    cdef uint32_t gpu = 0, cpu = 0, disk = 0, i
+    cdef const CStanding* rank
+    for i in range(first, end):
+        rank = &pool.standing(i)
+        gpu = max(gpu, rank.device)
+        cpu = max(cpu, rank.device + rank.host)
+        disk = max(disk, rank.device + rank.host + rank.disk)
+    to = put_tokens(put_text(to, b'"overlap":{"longest_matched":'), pool, disk)
+    to = put_tokens(put_text(to, b',"gpu":'), pool, gpu)
+    to = put_ranks(put_text(to, b',"dp":{'), pool, first, end)
+    to = put_tokens(put_text(to, b'},"cpu":'), pool, cpu)
+    to = put_tokens(put_text(to, b',"disk":'), pool, disk)
+    to = put_text(to, b'},"effective_prefill_tokens":')
+    to = put_number(to, effective_tokens(scale, standing))
+    to = put_text(to, b',"potential_decode_blocks":')
+    to = put_number(to, occupied_blocks(scale, standing))
+    if tells_decode_busy(scale, chosen):
+        to = put_text(to, b',"decode_busy":')
+        if is_decode_busy(scale, chosen, standing):
+            return put_text(to, b"true")
+        return put_text(to, b"false")
+    return to
+
+
+# ---- rows
+
+cdef inline char* put_end(char* begin, char* end) noexcept nogil:
+    # Rows begin with commas: that of the first one becomes the bracket.
+    if begin == end:
+        end += 1
+    begin[0] = c"["
+    return put_text(end, b"]")
+
+
+cdef inline char* put_rank(char* to, const CCandidate* c) noexcept nogil:
+    to = put_text(to, b',{"worker_id":')
+    to = put_number(to, c.worker_id)
+    return put_number(put_text(to, b',"dp_rank":'), c.dp_rank)
+
+
+cdef inline char* put_overlaps(char* to, const Choice* pool) noexcept nogil:
+    cdef const CCandidate* candidates = pool.candidates
+    cdef const CStanding* c = pool.standings
+    cdef char* begin = to
+    cdef size_t i
+    for i in range(pool.size):
+        to = put_rank(to, &candidates[i])
+        to = put_number(put_text(to, b',"device_blocks":'), c[i].device)
+        to = put_text(to, b',"host_pinned_blocks":')
+        to = put_number(to, <uint64_t>c[i].device + c[i].host)
+        to = put_text(to, b',"disk_blocks":')
+        to = put_number(to, <uint64_t>c[i].device + c[i].host + c[i].disk)
+        to = put_number(put_text(to, b',"host_pinned_extension_blocks":'), c[i].host)
+        to = put_number(put_text(to, b',"disk_extension_blocks":'), c[i].disk)
+        to = put_text(to, b',"shared_beyond_device_blocks":null}')
+    return put_end(begin, to)
+
+
+cdef inline char* put_loads(char* to, const Choice* pool, const Scale* scale) noexcept nogil:
+    cdef const CCandidate* candidates = pool.candidates
+    cdef const CStanding* c = pool.standings
+    cdef uint64_t added
+    cdef char* begin = to
+    cdef size_t i
+    for i in range(pool.size):
+        added = effective_tokens(scale, &c[i]) if scale.settings.track_prefill else 0
+        to = put_rank(to, &candidates[i])
+        to = put_number(put_text(to, b',"potential_prefill_tokens":'), c[i].prefill_tokens + added)
+        to = put_number(put_text(to, b',"potential_decode_blocks":'), decode_blocks(scale, &c[i]))
+        to = put_number(put_text(to, b',"active_requests":'), c[i].requests)
+        to = put_text(to, b"}")
+    return put_end(begin, to)

@@ -1,0 +1,50 @@
+# cython: language_level=3
+"""What a selection is made of: candidates, what a look has found about each, the prompt."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
+
+from kvd_core.index.prefix_index cimport CWorker
+from kvd_core.ledger.ledger cimport RankId
+
+
+cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
+    uint64_t kMaxIslTokens
+
+    cppclass CCandidate "kvd::selector::Candidate":
+        uint64_t worker_id
+        uint32_t dp_rank
+        RankId booked              # its rank in the ledger
+        const CWorker* caches      # whose blocks it can use, NULL without
+        double max_batch_tokens    # 0: unbounded
+        double total_blocks        # 0: unknown
+        uint32_t first             # the first candidate of its worker
+        cbool heard                # False: its events are not, what it caches may be gone
+        cbool reachable            # False: it cannot be chosen
+
+    cppclass CStanding "kvd::selector::CandidateState":
+        uint32_t device            # blocks of the prompt, cached
+        uint32_t host              # further ones
+        uint32_t disk              # further ones, disk and external
+        uint32_t live              # blocks of the prompt, in use by its requests
+        uint64_t prefill_tokens    # being prefilled
+        uint64_t decode_blocks     # in use
+        uint32_t requests
+        cbool present              # False: it has left the ledger or is unreachable
+
+    cppclass CPrompt "kvd::selector::Prompt":
+        vector[uint64_t] locals
+        vector[uint64_t] salted    # the same with the prompt's salt
+        vector[uint64_t] sequence
+        uint64_t isl_tokens
+        cbool is_salted
+        const vector[uint64_t]& used()    # the local hashes of what a rank will cache
+        void take(const CPrompt&) except +
+        void take_hashes(const uint64_t*, size_t, const uint64_t*, size_t, uint64_t) except +
+        void take_tokens(
+            const uint32_t*, size_t, uint32_t, string_view, string_view, cbool
+        ) except +
+        void make_unique(uint64_t)

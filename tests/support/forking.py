@@ -1,0 +1,149 @@
+"""Starts processes of kvd without half a second of imports each.
+
+A process that has imported kvd and done nothing else, the forker, forks for each of them. What
+follows is what `python -m kvd` does: `main` with these arguments, in this environment, in a process
+of its own. Tests of the start itself, or of kvd under another command, run the command.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Lock
+from typing import IO, Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MESSAGE_BYTES = 1 << 17  # of an environment with room to spare; a socket takes more at once
+POLL_S = 0.005
+PLAIN = [sys.executable, "-m", "kvd"]
+
+
+class Forker:
+    """The process that forks, seen from the one that asks it to."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = Lock()  # a question and its answer are one
+        with theirs:
+            command = [sys.executable, "-m", __name__]
+            self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=theirs)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+    def ask(self, *question: Any, descriptors: tuple[int, ...] = ()) -> int | None:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(question).encode()], descriptors)
+            answer = self._socket.recv(MESSAGE_BYTES)
+        assert answer, f"the forker has ended with {self._process.wait()}"
+        found: int | None = json.loads(answer)
+        return found
+
+
+class Forked:
+    """A process of kvd, as subprocess.Popen shows one."""
+
+    def __init__(self, forker: Forker, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._forker = forker
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forker.ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Returns the exit code; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"kvd, process {self.pid}", timeout)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:  # the process id is no other's before `poll` has returned it
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_process(
+    command: list[str], environ: dict[str, str], stdout: IO[bytes], stderr: IO[bytes]
+) -> Forked | subprocess.Popen[bytes]:
+    """Starts a command, by forking if it is a plain kvd."""
+    if command[:3] != PLAIN:
+        return subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=stdout, stderr=stderr)
+    forker, descriptors = the_forker(), (stdout.fileno(), stderr.fileno())
+    pid = forker.ask("start", command[3:], environ, descriptors=descriptors)
+    assert pid is not None
+    return Forked(forker, pid)
+
+
+@functools.cache
+def the_forker() -> Forker:
+    return Forker()
+
+
+# ---- in the forker
+
+
+def serve() -> list[str] | None:
+    """Answers questions; returns the arguments in each child, None in the forker at its end."""
+    control = socket.socket(fileno=os.dup(0))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+        if not message:
+            return None
+        question, *details = json.loads(message)
+        answer = look_after(*details) if question == "poll" else os.fork()
+        if answer == 0 and question == "start":
+            control.close()
+            return become_kvd(*details, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(json.dumps(answer).encode())
+
+
+def look_after(pid: int) -> int | None:
+    """Returns the exit code of a child that has ended."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def become_kvd(
+    arguments: list[str], environ: dict[str, str], stdout: int, stderr: int
+) -> list[str]:
+    """Takes over descriptors and environment, and returns the arguments."""
+    stdin = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, standard in ((stdin, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = ["kvd", *arguments]
+    return arguments
+
+
+if __name__ == "__main__":
+    import kvd.app.daemon  # noqa: F401 - which `main` imports as late as it can
+    from kvd.cli.main import main
+
+    told = serve()
+    sys.exit(0 if told is None else main(told))

@@ -1,0 +1,130 @@
+"""Running faces against the OpenAPI documents that they serve, with requests made from those.
+
+Requests are drawn, the same ones every time: by the document, and with something wrong in the body.
+`tests/conformance` holds its answers, about engines that really publish, against the documents too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from kvd.faces.conductor.msgpack import FORMS
+from tests.support.budget import scaled
+from tests.support.running import running_kvd
+
+EXAMPLES = scaled(5)  # of each route and mode
+CHECKS = [
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+SETTINGS = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
+
+ENGINE = "tcp://127.0.0.1:9"  # nobody publishes there
+# What each face is told first, so that some questions are about what it knows.
+COMMANDS = {
+    "indexer": "indexer",
+    "slot-tracker": "slot-tracker",
+    "selection": "select-service",
+    "conductor": "conductor",
+}
+REGISTERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "indexer": (
+        "/register",
+        {"instance_id": 1, "endpoint": ENGINE, "model_name": "m", "block_size": 4},
+    ),
+    "slot-tracker": (
+        "/register",
+        {"worker_id": 1, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 2},
+    ),
+    "selection": (
+        "/workers",
+        {"worker_id": 1, "model_name": "m", "block_size": 4, "endpoint": "http://127.0.0.1:8000"},
+    ),
+    "conductor": (
+        "/register",
+        {
+            "instance_id": "e",
+            "endpoint": ENGINE,
+            "type": "vLLM",
+            "modelname": "m",
+            "block_size": 4,
+            "dp_rank": 0,
+        },
+    ),
+}
+KNOWN = {"model": "m", "modelname": "m", "model_name": "m", "block_size": 4, "worker_id": 1}
+ENVIRON = {"DYN_KV_INDEXER_TEST_ENDPOINTS": "1", "DYN_ROUTER_USE_KV_EVENTS": "false"}
+
+
+@schemathesis.serializer(*FORMS)
+def packed(context: schemathesis.SerializationContext, value: Any) -> bytes:
+    try:
+        return value if isinstance(value, bytes) else bytes(msgpack.packb(value))
+    except OverflowError:  # a number of more than 64 bits, which that cannot say
+        return b"\xc1"
+
+
+@schemathesis.deserializer(*FORMS)
+def unpacked(context: schemathesis.DeserializationContext, response: schemathesis.Response) -> Any:
+    return msgpack.unpackb(response.content)
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def face(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a face that knows something."""
+    folder = tmp_path_factory.mktemp("documented")
+    with running_kvd(folder, face=COMMANDS[request.param], environ=ENVIRON) as server:
+        path, body = REGISTERED[request.param]
+        reply = httpx.post(server.base_url + path, json=body, trust_env=False)
+        assert reply.is_success, reply.content
+        yield server.base_url
+
+
+def aim(case: Case) -> None:
+    """Has a request be about what the face knows, where it is about something."""
+    for members in (case.body, case.query):
+        if isinstance(members, dict):
+            members.update({name: KNOWN[name] for name in KNOWN if name in members})
+
+
+def test_a_face_is_as_its_document_says(face: str) -> None:
+    document = httpx.get(f"{face}/openapi.json", trust_env=False).json()
+    for result in schemathesis.openapi.from_dict(document).get_all_operations():
+        operation = result.ok()
+        for mode in GenerationMode:
+            if mode is GenerationMode.NEGATIVE and not operation.body:
+                continue  # all that it says is text
+
+            @SETTINGS
+            @given(operation.as_strategy(generation_mode=mode), st.booleans())
+            def play(case: Case, aimed: bool) -> None:
+                if aimed and case.meta and not case.meta.generation.mode.is_negative:
+                    aim(case)
+                response = case.call_and_validate(base_url=face, checks=CHECKS)
+                assert response.status_code != 500, response.content
+
+            play()

@@ -1,0 +1,64 @@
+"""Holds a unit test to a quarter of a second of CPU time, where `--quick` asks for that.
+
+Clocks on the wall say how busy the machine is, and so, a little, does CPU time: it grows with
+whatever shares caches and cores, and a virtual machine may count the time that it was not run. So
+a test over the limit is run again, its best run counts, and the limit grows by as much as a fixed
+piece of work has become slower. Nothing is measured again where the first run is within it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from time import thread_time
+
+import pytest
+
+from tests.support.budget import BUDGET
+
+LIMIT_S = 0.25
+AGAIN = 2  # further runs of a test over the limit
+ADVICE = "do less in it, or mark it @pytest.mark.slow(reason); see docs/contributing.md"
+
+WORK_S = 0.010  # what `work` took on the machine where LIMIT_S was chosen, when nothing else ran
+# What a first run may add on the side is not a test's: a run that cannot be repeated is not judged.
+CANNOT_REPEAT = (Exception, pytest.fail.Exception, pytest.skip.Exception)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    begun = thread_time()
+    yield
+    if is_held(item) and thread_time() - begun > LIMIT_S:
+        best_s, limit_s = best_of(item.runtest), LIMIT_S * slowness()
+        if best_s > limit_s:
+            pytest.fail(f"{best_s:.2f} s of CPU time, the limit is {limit_s:.2f} s: {ADVICE}")
+
+
+def is_held(item: pytest.Item) -> bool:
+    """Whether the limit is meant for this test in this run: not in a longer or a slower one."""
+    usual = BUDGET == 1 and os.environ.get("KVD_DEBUG") != "1"
+    return usual and item.config.getoption("quick") and item.get_closest_marker("slow") is None
+
+
+def best_of(run: Callable[[], object]) -> float:
+    """Returns the least CPU time of several runs, 0 where one fails that has passed before."""
+    try:
+        return min(cpu_s(run) for _ in range(AGAIN))
+    except CANNOT_REPEAT:
+        return 0.0
+
+
+def slowness() -> float:
+    """Returns how many times slower than LIMIT_S was meant for this machine is now, at least 1."""
+    return max(1.0, best_of(work) / WORK_S)
+
+
+def work() -> object:
+    return {str(number): number for number in range(50_000)}
+
+
+def cpu_s(run: Callable[[], object]) -> float:
+    begun = thread_time()
+    run()
+    return thread_time() - begun
