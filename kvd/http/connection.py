@@ -75,14 +75,20 @@ class Service:
         self.access = context.access
 
     def serve(
-        self, shared: Shared, head: Head, found: Found, body: bytes
+        self,
+        shared: Shared,
+        head: Head,
+        found: Found,
+        body: bytes,
+        raised: Exception | None = None,
     ) -> tuple[bytes, bool, Undo]:
-        """Returns a plain handler's response, rendered, and whether the connection persists.
+        """Returns the response of a handler that does not wait, rendered; does the connection stay?
 
-        Returns also what is to be called if the client has left or cannot be sent the response.
+        `raised` is what the handler has raised already. Returns also what is to be called if the
+        client has left or cannot be sent the response.
         """
         started = perf_counter()
-        response = answer_now(found.route, _request(head, found, body), self.failures)
+        response = answer_now(found.route, _request(head, found, body), self.failures, raised)
         return self._rendered(shared, head, found, response, started)
 
     async def serve_waiting(
@@ -172,15 +178,21 @@ class Connection(Transport):
         return True
 
     def serve_parked(
-        self, route: Route, captured: bytes, query: bytes, headers: Headers, body: bytes
+        self,
+        route: Route,
+        captured: bytes,
+        query: bytes,
+        headers: Headers,
+        body: bytes,
+        raised: Exception | None,
     ) -> tuple[bytes, bool, Undo]:
-        """Serves a plain request that the lane has received and no answerer has taken."""
+        """Serves a request that the fast path has received and not answered itself."""
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
-        return self._service.serve(self.shared, head, Found(route, captured), body)
+        return self._service.serve(self.shared, head, Found(route, captured), body, raised)
 
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
         """Counts a request that the lane has answered."""
