@@ -1,6 +1,6 @@
 """One client connection: requests in, responses out, one after the other.
 
-    parked in the lane: a hot route's plain request that comes whole
+    parked in the fast path: a hot route's plain request that comes whole
     woken:  head -> body -> handler -> one send             hot routes
                          -> ASGI application (asgi.py)      everything else
 
@@ -49,7 +49,7 @@ _REFUSAL_COUNTERS = {
 
 
 class Service:
-    """What a listener serves, and the lane its connections are parked in."""
+    """What a listener serves, and the fast path its connections are parked in."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Connection(Transport):
         return self._service.serve(self.shared, head, Found(route, captured), body, raised)
 
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
-        """Counts a request that the lane has answered."""
+        """Counts a request that the fast path has answered."""
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
@@ -210,7 +210,7 @@ class Connection(Transport):
         return rendered(access.note(route.method, route.path, status, seconds, size, headers))
 
     def wake(self, outcome: Handoff | Exception) -> None:
-        """Ends the parked state of a connection that the lane has given up."""
+        """Ends the parked state of a connection that the fast path has given up."""
         assert self._task is not None
         self._outcome = outcome
         trio.lowlevel.reschedule(self._task)
@@ -247,7 +247,7 @@ class Connection(Transport):
         return True
 
     async def _park(self) -> Handoff:
-        """Leaves the connection to the lane until that gives it back."""
+        """Leaves the connection to the fast path until that gives it back."""
         fast_path = self._service.fast_path
         outcome = fast_path.park(self, self.fd)
         if outcome is not None:

@@ -405,9 +405,9 @@ cdef class FastPath:
 
 def serve_between(list fast_paths not None, int others, runnable not None, double seconds,
                   double linger_s, int64_t budget_ns):
-    """Serves lanes for as long as they alone have something to do.
+    """Serves fast paths for as long as they alone have something to do.
 
-    That ends when `others`, a descriptor that is readable when the lanes' are, is readable for
+    That ends when `others`, a descriptor that is readable when the fast paths' are, is readable for
     another reason or still is after a turn; when something stands in `runnable`; and after
     `linger_s` without a request, or `seconds` in all. Returns whether there was anything to do,
     and whether `others` is readable.
