@@ -1,6 +1,6 @@
-"""Serves the fast paths of a process between two passes of trio, while there is nothing else to do.
+"""Serves a process's fast paths between two passes of trio, while there is nothing else to do.
 
-                   ┌───────── serves the fast paths ────────┐
+                   ┌───────── serves the fast paths ─────────┐
                    v                                         │
     trio ──> about to sleep ──> sleeps on trio's epoll set ──┤ a request
       ^                                                      │
