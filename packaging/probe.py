@@ -325,7 +325,7 @@ def tokens(folder: Path) -> str:
     assert (opened(third), opened(second), opened("")) == (200, 401, 401)
     assert shown("MainPID") == pid
     filed.write_text("operator read short\n")
-    assert "line 1, operator: a token is" in refused()
+    assert "line 1, operator: a token must" in refused()
     shutil.chown(filed, "root", "root")  # root's command could read it
     assert f"cannot read {filed}: Permission denied" in refused()
     assert opened(third) == 200
@@ -564,7 +564,7 @@ def reload(folder: Path) -> str:
     assert "reloaded: log_level http_connections" in reloaded()
     assert samples(8090)[applied] == 1
     CONFIG.write_text(kept + "\nlog_levle = 1\n")
-    assert "log_levle: no such setting; log_level?" in refused()
+    assert "log_levle: no such setting; did you mean log_level?" in refused()
     assert samples(8090)[outcome] == 1
     os.kill(int(pid), signal.SIGHUP)
     until(lambda: samples(8090)[outcome] == 2, "refused")

@@ -33,7 +33,7 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.fspath(REPOSITORY / "build" / "pycache")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-    del os.environ["PYTHONDONTWRITEBYTECODE"]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # `python -B` sets none
 
 # The same examples in every run, and none that fails because the machine is busy.
 hypothesis.settings.register_profile(

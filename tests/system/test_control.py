@@ -80,7 +80,7 @@ def test_what_kvd_refuses_fails_with_the_reason(
         assert "could use the indexer" in refused("")
         # and its credentials nobody else.
         (folder / "credentials" / "kvd_tokens").write_text("operator read short\n")
-        assert "kvd_tokens: line 1, operator: a token is" in refused("")
+        assert "kvd_tokens: line 1, operator: a token must" in refused("")
         assert (
             httpx.get(f"{server.base_url}/workers", trust_env=False, verify=False).status_code
             == 401

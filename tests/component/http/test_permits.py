@@ -78,7 +78,7 @@ def test_a_route_that_changes_something_says_its_scope() -> None:
 
     assert Route("GET", "/a", handler).scope is Scope.READ
     for method in ("POST", "PUT", "PATCH", "DELETE"):
-        with pytest.raises(ValueError, match=f"scope of {method} /a"):
+        with pytest.raises(ValueError, match=f"{method} /a states no scope"):
             Route(method, "/a", handler)
 
 
