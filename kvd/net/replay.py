@@ -83,12 +83,12 @@ class Replayer:
         except (Unreachable, zmq.ZMQError):
             return ReplayEnd.FAILED
         with closing(dealer):
+            listener.catch_up.begin()
             try:
                 dealer.socket.connect(endpoint)
                 dealer.socket.send_multipart(request(listener.catch_up.wanted().start), zmq.NOBLOCK)
             except zmq.ZMQError:
                 return ReplayEnd.FAILED
-            listener.catch_up.begin()
             return await _Answer(dealer, listener, self.options.idle_s, room, self._turns).read()
 
 

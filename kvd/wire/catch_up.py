@@ -60,8 +60,8 @@ class CatchUp:
         self._link = link
         self._counts = counts
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
-        self._asked_at = 0  # an idle engine was asked after so many lost connections,
-        self._asked_from = 0  # for the batches from this number on
+        self._asked_at = 0  # the engine was asked, or will be, after so many lost connections
+        self._asked_from = 0  # an idle one: for the batches from this number on
         self._answered = False  # the answer that is being read has held a batch,
         self._brought = 0  # and so many of use
 
@@ -90,11 +90,11 @@ class CatchUp:
             self._counts.stale += 1
             self.held = None
             return verdict
+        self._asked_at = self._counts.losses
         if lost:
             identity.advance(IdentityEvent.DOUBTED)
         if identity.is_in_doubt:
-            has_last = cursor.last is not None
-            identity.advance(IdentityEvent.HELD_BEHIND if has_last else IdentityEvent.HELD_FIRST)
+            self._begin_check()
         if verdict is Verdict.RESTART:
             self._batches.engine_restarted()
             identity.name(speaker, cursor.expected)
@@ -102,6 +102,11 @@ class CatchUp:
         hole = self._batches.hole_before(seq)
         self._counts.gaps += hole.stop > hole.start  # len() fails from 2^63 on
         return verdict
+
+    def _begin_check(self) -> None:
+        has_last = self._cursor.last is not None
+        event = IdentityEvent.HELD_BEHIND if has_last else IdentityEvent.HELD_FIRST
+        self._identity.advance(event)
 
     def apply_held(self) -> str:
         """Applies the batch held back and returns which numbers before it are lost, if any."""
@@ -155,9 +160,25 @@ class CatchUp:
         return range(first, self._held()[0] + identity.wants_held)
 
     def begin(self) -> None:
-        """Notes that `take` is about another answer from now on."""
+        """Notes that `take` is about another answer from now on, to what is `wanted` then.
+
+        Where the connection was lost since the first one was asked for, this may be another
+        engine's, and is to prove itself.
+        """
         self._answered = False
         self._brought = 0
+        if self._asked_at != self._counts.losses:
+            self._check_again()
+
+    def _check_again(self) -> None:
+        identity = self._identity
+        if self.held is not None:
+            identity.advance(IdentityEvent.DROPPED)
+            identity.advance(IdentityEvent.DOUBTED)
+            self._begin_check()
+        elif self._cursor.last is not None:  # else it is heard from its beginning
+            identity.advance(IdentityEvent.DROPPED)
+            identity.advance(IdentityEvent.ASKED)
 
     def wants_more(self, end: ReplayEnd) -> bool:
         """Whether an answer that ended so has brought something, and may not be all there is."""

@@ -239,8 +239,8 @@ class PortLife:
         return end
 
     def _read_answer(self) -> ReplayEnd:
-        start = self.listener.catch_up.wanted().start
         self.listener.catch_up.begin()
+        start = self.listener.catch_up.wanted().start
         for _, frames in answer(self.replays, self.chance, self.engine, start):
             read = read_answer(self._named(frames))
             if read is None:

@@ -5,6 +5,7 @@ import pytest
 from kvd.wire.applied_batches import CLEARED_UNKNOWN, MAX_HOLES_SHOWN, UNKNOWN
 from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
+from kvd.wire.engine_identity import IdentityCheck
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd, read_answer, request
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
@@ -307,6 +308,46 @@ def test_a_gap_before_a_known_loss_is_filled_by_the_same_engine() -> None:
     assert listener.catch_up.apply_held() == ""
     assert (applied, health(listener)) == ([b"0", b"1", b"2", b"3"], "exact")
     assert listener.take(4, b"4") is False  # nothing is missing, so nobody is asked
+
+
+def test_the_next_answer_behind_a_loss_is_not_taken_for_the_same_engines() -> None:
+    listener, applied = make(replay=True)
+    listener.take(4, b"old 4")
+    listener.catch_up.judge()
+    listener.catch_up.begin()
+    assert [listener.catch_up.take(seq, b"old %d" % seq) for seq in (0, 1)] == [None, None]
+    assert listener.catch_up.wants_more(ReplayEnd.SILENT)
+    listener.place_changes(lambda change: None)  # its turn comes behind the held batch
+    listener.lost_connection("gone", 1.0)
+    listener.catch_up.begin()
+    assert listener.catch_up.wanted() == range(1, 5)
+    while replay(listener, b"new %d") is ReplayEnd.OTHER_ENGINE:
+        listener.catch_up.begin()
+    assert listener.catch_up.apply_held() == ""
+    assert applied == [b"new %d" % seq for seq in range(5)]
+    assert listener.counts.restarts == 1
+
+
+@pytest.mark.parametrize("said", [b"new %d", b"%d"])
+def test_an_idle_engine_proves_itself_anew_behind_a_loss(said: bytes) -> None:
+    listener, applied = make(replay=True)
+    feed(listener, (0, b"0"), (1, b"1"))
+    listener.lost_connection("gone", 1.0)
+    listener.joined()
+    listener.catch_up.ask()
+    listener.catch_up.begin()
+    assert [listener.catch_up.take(seq, b"%d" % seq) for seq in (1, 2)] == [None, None]
+    listener.lost_connection("gone", 2.0)
+    listener.catch_up.begin()
+    assert listener.catch_up.wanted().start == 2
+    is_other = listener.catch_up.take(2, said % 2) is ReplayEnd.OTHER_ENGINE
+    assert (is_other, applied) == ((False, [b"0", b"1", b"2"]) if said == b"%d" else (True, []))
+    listener.catch_up.begin()
+    assert listener.catch_up.wanted().start == (0 if is_other else 2)
+    listener.joined()
+    listener.catch_up.end(ReplayEnd.SILENT)
+    # Who has answered may be another one than is connected now.
+    assert listener.identity.check is IdentityCheck.DUE
 
 
 def test_a_batch_that_no_replay_confirms_degrades() -> None:
