@@ -100,6 +100,7 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /overlap_scores": prompts.ASK,
         "POST /busy_threshold": tuning.BUSY,
         "POST /router_mode": tuning.MODE,
+        "POST /policy": tuning.POLICY,
     },
     "conductor": {
         "POST /query": conductor.QUERY,

@@ -9,7 +9,7 @@ choosing                     /select and /select_and_reserve: members of a reque
 prompts                      the prompt of a request, hashed
 reservations                 reservations made and ended by name
 workers, records             the catalog of workers: its routes, and records read and written
-tuning                       busy thresholds and router modes, changed at run time
+tuning                       busy thresholds, router modes and policies, changed at run time
 inspection                   loads and readiness
 members                      members that several routes read
 booking_metrics, choice_metrics

@@ -80,6 +80,7 @@ SELECT_FIELDS = (
     "nvext",
     "session_context",
     "advisory",
+    "router_policy",
 )
 
 cdef uint64_t U32_MAX = 0xffffffff
