@@ -25,6 +25,7 @@ import msgpack
 
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.indexer import routes as indexer
+from kvd.http.types import Request
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
@@ -69,10 +70,10 @@ def queries(workers: int, blocks: int, shared: bool) -> None:
         theirs.add_rank(RankKey(KEY, worker, 0), BLOCK_SIZE).apply(msgpack.packb([0, [event]]))
         source = ours.add_source(KEY, BLOCK_SIZE, f"i-{worker}", "", "", 0, store=False)
         source.store(0, 0, "GPU", hashes, said, None, 0)
-    routes = indexer.routes(theirs, cast(Registry, None), Peers(), indexer.dumps_bound())
-    one: dict[str, Any] = {each.path: each.answerer for each in routes}
+    routes = indexer.routes(theirs, cast(Registry, None), Peers(), indexer.dumps_bound(1))
+    one = {each.path: each.handler for each in routes}
     routes = conductor.routes(ours, cast(Publishers, None))
-    other: dict[str, Any] = {each.path: each.answerer for each in routes}
+    other = {each.path: each.handler for each in routes}
     locals_ = local_hashes(tokens, BLOCK_SIZE)
     model, size = {"model_name": "m"}, {"model": "m", "block_size": BLOCK_SIZE}
     bodies = {
@@ -84,7 +85,8 @@ def queries(workers: int, blocks: int, shared: bool) -> None:
     }
     for path, (first, second) in bodies.items():
         calls = max(20, 400_000 // (blocks * BLOCK_SIZE + workers * 20))
-        took = lowest(calls, partial(one[path], first), partial(other[path], second))
+        asked = [Request("POST", path, b"", [], body) for body in (first, second)]
+        took = lowest(calls, partial(one[path], asked[0]), partial(other[path], asked[1]))
         held = "all" if shared else "growing"
         us = [f"{seconds * 1e6:8.1f}" for seconds in took]
         ratio = f"{took[1] / took[0]:.2f}"

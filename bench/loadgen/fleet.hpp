@@ -6,7 +6,7 @@
 #include "bodies.hpp"
 #include "dataset.hpp"
 #include "engines.hpp"
-#include "events/events.hpp"
+#include "events.hpp"
 #include "http.hpp"
 #include "measure.hpp"
 

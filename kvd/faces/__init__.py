@@ -6,7 +6,6 @@
     conductor      Mooncake Conductor's indexer API (docs/faces/conductor.md)
     common         what several faces share: members of bodies, /health, replicas, metrics of ranks
 
-In each, `routes` is the table of routes with their handlers, `schemas` says what they read and
-answer, for the OpenAPI document, and `plain` answers the plain form of the hot ones from the bytes
-of the body, compiled.
+In each, `routes` is the table of routes with the handlers of cold ones, `handlers` has the handlers
+of hot ones, compiled, and `schemas` says what routes read and answer, for the OpenAPI document.
 """

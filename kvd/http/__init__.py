@@ -7,6 +7,8 @@ fast_path, plain_head.hpp    connections between two requests, and the common re
                              in place, compiled
 idle_poll                    serves those connections between two passes of trio, while nothing
                              else is to be done
+hot                          the handler of a hot route, compiled: `fast_path` and `connection` call
+                             the same one
 connection, transport        one client: its requests one after the other; its stream, phases
                              and deadlines
 head, body                   bytes to a request's head and body

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 from kvd.errors import KvdError, UnsupportedMedia
@@ -12,17 +11,19 @@ from kvd.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-PlainHandler = Callable[[Request], Response]
-
 _METHODS_WITH_JSON = frozenset(("POST", "PUT", "PATCH"))
 
 
-def answer_now(route: Route, request: Request, failures: Failures) -> Response:
-    """Returns the response of a plain handler, whatever it raises."""
+def answer_now(
+    route: Route, request: Request, failures: Failures, raised: Exception | None = None
+) -> Response:
+    """Returns the response of a handler that does not wait, whatever it raises or has `raised`."""
     try:
+        if raised is not None:
+            raise raised
         if not route.any_type:
             require_json(request)
-        return cast(PlainHandler, route.handler)(request)
+        return cast(Response, route.handler(request))
     except Exception as error:
         return _response_to(error, request, failures)
 

@@ -1,7 +1,7 @@
 """Who may ask what: bearer tokens, and names and pages that browsers speak of.
 
-The lane and everybody else ask the same rules (kvd/http/permits.hpp) before a body is read. Here
-are the words in which a request is refused, and the counts.
+The fast path and everybody else ask the same rules (kvd/http/permits.hpp) before a body is read.
+Here are the words in which a request is refused, and the counts.
 """
 
 from __future__ import annotations

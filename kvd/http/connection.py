@@ -1,6 +1,6 @@
 """One client connection: requests in, responses out, one after the other.
 
-    parked in the lane: a hot route's plain request that comes whole
+    parked in the fast path: a hot route's plain request that comes whole
     woken:  head -> body -> handler -> one send             hot routes
                          -> ASGI application (asgi.py)      everything else
 
@@ -49,7 +49,7 @@ _REFUSAL_COUNTERS = {
 
 
 class Service:
-    """What a listener serves, and the lane its connections are parked in."""
+    """What a listener serves, and the fast path its connections are parked in."""
 
     def __init__(
         self,
@@ -75,14 +75,20 @@ class Service:
         self.access = context.access
 
     def serve(
-        self, shared: Shared, head: Head, found: Found, body: bytes
+        self,
+        shared: Shared,
+        head: Head,
+        found: Found,
+        body: bytes,
+        raised: Exception | None = None,
     ) -> tuple[bytes, bool, Undo]:
-        """Returns a plain handler's response, rendered, and whether the connection persists.
+        """Returns the response of a handler that does not wait, rendered; does the connection stay?
 
-        Returns also what is to be called if the client has left or cannot be sent the response.
+        `raised` is what the handler has raised already. Returns also what is to be called if the
+        client has left or cannot be sent the response.
         """
         started = perf_counter()
-        response = answer_now(found.route, _request(head, found, body), self.failures)
+        response = answer_now(found.route, _request(head, found, body), self.failures, raised)
         return self._rendered(shared, head, found, response, started)
 
     async def serve_waiting(
@@ -172,18 +178,24 @@ class Connection(Transport):
         return True
 
     def serve_parked(
-        self, route: Route, captured: bytes, query: bytes, headers: Headers, body: bytes
+        self,
+        route: Route,
+        captured: bytes,
+        query: bytes,
+        headers: Headers,
+        body: bytes,
+        raised: Exception | None,
     ) -> tuple[bytes, bool, Undo]:
-        """Serves a plain request that the lane has received and no answerer has taken."""
+        """Serves a request that the fast path has received and not answered itself."""
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
-        return self._service.serve(self.shared, head, Found(route, captured), body)
+        return self._service.serve(self.shared, head, Found(route, captured), body, raised)
 
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
-        """Counts a request that the lane has answered."""
+        """Counts a request that the fast path has answered."""
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
@@ -198,7 +210,7 @@ class Connection(Transport):
         return rendered(access.note(route.method, route.path, status, seconds, size, headers))
 
     def wake(self, outcome: Handoff | Exception) -> None:
-        """Ends the parked state of a connection that the lane has given up."""
+        """Ends the parked state of a connection that the fast path has given up."""
         assert self._task is not None
         self._outcome = outcome
         trio.lowlevel.reschedule(self._task)
@@ -235,7 +247,7 @@ class Connection(Transport):
         return True
 
     async def _park(self) -> Handoff:
-        """Leaves the connection to the lane until that gives it back."""
+        """Leaves the connection to the fast path until that gives it back."""
         fast_path = self._service.fast_path
         outcome = fast_path.park(self, self.fd)
         if outcome is not None:

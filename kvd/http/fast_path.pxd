@@ -1,8 +1,9 @@
 # distutils: language = c++
-"""Data sheet of the fast lane: what answers requests there, and what receives and sends them."""
+"""Data sheet of the fast path: what answers requests there, and what receives and sends them."""
 from libc.stdint cimport int64_t
 from libcpp cimport bool as cbool
 
+from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Claims, PermitRules, Text
 
 cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
@@ -25,20 +26,6 @@ cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
     bint host_is_named "kvd::names_host" (const Text& text)
 
 
-cdef class Answerer:
-    cdef bint created   # its answers have the status 201, not 200
-    cdef bint bodiless  # it is for requests without a body and a query
-    cdef bint books     # what it does is undone where the client has left before its answer
-
-    # The JSON of the answer to the request body, None to leave the request to its handler: then
-    # nothing has changed. `body` is followed by readable memory only up to `size`. `captured`
-    # is what stands in the path for the route's placeholder, without any percent-encoding.
-    cdef bytes answer(self, const char* body, size_t size, Text captured)
-
-    # A function that takes back what the last answer has done, for one that `books`.
-    cdef undoing(self)
-
-
 cdef class FastPath:
     cdef int _epoll
     cdef char* _buffer
@@ -55,8 +42,9 @@ cdef class FastPath:
     cdef int _serve_ready(self, int64_t budget_ns) except -1
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
+    cdef _serve_other(self, connection, int fd, route, Text captured, error)
     cdef bint _granted(self, connection, route)
     cdef _find(self, Text* captured)
-    cdef bint _suits(self, Answerer answerer)
-    cdef _send_answer(self, int fd, bytes head, bytes body, Answerer answerer)
+    cdef bint _suits(self, HotHandler handler, const Text& captured)
+    cdef _send_answer(self, int fd, bytes head, bytes body, HotHandler handler)
     cdef _send(self, int fd, const char* data, size_t size, bint persists, undoing)

@@ -9,9 +9,6 @@ class Handoff(NamedTuple):
     persists: bool
     undo: Callable[[], None] | None = None
 
-class Answerer:
-    def __call__(self, body: bytes, captured: bytes = ...) -> bytes | None: ...
-
 def plain_head(
     data: bytes,
 ) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int, bool, bool] | None: ...
@@ -31,7 +28,7 @@ class FastPath:
         routes: dict[bytes, Any],
         patterns: list[tuple[bytes, bytes, Any]],
         serve: Callable[
-            [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes],
+            [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes, Exception | None],
             tuple[bytes, bool, Callable[[], None] | None],
         ],
         note: Callable[[Any, Any, int, float], None],

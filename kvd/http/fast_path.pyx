@@ -10,10 +10,10 @@
 
 A connection between two requests is *parked* here: one epoll set watches all of them, and the task
 of the connection sleeps. A request that came in one piece, is plain (http/plain_head.hpp), of a hot
-route and granted (http/permits.hpp) is answered on the spot: by the route's Answerer if it has one and
-that takes the request, else by one call of `serve`. Whatever else happens on the connection is its
-task's business, which is woken for it. So this module knows nothing of errors, refusals, deadlines
-or unusual HTTP.
+route and granted (http/permits.hpp) is answered on the spot: by the route's HotHandler from the
+bytes where they lie, else by one call of `serve`, which also words what a handler has raised.
+Whatever else happens on the connection is its task's business, which is woken for it. So this
+module knows nothing of the words of errors, refusals, deadlines or unusual HTTP.
 
 1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
 2. Nothing is lost: what was received and not served is handed to the task, in order.
@@ -34,6 +34,7 @@ from posix.unistd cimport close
 
 import os
 
+from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Verdict
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -101,6 +102,7 @@ cdef enum:
     kStreak = 8  # requests of one connection in a row before others have their turn
     kBuffer = 256 * 1024  # bytes of one receive: 12,000 hashes or 40,000 token ids have room
     kLengthLine = 48  # bytes of a head's last line at most
+    kCreated = 201
 
 
 cdef bytes as_bytes(const Text& text):
@@ -125,8 +127,8 @@ cdef list headers_of(const PlainHead& head):
 def plain_head(bytes data not None):
     """Reads the plain head that `data` begin with; None if they do not.
 
-    Returns its size, `METHOD /path`, the query, the headers, the length of the body, whether that is
-    JSON, and whether there is an Idempotency-Key.
+    Returns its size, `METHOD /path`, the query, the headers, the length of the body, whether that
+    is JSON, and whether there is an Idempotency-Key.
     """
     cdef PlainHead head
     if not read_plain_head(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), head):
@@ -143,7 +145,7 @@ cdef bint _left(int fd) noexcept:
 
 
 def has_left(int fd):
-    """Says whether a client's end of the stream is there, also behind something not yet received."""
+    """Says whether a client's end of the stream is there, also behind what is not yet received."""
     return _left(fd)
 
 
@@ -158,20 +160,6 @@ cdef int64_t _now_ns() noexcept nogil:
     return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
 
 
-cdef class Answerer:
-    """Answers the plain form of one route's requests from C; see the data sheet."""
-
-    def __call__(self, bytes body not None, bytes captured not None=b""):
-        """Returns the answer to a body, None if that is left to the route's handler."""
-        return self.answer(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), as_text(captured))
-
-    cdef bytes answer(self, const char* body, size_t size, Text captured):
-        raise NotImplementedError
-
-    cdef undoing(self):
-        raise NotImplementedError
-
-
 cdef class FastPath:
     """The parked connections of one listener."""
 
@@ -180,14 +168,15 @@ cdef class FastPath:
         """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
 
         `patterns` are those with a placeholder: what their requests begin with before it, what
-        follows it, and the route. A route has `body_limit` (bytes), `answerer` (an Answerer or
-        None), `scope` and `waits`. What `permits` do not grant is left to the task, which refuses it;
-        a connection has `checks_host` (http/permits.hpp). What the answerer answers is told to
-        `note(connection, route, status, seconds)`, and while `logged` is set to `log(connection,
-        route, status, seconds, size, headers)`, which returns further lines for the head of the
-        answer; for the rest `serve(connection, route, captured, query, headers, body)` returns the
-        response, whether the connection persists, and what takes back what it has done if its client
-        has left or cannot be sent it, or None; routes that wait are left to the task.
+        follows it, and the route. A route has `body_limit` (bytes), `handler`, `scope` and `waits`.
+        What `permits` do not grant is left to the task, which refuses it; a connection has
+        `checks_host` (http/permits.hpp). What a HotHandler answers is told to `note(connection,
+        route, status, seconds)`, and while `logged` is set to `log(connection, route, status,
+        seconds, size, headers)`, which returns further lines for the head of the answer. For the
+        rest `serve(connection, route, captured, query, headers, body, error)` returns the response,
+        whether the connection persists, and what takes back what it has done if its client has left
+        or cannot be sent it, or None; `error` is what the HotHandler has raised, None if it was not
+        asked. What has to wait is left to the task.
         A connection that is not parked any more is told so by `wake(connection, outcome)`.
         """
         self._routes = routes
@@ -309,7 +298,7 @@ cdef class FastPath:
         ) == Verdict.granted
 
     cdef _find(self, Text* captured):
-        """Returns the route with a placeholder that the head's path is of, None if there is none."""
+        """Returns the route with a placeholder that the head's path leads to, None without one."""
         cdef Text path = self._head.route
         cdef bytes begin, end
         cdef size_t before, after
@@ -326,55 +315,64 @@ cdef class FastPath:
         return None
 
     cdef _answer(self, connection, int fd, route, Text captured):
+        """Answers a whole request; returns as `_step` does, or _LEFT."""
         cdef bytes response
         cdef int64_t started = _now_ns()
-        cdef const char* body = self._buffer + self._head.size
+        cdef HotHandler handler
+        asked = route.handler
         try:
-            answerer = route.answerer
-            if (
-                answerer is not None
-                and self._suits(<Answerer?>answerer)
-                and (captured.size == 0 or memchr(captured.begin, c"%", captured.size) == NULL)
-            ):
-                response = (<Answerer>answerer).answer(body, self._head.length, captured)
-                if response is not None:
-                    created = (<Answerer>answerer).created
-                    seconds = (_now_ns() - started) * 1e-9
-                    status = 201 if created else 200
-                    self._note(connection, route, status, seconds)
-                    lines = self.created_lines if created else self.lines
-                    if self.logged:
-                        size = PyBytes_GET_SIZE(response)
-                        headers = headers_of(self._head)
-                        lines += self._log(connection, route, status, seconds, size, headers)
-                    return self._send_answer(fd, lines, response, answerer)
-            if route.waits:
+            if not isinstance(asked, HotHandler) or not self._suits(<HotHandler>asked, captured):
+                if route.waits:
+                    return _LEFT
+                return self._serve_other(connection, fd, route, captured, None)
+            handler = <HotHandler>asked
+            try:
+                response = handler.answer(
+                    self._buffer + self._head.size, self._head.length, captured, None
+                )
+            except Exception as error:
+                return self._serve_other(connection, fd, route, captured, error)
+            if response is None:
                 return _LEFT
-            response, persists, undo = self._serve(
-                connection,
-                route,
-                as_bytes(captured),
-                as_bytes(self._head.query),
-                headers_of(self._head),
-                PyBytes_FromStringAndSize(body, self._head.length),
-            )
-            return self._send(
-                fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), persists, undo
-            )
+            seconds = (_now_ns() - started) * 1e-9
+            self._note(connection, route, handler.status, seconds)
+            lines = self.created_lines if handler.status == kCreated else self.lines
+            if self.logged:
+                size = PyBytes_GET_SIZE(response)
+                headers = headers_of(self._head)
+                lines += self._log(connection, route, handler.status, seconds, size, headers)
+            return self._send_answer(fd, lines, response, handler)
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error
 
-    cdef bint _suits(self, Answerer answerer):
-        if self.lines is None or self._head.keyed:
-            return False
-        if answerer.bodiless:
-            return self._head.length == 0 and self._head.query.size == 0
-        return self._head.json
+    cdef _serve_other(self, connection, int fd, route, Text captured, error):
+        """Has `serve` answer, with what the handler raised or by calling it; then sends that."""
+        cdef bytes response
+        response, persists, undo = self._serve(
+            connection,
+            route,
+            as_bytes(captured),
+            as_bytes(self._head.query),
+            headers_of(self._head),
+            PyBytes_FromStringAndSize(self._buffer + self._head.size, self._head.length),
+            error,
+        )
+        return self._send(
+            fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), persists, undo
+        )
 
-    cdef _send_answer(self, int fd, bytes head, bytes body, Answerer answerer):
+    cdef bint _suits(self, HotHandler handler, const Text& captured):
+        """Says whether a handler can be asked without the Request."""
+        if self.lines is None or self._head.keyed or self._head.query.size:
+            return False
+        if captured.size and memchr(captured.begin, c"%", captured.size) != NULL:
+            return False
+        return self._head.length == 0 if handler.bodiless else self._head.json
+
+    cdef _send_answer(self, int fd, bytes head, bytes body, HotHandler handler):
         cdef size_t lines = PyBytes_GET_SIZE(head), size = PyBytes_GET_SIZE(body)
         cdef char* out = self._buffer
-        undoing = answerer if answerer.books else None
+        undoing = handler if handler.books else None
         if lines + kLengthLine + size > kBuffer:
             response = b"%bcontent-length: %d\r\n\r\n%b" % (head, size, body)
             return self._send(
@@ -387,7 +385,7 @@ cdef class FastPath:
         return self._send(fd, self._buffer, out + size - self._buffer, True, undoing)
 
     cdef _send(self, int fd, const char* data, size_t size, bint persists, undoing):
-        """Sends a response; `undoing` is an Answerer that books, a function that undoes, or None."""
+        """Sends a response; `undoing` is a HotHandler that books, a function or None."""
         cdef ssize_t sent = -1
         cdef int failure = ECONNRESET
         if undoing is None or not _left(fd):
@@ -395,7 +393,7 @@ cdef class FastPath:
             failure = errno
         if <size_t>sent == size and persists:
             return None
-        undo = (<Answerer>undoing).undoing() if isinstance(undoing, Answerer) else undoing
+        undo = (<HotHandler>undoing).undoing() if isinstance(undoing, HotHandler) else undoing
         if sent < 0 and failure != EAGAIN:
             if undo is not None:
                 undo()
@@ -407,9 +405,9 @@ cdef class FastPath:
 
 def serve_between(list fast_paths not None, int others, runnable not None, double seconds,
                   double linger_s, int64_t budget_ns):
-    """Serves lanes for as long as they alone have something to do.
+    """Serves fast paths for as long as they alone have something to do.
 
-    That ends when `others`, a descriptor that is readable when the lanes' are, is readable for
+    That ends when `others`, a descriptor that is readable when the fast paths' are, is readable for
     another reason or still is after a turn; when something stands in `runnable`; and after
     `linger_s` without a request, or `seconds` in all. Returns whether there was anything to do,
     and whether `others` is readable.

@@ -2,8 +2,8 @@
 
     accept ─ connection task ─ hot route: handler, one send
                              ─ anything else: the ASGI application
-    lane:   requests of hot routes on connections whose task sleeps
-    sweep:  connections that wait too long for a request, the date
+    fast path:  requests of hot routes on connections whose task sleeps
+    sweep:      connections that wait too long for a request, the date
 
 Stock hypercorn costs 0.9-1.4 ms of CPU a request, never expires a keep-alive connection and dies
 of one malformed upgrade; this server costs about 15 µs and keeps a connection's failure its own.

@@ -1,6 +1,6 @@
-"""Serves the lanes of a process between two passes of trio, while there is nothing else to do.
+"""Serves a process's fast paths between two passes of trio, while there is nothing else to do.
 
-                   ┌──────────── serves the lanes ───────────┐
+                   ┌───────── serves the fast paths ─────────┐
                    v                                         │
     trio ──> about to sleep ──> sleeps on trio's epoll set ──┤ a request
       ^                                                      │
@@ -8,7 +8,7 @@
 
 A pass of trio costs a sleeping process some 30 µs of CPU beside the system calls, with the caches
 cold; what a request needs is 15. So while requests come one by one and no task can run, the process
-sleeps here, on the same set of descriptors, and serves what comes to the lanes.
+sleeps here, on the same set of descriptors, and serves what comes to the fast paths.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
    ends the stay, and trio looks at everything anew.
@@ -41,7 +41,7 @@ _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("interl
 
 
 class IdlePoller(trio.abc.Instrument):
-    """One for all lanes of a run of trio; an instrument only if it is usable."""
+    """One for all fast paths of a run of trio; an instrument only if it is usable."""
 
     def __init__(self, budget_ns: int) -> None:
         try:

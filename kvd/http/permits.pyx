@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""The rules who may ask, as a lane and everybody else asks them; see http/permits.hpp."""
+"""The rules who may ask, as a fast path and everybody else asks them; see http/permits.hpp."""
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
 MAX_TOKEN_BYTES = 128  # longest token that a request may carry

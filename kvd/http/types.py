@@ -12,8 +12,6 @@ from enum import IntFlag
 from inspect import iscoroutinefunction
 from typing import NamedTuple
 
-from kvd.http.fast_path import Answerer
-
 Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
@@ -100,16 +98,16 @@ class Admission:
     refused: int = 0
 
 
-Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Response | Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """Binds a method and a path to a handler; one segment of that may be a placeholder, `{id}`.
 
-    `hot` routes answer with bytes, and bypass the Quart application on the plain port. Their
-    `answerer` may answer in the handler's place, the same as that would. `body_limit` is in bytes;
-    a longer body is answered 413 before anyone sees it. Where it is 0, as for every GET and DELETE,
+    `hot` routes answer with bytes, and bypass the Quart application on the plain port; the handlers
+    of most are compiled (http/hot.pyx). `body_limit` is in bytes; a longer body is answered 413
+    before anyone sees it. Where it is 0, as for every GET and DELETE,
     nobody needs a body: the handler is given none, and what a client sends is not kept.
     `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
     a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
@@ -120,19 +118,19 @@ class Route:
     path: str
     handler: Handler
     hot: bool = False
-    answerer: Answerer | None = None
     body_limit: int = DEFAULT_BODY_LIMIT
     admission: Admission | None = None
     any_type: bool = False
     scope: Scope = None  # type: ignore[assignment]
-    waits: bool = field(init=False)  # the handler is asynchronous
+    waits: bool = field(init=False)  # the handler may return what has to be awaited
 
     def __post_init__(self) -> None:
         if self.scope is None:
             if self.method != "GET":
                 raise ValueError(f"{self.method} {self.path} states no scope")
             object.__setattr__(self, "scope", Scope.READ)
-        object.__setattr__(self, "waits", iscoroutinefunction(self.handler))
+        waits = iscoroutinefunction(self.handler) or getattr(self.handler, "waits", False)
+        object.__setattr__(self, "waits", waits)
         if self.method in _BODILESS_METHODS:
             object.__setattr__(self, "body_limit", 0)
 

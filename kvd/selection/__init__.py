@@ -17,6 +17,8 @@ atomic step: between choosing a rank and booking it nothing is awaited.
     scheduler, queue           choices, at once or later; selections that wait
     requests, phases           a `SelectRequest` and what comes of it; prefill and decode apart
     reservations, retries      what is booked, until its end; answers that are asked for again
+    serving                    what a booking counts and how an answer begins, for the scheduler and
+                               for handlers that serve a selection at once; compiled
     decay                      how much output blocks of a reservation weigh towards its end
     workers, worker_record, admission
                                the catalog; a worker's record; what keeps one from being scheduled

@@ -27,8 +27,7 @@ class Phase(StrEnum):
     BOTH = "both"  # by two workers, or one
 
 
-# Booked beside a reservation, under its id with this behind it: the prefill phase of BOTH. The core
-# knows it, too (plain_selection.pyx).
+# Booked beside a reservation, under its id with this behind it: the prefill phase of BOTH.
 PREFILL_SUFFIX = ":prefill"
 
 # Settings overridden by requests that are kept as they are weighed for a phase.

@@ -17,6 +17,7 @@ from kvd.selection.options import MAX_RETRIES
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.requests import Choice, Look, Receipt, SelectRequest
 from kvd.selection.retries import Retries
+from kvd.selection.serving import booked_tokens
 from kvd.selection.worker_record import WorkerRecord
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import apply_to, named_rank
@@ -109,10 +110,8 @@ class Reservations:
         self, fleet: Fleet, ask: SelectRequest, reservation_id: str, chosen: Choice, now: float
     ) -> int:
         """Returns the tokens that the booking counts."""
-        pool, tokens = fleet.pool, 0
-        if chosen.settings.members["track_prefill"]:
-            tokens = pool.effective_prefill_tokens(chosen.at, chosen.settings)
-        outcome = pool.book(
+        tokens = booked_tokens(fleet.pool, chosen.settings, chosen.at)
+        outcome = fleet.pool.book(
             reservation_id,
             chosen.at,
             tokens,

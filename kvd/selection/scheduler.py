@@ -21,6 +21,7 @@ from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
 from kvd.selection.queue import ANYONE, Urgency
 from kvd.selection.requests import Choice, Look, QueuedRequest, SelectReply, SelectRequest
 from kvd.selection.reservations import Reservations
+from kvd.selection.serving import opening
 from kvd.selection.stats import Outcome, Tally, Unserved
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
@@ -262,13 +263,6 @@ class Scheduler:
         reservation_id: str | None,
         more: bytes = b"",
     ) -> bytes:
-        named: dict[str, Any] = {}
-        if ask.selection_id is not None:
-            named["selection_id"] = ask.selection_id
-        if reservation_id is not None:
-            named["reservation_id"] = reservation_id
-        if chosen.phase is not None:
-            named["phase"] = chosen.phase
         members = fleet.piece(chosen.at) + more
         if ask.explain:
             rows = fleet.pool.explain(
@@ -280,8 +274,9 @@ class Scheduler:
         if ask.advisory:
             load = _load(fleet, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
-        opening = b"{" + members_json(named)
-        return fleet.pool.render_answer(opening, members, chosen.at, chosen.settings)
+        phase = None if chosen.phase is None else chosen.phase.value
+        begin = opening(ask.selection_id, reservation_id, phase)
+        return fleet.pool.render_answer(begin, members, chosen.at, chosen.settings)
 
     def _explained(self, fleet: Fleet, row: Explained) -> dict[str, Any]:
         """Returns the terms of a rank's cost, and how far its stream can be believed."""

@@ -1,7 +1,7 @@
 """What has become of every selection, for /metrics: outcomes, waits, and what was chosen.
 
-A selection that could be read has one outcome in the end. The lane's answerer counts into the same
-`ChoiceCounts` (plain_selection.pyx).
+A selection that could be read has one outcome in the end. Hot handlers count what they serve into
+the same `ChoiceCounts` (kvd/faces/selection/handlers.pyx).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 import trio
 
-from kvd.faces.indexer import routes as indexer
-from kvd.http.types import Request
+from kvd.faces.indexer.handlers import QueryHandler
+from kvd.http.types import Request, Response
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.hashing import local_hashes
 from kvd_core.base.recent import SIZE
@@ -170,6 +170,6 @@ def query(replica: Replica, engine: Engine, path: Path) -> Any:
     model, tenant = engine.key.partition
     members = {"model_name": model, "tenant_id": tenant, "token_ids": tokens_of(path)}
     request = Request("POST", "/query", b"", [], json.dumps(members).encode())
-    body = indexer.query(replica.state, replica.registry, request).body
-    assert isinstance(body, bytes)
-    return json.loads(body)
+    response = QueryHandler(replica.state, replica.registry)(request)
+    assert isinstance(response, Response) and isinstance(response.body, bytes)
+    return json.loads(response.body)

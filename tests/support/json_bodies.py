@@ -1,4 +1,4 @@
-"""Bodies of requests as texts of JSON, right and wrong, for tests of the lane's answerers."""
+"""Bodies of requests as texts of JSON, right and wrong, for tests of hot handlers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 What the page shows is sent as it is shown. Where kvd takes another way, or the page leaves one
 open, the test's name or docstring says so; docs/faces/conductor.md lists them. More of each
 subject: tests/conformance/conductor (the API as scenarios), tests/unit/wire/test_publication.py
-(events), tests/unit/core/test_sequences.py (hashes), tests/unit/test_plain_conductor.py (bodies).
+(events), tests/unit/core/test_sequences.py (hashes), tests/unit/test_conductor_handlers.py
+(bodies).
 """
 
 from __future__ import annotations

@@ -249,11 +249,11 @@ def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Pa
         for _ in range(20_000):  # faster than they are taken
             server.process.send_signal(signal.SIGHUP)
         server.wait_healthy()
+        server.wait_said("event=reloaded")
         server.process.send_signal(signal.SIGTERM)
         while server.process.poll() is None:
             server.process.send_signal(signal.SIGHUP)
         assert server.process.returncode == 0, server.stderr
-        assert "event=reloaded" in server.stderr
         assert "event=stopped" in server.stderr
 
 

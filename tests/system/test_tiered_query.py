@@ -84,13 +84,9 @@ def body_of(hashes: list[int], **members: Any) -> bytes:
 
 
 def ask(routes: dict[str, Route], path: str, body: bytes) -> bytes:
-    """Returns what a route's lane answers, which is what its handler does."""
-    route = routes[path]
-    assert route.answerer is not None
-    answer = route.answerer(body)
-    assert answer is not None
-    assert answer == cast(Response, route.handler(Request("POST", path, b"", [], body))).body  # type: ignore[union-attr]
-    return answer
+    """Returns what a route answers."""
+    response = cast(Response, routes[path].handler(Request("POST", path, b"", [], body)))
+    return cast(bytes, response.body)
 
 
 def made() -> tuple[State, Registry, dict[str, Route]]:

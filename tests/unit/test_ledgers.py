@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.http.types import Request
 from kvd.model import PartitionKey
 from kvd.replica_sync.replicas import apply_once
 from kvd.slots.shared_loads import Ledgers
@@ -126,15 +127,17 @@ def test_whoever_waits_hears_of_what_ends() -> None:
 
 
 @pytest.mark.parametrize("path", ["/free", "/prefill_complete"])
-def test_the_lane_lets_it_be_heard_too(path: str) -> None:
+def test_the_handlers_let_it_be_heard_too(path: str) -> None:
     faces, heard = Faces(), []
     faces.register(faces.first)
     tracker = faces.first.tracker(*KEY)
     assert faces.first.add(tracker, "a", 7, 0, HASHES, 48, 0.0, None)
     (route,) = (each for each in slot_tracker.routes(faces.first, float) if each.path == path)
-    assert route.answerer is not None
+
+    def answered(name: str) -> object:
+        body = b'{"model_name":"m","request_id":"%b"}' % name.encode()
+        return route.handler(Request("POST", path, b"", [], body))
+
     tracker.ledger.loads.on_eased(lambda: heard.append(path))
-    assert route.answerer(b'{"model_name":"m","request_id":"a"}')
-    assert heard == [path]
-    assert route.answerer(b'{"model_name":"m","request_id":"b"}') is None
+    assert answered("a")
     assert heard == [path]

@@ -11,9 +11,13 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from kvd.faces.common.openapi import document
 from kvd.faces.common.schemas import DOCUMENT_PATH
+from kvd.faces.conductor import handlers as questions
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.indexer import routes as indexer
-from kvd.faces.selection import choosing, prompts, reservations, tuning, workers
+from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
+from kvd.faces.selection import handlers as selection
+from kvd.faces.selection import prompts, reservations, tuning, workers
+from kvd.faces.slot_tracker import handlers as slots
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.types import Request, Response, Route, Scope
 from kvd_core.json.scan import BodyScanner
@@ -70,9 +74,11 @@ def test_an_operation_says_what_its_route_declares(face: str) -> None:
 # What reads the body of a route.
 SCANNERS: dict[str, dict[str, BodyScanner]] = {
     "indexer": {
-        "POST /query": indexer.QUERY,
-        "POST /query_by_hash": indexer.QUERY_BY_HASH,
-        "POST /query_tiered_by_hash": indexer.QUERY_TIERED,
+        "POST /query": BodyScanner(QueryHandler.ARRAY, QueryHandler.FIELDS),
+        "POST /query_by_hash": BodyScanner(HashQueryHandler.ARRAY, HashQueryHandler.FIELDS),
+        "POST /query_tiered_by_hash": BodyScanner(
+            TieredQueryHandler.ARRAY, TieredQueryHandler.FIELDS
+        ),
         "POST /register": indexer.REGISTER,
         "POST /unregister": indexer.UNREGISTER,
         "POST /register_peer": indexer.PEER,
@@ -83,28 +89,30 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
     "slot-tracker": {
         "POST /register": slot_tracker.REGISTER,
         "POST /unregister": slot_tracker.UNREGISTER,
-        "POST /add": slot_tracker.ADD,
-        "POST /prefill_complete": slot_tracker.STEP,
-        "POST /free": slot_tracker.STEP,
-        "POST /potential_loads": slot_tracker.PROJECT,
+        "POST /add": BodyScanner(slots.AddHandler.ARRAYS, slots.AddHandler.FIELDS),
+        "POST /prefill_complete": BodyScanner({}, slots.STEP),
+        "POST /free": BodyScanner({}, slots.STEP),
+        "POST /potential_loads": BodyScanner(
+            slots.PotentialLoadsHandler.ARRAYS, slots.PotentialLoadsHandler.FIELDS
+        ),
     },
     "selection": {
         "POST /workers": workers.WORKER,
         "PUT /workers": workers.WORKERS,
         "PATCH /workers/{worker_id}": workers.WORKER,
-        "POST /select": choosing.SELECT,
-        "POST /select_and_reserve": choosing.SELECT,
+        "POST /select": BodyScanner(prompts.ARRAYS, selection.SELECT_FIELDS),
+        "POST /select_and_reserve": BodyScanner(prompts.ARRAYS, selection.SELECT_FIELDS),
         "POST /reservations": reservations.RESERVE,
         "POST /reservations/{reservation_id}/output_block": reservations.OUTPUT,
-        "POST /potential_loads": prompts.ASK,
-        "POST /overlap_scores": prompts.ASK,
+        "POST /potential_loads": BodyScanner(prompts.ARRAYS, selection.PROMPT_FIELDS),
+        "POST /overlap_scores": BodyScanner(prompts.ARRAYS, selection.PROMPT_FIELDS),
         "POST /busy_threshold": tuning.BUSY,
         "POST /router_mode": tuning.MODE,
         "POST /policy": tuning.POLICY,
     },
     "conductor": {
-        "POST /query": conductor.QUERY,
-        "POST /query_by_hash": conductor.QUERY_BY_HASH,
+        "POST /query": BodyScanner(questions.QueryHandler.ARRAYS, questions.FIELDS),
+        "POST /query_by_hash": BodyScanner(questions.HashQueryHandler.ARRAYS, questions.FIELDS),
         "POST /register": conductor.REGISTER,
         "POST /unregister": conductor.REGISTER,
     },

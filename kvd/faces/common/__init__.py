@@ -1,6 +1,7 @@
 """What several faces share.
 
 bodies         members of bodies, parameters of queries and path segments, read strictly
+reader         members of bodies for hot handlers, compiled; `bodies` words what is wrong with them
 monitoring     /health and /metrics
 schemas        what faces say of their routes: words for JSON schemas, routes of several faces
 openapi        the OpenAPI document of a face, made from that and its routes

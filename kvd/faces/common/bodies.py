@@ -139,8 +139,12 @@ def filters(request: Request) -> tuple[str | None, str | None]:
 
 def segment(request: Request) -> str:
     """Returns the text in the path that the route's placeholder stands for."""
+    return decoded(unquote_to_bytes(request.captured))
+
+
+def decoded(path: bytes) -> str:
     try:
-        return unquote_to_bytes(request.captured).decode()
+        return path.decode()
     except UnicodeDecodeError:
         raise BadRequest("the path is not UTF-8") from None
 

@@ -7,12 +7,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from kvd.errors import BadRequest, KvdError
-from kvd.faces.common.bodies import MAX_KEPT_BYTES, U32_MAX
+from kvd.faces.common.bodies import MAX_KEPT_BYTES, U32_MAX, U64_MAX
 from kvd.index.publishers import EVERY_INSTANCE, Described
 from kvd.model import is_name
+from kvd.wire import kv_events
 from kvd_core.json.scan import BodyScanner
 
 MODEL = ("model", "modelname", "model_name")
+SALT = ("cache_salt", "additional_salt", "additionalsalt")
+HASHES = ("seq_hashes", "block_hash", "block_hashes")
+ASKED = ("tenant_id", "block_size", "lora_name", "instance_id", "lora_id")
+
+# Reads a question, and its hashes as whatever they are.
+SPELLED = BodyScanner({}, (*MODEL, *SALT, *ASKED, *HASHES))
+# Longest body in bytes whose hashes are texts, some 10,000: Python objects are made of them, for 30
+# ms.
+TEXT_HASHES_LIMIT = 256 * 1024
 
 Members = dict[str, Any]
 _Name = TypeVar("_Name", str, str | None)
@@ -112,7 +122,7 @@ def alias(members: Members, names: tuple[str, ...]) -> str | None:
     """Returns the one member of several names for the same text."""
     given = {name: value for name in names if (value := text(members, name)) is not None}
     if len(set(given.values())) > 1:
-        raise invalid(f"`{'` and `'.join(given)}` are the same member and differ", min(given))
+        raise differing(list(given), min(given))
     return next(iter(given.values()), None)
 
 
@@ -129,6 +139,21 @@ def model_name(members: Members, called: str) -> str:
 def kept_model_name(members: Members, called: str) -> str:
     """The same of a registration, which keeps it."""
     return named(model_name(members, called), called)
+
+
+def adapter(members: Members) -> str:
+    """Returns the adapter's name; a number finds blocks of engines that know only that."""
+    name = text(members, "lora_name") or ""
+    number = members.get("lora_id")
+    if number is None:
+        return name
+    if type(number) is not int:
+        raise wrong_type("lora_id", "a whole number")
+    if not -1 <= number <= U64_MAX:
+        raise invalid(f"lora_id: expected a number from -1 to {U64_MAX}", "lora_id")
+    if name:
+        raise invalid("`lora_id` is deprecated, and not to be used with `lora_name`", "lora_id")
+    return f"#{number}" if number > 0 else ""
 
 
 def uint(members: Members, name: str, minimum: int) -> int:
@@ -149,6 +174,25 @@ def optional_uint(members: Members, name: str, minimum: int) -> int | None:
     return value
 
 
+def as_integers(body: bytes) -> bytes | None:
+    """Returns a body with its hashes as integers; None if that is not what is wrong with it.
+
+    They may be texts, for clients whose JSON has no 64-bit integers.
+    """
+    if len(body) > TEXT_HASHES_LIMIT:
+        return None
+    members = scan(SPELLED, body)
+    given = {name: members[name] for name in HASHES if isinstance(members.get(name), list)}
+    if not any(isinstance(each, str) for hashes in given.values() for each in hashes):
+        return None
+    for name, hashes in given.items():
+        try:
+            members[name] = [kv_events.hash_of(each) for each in hashes]
+        except ValueError:
+            raise invalid(f"{name}: expected whole numbers of 64 bits", name) from None
+    return json.dumps(members).encode()
+
+
 def missing(name: str) -> KvdError:
     return detailed(BadRequest(f"missing member `{name}`"), "missing", name)
 
@@ -159,6 +203,10 @@ def wrong_type(name: str, wanted: str) -> KvdError:
 
 def invalid(text: str, name: str) -> KvdError:
     return detailed(BadRequest(text), "invalid_value", name)
+
+
+def differing(names: list[str], field: str) -> KvdError:
+    return invalid(f"`{'` and `'.join(names)}` are the same member and differ", field)
 
 
 def detailed(error: KvdError, reason: str, name: str | None = None) -> KvdError:

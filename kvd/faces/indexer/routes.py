@@ -8,32 +8,27 @@ from functools import partial
 
 import trio
 
-from kvd.errors import Invalid, NotFound
+from kvd.errors import Invalid
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import HEALTH
 from kvd.faces.indexer.dumps import binary_dump, sliced, text_dump
-from kvd.faces.indexer.plain import PlainQuery
+from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.indexer.workers import listed
-from kvd.http.fast_path import Answerer
-from kvd.http.types import LONG_BODY_LIMIT, Admission, Handler, Request, Response, Route, Scope
+from kvd.http.hot import HotHandler
+from kvd.http.types import LONG_BODY_LIMIT, Admission, Request, Response, Route, Scope
 from kvd.index.metrics import listener_families, state_families
-from kvd.index.partitions import Partition, State
+from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.registry import INDEXER, Registry, by_instance
-from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd.model import RankKey
 from kvd.telemetry.metrics import Family, counter, gauge
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from kvd_core.json.scan import BodyScanner
 
 OK = b'{"status":"ok"}'
 
-QUERY_FIELDS = ("model_name", *bodies.TENANT, "cache_salt", "streams", "lora_name")
 SALT = ("additional_salt", "additionalsalt")
 
-QUERY = BodyScanner({"token_ids": "u32"}, QUERY_FIELDS)
-QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"}, QUERY_FIELDS[:-1])
-QUERY_TIERED = BodyScanner({"block_hashes": "hash64"}, bodies.PLACE)
 KEPT = ("endpoint", "replay_endpoint")
 REGISTERED = (
     "instance_id",
@@ -72,20 +67,11 @@ def routes(
             "POST", "/test/resume_listener", partial(resume_listener, registry), scope=Scope.ADMIN
         ),
     )
-    known = state.partitions, DEFAULT_TENANT
     return (
         HEALTH,
-        _hot("/query", partial(query, state, registry), PlainQuery(QUERY, *known)),
-        _hot(
-            "/query_by_hash",
-            partial(query_by_hash, state, registry),
-            PlainQuery(QUERY_BY_HASH, *known),
-        ),
-        _hot(
-            "/query_tiered_by_hash",
-            partial(query_tiered_by_hash, state, registry),
-            PlainQuery(QUERY_TIERED, *known),
-        ),
+        _hot("/query", QueryHandler(state, registry)),
+        _hot("/query_by_hash", HashQueryHandler(state, registry)),
+        _hot("/query_tiered_by_hash", TieredQueryHandler(state, registry)),
         Route("POST", "/register", partial(register, registry), scope=Scope.ADMIN),
         Route("POST", "/unregister", partial(unregister, registry), scope=Scope.ADMIN),
         Route("GET", "/workers", partial(workers, state, registry)),
@@ -102,63 +88,8 @@ def dump_route(state: State, dumps: Admission) -> Route:
     return Route("GET", "/dump", partial(dump, state), admission=dumps, scope=Scope.ADMIN)
 
 
-def _hot(path: str, handler: Handler, answerer: Answerer) -> Route:
-    return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
-
-
-def query(state: State, registry: Registry, request: Request) -> Response:
-    """Says how much of a prompt, given as token ids, every rank holds."""
-    members = bodies.scan(QUERY, request.body)
-    bodies.require(members, "token_ids")
-    partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
-    lora_name = bodies.optional_text(members, "lora_name")
-    cache_salt = bodies.optional_text(members, "cache_salt")
-    wants_streams = bodies.optional_flag(members, "streams")
-    answer = partition.index.query_tokens(QUERY, 0, lora_name, cache_salt)
-    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
-
-
-def query_by_hash(state: State, registry: Registry, request: Request) -> Response:
-    """Says how much of a prompt, given as local hashes, every rank holds.
-
-    Local hashes carry adapter and salt already, so a salt given beside them changes nothing.
-    """
-    members = bodies.scan(QUERY_BY_HASH, request.body)
-    bodies.require(members, "block_hashes")
-    bodies.optional_text(members, "cache_salt")
-    partition = state.partition(bodies.text(members, "model_name"), bodies.tenant(members))
-    wants_streams = bodies.optional_flag(members, "streams")
-    answer = partition.index.query_hashes(QUERY_BY_HASH, 0)
-    return Response(200, _with_streams(answer, partition, registry) if wants_streams else answer)
-
-
-def _with_streams(answer: bytes, partition: Partition, registry: Registry) -> bytes:
-    """Adds how far each registered rank's stream can be believed, in the form of the scores."""
-    now = trio.current_time()
-    streams: dict[int | str, dict[int, str]] = {}
-    for instance_id, dp_rank in sorted(partition.rank_keys()):
-        listener = registry.find_listener(RankKey(partition.key, instance_id, dp_rank))
-        assert listener is not None
-        streams.setdefault(instance_id, {})[dp_rank] = listener.health(now)
-    return answer[:-1] + b',"streams":' + bodies.render(streams) + b"}"
-
-
-def query_tiered_by_hash(state: State, registry: Registry, request: Request) -> Response:
-    """Says the same rank by rank and tier by tier, to selectors that keep no index of their own.
-
-    Such a selector fails or forgets all overlap where it gets no answer: a model and tenant whose
-    workers have only just gone has no matches, rather than no answer.
-    """
-    members = bodies.scan(QUERY_TIERED, request.body)
-    bodies.require(members, "block_hashes")
-    place = PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members))
-    partition = state.partitions.get(place)
-    if partition is not None:
-        return Response(200, partition.index.query_tiers(QUERY_TIERED, 0))
-    block_size = registry.block_size_left(place)
-    if block_size is None:
-        raise NotFound(f"no indexer for model={place.model_name} routing_group={place.tenant_id}")
-    return Response(200, PrefixIndex(block_size, IngestCounters()).query_tiers(QUERY_TIERED, 0))
+def _hot(path: str, handler: HotHandler) -> Route:
+    return Route("POST", path, handler, True, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
 @dataclass(frozen=True, slots=True)

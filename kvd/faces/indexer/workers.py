@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 
+from kvd.faces.common import bodies
 from kvd.index.partitions import Partition
-from kvd.index.registry import Registration
+from kvd.index.registry import Registration, Registry
+from kvd.model import RankKey
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd.wire.stream_link import ListenerStatus
 
@@ -106,3 +108,13 @@ def stream_members(listener: EventStream, now: float) -> Iterator[tuple[str, obj
         yield "last_seq", last
     if listener.identity.publisher:
         yield "publisher_id", listener.identity.publisher.hex()
+
+
+def streams_of(partition: Partition, registry: Registry, now: float) -> bytes:
+    """Returns how far each rank's stream can be believed, by instance and rank, as JSON."""
+    streams: dict[int | str, dict[int, str]] = {}
+    for instance_id, dp_rank in sorted(partition.rank_keys()):
+        listener = registry.find_listener(RankKey(partition.key, instance_id, dp_rank))
+        assert listener is not None
+        streams.setdefault(instance_id, {})[dp_rank] = listener.health(now)
+    return bodies.render(streams)

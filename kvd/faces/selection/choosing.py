@@ -1,9 +1,8 @@
-"""Routes that choose who serves a prompt."""
+"""What a selection asks for beside its prompt where that is unusual, and how it is waited for."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple
@@ -12,35 +11,29 @@ from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
 from kvd.faces.common.bodies import flag, optional_flag
 from kvd.faces.selection.members import (
-    booked,
     bounded_id,
     mode_of,
     number,
     optional_number,
     optional_object,
     phase_of,
-    place,
     policy_of,
-    retry_of,
     texts,
     u32,
     u64,
 )
-from kvd.faces.selection.plain import PlainSelect
-from kvd.faces.selection.prompts import PROMPT, look_for, look_later
-from kvd.http.types import Request, Response
+from kvd.http.types import Response
+from kvd.model import PartitionKey
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.policies import RouterPolicy
 from kvd.selection.requests import Constraints, QueuedRequest, SelectRequest
+from kvd.selection.scheduler import Scheduler
 from kvd.selection.service import Selections
-from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.settings import Settings
 
 FLOAT = Struct("f")
-
-SELECT = BodyScanner(PROMPT, PlainSelect.FIELDS)
 
 INPUT_TRIGGERS = ("user_message", "tool_result", "other")  # of a session's context
 
@@ -56,63 +49,59 @@ OVERRIDES = {
 OF_DYNAMO = OVERRIDES.keys() - {"router_temperature"}
 
 
-async def select(request: Request, *, selections: Selections) -> Response:
-    """Says which rank should serve a prompt; may wait until one is not busy."""
-    members = bodies.scan(SELECT, request.body)
-    ask = _ask(selections, members)
-    return await _selected(request, selections, members, ask)
+def request_of(
+    selections: Selections,
+    key: PartitionKey,
+    members: bodies.Members,
+    selection_id: str | None,
+    expected_output_tokens: int | None,
+    strict_priority: int,
+    session_id: str | None,
+    lora_name: str | None,
+) -> SelectRequest:
+    """Returns the selection that a body asks for.
 
-
-async def select_and_reserve(request: Request, *, selections: Selections) -> Response:
-    """Does the same and books the prompt there, in one step."""
-    members = bodies.scan(SELECT, request.body)
-    ask = _ask(selections, members)
-    if ask.advisory:
-        raise BadRequest("advisory: nothing can be booked by a question")
-    given = bodies.optional_text(members, "reservation_id")
-    longest = MAX_REQUEST_ID_BYTES
-    if ask.phase is Phase.BOTH:  # books twice
-        longest -= len(PREFILL_SUFFIX)
-    reservation_id = selections.draws.uuid() if given is None else bounded_id(given, longest)
-    ask = replace(ask, reservation_id=reservation_id, retry=retry_of(request, given))
-    return await _selected(request, selections, members, ask)
-
-
-async def _selected(
-    request: Request, selections: Selections, members: bodies.Members, ask: SelectRequest
-) -> Response:
-    answer = selections.scheduler.select(ask, look_for(selections, SELECT, members))
-    if isinstance(answer, QueuedRequest):
-        answer.again = look_later(selections, members, request.body)
-        undo = partial(selections.scheduler.take_back, answer)
-        return Response(200, await selections.scheduler.wait(answer), undo=undo)
-    if answer.receipt is None:
-        return Response(200, answer.answer)
-    return booked(200, answer.answer, answer.receipt, selections)
-
-
-def _ask(selections: Selections, members: bodies.Members) -> SelectRequest:
+    What nearly every body has is read already; the rest is among its `members`.
+    """
     required, preferred = _taints(members)
     constraints = Constraints(_allowed(members), _rank(members, "pinned_worker"), required)
-    selection_id = bodies.optional_text(members, "selection_id")
-    settings, advisory = settings_of(selections, members), optional_flag(members, "advisory")
+    settings, advisory = settings_of(selections, key, members), optional_flag(members, "advisory")
     hints = _hints(members)
+    if expected_output_tokens is None:
+        expected_output_tokens = hints.expected_output_tokens
     return SelectRequest(
-        place(members),
+        key,
         settings.replace(queue_threshold=None) if advisory else settings,
         phase=phase_of(members, tuple(Phase)),
         selection_id=selection_id,
         constraints=None if constraints == Constraints() else constraints,
         preferred=preferred,
         affinity=_affinity(members),
-        strict_priority=bodies.optional_uint(members, "strict_priority", bodies.U32_MAX) or 0,
+        strict_priority=strict_priority,
         priority_jump=hints.priority_jump,
-        expected_output_tokens=hints.expected_output_tokens,
-        lora_name=bodies.optional_text(members, "lora_name"),
+        expected_output_tokens=expected_output_tokens,
+        lora_name=lora_name,
         explain=optional_flag(members, "explain"),
         advisory=advisory,
-        session_id=_session(selections, members),
+        session_id=_session(selections, members, session_id),
     )
+
+
+def check_booking(ask: SelectRequest | None, reservation_id: str | None) -> None:
+    """Raises what keeps a selection from being booked under an id, if one is given."""
+    if ask is not None and ask.advisory:
+        raise BadRequest("advisory: nothing can be booked by a question")
+    longest = MAX_REQUEST_ID_BYTES
+    if ask is not None and ask.phase is Phase.BOTH:  # books twice
+        longest -= len(PREFILL_SUFFIX)
+    if reservation_id is not None:
+        bounded_id(reservation_id, longest)
+
+
+async def wait(scheduler: Scheduler, queued: QueuedRequest) -> Response:
+    """Returns the response to a selection that waits."""
+    undo = partial(scheduler.take_back, queued)
+    return Response(200, await scheduler.wait(queued), undo=undo)
 
 
 class _Hints(NamedTuple):
@@ -121,7 +110,7 @@ class _Hints(NamedTuple):
 
 
 def _hints(members: bodies.Members) -> _Hints:
-    """Returns what the request says of itself, else what `nvext.agent_hints` says of it.
+    """Returns what `nvext.agent_hints` says of the request, unless it says so itself.
 
     `osl` is expected_output_tokens there, `latency_sensitivity` or a `priority` above 0
     priority_jump.
@@ -135,31 +124,31 @@ def _hints(members: bodies.Members) -> _Hints:
     jump = sensitivity if hints.get("latency_sensitivity") is not None else max(0.0, priority)
     if members.get("priority_jump") is not None:
         jump = number(members, "priority_jump")
-    if members.get("expected_output_tokens") is not None:
-        output = bodies.uint(members, "expected_output_tokens", bodies.U32_MAX)
     return _Hints(jump, output)
 
 
-def _session_id(members: bodies.Members) -> str | None:
-    """Returns the session that the request belongs to; its context goes before its id."""
+def _session(selections: Selections, members: bodies.Members, session_id: str | None) -> str | None:
+    """Returns the session that the request belongs to, if sessions are followed.
+
+    Its context goes before its id.
+    """
     context = optional_object(members, "session_context")
-    if context is None:
-        return bodies.optional_text(members, "session_id")
+    if context is not None:
+        session_id = _session_of(context)
+    if session_id is None or selections.affinity is None:
+        return None
+    if len(session_id.encode()) > MAX_SESSION_ID_BYTES:
+        raise BadRequest(f"session_id: longer than {MAX_SESSION_ID_BYTES} bytes")
+    return session_id
+
+
+def _session_of(context: bodies.Members) -> str:
     bodies.optional_text(context, "parent_session_id")
     optional_flag(context, "session_final")
     trigger = context.get("input_trigger")
     if trigger is not None and trigger not in INPUT_TRIGGERS:
         raise Invalid(f"input_trigger: expected one of {', '.join(INPUT_TRIGGERS)}")
     return bodies.text(context, "session_id")
-
-
-def _session(selections: Selections, members: bodies.Members) -> str | None:
-    session_id = _session_id(members)
-    if session_id is None or selections.affinity is None:
-        return None
-    if len(session_id.encode()) > MAX_SESSION_ID_BYTES:
-        raise BadRequest(f"session_id: longer than {MAX_SESSION_ID_BYTES} bytes")
-    return session_id
 
 
 def _allowed(members: bodies.Members) -> frozenset[int] | None:
@@ -211,9 +200,9 @@ def _weight(weights: bodies.Members, taint: str) -> float:
     return weight
 
 
-def settings_of(selections: Selections, members: bodies.Members) -> Settings:
-    """Returns the settings of the request's model and tenant with what it overrides."""
-    settings = selections.settings(place(members))
+def settings_of(selections: Selections, key: PartitionKey, members: bodies.Members) -> Settings:
+    """Returns the settings of a model and tenant with what a request overrides."""
+    settings = selections.settings(key)
     override = optional_object(members, "router_config_override") or {}
     given = [name for name in OVERRIDES if override.get(name) is not None]
     changes: dict[str, Any] = {OVERRIDES[name]: number(override, name) for name in given}

@@ -1,4 +1,4 @@
-"""Prompts in bodies: hashes, or tokens to be hashed."""
+"""Prompts in bodies: what is wrong with them, and how one is looked at that has waited."""
 
 from __future__ import annotations
 
@@ -6,73 +6,37 @@ from typing import Any
 
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
-from kvd.faces.common.bodies import flag, optional_flag
+from kvd.faces.common.bodies import flag
 from kvd.faces.selection.members import optional_object
-from kvd.faces.selection.plain import PlainPrompt
-from kvd.selection.requests import Look
 from kvd.selection.service import Selections
 from kvd_core.json.scan import BodyScanner
-from kvd_core.selector.selector import MAX_ISL_TOKENS, Pool
+from kvd_core.selector.selector import Pool
 
-# Positions of the arrays of a prompt.
-BLOCK_HASHES, SEQUENCE_HASHES, TOKEN_IDS = range(3)
-PROMPT: dict[str, Any] = {
+# The arrays of a prompt: hashes of blocks, or tokens.
+ARRAYS: dict[str, Any] = {
     "block_hashes": "hash64?",
     "sequence_hashes": "hash64?",
     "token_ids": "u32?",
 }
-ASK = BodyScanner(PROMPT, PlainPrompt.FIELDS)
 # Its own, for prompts that have waited: the others may hold a body that is about to be looked at.
-LATER = BodyScanner(PROMPT, ())
+LATER = BodyScanner({"token_ids": "u32?"})
 
 
-def look_for(selections: Selections, scanner: BodyScanner, members: bodies.Members) -> Look:
-    """Returns what puts the body's prompt before a pool; raises BadRequest without a whole one."""
-    if "token_ids" in members:
-        return _look_tokens(selections, scanner, members)
-    optional_flag(members, "is_eagle")  # they are hashed already, as one or the other
-    for name in ("block_hashes", "sequence_hashes", "isl_tokens"):
-        if members.get(name) is None:
-            raise BadRequest(f"{name} is required, or token_ids")
-    isl_tokens = bodies.uint(members, "isl_tokens", MAX_ISL_TOKENS)
-    if isl_tokens == 0:
-        raise BadRequest("isl_tokens must be greater than 0")
-    _check_lengths(members)
-    return lambda pool: pool.look_body(scanner, BLOCK_HASHES, SEQUENCE_HASHES, isl_tokens)
+def missing(members: bodies.Members, *names: str) -> BadRequest:
+    """Returns the failure of a prompt that lacks one of these members, and tokens."""
+    name = next(name for name in names if members.get(name) is None)
+    return BadRequest(f"{name} is required, or token_ids")
 
 
-def look_later(selections: Selections, members: bodies.Members, body: bytes) -> Look | None:
-    """Returns what looks at the body's tokens once more, by any block size; None without any."""
-    if "token_ids" not in members:
-        return None
-    look = _look_tokens(selections, LATER, members)
-
-    def again(pool: Pool) -> None:
-        LATER.scan(body)
-        look(pool)
-
-    return again
+def empty() -> BadRequest:
+    return BadRequest("isl_tokens must be greater than 0")
 
 
-def _check_lengths(members: bodies.Members) -> None:
-    blocks, hashes = members["block_hashes"], members["sequence_hashes"]
-    if blocks != hashes:
-        raise BadRequest(f"block_hashes length {blocks} must match sequence_hashes length {hashes}")
+def of_two_lengths(blocks: int, hashes: int) -> BadRequest:
+    return BadRequest(f"block_hashes length {blocks} must match sequence_hashes length {hashes}")
 
 
-def _look_tokens(selections: Selections, scanner: BodyScanner, members: bodies.Members) -> Look:
-    lora_name = bodies.optional_text(members, "lora_name")
-    cache_salt = bodies.optional_text(members, "cache_salt")
-    unique = _unique(selections, members)
-    eagle = optional_flag(members, "is_eagle")
-
-    def look(pool: Pool) -> None:
-        pool.look_tokens(scanner, TOKEN_IDS, lora_name, cache_salt, unique, eagle=eagle)
-
-    return look
-
-
-def _unique(selections: Selections, members: bodies.Members) -> int | None:
+def unique(selections: Selections, members: bodies.Members) -> int | None:
     """Returns a number for a prompt that is not to share blocks in use with any other."""
     reuse = selections.options.assumes_kv_reuse
     override = optional_object(members, "router_config_override")
@@ -81,22 +45,14 @@ def _unique(selections: Selections, members: bodies.Members) -> int | None:
     return None if reuse else selections.draws.next()
 
 
-def look_reserved(
-    selections: Selections, scanner: BodyScanner, members: bodies.Members
-) -> tuple[Look, int]:
-    """Returns what looks at a prompt of which only the sequence hashes are needed; its tokens."""
-    if "token_ids" in members:
-        return _look_tokens(selections, scanner, members), members["token_ids"]
-    for name in ("sequence_hashes", "isl_tokens"):
-        if members.get(name) is None:
-            raise BadRequest(f"{name} is required, or token_ids")
-    isl_tokens = bodies.uint(members, "isl_tokens", MAX_ISL_TOKENS)
-    locals_ = SEQUENCE_HASHES
-    if "block_hashes" in members:
-        _check_lengths(members)
-        locals_ = BLOCK_HASHES
-
-    def look(pool: Pool) -> None:
-        pool.look_body(scanner, locals_, SEQUENCE_HASHES, isl_tokens)
-
-    return look, isl_tokens
+def look_again(
+    body: bytes,
+    lora_name: str | None,
+    cache_salt: str | None,
+    unique: int | None,
+    eagle: bool,
+    pool: Pool,
+) -> None:
+    """Puts a body's tokens before a pool once more."""
+    LATER.scan(body)
+    pool.look_tokens(LATER, 0, lora_name, cache_salt, unique, eagle=eagle)

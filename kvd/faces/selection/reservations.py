@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
+from kvd.faces.selection.handlers import PROMPT_FIELDS, PromptReader
 from kvd.faces.selection.members import (
     OK,
     booked,
@@ -14,8 +15,7 @@ from kvd.faces.selection.members import (
     retry_of,
     u64,
 )
-from kvd.faces.selection.plain import PlainPrompt
-from kvd.faces.selection.prompts import PROMPT, look_reserved
+from kvd.faces.selection.prompts import ARRAYS
 from kvd.http.types import Request, Response
 from kvd.selection.phases import Phase
 from kvd.selection.requests import SelectReply
@@ -23,10 +23,10 @@ from kvd.selection.service import Selections
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
-RESERVE = BodyScanner(
-    PROMPT,
+RESERVE = PromptReader(
+    ARRAYS,
     (
-        *PlainPrompt.FIELDS,
+        *PROMPT_FIELDS,
         "selection_id",
         "reservation_id",
         "worker_id",
@@ -54,9 +54,9 @@ def reserve(request: Request, *, selections: Selections) -> Response:
         u64(members, "worker_id"),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
     )
-    look, isl_tokens = look_reserved(selections, RESERVE, members)
+    RESERVE.read_booked(selections)
     tokens = bodies.optional_uint(members, "effective_prefill_tokens", MAX_ISL_TOKENS)
-    if tokens is not None and isl_tokens is not None and tokens > isl_tokens:
+    if tokens is not None and tokens > RESERVE.isl_tokens:
         raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
     key = place(members)
     phase = phase_of(members, (Phase.PREFILL, Phase.DECODE))
@@ -66,7 +66,7 @@ def reserve(request: Request, *, selections: Selections) -> Response:
         key,
         reservation_id,
         rank,
-        look,
+        RESERVE.put_before,
         tokens or 0,
         predicts=predicts,
         expected=expected,
@@ -106,11 +106,6 @@ def show_reservation(request: Request, *, selections: Selections) -> Response:
     return bodies.json_response(row)
 
 
-def prefill_complete(request: Request, *, selections: Selections) -> Response:
-    selections.reservations.prefill_complete(bodies.segment(request))
-    return Response(200, OK)
-
-
 def output_block(request: Request, *, selections: Selections) -> Response:
     fraction = None
     if request.body:
@@ -120,9 +115,4 @@ def output_block(request: Request, *, selections: Selections) -> Response:
             if not 0 <= fraction <= 1:
                 raise BadRequest("decay_fraction must be from 0 to 1")
     selections.reservations.output_block(bodies.segment(request), fraction)
-    return Response(200, OK)
-
-
-def free(request: Request, *, selections: Selections) -> Response:
-    selections.reservations.free(bodies.segment(request))
     return Response(200, OK)

@@ -4,49 +4,45 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvd.faces.selection import choosing, inspection, reservations, tuning, workers
-from kvd.faces.selection.plain import (
-    PlainAllLoads,
-    PlainFree,
-    PlainLoads,
-    PlainPrefillComplete,
-    PlainSelect,
+from kvd.faces.selection import reservations, tuning, workers
+from kvd.faces.selection.handlers import (
+    FreeHandler,
+    LoadsHandler,
+    OverlapScoresHandler,
+    PotentialLoadsHandler,
+    PrefillCompleteHandler,
+    SelectHandler,
 )
-from kvd.faces.selection.prompts import ASK
-from kvd.http.fast_path import Answerer
-from kvd.http.types import DEFAULT_BODY_LIMIT, LONG_BODY_LIMIT, Handler, Route, Scope
-from kvd.model import DEFAULT_TENANT
+from kvd.faces.selection.members import OK
+from kvd.http.types import (
+    DEFAULT_BODY_LIMIT,
+    LONG_BODY_LIMIT,
+    Handler,
+    Request,
+    Response,
+    Route,
+    Scope,
+)
 from kvd.selection.service import Selections
-from kvd.selection.worker_record import DEFAULT_MODEL
 
 
 def selection_routes(selections: Selections) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's selections."""
     bound = partial(partial, selections=selections)
-    known = selections, DEFAULT_MODEL, DEFAULT_TENANT
     return (
-        Route("GET", "/health", inspection.health, hot=True, scope=Scope.OPEN),
+        Route("GET", "/health", health, hot=True, scope=Scope.OPEN),
         Route("GET", "/ready", bound(workers.ready), scope=Scope.OPEN),
         Route("GET", "/workers", bound(workers.list_workers)),
         _admin("POST", "/workers", bound(workers.post_worker), LONG_BODY_LIMIT),
         _admin("PUT", "/workers", bound(workers.put_workers), LONG_BODY_LIMIT),
         _admin("PATCH", "/workers/{worker_id}", bound(workers.patch_worker), LONG_BODY_LIMIT),
         _admin("DELETE", "/workers/{worker_id}", bound(workers.delete_worker)),
-        _question(
-            "/select",
-            bound(choosing.select),
-            PlainSelect(choosing.SELECT, *known, books=False),
-        ),
-        _step(
-            "/select_and_reserve",
-            bound(choosing.select_and_reserve),
-            PlainSelect(choosing.SELECT, *known, books=True),
-        ),
+        _question("/select", SelectHandler(selections, books=False)),
+        _step("/select_and_reserve", SelectHandler(selections, books=True)),
         _step("/reservations", bound(reservations.reserve)),
         _step(
             "/reservations/{reservation_id}/prefill_complete",
-            bound(reservations.prefill_complete),
-            PlainPrefillComplete(selections),
+            PrefillCompleteHandler(selections),
             body_limit=0,
         ),
         _step("/reservations/{reservation_id}/output_block", bound(reservations.output_block)),
@@ -54,14 +50,13 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
         Route(
             "DELETE",
             "/reservations/{reservation_id}",
-            bound(reservations.free),
-            True,
-            PlainFree(selections),
+            FreeHandler(selections),
+            hot=True,
             scope=Scope.LIFECYCLE,
         ),
-        Route("GET", "/loads", bound(inspection.loads), True, PlainAllLoads(selections)),
-        _question("/potential_loads", bound(inspection.potential_loads), PlainLoads(ASK, *known)),
-        _question("/overlap_scores", bound(inspection.overlap_scores)),
+        Route("GET", "/loads", LoadsHandler(selections), hot=True),
+        _question("/potential_loads", PotentialLoadsHandler(selections)),
+        _question("/overlap_scores", OverlapScoresHandler(selections)),
         Route("GET", "/busy_threshold", bound(tuning.list_thresholds)),
         _admin("POST", "/busy_threshold", bound(tuning.post_thresholds)),
         _admin("DELETE", "/busy_threshold", bound(tuning.delete_thresholds)),
@@ -74,21 +69,21 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
     )
 
 
-def _question(path: str, handler: Handler, answerer: Answerer | None = None) -> Route:
+def _question(path: str, handler: Handler) -> Route:
     """Returns the route of a question that books nothing."""
-    return Route("POST", path, handler, True, answerer, LONG_BODY_LIMIT, scope=Scope.READ)
+    return Route("POST", path, handler, True, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
-def _step(
-    path: str,
-    handler: Handler,
-    answerer: Answerer | None = None,
-    body_limit: int = LONG_BODY_LIMIT,
-) -> Route:
+def _step(path: str, handler: Handler, body_limit: int = LONG_BODY_LIMIT) -> Route:
     """Returns the route of a booking, or a step in its life."""
-    return Route("POST", path, handler, True, answerer, body_limit, scope=Scope.LIFECYCLE)
+    return Route("POST", path, handler, True, body_limit, scope=Scope.LIFECYCLE)
 
 
 def _admin(method: str, path: str, handler: Handler, body_limit: int = DEFAULT_BODY_LIMIT) -> Route:
     """Returns the route of a change to who serves, or how it is chosen."""
     return Route(method, path, handler, body_limit=body_limit, scope=Scope.ADMIN)
+
+
+def health(request: Request) -> Response:
+    """Answers as long as the daemon lives, whatever it knows."""
+    return Response(200, OK)

@@ -77,7 +77,7 @@ async def test_quart_and_the_table_agree_on_every_path() -> None:
     random = Random(0)
     for routes in all_routes().values():
         routes = tuple(
-            replace(route, handler=partial(shown, route), hot=False, answerer=None, admission=None)
+            replace(route, handler=partial(shown, route), hot=False, admission=None)
             for route in routes
         )
         table, app = RouteTable(routes), build_app(routes, HttpLimits(), ServerContext())

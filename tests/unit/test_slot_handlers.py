@@ -1,14 +1,9 @@
-"""Slot requests answered by the lane's own code: the same as by the handlers, whatever the body.
-
-Two equal sets of trackers get the same requests, one of them by the lane's way: its answerer first,
-and the handler for what that leaves.
-"""
+"""The slot tracker's hot handlers: whatever the body, a step is taken once or refused in words."""
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -17,16 +12,16 @@ from hypothesis import strategies as st
 
 from kvd.errors import KvdError
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.faces.slot_tracker.plain import PlainAdd, PlainFree, PlainLoads
-from kvd.http.types import Request, Response, Route
+from kvd.http.types import Request, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.slots.trackers import SlotTrackers, Tracker
 from kvd.wire.lifecycle import Lifecycle
-from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 from tests.support.json_bodies import bodies, written
 
 Answer = tuple[int, bytes]
+
+OK = b'{"status":"ok"}'
 
 U64_MAX = 2**64 - 1
 LONGEST_ID = "é" * (MAX_REQUEST_ID_BYTES // 2)
@@ -54,41 +49,25 @@ class Face:
             prompt = array("Q", [1, 2, 3]).tobytes()
             tracker.ledger.add(name, tracker.rank(7, 0), prompt, tokens, 0.0)
 
-    def state(self) -> Any:
-        """Everything that a request may change."""
-        return self.slots.ended, [
-            (
-                tracker.ledger.render_loads(),
-                tracker.ledger.stats(),
-                [tracker.ledger.request(name) for name in NAMES],
-            )
-            for tracker in self.slots.trackers.values()
+    def state(self, *, refusals: bool = True) -> tuple[Any, ...]:
+        """Everything that a request may change; the last of it is counts, also of `refusals`."""
+        ledgers = [tracker.ledger for tracker in self.slots.trackers.values()]
+        held = [
+            (ledger.render_loads(), [ledger.request(name) for name in NAMES]) for ledger in ledgers
         ]
+        kept = held, self.slots.ended
+        return (*kept, [ledger.stats() for ledger in ledgers]) if refusals else kept
 
-    def handled(self, path: str, body: bytes) -> Answer | str:
-        """Returns what the handler answers, or what it raises."""
-        route = self.routes[path]
-        handler = cast(Callable[[Request], Response], route.handler)
+    def answered(self, path: str, body: bytes, *headers: tuple[bytes, bytes]) -> Answer | str:
+        """Returns what a route answers, or what it raises; then nothing has changed."""
+        route, before = self.routes[path], self.state()
         try:
-            response = handler(Request(route.method, path, b"", [], body))
+            response = route.handler(Request(route.method, path, b"", list(headers), body))
         except KvdError as error:
+            assert self.state(refusals=False) == before[:-1]
             return repr(error)
+        assert isinstance(response, Response)
         return response.status, cast(bytes, response.body)
-
-    def answered(self, path: str, body: bytes) -> Answer | None:
-        """Returns what the lane answers; nothing has changed where it does not."""
-        answerer = answerer_of(self.routes[path])
-        before = self.state()
-        answer = answerer(body)
-        if answer is None:
-            assert self.state() == before
-            return None
-        return 201 if isinstance(answerer, PlainAdd) else 200, answer
-
-
-def answerer_of(route: Route) -> Callable[[bytes], bytes | None]:
-    assert route.answerer is not None
-    return route.answerer
 
 
 NAMES = ["", "a", "b", "c", "511", "\0", "é", "a/b", LONGEST_ID]
@@ -137,29 +116,18 @@ def with_members(**members: str) -> bytes:
 @example([("/add", with_members(request_id=f'"{LONGEST_ID}"'))])
 @example([("/add", with_members(request_id=f'"{LONGEST_ID}x"'))])
 @example([("/add", with_members(tenant_id='"other"', routing_group='"other"'))])
-def test_what_is_answered_is_what_the_handler_does(requests: list[tuple[str, bytes]]) -> None:
-    short, long = Face(), Face()
-    for path, body in requests:
-        expected = long.handled(path, body)
-        assert (short.answered(path, body) or short.handled(path, body)) == expected
-        assert short.state() == long.state()
-        loads = answerer_of(short.routes["/loads"])(b"")
-        assert (200, loads) == long.handled("/loads", b"")
-    for tracker in short.slots.trackers.values():
-        tracker.ledger.verify()
-
-
-@given(LIVES)
-def test_where_there_are_replicas_the_handlers_tell_them(
+def test_steps_that_replicas_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
 ) -> None:
-    face = Face()
-    face.slots.steps.subscribe(face.told.append)
+    """The handlers take a step themselves unless somebody is to be told of it."""
+    alone, beside = Face(), Face()
+    beside.slots.steps.subscribe(beside.told.append)
     for path, body in requests:
-        answer = face.answered(path, body)
-        assert answer is None or path not in STEPS
-    assert not face.told
-    assert answerer_of(face.routes["/loads"])(b"") is not None
+        assert alone.answered(path, body) == beside.answered(path, body)
+        assert alone.state() == beside.state()
+        assert alone.answered("/loads", b"") == beside.answered("/loads", b"")
+    for tracker in alone.slots.trackers.values():
+        tracker.ledger.verify()
 
 
 USUAL_REQUESTS = {
@@ -179,24 +147,48 @@ USUAL_REQUESTS = {
 @pytest.mark.parametrize("kind", USUAL_REQUESTS)
 def test_usual_requests_are_answered(kind: str) -> None:
     path, members = USUAL_REQUESTS[kind]
-    body = with_members(**members)
-    answer = Face().answered(path, body)
-    assert answer is not None
-    assert answer == Face().handled(path, body)
+    answer = Face().answered(path, with_members(**members))
+    assert not isinstance(answer, str)
+    assert answer[0] == (201 if path == "/add" else 200)
 
 
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
     face = Face()
-    assert face.answered("/add", with_members())
+    face.answered("/add", with_members())
     booked = face.slots.tracker("m", DEFAULT_TENANT).ledger.request("c")
     assert booked is not None and booked.admitted_at == NOW
 
 
-def test_a_scanner_of_other_members_is_a_mistake() -> None:
-    known = SlotTrackers(1), DEFAULT_TENANT
-    with pytest.raises(ValueError, match="not the fields of such a request"):
-        PlainFree(BodyScanner({}, ("model_name", "request_id")), *known)
-    with pytest.raises(ValueError, match="not the fields of such a request"):
-        PlainAdd(slot_tracker.STEP, *known, lambda: 0.0)
-    with pytest.raises(ValueError, match="not the fields of such a request"):
-        PlainLoads(slot_tracker.STEP, *known)
+def test_a_retry_is_no_second_booking() -> None:
+    face, key = Face(), (b"idempotency-key", b"k")
+    assert face.answered("/add", with_members(), key) == (201, OK)
+    booked = face.state()
+    assert face.answered("/add", with_members(), key) == (200, OK)
+    assert face.state()[0] == booked[0]
+    assert "already exists" in str(face.answered("/add", with_members()))
+
+
+@pytest.mark.parametrize(
+    ("path", "members", "why"),
+    [
+        ("/add", {"sequence_hashes": "null"}, "Invalid"),
+        ("/add", {"worker_id": "-1"}, "worker_id: expected a number from 0 to"),
+        ("/add", {"worker_id": "-0"}, "worker_id: expected a whole number"),
+        ("/add", {"dp_rank": "4294967296"}, "dp_rank: expected a number from 0 to 4294967295"),
+        ("/add", {"new_isl_tokens": "null"}, "new_isl_tokens: expected a whole number"),
+        ("/add", {"new_isl_tokens": "1E400"}, "new_isl_tokens: a number out of range"),
+        ("/add", {"request_id": "7"}, "request_id: expected a text"),
+        ("/add", {"request_id": f'"{LONGEST_ID}x"'}, "request_id: longer than"),
+        ("/add", {"request_id": '"a"'}, "request a already exists"),
+        ("/add", {"worker_id": "8"}, "worker 8 dp_rank 1 not found"),
+        ("/add", {"model_name": '"full"'}, "the limit of live requests is reached"),
+        ("/add", {"model_name": '"n"', "dp_rank": "null"}, "dp_rank: expected a whole number"),
+        ("/free", {"model_name": '"n"'}, "no slot tracker for model=n tenant_id=default"),
+        ("/free", {"tenant_id": '"a"', "routing_group": '"b"'}, "are the same member and differ"),
+        ("/prefill_complete", {"request_id": '"z"'}, "request z not found"),
+        ("/potential_loads", {"new_isl_tokens": str(MAX_TOKENS + 1)}, "expected a number from 0"),
+    ],
+)
+def test_refusals_say_why(path: str, members: dict[str, str], why: str) -> None:
+    answer = Face().answered(path, with_members(**members))
+    assert isinstance(answer, str) and why in answer

@@ -1,14 +1,13 @@
-"""Selections answered by the lane's own code: the same as by the handlers, whatever the body.
+"""The selection service's hot handlers: what they serve at once is what the scheduler would serve.
 
-Two equal selection services get the same requests, one of them by the lane's way: its answerer
-first, and the handler for what that leaves.
+Two equal selection services get the same requests, one of them so that the scheduler serves all
+selections.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Awaitable
 from random import Random
 from typing import Any, cast
 from urllib.parse import quote_from_bytes
@@ -20,10 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import KvdError
-from kvd.faces.selection.plain import PlainLoads, PlainSelect
-from kvd.faces.selection.prompts import ASK
 from kvd.faces.selection.routes import selection_routes
-from kvd.http.types import Request, Response, Route
+from kvd.http.types import Request, Response
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey
@@ -38,7 +35,6 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.wire.lifecycle import Lifecycle
 from kvd_core.base.draws import Draws
 from kvd_core.base.hashing import sequence_hashes
-from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 from kvd_core.selector.choice_counts import CHOICE_PHASES
 from kvd_core.selector.selector import Pool
@@ -48,6 +44,8 @@ from tests.support.idle_listeners import IdleListeners
 from tests.support.json_bodies import bodies, written
 
 Answer = tuple[int, bytes]
+
+OK = b'{"status":"ok"}'
 
 U64_MAX = 2**64 - 1
 BLOCK = 4  # tokens
@@ -63,7 +61,6 @@ FREE = "DELETE /reservations/{reservation_id}"
 PROJECT, LOADS = "POST /potential_loads", "GET /loads"
 OUTPUT = "POST /reservations/{reservation_id}/output_block"
 SHOW = "GET /reservations/{reservation_id}"
-PLAIN = {SELECT, RESERVE, COMPLETE, FREE, PROJECT}
 TENANTS = st.sampled_from([DEFAULT_TENANT, "other"])
 
 
@@ -170,27 +167,33 @@ class Face:
         except KvdError:
             pass
 
-    def handled(self, name: str, given: bytes) -> Answer | str:
-        """Returns what the handler answers, or what it raises."""
+    def answered(self, name: str, given: bytes, *headers: tuple[bytes, bytes]) -> Answer | str:
+        """Returns what a route answers, or what it raises; none of those asked here waits."""
+        route = self.routes[name]
+        body, captured = (b"", given) if "{" in name else (given, b"")
         try:
-            response = handled(self.routes[name], given)
+            answer = route.handler(
+                Request(route.method, route.path, b"", list(headers), body, captured)
+            )
         except KvdError as error:
             return repr(error)
-        return response.status, cast(bytes, response.body)
+        assert isinstance(answer, Response)
+        return answer.status, cast(bytes, answer.body)
 
-    def answered(self, name: str, given: bytes) -> Answer | None:
-        """Returns what the lane answers; nothing has changed where it does not."""
-        route = self.routes[name]
-        assert route.answerer is not None
-        before = self.state()
-        if "{" in name:
-            answer = None if b"%" in given else route.answerer(b"", given)
-        else:
-            answer = route.answerer(given)
-        if answer is None:
-            assert self.state() == before
-            return None
-        return 200, answer
+    def scheduled(self, name: str, given: bytes) -> Answer | str:
+        """Returns the same of a selection that wants something, if only what nobody minds."""
+        return self.answered(name, unusual(given) if name in (SELECT, RESERVE) else given)
+
+
+def unusual(body: bytes) -> bytes:
+    """Returns a body that the scheduler has to serve, and that says the same."""
+    try:
+        members = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(members, dict) or not members:
+        return body
+    return body[: body.rindex(b"}")] + b',"nvext":{}}'
 
 
 def worker(worker_id: int, model: str, tenant: str) -> WorkerRecord:
@@ -209,17 +212,6 @@ def worker(worker_id: int, model: str, tenant: str) -> WorkerRecord:
 
 def look(pool: Pool) -> None:
     pool.look(b"", b"", 1)
-
-
-def handled(route: Route, given: bytes) -> Response:
-    """Runs a handler; none of those asked here waits."""
-    body, captured = (b"", given) if "{" in route.path else (given, b"")
-    answer = route.handler(Request(route.method, route.path, b"", [], body, captured))
-    if isinstance(answer, Response):
-        return answer
-    with pytest.raises(StopIteration) as ended:
-        cast(Any, cast(Awaitable[Response], answer)).send(None)
-    return cast(Response, ended.value.value)
 
 
 IDS = ["", "a", "b", "c", "\x7f", "é", "a b", "filler", LONGEST_ID]
@@ -292,15 +284,14 @@ BOTH = usual(model_name='"roles"', phase='"both"', reservation_id='"c"')
 @example([(RESERVE, BOTH), (COMPLETE, b"c"), (COMPLETE, b"c"), (FREE, b"c")], KV)
 @example([(RESERVE, BOTH), (FREE, b"c:prefill"), (COMPLETE, b"c"), (FREE, b"c")], RANDOM)
 @example([(RESERVE, BOTH), (FREE, b"c"), (FREE, b"c:prefill")], LEAST_LOADED)
-def test_what_is_answered_is_what_the_handler_does(
+def test_what_is_served_at_once_is_what_the_scheduler_serves(
     requests: list[tuple[str, bytes]], mode: int
 ) -> None:
     short, long = Face(mode), Face(mode)
     for name, body in requests:
-        expected = long.handled(name, body)
-        assert (short.answered(name, body) or short.handled(name, body)) == expected
+        assert short.answered(name, body) == long.scheduled(name, body)
         assert short.state() == long.state()
-        assert short.answered(LOADS, b"") == long.handled(LOADS, b"")
+        assert short.answered(LOADS, b"") == long.answered(LOADS, b"")
     assert short.selections.draws.next() == long.selections.draws.next()
     for fleet in short.selections.fleets.values():
         fleet.ledger.verify()
@@ -309,14 +300,11 @@ def test_what_is_answered_is_what_the_handler_does(
 @pytest.mark.slow("two services live through each example")
 @settings(max_examples=scaled(20))
 @given(LIVES)
-def test_with_sessions_and_predictions_it_is_what_the_handler_does(
-    requests: list[tuple[str, bytes]],
-) -> None:
+def test_with_sessions_and_predictions_too(requests: list[tuple[str, bytes]]) -> None:
     more = {"session_affinity_ttl_s": 10, "predicted_ttl_s": 10.0}
     short, long = Face(**more), Face(**more)
     for name, body in requests:
-        expected = long.handled(name, body)
-        assert (short.answered(name, body) or short.handled(name, body)) == expected
+        assert short.answered(name, body) == long.scheduled(name, body)
         assert short.state() == long.state()
         assert short.sessions() == long.sessions()
     assert short.selections.draws.next() == long.selections.draws.next()
@@ -354,7 +342,7 @@ MORE = st.lists(st.one_of(QUESTIONS, STEPS, MORE_STEPS, CHANGES), min_size=1, ma
 @given(MORE, OPTIONS)
 @example([("put", (50, "m", DEFAULT_TENANT)), (RESERVE, BOOKED), (FREE, b"c")], {"mode": KV})
 @example([("track", 0), ("add", 0), (SELECT, usual()), (PROJECT, usual())], {"mode": KV})
-def test_with_all_options_and_changes_it_is_what_the_handler_does(
+def test_with_all_options_and_changes_too(
     steps: list[tuple[str, Any]], options: dict[str, Any]
 ) -> None:
     short, long = Face(**options), Face(**options)
@@ -363,12 +351,10 @@ def test_with_all_options_and_changes_it_is_what_the_handler_does(
             short.change(name, what)
             long.change(name, what)
         else:
-            expected = long.handled(name, what)
-            plain = name in PLAIN and short.answered(name, what)
-            assert (plain or short.handled(name, what)) == expected
+            assert short.answered(name, what) == long.scheduled(name, what)
         assert short.state() == long.state()
         assert short.sessions() == long.sessions()
-        assert short.answered(LOADS, b"") == long.handled(LOADS, b"")
+        assert short.answered(LOADS, b"") == long.answered(LOADS, b"")
     assert short.selections.draws.next() == long.selections.draws.next()
     for fleet in short.selections.fleets.values():
         fleet.ledger.verify()
@@ -377,15 +363,14 @@ def test_with_all_options_and_changes_it_is_what_the_handler_does(
 @pytest.mark.slow("two services live through each example")
 @settings(max_examples=scaled(20))
 @given(LIVES)
-def test_where_there_are_replicas_the_handlers_tell_them(
+def test_steps_that_replicas_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
 ) -> None:
-    face = Face()
-    face.selections.reservations.steps.subscribe(face.told.append)
+    alone, beside = Face(), Face()
+    beside.selections.reservations.steps.subscribe(beside.told.append)
     for name, body in requests:
-        answer = face.answered(name, body)
-        assert answer is None or name in (SELECT, PROJECT)
-    assert not face.told
+        assert alone.answered(name, body) == beside.answered(name, body)
+        assert alone.state() == beside.state()
 
 
 TOKENS = {"model_name": '"m"', "token_ids": "[1,2,3,4,5,6,7,8,9]"}
@@ -418,50 +403,64 @@ USUAL_REQUESTS = {
 @pytest.mark.parametrize("kind", USUAL_REQUESTS)
 def test_usual_requests_are_answered(kind: str) -> None:
     answer = Face().answered(*USUAL_REQUESTS[kind])
-    assert answer is not None
-    assert answer == Face().handled(*USUAL_REQUESTS[kind])
+    assert answer == Face().scheduled(*USUAL_REQUESTS[kind])
+    assert not isinstance(answer, str) and answer[0] == 200
 
 
-def test_who_comes_behind_others_is_left_to_wait() -> None:
+def test_who_comes_behind_others_waits() -> None:
     face = Face(max_held=1)
     place = PartitionKey("busy", DEFAULT_TENANT)
-    assert isinstance(
-        face.selections.scheduler.select(
-            SelectRequest(place, face.selections.options.settings), look
-        ),
-        QueuedRequest,
-    )
+    ask = SelectRequest(place, face.selections.options.settings)
+    held = face.selections.scheduler.select(ask, look)
+    assert isinstance(held, QueuedRequest)
     busy = [name for name, key in face.state()[0][0].items() if key == place]
-    assert not face.answered(COMPLETE, busy[0].encode())
-    assert not face.answered(FREE, busy[0].encode())
     face.selections.fleets[place].ledger.prefill_complete(busy[0])
-    assert not face.answered(SELECT, usual(model_name='"busy"'))
-    assert face.answered(SELECT, usual())
-    assert face.answered(FREE, b"a")
+    assert "1 selections are already waiting" in str(
+        face.answered(SELECT, usual(model_name='"busy"', isl_tokens="12"))
+    )
+    assert face.answered(SELECT, usual()) and face.answered(FREE, b"a") == (200, OK)
+    assert held.answer is None
+    assert face.answered(COMPLETE, busy[0].encode()) == (200, OK)
+    assert isinstance(held.answer, bytes)
 
 
-def test_sessions_that_are_followed_are_left_to_the_handler() -> None:
+def test_a_selection_for_busy_workers_is_awaited() -> None:
+    face = Face(max_held=1)
+    route = face.routes[SELECT]
+    body = usual(model_name='"busy"')
+    waiting = cast(Any, route.handler(Request("POST", "/select", b"", [], body)))
+    assert not isinstance(waiting, Response) and face.selections.scheduler.held == 1
+    waiting.close()
+
+
+def test_a_retry_gets_the_kept_answer() -> None:
+    face, key = Face(), (b"idempotency-key", b"k")
+    first = face.answered(RESERVE, usual(), key)
+    booked = face.state()[1]
+    assert face.answered(RESERVE, usual(), key) == first
+    assert face.state()[1] == booked
+    assert face.answered(RESERVE, usual()) != first
+
+
+def test_sessions_that_are_followed_stay_on_their_ranks() -> None:
     face = Face(session_affinity_ttl_s=10)
-    for name in (SELECT, RESERVE):
-        assert not face.answered(name, usual(session_id='"s"'))
-        assert face.answered(name, usual())
-    assert face.handled(RESERVE, usual(session_id='"s"', reservation_id='"c"'))
-    assert face.answered(COMPLETE, b"c")
-    assert not face.answered(FREE, b"c")  # its end is told
-    assert face.handled(FREE, b"c") and face.sessions()
-    assert face.answered(FREE, b"a")
+    place = []
+    for _ in range(3):
+        status, answer = face.answered(RESERVE, usual(session_id='"b"'))
+        assert status == 200
+        said = json.loads(answer)
+        place.append((said["worker_id"], said["dp_rank"]))
+    assert len(set(place)) == 1
+    bound = face.sessions()[0][IDS.index("b")]
+    assert bound[:2] == place[0]
+    assert face.answered(FREE, said["reservation_id"].encode()) == (200, OK)
+    assert face.sessions()[0][IDS.index("b")] != bound
 
 
-def test_predictions_are_made_without_the_handler() -> None:
+def test_predictions_are_made_of_what_is_booked_at_once() -> None:
     face = Face(predicted_ttl_s=10.0)
     assert face.answered(RESERVE, BOOKED)
     assert face.selections.state.partitions[M].index.predicted() == 3
-
-
-def test_without_events_the_handler_predicts() -> None:
-    face = Face(uses_kv_events=False)
-    assert not face.answered(RESERVE, usual())
-    assert face.answered(SELECT, usual())
 
 
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
@@ -469,6 +468,36 @@ def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
     assert face.answered(RESERVE, BOOKED)
     booked = face.selections.reservations.live["c"].ledger.request("c")
     assert booked is not None and booked.admitted_at == NOW
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "why"),
+    [
+        (SELECT, b"{", "the body is not valid JSON"),
+        (SELECT, usual(model_name="null"), "model_name: expected a text"),
+        (SELECT, usual(model_name='"gone"'), "no schedulable workers for model=gone"),
+        (SELECT, usual(block_hashes="null"), "block_hashes is required, or token_ids"),
+        (SELECT, usual(sequence_hashes="null"), "sequence_hashes is required, or token_ids"),
+        (SELECT, usual(isl_tokens="null"), "isl_tokens is required, or token_ids"),
+        (SELECT, usual(isl_tokens="0"), "isl_tokens must be greater than 0"),
+        (SELECT, usual(block_hashes="[1]"), "block_hashes length 1 must match"),
+        (SELECT, usual(expected_output_tokens="-1"), "expected_output_tokens: expected a number"),
+        (SELECT, usual(strict_priority='"x"'), "strict_priority: expected a whole number"),
+        (SELECT, usual(selection_id="7"), "selection_id: expected a text"),
+        (SELECT, usual(explain="7"), "explain: expected true or false"),
+        (SELECT, usual(model_name='"over"'), "all workers are overloaded"),
+        (RESERVE, usual(reservation_id='"a"'), "reservation a already exists"),
+        (RESERVE, usual(reservation_id=f'"{LONGEST_ID}x"'), "reservation_id: longer than"),
+        (RESERVE, usual(advisory="true"), "advisory: nothing can be booked by a question"),
+        (RESERVE, usual(model_name='"full"'), "the limit of live reservations is reached"),
+        (COMPLETE, b"z", "reservation z not found"),
+        (FREE, b"z", "reservation z not found"),
+        (FREE, b"%ff", "the path is not UTF-8"),
+        (PROJECT, usual(router_config_override="7"), "router_config_override: expected an object"),
+    ],
+)
+def test_refusals_say_why(name: str, given: bytes, why: str) -> None:
+    assert why in str(Face().answered(name, given))
 
 
 def test_numbers_are_those_of_their_source() -> None:
@@ -482,11 +511,3 @@ def test_ids_are_uuids_and_differ() -> None:
     ids = [draws.uuid() for _ in range(1000)]
     assert all(str(UUID(each)) == each and UUID(each).version == 4 for each in ids)
     assert len(set(ids)) == 1000
-
-
-def test_a_scanner_of_other_members_is_a_mistake() -> None:
-    known = Face().selections, DEFAULT_MODEL, DEFAULT_TENANT
-    with pytest.raises(ValueError, match="not the members of such a request"):
-        PlainLoads(BodyScanner({}, ("model_name",)), *known)
-    with pytest.raises(ValueError, match="not the members of such a request"):
-        PlainSelect(ASK, *known, books=False)

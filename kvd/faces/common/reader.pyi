@@ -1,0 +1,3 @@
+from kvd_core.json.scan import BodyScanner
+
+class BodyReader(BodyScanner): ...

@@ -1,0 +1,93 @@
+# distutils: language = c++
+"""Data sheet of the selection service's hot handlers."""
+from libc.stdint cimport uint32_t, uint64_t
+from libcpp.string cimport string
+
+from kvd.faces.common.reader cimport BodyReader
+from kvd.http.hot cimport HotHandler
+from kvd.http.permits cimport Text
+from kvd_core.base.draws cimport Draws
+from kvd_core.ledger.ledger cimport Ledger, RequestId
+from kvd_core.selector.choice_counts cimport ChoiceCounts
+from kvd_core.selector.selector cimport Pool
+from kvd_core.selector.settings cimport Settings
+
+
+cdef class PromptReader(BodyReader):
+    # The prompt of the last body: token ids with the first four, else hashes.
+    cdef readonly bint by_tokens
+    cdef str lora_name, cache_salt  # None: none
+    cdef object unique              # a number for a prompt that shares no blocks in use, or None
+    cdef bint eagle
+    cdef int locals_                # which array says what ranks cache of it
+    cdef readonly uint64_t isl_tokens
+
+    # Reads the prompt of the scanned body; raises BadRequest without a whole one.
+    cpdef int read_prompt(self, selections) except -1
+    # Does the same where only the sequence hashes are needed, of a prompt chosen for before.
+    cpdef int read_booked(self, selections) except -1
+    # Has a pool look at the prompt that was read.
+    cpdef int put_before(self, Pool pool) except -1
+
+    cdef int read_tokens(self, selections) except -1
+    cdef int check_lengths(self) except -1
+
+
+cdef class PromptHandler(HotHandler):
+    cdef PromptReader body
+    cdef object selections   # kvd.selection.service.Selections
+    cdef dict fleets         # its fleets by (model, tenant)
+
+    # The model and tenant that the body names, as a tuple.
+    cdef tuple place(self)
+    # The pool that has looked at the body's prompt; raises Unserved without anyone in it.
+    cdef Pool looked(self, place)
+
+cdef class PotentialLoadsHandler(PromptHandler):
+    pass
+
+cdef class OverlapScoresHandler(PromptHandler):
+    pass
+
+cdef class SelectHandler(PromptHandler):
+    cdef object reservations, scheduler  # parts of the selections
+    cdef Draws draws
+    cdef ChoiceCounts counts
+    cdef dict live           # fleets by reservation id
+    # Of the last body: its usual members, and the id to book under (None where nothing is booked).
+    cdef str selection_id, session_id, reservation_id
+    cdef uint32_t expected   # tokens of output, kNone: unsaid
+    cdef bint looked_at      # the fleet's pool has looked at its prompt
+    cdef object receipt      # of what the scheduler has booked with the answer
+    cdef object queued       # the selection that waits
+    cdef Ledger booked_in    # where, and when, it was booked at once; None: it was not
+    cdef double booked_at
+
+    cdef bint is_usual(self) noexcept
+    cdef tuple usual_members(self)
+    cdef object asked(self, place, usual, members)
+    cdef object read_booking(self, ask, request)
+    cdef object at_once(self, place)
+    cdef bytes served(self, fleet)
+    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate) except -1
+    cdef bytes scheduled(self, ask, retry, request)
+
+cdef class ReservationHandler(HotHandler):
+    cdef object reservations, scheduler  # parts of the selections
+    cdef dict live
+    cdef dict leases         # of sessions, by reservation id: their end is told
+    cdef string prefill_id   # scratch: the id of a booking
+
+    # The ledger of the fleet that a reservation is booked in, None for `reservations`.
+    cdef Ledger ledger_of(self, str reservation_id)
+    # The number of a reservation in it, kNone without one and if its prefill is booked apart.
+    cdef RequestId request_of(self, Ledger ledger, const Text& captured)
+
+cdef class PrefillCompleteHandler(ReservationHandler):
+    pass
+
+cdef class FreeHandler(ReservationHandler):
+    pass
+
+cdef class LoadsHandler(HotHandler):
+    cdef object selections

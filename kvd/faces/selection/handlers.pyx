@@ -1,0 +1,487 @@
+# distutils: language = c++
+"""The selection service's hot handlers.
+
+A selection that wants nothing unusual is chosen and booked here, in one go:
+
+    body ──> PromptReader ──> usual, nobody before it in the queue, nobody to be told?
+                                │ yes              │ no
+                                v                  v
+                              served ── nobody ──> kvd.selection.scheduler ──> answer, or a wait
+
+The scheduler serves what needs more than the choice and the ledger: constraints, phases, sessions,
+explanations, replicas, Idempotency-Keys, the queue. It also words why nobody can be chosen. Both
+ways have the body read once, by the same reader and `choosing.request_of`; they choose by the same
+Pool, and count and word a booking by kvd.selection.serving. On the fast path, a selection for the
+scheduler is left to its task, as it may have to wait.
+
+A step of a reservation that only its ledger has to know of is likewise taken here, every other by
+kvd.selection.reservations.
+
+Costs: 1 µs beside scanning the body, looking and booking; the scheduler takes 14 µs.
+"""
+from cython.operator cimport dereference as deref
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libcpp.string cimport string
+from libcpp.string_view cimport string_view
+
+from kvd.faces.common.reader cimport segment
+from kvd.http.permits cimport Text
+from kvd.selection.serving cimport booked_tokens, opening
+from kvd_core.json.scan cimport Kind
+from kvd_core.ledger.ledger cimport CAdmission, kAdded, kMaxIdBytes, kNone
+from kvd_core.selector.selector cimport kLoads, kOverlaps
+from kvd_core.selector.settings cimport kDirect
+from kvd_core.selector.types cimport kMaxIslTokens
+
+from dataclasses import replace
+from functools import partial
+
+from kvd.faces.common import bodies
+from kvd.faces.selection import choosing, prompts
+from kvd.faces.selection.members import retry_of
+from kvd.model import PartitionKey
+from kvd.selection.candidates import schedulable
+from kvd.selection.phases import PREFILL_SUFFIX
+from kvd.selection.requests import QueuedRequest
+from kvd.selection.worker_record import DEFAULT_MODEL
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
+
+# Positions of the arrays and of the fields; the first eight fields are those of every body.
+cdef enum:
+    kBlockHashes
+    kSequenceHashes
+    kTokenIds
+cdef enum:
+    kModel
+    kTenant
+    kTenantAlias
+    kIslTokens
+    kLora
+    kCacheSalt
+    kOverride
+    kEagle
+    kSelectionId
+    kReservationId
+    kOutputTokens
+    kStrictPriority
+    kSessionId
+    kSessionContext
+    kUnusual = kSessionContext  # from here on: the scheduler's
+cdef enum:
+    kWhole = 0  # the phase of a usual request, as kvd.selection.stats numbers them
+PROMPT_FIELDS = (
+    "model_name",
+    "tenant_id",
+    "routing_group",
+    "isl_tokens",
+    "lora_name",
+    "cache_salt",
+    "router_config_override",
+    "is_eagle",
+)
+SELECT_FIELDS = (
+    *PROMPT_FIELDS,
+    "selection_id",
+    "reservation_id",
+    "expected_output_tokens",
+    "strict_priority",
+    "session_id",
+    "session_context",
+    "priority_jump",
+    "affinity_target",
+    "pinned_worker",
+    "allowed_worker_ids",
+    "routing_constraints",
+    "explain",
+    "phase",
+    "nvext",
+    "advisory",
+    "router_policy",
+)
+
+cdef uint64_t U32_MAX = 0xffffffff
+cdef int N_SELECT_FIELDS = len(SELECT_FIELDS)
+cdef str MODEL = DEFAULT_MODEL
+
+cdef bytes OK = b'{"status":"ok"}'
+cdef string PREFILL = PREFILL_SUFFIX.encode()
+
+
+cdef class PromptReader(BodyReader):
+    """Reads bodies with a prompt: hashes, or tokens to be hashed."""
+
+    cpdef int read_prompt(self, selections) except -1:
+        if self.core.present(kTokenIds):
+            return self.read_tokens(selections)
+        self.by_tokens = False
+        self.optional_flag(kEagle)  # they are hashed already, as one or the other
+        if not (self.core.present(kBlockHashes) and self.core.present(kSequenceHashes)):
+            raise prompts.missing(self.known(), "block_hashes", "sequence_hashes")
+        if self.is_unset(kIslTokens):
+            raise prompts.missing(self.known(), "isl_tokens")
+        self.isl_tokens = self.uint(kIslTokens, kMaxIslTokens)
+        if self.isl_tokens == 0:
+            raise prompts.empty()
+        self.locals_ = kBlockHashes
+        return self.check_lengths()
+
+    cpdef int read_booked(self, selections) except -1:
+        if self.core.present(kTokenIds):
+            return self.read_tokens(selections)
+        self.by_tokens = False
+        if not self.core.present(kSequenceHashes):
+            raise prompts.missing(self.known(), "sequence_hashes")
+        if self.is_unset(kIslTokens):
+            raise prompts.missing(self.known(), "isl_tokens")
+        self.isl_tokens = self.uint(kIslTokens, kMaxIslTokens)
+        self.locals_ = kSequenceHashes
+        if not self.core.present(kBlockHashes):
+            return 0
+        self.locals_ = kBlockHashes
+        return self.check_lengths()
+
+    cdef int read_tokens(self, selections) except -1:
+        self.by_tokens = True
+        self.isl_tokens = self.core.narrow(kTokenIds).size()
+        self.lora_name = self.optional_text(kLora)
+        self.cache_salt = self.optional_text(kCacheSalt)
+        self.unique = None
+        if not (self.is_unset(kOverride) and selections.options.assumes_kv_reuse):
+            self.unique = prompts.unique(selections, self.known())
+        self.eagle = self.optional_flag(kEagle)
+        return 0
+
+    cdef int check_lengths(self) except -1:
+        cdef size_t blocks = self.core.wide(kBlockHashes).size()
+        cdef size_t hashes = self.core.wide(kSequenceHashes).size()
+        if blocks != hashes:
+            raise prompts.of_two_lengths(blocks, hashes)
+        return 0
+
+    cpdef int put_before(self, Pool pool) except -1:
+        cdef size_t locals_ = 0, n = 0
+        cdef const uint32_t* tokens
+        cdef const uint64_t* local
+        cdef const uint64_t* sequence
+        if self.by_tokens:
+            tokens = self.u32(kTokenIds, &n)
+            pool.c.prompt().take_tokens(
+                tokens, n, pool.c.block_size(), utf8(self.lora_name or ""),
+                utf8(self.cache_salt or ""), self.eagle,
+            )
+            if self.unique is not None:
+                pool.c.prompt().make_unique(self.unique)
+        else:
+            local = self.u64(self.locals_, &locals_)
+            sequence = self.u64(kSequenceHashes, &n)
+            pool.c.prompt().take_hashes(local, locals_, sequence, n, self.isl_tokens)
+        return pool.look_at_prompt()
+
+    def put_again(self, bytes body not None):
+        """Returns what looks at the body's tokens anew, by any block size; None without any."""
+        if not self.by_tokens:
+            return None
+        said = self.lora_name, self.cache_salt, self.unique, self.eagle
+        return partial(prompts.look_again, body, *said)
+
+
+cdef class PromptHandler(HotHandler):
+    """What the handlers of questions about a prompt have in common."""
+
+    FIELDS = PROMPT_FIELDS
+
+    def __init__(self, selections not None):
+        """Takes the daemon's selections."""
+        self.body = PromptReader(prompts.ARRAYS, self.FIELDS)
+        self.selections = selections
+        self.fleets = selections.fleets
+
+    cdef tuple place(self):
+        absent = self.body.core.value(kModel).kind == Kind.absent
+        model = MODEL if absent else self.body.text(kModel)
+        return model, self.body.tenant(kTenant)
+
+    cdef Pool looked(self, place):
+        fleet = self.fleets.get(place)
+        if fleet is None or not fleet.workers:
+            schedulable(self.fleets, PartitionKey(*place))
+        cdef Pool pool = fleet.pool
+        self.body.put_before(pool)
+        return pool
+
+
+cdef class PotentialLoadsHandler(PromptHandler):
+    """Says what every rank would be working on with one more prompt."""
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.body.read(body, size)
+        self.body.read_prompt(self.selections)
+        place = self.place()
+        cdef Pool pool = self.looked(place)
+        settings = self.fleets[place].settings
+        if not self.body.is_unset(kOverride):
+            members = self.body.known()
+            settings = choosing.settings_of(self.selections, PartitionKey(*place), members)
+        return pool.rendered(kLoads, settings, 0, b"", b"")
+
+
+cdef class OverlapScoresHandler(PromptHandler):
+    """Says how many blocks of a prompt every rank caches."""
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.body.read(body, size)
+        self.body.read_prompt(self.selections)
+        cdef Pool pool = self.looked(self.place())
+        return (
+            b'{"block_size":%d,"num_blocks":%d,"workers":%b,"shared_cache":{"enabled":false,'
+            b'"total_hit_blocks":0,"ranges":[],"error":null}}'
+            % (pool.block_size, pool.blocks, pool.rendered(kOverlaps, None, 0, b"", b""))
+        )
+
+
+cdef class SelectHandler(PromptHandler):
+    """Says which rank should serve a prompt, and books it there if it `books`.
+
+    It may wait until a rank is not busy.
+    """
+
+    FIELDS = SELECT_FIELDS
+
+    def __init__(self, selections, bint books):
+        super().__init__(selections)
+        self.reservations = selections.reservations
+        self.scheduler = selections.scheduler
+        self.draws = selections.draws
+        self.counts = selections.counts
+        self.live = selections.reservations.live
+        self.books = books
+        self.waits = True
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.receipt = self.booked_in = None
+        self.looked_at = False
+        self.body.read(body, size)
+        place = self.place()
+        usual = self.usual_members()
+        ask = retry = None
+        if not self.is_usual():
+            ask = self.asked(place, usual, self.body.known())
+        if self.books:
+            retry = self.read_booking(ask, request)
+        self.body.read_prompt(self.selections)
+        if ask is None and retry is None and self.at_once(place) is not None:
+            answer = self.served(self.fleets[place])
+            if answer is not None:
+                return answer
+        if request is None:
+            return None
+        return self.scheduled(ask or self.asked(place, usual, {}), retry, request)
+
+    cdef tuple usual_members(self):
+        cdef PromptReader asks = self.body
+        self.selection_id = asks.optional_text(kSelectionId)
+        self.expected, expected = kNone, None
+        if not asks.is_unset(kOutputTokens):
+            expected = asks.uint(kOutputTokens, U32_MAX)
+            self.expected = min(expected, U32_MAX - 1)
+        priority = 0 if asks.is_unset(kStrictPriority) else asks.uint(kStrictPriority, U32_MAX)
+        self.session_id = None
+        if asks.is_unset(kSessionContext):
+            self.session_id = asks.optional_text(kSessionId)
+        return self.selection_id, expected, priority, self.session_id, asks.optional_text(kLora)
+
+    cdef object asked(self, place, usual, members):
+        """Returns the SelectRequest of the body, whose unusual members are given."""
+        return choosing.request_of(self.selections, PartitionKey(*place), members, *usual)
+
+    cdef object read_booking(self, ask, request):
+        """Reads under which id to book, and returns what a repetition has in common, or None."""
+        given = self.body.optional_text(kReservationId)
+        if ask is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
+            choosing.check_booking(ask, given)
+        retry = None if request is None else retry_of(request, given)
+        self.reservation_id = given
+        if given is None:
+            self.reservation_id = self.draws.peek_uuid(0)
+            self.draws.take(2)
+        return retry
+
+    cdef bytes scheduled(self, ask, retry, request):
+        """Has the scheduler answer; None if it has the request wait."""
+        if self.books:
+            ask = replace(ask, reservation_id=self.reservation_id, retry=retry)
+        look = has_looked if self.looked_at else self.body.put_before
+        reply = self.scheduler.select(ask, look)
+        if isinstance(reply, QueuedRequest):
+            reply.again = self.body.put_again(request.body)
+            self.queued = reply
+            return None
+        self.receipt = reply.receipt
+        return reply.answer
+
+    cdef waiting(self, request):
+        queued, self.queued = self.queued, None
+        return choosing.wait(self.scheduler, queued)
+
+    cdef undoing(self):
+        if self.receipt is not None:
+            return partial(self.reservations.take_back, self.receipt)
+        if self.booked_in is None:
+            return None
+        return self.reservations.undoing(self.booked_in, self.reservation_id, self.booked_at)
+
+    cdef bint is_usual(self) noexcept:
+        cdef int at
+        for at in range(kUnusual, N_SELECT_FIELDS):
+            if not self.body.is_unset(at):
+                return False
+        return self.body.is_unset(kOverride)
+
+    cdef object at_once(self, place):
+        """Returns the fleet that can serve the selection here and now, None for the scheduler."""
+        fleet = self.fleets.get(place)
+        if fleet is None or not fleet.workers:
+            return None
+        if self.books and (
+            self.reservations.steps.subscribers
+            or fleet.predictions is not None
+            or self.reservation_id in self.live
+        ):
+            return None
+        if self.session_id is not None and self.selections.affinity is not None:
+            return None
+        if self.scheduler.held and fleet.queue.waits(None):
+            return None
+        return fleet
+
+    cdef bytes served(self, fleet):
+        """Chooses and books; None, and nothing has changed, if that cannot be done here."""
+        cdef Pool pool = fleet.pool
+        cdef Settings settings = fleet.settings
+        cdef int64_t candidate
+        if settings.c.mode == kDirect:  # nobody is named
+            return None
+        self.body.put_before(pool)
+        self.looked_at = True
+        candidate = pool.choose_now(
+            &settings.c, pool.mask_of(fleet.whole), self.draws.peek(0), NULL
+        )
+        if candidate < 0:
+            return None
+        if self.books and not self.book(fleet, settings, pool, candidate):
+            pool.take_back()
+            return None
+        self.draws.take(1)
+        self.counts.c.serve(settings.c.mode, kWhole, pool.c.prompt().isl_tokens)
+        self.counts.c.choose(
+            deref(pool.c), candidate, pool.cached_tokens_of(&settings.c, candidate),
+            pool.most_cached(), kWhole,
+        )
+        members = fleet.pieces[candidate]
+        if members is None:
+            members = fleet.piece(candidate)
+        begin = opening(self.selection_id, self.reservation_id, None)
+        return pool.render_answer(begin, members, candidate, settings)
+
+    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate) except -1:
+        cdef CAdmission admission
+        admission.id = utf8(self.reservation_id)
+        admission.rank = pool.c.candidate(candidate).booked
+        admission.hashes = pool.c.prompt().sequence.data()
+        admission.blocks = pool.c.prompt().sequence.size()
+        admission.tokens = booked_tokens(pool, settings, candidate)
+        admission.now = self.selections.clock()
+        admission.expected = self.expected
+        if pool.ledger.c.add(admission) != kAdded:
+            return False
+        pool.foretell(candidate, admission.now)
+        self.live[self.reservation_id] = fleet
+        self.booked_in, self.booked_at = pool.ledger, admission.now
+        return True
+
+
+cdef class ReservationHandler(HotHandler):
+    """What the handlers of steps of reservations have in common."""
+
+    def __init__(self, selections not None):
+        """Takes the daemon's selections."""
+        self.reservations = selections.reservations
+        self.scheduler = selections.scheduler
+        self.live = selections.reservations.live
+        self.leases = {} if selections.affinity is None else selections.affinity.leases
+        self.bodiless = True
+
+    cdef Ledger ledger_of(self, str reservation_id):
+        fleet = self.live.get(reservation_id)
+        if fleet is None or self.reservations.steps.subscribers:
+            return None
+        if self.scheduler.held and len(fleet.queue):
+            return None
+        return fleet.ledger
+
+    cdef RequestId request_of(self, Ledger ledger, const Text& captured):
+        if ledger is None:
+            return kNone
+        self.prefill_id.assign(captured.begin, captured.size)
+        self.prefill_id.append(PREFILL)
+        if ledger.c.requests().find(string_view(self.prefill_id)) != kNone:
+            return kNone
+        return ledger.c.requests().find(string_view(captured.begin, captured.size))
+
+
+cdef class PrefillCompleteHandler(ReservationHandler):
+    """Ends the prefill of a reservation, once or again."""
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        reservation_id = segment(captured)
+        cdef Ledger ledger = self.ledger_of(reservation_id)
+        cdef RequestId live = self.request_of(ledger, captured)
+        if live == kNone:
+            self.reservations.prefill_complete(reservation_id)
+        else:
+            ledger.c.complete_prefill(live)
+        return OK
+
+
+cdef class FreeHandler(ReservationHandler):
+    """Ends a reservation."""
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        reservation_id = segment(captured)
+        cdef Ledger ledger = None
+        if not self.leases or reservation_id not in self.leases:
+            ledger = self.ledger_of(reservation_id)
+        cdef RequestId live = self.request_of(ledger, captured)
+        if live == kNone:
+            self.reservations.free(reservation_id)
+        else:
+            ledger.c.free(live)
+            del self.live[reservation_id]
+        return OK
+
+
+cdef class LoadsHandler(HotHandler):
+    """Says what every rank works on, and what waits, by model and tenant; the query narrows it."""
+
+    def __init__(self, selections not None):
+        """Takes the daemon's selections."""
+        self.selections = selections
+        self.bodiless = True
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        model_name, tenant_id = (None, None) if request is None else bodies.filters(request)
+        return self.selections.render_loads(model_name, tenant_id)
+
+
+def has_looked(pool):
+    """Puts nothing before a pool that has looked at the prompt just now."""
+
+
+cdef string_view utf8(str text) except *:
+    """Returns the bytes of a text, which live as long as that."""
+    cdef Py_ssize_t size = 0
+    cdef const char* begin = PyUnicode_AsUTF8AndSize(text, &size)
+    return string_view(begin, size)

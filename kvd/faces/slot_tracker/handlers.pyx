@@ -1,0 +1,192 @@
+# distutils: language = c++
+"""The slot tracker's hot handlers: steps in the life of a request, loads and projections.
+
+A step that only the ledger has to know of is taken here. `SlotTrackers` takes one that replicas are
+told of or that has an Idempotency-Key, and words why a step cannot be taken.
+
+Costs: 0.5 µs beside scanning the body and the ledger's work.
+"""
+from libc.stdint cimport uint64_t
+from libcpp.string_view cimport string_view
+
+from kvd.faces.common.reader cimport BodyReader
+from kvd.http.permits cimport Text
+from kvd_core.json.scan cimport Kind
+from kvd_core.ledger.ledger cimport (
+    CAdmission,
+    Ledger,
+    RequestId,
+    kAdded,
+    kMaxIdBytes,
+    kMaxTokens,
+    kNone,
+)
+
+from kvd.errors import Invalid
+from kvd.faces.common import bodies
+from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
+
+# Positions of the fields; the first three are those of every body.
+cdef enum:
+    kModel
+    kTenant
+    kTenantAlias
+    kRequestId
+    kWorkerId
+    kDpRank
+    kAddedTokens
+cdef enum:
+    kProjectedTokens = 3
+PLACE = ("model_name", "tenant_id", "routing_group")
+STEP = (*PLACE, "request_id")
+
+cdef uint64_t U64_MAX = 0xffffffffffffffff
+cdef uint64_t U32_MAX = 0xffffffff
+
+cdef bytes OK = b'{"status":"ok"}'
+
+
+cdef class SlotHandler(HotHandler):
+    """What handlers that are asked of one tracker have in common."""
+
+    ARRAYS = {}
+    FIELDS = STEP
+
+    def __init__(self, slots not None):
+        """Takes the daemon's slot trackers."""
+        self.body = BodyReader(self.ARRAYS, self.FIELDS)
+        self.slots = slots
+        self.trackers = slots.trackers
+
+    cdef object tracker(self):
+        model_name, tenant_id = self.body.text(kModel), self.body.tenant(kTenant)
+        tracker = self.trackers.get((model_name, tenant_id))
+        return self.slots.tracker(model_name, tenant_id) if tracker is None else tracker
+
+
+cdef class AddHandler(SlotHandler):
+    """Books a request: 201, or 200 for a retry under the same Idempotency-Key."""
+
+    # Hashes of bookings are signed, as the original has them; a question may have them either way.
+    ARRAYS = {"sequence_hashes": "i64"}
+    FIELDS = (*STEP, "worker_id", "dp_rank", "new_isl_tokens")
+
+    def __init__(self, slots, clock not None):
+        """Takes besides a function that returns the time in seconds."""
+        super().__init__(slots)
+        self.clock = clock
+        self.books = True
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.body.read(body, size)
+        self.body.require_array(0)
+        cdef CAdmission admission
+        admission.id = self.body.id_bytes(kRequestId)
+        if admission.id.size() > kMaxIdBytes:
+            raise Invalid(f"request_id: longer than {MAX_REQUEST_ID_BYTES} bytes")
+        admission.tokens = new_tokens(self.body, kAddedTokens)
+        cdef uint64_t worker_id = self.body.uint(kWorkerId, U64_MAX)
+        cdef uint64_t dp_rank = self.body.uint(kDpRank, U32_MAX)
+        key = None if request is None else bodies.retry_key(request)
+        # A body that is wrong is wrong whether there is a tracker or not.
+        tracker = self.tracker()
+        cdef Ledger ledger = tracker.ledger
+        admission.rank = ledger.c.find_rank(worker_id, dp_rank)
+        admission.hashes = self.body.u64(0, &admission.blocks)
+        admission.now = self.clock()
+        cdef bint added = (
+            key is None
+            and not self.slots.steps.subscribers
+            and admission.rank != kNone
+            and ledger.c.add(admission) == kAdded
+        )
+        if not added:
+            added = self.slots.add(
+                tracker, id_text(admission.id), worker_id, dp_rank, self.body, admission.tokens,
+                admission.now, key,
+            )
+        self.status = 201 if added else 200
+        self.booked_as.assign(admission.id.data(), admission.id.size())
+        self.booked_in, self.booked_at = tracker if added else None, admission.now
+        return OK
+
+    cdef undoing(self):
+        if self.booked_in is None:
+            return None
+        return self.slots.undoing(self.booked_in, self.booked_as.decode(), self.booked_at)
+
+
+cdef class PrefillCompleteHandler(SlotHandler):
+    """Ends the prefill of a request, once or again."""
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.body.read(body, size)
+        tracker = self.tracker()
+        cdef Ledger ledger = tracker.ledger
+        cdef string_view request_id = self.body.id_bytes(kRequestId)
+        cdef RequestId live = ledger.c.requests().find(request_id)
+        if live == kNone or self.slots.steps.subscribers:
+            self.slots.prefill_complete(tracker, id_text(request_id))
+            return OK
+        ledger.c.complete_prefill(live)
+        ease(ledger)
+        return OK
+
+
+cdef class FreeHandler(SlotHandler):
+    """Ends a request; one that is unknown is none to end."""
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.body.read(body, size)
+        tracker = self.tracker()
+        cdef Ledger ledger = tracker.ledger
+        cdef string_view request_id = self.body.id_bytes(kRequestId)
+        cdef RequestId live = ledger.c.requests().find(request_id)
+        if live == kNone or self.slots.steps.subscribers:
+            self.slots.free(tracker, id_text(request_id))
+            return OK
+        ledger.c.free(live)
+        ease(ledger)
+        return OK
+
+
+cdef class PotentialLoadsHandler(SlotHandler):
+    """Says what every rank of a tracker would be working on with one more prompt."""
+
+    ARRAYS = {"sequence_hashes": "hash64"}
+    FIELDS = (*PLACE, "new_isl_tokens")
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.body.read(body, size)
+        self.body.require_array(0)
+        cdef Ledger ledger = self.tracker().ledger
+        return ledger.project(self.body, new_tokens(self.body, kProjectedTokens))
+
+
+cdef class LoadsHandler(HotHandler):
+    """Says what every rank is working on; parameters of the query narrow it."""
+
+    def __init__(self, slots not None):
+        """Takes the daemon's slot trackers."""
+        self.slots = slots
+        self.bodiless = True
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        model_name, tenant_id = (None, None) if request is None else bodies.filters(request)
+        return self.slots.render_loads(model_name, tenant_id)
+
+
+cdef int ease(Ledger ledger) except -1:
+    """Says that ranks have less to do, if anyone waits for that."""
+    if ledger.loads.eased is not None:
+        ledger.loads.eased()
+    return 0
+
+
+cdef str id_text(string_view request_id):
+    return request_id.data()[:request_id.size()].decode()
+
+
+cdef uint64_t new_tokens(BodyReader body, int field) except? 0xfffffffffffffffe:
+    """Returns a count of tokens, 0 if there is none."""
+    return 0 if body.core.value(field).kind == Kind.absent else body.uint(field, kMaxTokens)

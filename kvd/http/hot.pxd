@@ -1,0 +1,25 @@
+# distutils: language = c++
+"""Data sheet of hot handlers: how the fast path and the task path ask one."""
+from kvd.http.permits cimport Text
+
+
+cdef class HotHandler:
+    cdef bint bodiless      # it is for requests without a body
+    cdef bint books         # what it does is undone where the client has left before its answer
+    cdef public bint waits  # it may leave a request to its task, which calls the handler and awaits
+    cdef int status         # of the last answer: 200 or 201
+
+    # The JSON of the answer, or None if the request has to wait: then nothing has changed. Raises
+    # what is wrong with the request.
+    #
+    # `body` is followed by readable memory only up to `size`. `captured` is what stands in the path
+    # for the route's placeholder, percent-decoded. `request` is the whole Request on a task's path.
+    # On the fast path it is None: there is no query, no Idempotency-Key, and the body is JSON.
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request)
+
+    # A function that takes back what the last answer has done, None if nothing is to be; of one
+    # that `books`.
+    cdef undoing(self)
+
+    # The response to a request that `answer` has left, or what becomes it; of one that `waits`.
+    cdef waiting(self, request)

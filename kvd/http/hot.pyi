@@ -1,0 +1,7 @@
+from collections.abc import Awaitable
+
+from kvd.http.types import Request, Response
+
+class HotHandler:
+    waits: bool
+    def __call__(self, request: Request) -> Response | Awaitable[Response]: ...

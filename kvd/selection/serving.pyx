@@ -1,0 +1,39 @@
+# distutils: language = c++
+"""What both ways to serve a selection have in common: the hot handler's, and the scheduler's."""
+import json
+
+from libc.stdint cimport uint64_t
+
+from kvd_core.selector.selector cimport Pool
+from kvd_core.selector.settings cimport Settings
+
+
+cpdef uint64_t booked_tokens(
+    Pool pool, Settings settings, size_t candidate
+) except? 0xfffffffffffffffe:
+    """Returns the tokens that a booking counts as to be prefilled.
+
+    It is of the prompt that the pool has looked at, on one of its candidates.
+    """
+    if not settings.c.track_prefill:
+        return 0
+    return pool.effective_tokens_of(&settings.c, candidate)
+
+
+cpdef bytes opening(str selection_id, str reservation_id, str phase):
+    """Returns the beginning of an answer, up to a comma behind it; None is not said."""
+    cdef bytes text = b"{"
+    if selection_id is not None:
+        text = b'{"selection_id":%b,' % quoted(selection_id)
+    if reservation_id is not None:
+        text = text + b'"reservation_id":%b,' % quoted(reservation_id)
+    if phase is not None:
+        text = text + b'"phase":%b,' % quoted(phase)
+    return text
+
+
+cdef bytes quoted(str text):
+    """Returns a text as json.dumps does."""
+    if text.isascii() and text.isprintable() and '"' not in text and "\\" not in text:
+        return b'"%b"' % text.encode()
+    return json.dumps(text).encode()

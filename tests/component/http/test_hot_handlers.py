@@ -1,0 +1,91 @@
+"""Hot handlers under a front: the way to a handler does not change its answer."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trio
+
+from kvd.faces.indexer.handlers import QueryHandler
+from kvd.faces.slot_tracker.routes import routes as slot_routes
+from kvd.http.types import Route, Scope
+from kvd.index.registry import Registry
+from kvd.model import DEFAULT_TENANT, PartitionKey
+from kvd.slots.trackers import SlotTrackers
+from tests.support.serving import Client, Reply, serving
+
+FORMS = ["whole", "in pieces", "chunked", "with a query"]
+ADD = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 0, "sequence_hashes": [1]}
+
+
+def tracked() -> tuple[Route, ...]:
+    slots = SlotTrackers(expiry_s=300)
+    slots.register(PartitionKey("m", DEFAULT_TENANT), 7, 16, 0, 1)
+    return slot_routes(slots, lambda: 0.0)
+
+
+async def post(client: Client, form: str, path: str, body: bytes) -> Reply:
+    """Sends a request of which only the first form is one for the fast path."""
+    target = path + "?x=1" * (form == "with a query")
+    head = f"POST {target} HTTP/1.1\r\nhost: kvd\r\ncontent-type: application/json\r\n".encode()
+    if form == "chunked":
+        await client.send(head + b"transfer-encoding: chunked\r\n\r\n")
+        await client.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+    else:
+        data = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        first = len(data) - 1 if form == "in pieces" else len(data)
+        await client.send(data[:first])
+        for _ in range(20):  # the front's tasks run meanwhile
+            await trio.lowlevel.checkpoint()
+        await client.send(data[first:])
+    return await client.read_reply()
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_life_is_the_same_on_every_way(form: str, layers: str) -> None:
+    said = []
+    async with serving(routes=tracked()) as running, running.client() as client:
+        for path, change in (
+            ("/add", {}),
+            ("/add", {}),
+            ("/potential_loads", {}),
+            ("/prefill_complete", {}),
+            ("/prefill_complete", {"request_id": "x"}),
+            ("/free", {}),
+            ("/free", {}),
+            ("/add", {"worker_id": -1}),
+            ("/add", {"model_name": "n"}),
+        ):
+            reply = await post(client, form, path, json.dumps(ADD | change).encode())
+            said.append((reply.status, json.loads(reply.body)))
+            assert reply.headers["content-type"] == "application/json"
+        assert (await client.request("GET", "/loads")).status == 200
+        assert running.front.stats.handler_bugs == 0
+    ok = {"status": "ok"}
+    assert said[2][0] == 200
+    assert said[:2] + said[3:] == [
+        (201, ok),
+        (409, {"error": "request r already exists"}),
+        (200, ok),
+        (404, {"error": "request x not found"}),
+        (200, ok),
+        (200, ok),
+        (422, {"error": f"worker_id: expected a number from 0 to {2**64 - 1}"}),
+        (404, {"error": "no slot tracker for model=n tenant_id=default"}),
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_bug_in_a_handler_is_answered_with_500(form: str, layers: str) -> None:
+    state: Any = SimpleNamespace(partitions={("m", DEFAULT_TENANT): SimpleNamespace(index=7)})
+    handler = QueryHandler(state, cast(Registry, None))
+    route = Route("POST", "/query", handler, hot=True, scope=Scope.READ)
+    async with serving(routes=(route,)) as running, running.client() as client:
+        reply = await post(client, form, "/query", b'{"model_name":"m","token_ids":[1]}')
+        assert reply.status == 500
+        assert b"TypeError" not in reply.body
+        assert running.front.stats.handler_bugs == 1
+        assert running.observed == [("POST", "/query", 500)]
