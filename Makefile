@@ -37,7 +37,7 @@ soak: lint
 lint: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
-	@PATH="$(VENV)/bin:$$PATH" cython-lint kvd_core
+	@PATH="$(VENV)/bin:$$PATH" cython-lint kvd kvd_core
 	@$(VENV)/bin/clang-format --dry-run -Werror $(HEADERS)
 	@$(VENV)/bin/mypy
 

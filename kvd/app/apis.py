@@ -1,7 +1,7 @@
 """What each face serves: its routes, what its /metrics says, and who in the fleet file is its.
 
-Known ──> routes of the indexer, the slot tracker, the selection service, the conductor
-      └─> desks, one for each table of the fleet file that a served face has
+Components ──> routes of the indexer, the slot tracker, the selection service, the conductor
+           └─> targets, one for each table of the fleet file that a served face has
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """From flags, environment variables and files to one checked `Config`.
 
-    settings     the table of settings. The row of a setting is all there is to write of it: the
-                 flag, variable, key, help, documentation and member of `Config` follow from it
+    settings     the table of settings. Flag, variable, key, help and documentation of a setting
+                 follow from its row; the member that it sets, and its default, stand in the
+                 options class of its section, or in `Config`
     parsers      `Setting`, and how the text of a setting becomes its value
     load         `load`: flags over variables over the file, checked as a whole; raises
                  `StartError`

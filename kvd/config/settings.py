@@ -43,7 +43,7 @@ DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
 # watches every chain that changes; a client that does not read is closed after 5 s.
 MAX_DUMPS = 8
 
-# Heads up to these are read on the short way, whatever is said here (kvd/http/plain_head.hpp).
+# Heads up to these are read on the fast path, whatever is said here (kvd/http/plain_head.hpp).
 LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
 
 I32_MAX = 2**31 - 1  # libzmq's bounds are of this type

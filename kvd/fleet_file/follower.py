@@ -89,7 +89,7 @@ class Written:
 
 
 class FleetFileFollower:
-    """The entries of one file on the desks that are open."""
+    """The entries of one file on the targets of faces that are served."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class FleetFileFollower:
     ) -> None:
         self._path = path
         self._outgoing = outgoing
-        self._desks = targets
+        self._targets = targets
         self._look_every_s = look_every_s
         self._held: dict[tuple[str, Hashable], Registered] = {}
         self._failed: dict[tuple[str, Hashable], str] = {}  # and why
@@ -190,7 +190,7 @@ class FleetFileFollower:
 
     async def _reconcile(self, written: Written) -> None:
         entries, self._said = written.entries, written.wanted
-        wanted = {(each.table, each.key): each for each in entries if each.table in self._desks}
+        wanted = {(each.table, each.key): each for each in entries if each.table in self._targets}
         self._elsewhere = len(entries) - len(wanted)
         self._failed.clear()
         before = set(self._held)
@@ -223,22 +223,22 @@ class FleetFileFollower:
         return held is None or entry is None or held.wanted != entry.wanted
 
     def _in_place(self, name: tuple[str, Hashable], entry: Entry) -> bool:
-        return self._desks[name[0]].in_place(self._held[name].wanted, entry.wanted)
+        return self._targets[name[0]].in_place(self._held[name].wanted, entry.wanted)
 
     def _forget_what_clients_took(self) -> None:
         for name, held in list(self._held.items()):
-            if not self._desks[name[0]].holds(held.wanted, held.known):
+            if not self._targets[name[0]].holds(held.wanted, held.known):
                 del self._held[name]
 
     async def _remove(self, name: tuple[str, Hashable]) -> None:
-        held, target = self._held.pop(name), self._desks[name[0]]
+        held, target = self._held.pop(name), self._targets[name[0]]
         if target.holds(held.wanted, held.known):  # still: others may have been removed before it
             with contextlib.suppress(NotFound):  # a client is faster
                 await target.remove(held.wanted)
 
     async def _add(self, name: tuple[str, Hashable], entry: Entry) -> None:
         try:
-            known = await self._desks[name[0]].add(entry.wanted, over=name in self._held)
+            known = await self._targets[name[0]].add(entry.wanted, over=name in self._held)
         except KvdError as error:
             self._failed[name] = str(error)
             log.warning("fleet_entry_failed", entry=entry, reason=error)

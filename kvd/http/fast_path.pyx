@@ -86,7 +86,7 @@ cdef extern from "<stdio.h>" nogil:
 # What a connection's task is woken with: `received` bytes not consumed, `unsent` bytes of a
 # response, whether the connection may carry another request (not after the client's end), and what
 # is to be called if the response cannot be sent, or None.
-Handoff = namedtuple("Leftover", ("received", "unsent", "persists", "undo"), defaults=(None,))
+Handoff = namedtuple("Handoff", ("received", "unsent", "persists", "undo"), defaults=(None,))
 
 _LEFT = object()  # not answered here
 

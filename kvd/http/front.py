@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server of a face's plain port.
+"""The HTTP/1.1 server of a face's addresses without TLS; `kvd.http.tls` builds on it.
 
     accept ─ connection task ─ hot route: handler, one send
                              ─ anything else: the ASGI application
@@ -22,7 +22,7 @@ from kvd.http.auth import is_local
 from kvd.http.connection import Connection, Service
 from kvd.http.context import ServerContext
 from kvd.http.fast_path import SOME
-from kvd.http.idle_poll import interlude
+from kvd.http.idle_poll import polled_when_idle
 from kvd.http.limits import HttpLimits
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.server import Server
@@ -77,14 +77,14 @@ class Front(Server[Connection]):
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._sweep)
-                nursery.start_soon(self._run_lane)
+                nursery.start_soon(self._run_fast_path)
         finally:
             self._service.fast_path.close()
 
-    async def _run_lane(self) -> None:
+    async def _run_fast_path(self) -> None:
         """Serves what comes on parked connections."""
         fast_path = self._service.fast_path
-        with interlude(fast_path, TURN_NS) as between:
+        with polled_when_idle(fast_path, TURN_NS) as between:
             while True:
                 await trio.lowlevel.wait_readable(fast_path.fileno())
                 between.warm = True

@@ -5,7 +5,8 @@
     task path   Request (TLS, chunked, keyed, with a query ...) ──> __call__ ──> answer ──> Response
 
 Both ways lead through `answer`, so a rule of a route stands once. What is wrong with a request is
-raised as a KvdError, with words that are written in Python (kvd/faces/*/members.py and its like).
+raised as a KvdError, with words that are written in Python (`kvd.faces.common.bodies`, and
+`members` or `prompts` of a face).
 """
 from urllib.parse import unquote_to_bytes
 

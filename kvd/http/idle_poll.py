@@ -37,7 +37,7 @@ RUNNABLE = "_core._run.GLOBAL_RUN_CONTEXT.runner.runq"
 
 log = get_logger(__name__)
 
-_current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("interlude", None)
+_current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("idle_poller", None)
 
 
 class IdlePoller(trio.abc.Instrument):
@@ -73,7 +73,7 @@ class IdlePoller(trio.abc.Instrument):
 
 
 @contextmanager
-def interlude(fast_path: FastPath, budget_ns: int) -> Iterator[IdlePoller]:
+def polled_when_idle(fast_path: FastPath, budget_ns: int) -> Iterator[IdlePoller]:
     """Has `fast_path` served between the passes of this run of trio, for the time of the context.
 
     No row of requests takes much longer than `budget_ns` nanoseconds.

@@ -71,7 +71,7 @@ class TlsServer(Front):
     def _turn_away(self, sock: socket.socket) -> None:
         sock.close()  # an answer would need a handshake first
 
-    async def _run_lane(self) -> None:
+    async def _run_fast_path(self) -> None:
         """Has nothing to run: nobody parks there."""
 
 

@@ -105,8 +105,8 @@ Handler = Callable[[Request], Response | Awaitable[Response]]
 class Route:
     """Binds a method and a path to a handler; one segment of that may be a placeholder, `{id}`.
 
-    `hot` routes answer with bytes, and bypass the Quart application on the plain port; the handlers
-    of most are compiled (http/hot.pyx). `body_limit` is in bytes; a longer body is answered 413
+    `hot` routes answer with bytes, and bypass the Quart application; the handlers of most are
+    compiled (http/hot.pyx). `body_limit` is in bytes; a longer body is answered 413
     before anyone sees it. Where it is 0, as for every GET and DELETE,
     nobody needs a body: the handler is given none, and what a client sends is not kept.
     `admission` bounds how many requests of a route that is not hot are under way. With `any_type`

@@ -3,7 +3,7 @@
 libzmq asks for every connection to a socket with a ZAP domain (RFC 27), over a socket of its own
 inside the process, and holds the handshake back until it is answered:
 
-    replica ── handshake ──> PUB of ours ── ZAP request ──> Doorkeeper: is the key on the list?
+    replica ── handshake ──> PUB of ours ── ZAP request ──> authenticator: is the key on the list?
                               <───────────── 200 or 400 ────┘
 """
 
@@ -52,9 +52,9 @@ class KeyPair:
         }
 
     def server(self) -> Options:
-        """Returns the options of a socket that only those connect to whom a doorkeeper lets in.
+        """Returns the options of a socket that only those connect to whom an authenticator lets in.
 
-        Without a doorkeeper nobody does.
+        Without an authenticator nobody does.
         """
         return {
             zmq.CURVE_SERVER: 1,

@@ -53,7 +53,7 @@ class ReplicaSync:
         self._space = space
         self._counts = ReplicaCounts()
         self._publisher: Publisher | None = None
-        self._doorkeeper: ZapAuthenticator | None = None
+        self._authenticator: ZapAuthenticator | None = None
 
     async def open(self, context: Context) -> None:
         """Opens the port; raises StartError."""
@@ -64,7 +64,7 @@ class ReplicaSync:
         curve = NO_CURVE
         if self._keys is not None and config.curve.replicas is not None:
             curve = self._keys.server()
-            self._doorkeeper = ZapAuthenticator(context, config.curve.replicas)
+            self._authenticator = ZapAuthenticator(context, config.curve.replicas)
         try:
             self._publisher = await open_publisher(
                 context, sync.host, sync.port, config.replica_link, curve
@@ -75,7 +75,7 @@ class ReplicaSync:
 
     def _check_open(self, publisher: Publisher) -> None:
         """Raises StartError if strangers could hear of requests, and nobody has said they may."""
-        if self._config.allow_unauthenticated or self._doorkeeper is not None:
+        if self._config.allow_unauthenticated or self._authenticator is not None:
             return
         for endpoint in publisher.endpoints:
             host, _ = split_host_port(endpoint.removeprefix("tcp://"))
@@ -97,8 +97,8 @@ class ReplicaSync:
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:
             return Replicas(None, self._counts, self._outgoing)
-        if self._doorkeeper is not None:
-            nursery.start_soon(self._doorkeeper.run)
+        if self._authenticator is not None:
+            nursery.start_soon(self._authenticator.run)
         faces = {Face.SLOT_TRACKER: slots.apply, Face.SELECTION: selections.reservations.apply}
 
         def apply(event: Lifecycle) -> Outcome:
@@ -128,10 +128,10 @@ class ReplicaSync:
 
     def apply_config(self, config: Config) -> None:
         """Has other keys hold for those who subscribe from now on."""
-        if self._doorkeeper is not None and config.curve.replicas is not None:
-            self._doorkeeper.keys = config.curve.replicas
+        if self._authenticator is not None and config.curve.replicas is not None:
+            self._authenticator.keys = config.curve.replicas
 
     def families(self) -> Iterator[Family]:
-        if self._doorkeeper is not None:
+        if self._authenticator is not None:
             help = "Number of clients refused as subscribers of the request events for replicas"
-            yield counter("kvd_replica_keys_refused_total", help, self._doorkeeper.refused)
+            yield counter("kvd_replica_keys_refused_total", help, self._authenticator.refused)

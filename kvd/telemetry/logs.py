@@ -122,7 +122,7 @@ class LineHandler(logging.Handler):
     def __init__(self, descriptor: int, style: Style) -> None:
         super().__init__()
         self.style = style
-        self.outlet = NonBlockingWriter(descriptor, self._notice)
+        self.writer = NonBlockingWriter(descriptor, self._notice)
 
     def emit(self, record: logging.LogRecord) -> None:
         info = record.exc_info
@@ -132,10 +132,10 @@ class LineHandler(logging.Handler):
         self.put(said)
 
     def put(self, entry: Entry) -> None:
-        self.outlet.write(self.style.line(entry).encode(errors="backslashreplace"))
+        self.writer.write(self.style.line(entry).encode(errors="backslashreplace"))
 
     def close(self) -> None:
-        self.outlet.close()
+        self.writer.close()
         super().close()
 
     def _notice(self, count: int) -> bytes:
@@ -169,17 +169,17 @@ def set_output(level: str, form: str) -> None:
 
 def flush() -> None:
     """Writes lines whose reader was behind, as far as it takes them; to be called now and then."""
-    _handler.outlet.flush()
+    _handler.writer.flush()
 
 
 def finish() -> None:
     """Gives lines that wait for their reader a last moment."""
-    _handler.outlet.finish(FINISH_SECONDS)
+    _handler.writer.finish(FINISH_SECONDS)
 
 
 def dropped() -> int:
     """Returns how many lines were given up."""
-    return _handler.outlet.dropped
+    return _handler.writer.dropped
 
 
 def complain(error: Exception | str) -> None:

@@ -279,7 +279,7 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
 
 async def test_entries_of_faces_that_are_off_are_left_out(tmp_path: Path) -> None:
     faces = Faces(tmp_path)
-    del faces.fleet._desks["slot_tracker"]
+    del faces.fleet._targets["slot_tracker"]
     await faces.read(rank(1), tracked(1))
     assert faces.states() == {"registered": 1, "failed": 0, "off": 1}
 

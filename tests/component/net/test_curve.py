@@ -158,10 +158,10 @@ async def start_process(
     nursery: trio.Nursery, context: zmq.Context, secret: str | None, keys: set[str] | None
 ) -> tuple[Process, ZapAuthenticator | None]:
     pair = None if secret is None else KeyPair(secret)
-    doorkeeper, curve = None, {}
+    authenticator, curve = None, {}
     if pair is not None and keys is not None:
-        doorkeeper, curve = ZapAuthenticator(context, keys), pair.server()
-        nursery.start_soon(doorkeeper.run)
+        authenticator, curve = ZapAuthenticator(context, keys), pair.server()
+        nursery.start_soon(authenticator.run)
     publisher = await open_publisher(context, "127.0.0.1", 0, HASTY_REPLICA, curve)
     ledger, counts = Ledger(), ReplicaCounts()
     dialer = Dialer(keys=pair)
@@ -177,7 +177,7 @@ async def start_process(
     )
     return (
         Process(ledger, plane, Replicas(plane, counts), publisher.endpoints[0]),
-        doorkeeper,
+        authenticator,
     )
 
 
@@ -197,8 +197,8 @@ def contexts() -> Iterator[Callable[[], zmq.Context]]:
 async def test_replicas_with_keys_hear_each_other_and_nobody_else_does(
     contexts: Callable[[], zmq.Context], nursery: trio.Nursery
 ) -> None:
-    speaker, doorkeeper = await start_process(nursery, contexts(), SECRET, {OTHER_PUBLIC})
-    assert doorkeeper is not None
+    speaker, authenticator = await start_process(nursery, contexts(), SECRET, {OTHER_PUBLIC})
+    assert authenticator is not None
     good, _ = await start_process(nursery, contexts(), OTHER_SECRET, None)
     stranger, _ = await start_process(nursery, contexts(), None, None)  # with a key of its own
     plain, _ = await start_process(nursery, contexts(), None, None)
@@ -211,7 +211,7 @@ async def test_replicas_with_keys_hear_each_other_and_nobody_else_does(
         return bool(good.ledger.seen)
 
     await until(heard)
-    await until(lambda: doorkeeper.refused > 0)
+    await until(lambda: authenticator.refused > 0)
     await until(lambda: next(iter(plain.replicas.all())).last_error)
     errors = [next(iter(each.replicas.all())).last_error or "" for each in (stranger, plain)]
     assert "authentication failed in the handshake" in errors[0]
@@ -222,16 +222,16 @@ async def test_replicas_with_keys_hear_each_other_and_nobody_else_does(
 async def test_the_list_of_keys_can_be_changed(
     contexts: Callable[[], zmq.Context], nursery: trio.Nursery
 ) -> None:
-    speaker, doorkeeper = await start_process(nursery, contexts(), SECRET, set())
-    assert doorkeeper is not None
+    speaker, authenticator = await start_process(nursery, contexts(), SECRET, set())
+    assert authenticator is not None
     other, _ = await start_process(nursery, contexts(), OTHER_SECRET, None)
     other.replicas.register(speaker.endpoint, PUBLIC)
-    await until(lambda: doorkeeper.refused > 1)
-    doorkeeper.keys = frozenset({OTHER_PUBLIC})
+    await until(lambda: authenticator.refused > 1)
+    authenticator.keys = frozenset({OTHER_PUBLIC})
     await until(lambda: next(iter(other.replicas.all())).connected)
 
 
-async def test_without_a_doorkeeper_nobody_is_let_in(
+async def test_without_a_authenticator_nobody_is_let_in(
     contexts: Callable[[], zmq.Context], nursery: trio.Nursery
 ) -> None:
     publisher = await open_publisher(

@@ -17,7 +17,7 @@ import trio
 
 from kvd.http import idle_poll
 from kvd.http.fast_path import FastPath
-from kvd.http.idle_poll import EPOLL, RUNNABLE, interlude
+from kvd.http.idle_poll import EPOLL, RUNNABLE, polled_when_idle
 from kvd.http.permits import PermitRules
 from kvd.http.types import Request, Response, Route
 from tests.support.loglines import logged
@@ -71,7 +71,7 @@ async def test_requests_one_by_one_do_not_wake_trio() -> None:
         assert counted.count < MANY / 3
 
 
-async def test_two_listeners_share_the_interludes() -> None:
+async def test_two_listeners_share_the_idle_poller() -> None:
     async with serving(**CALM) as one, serving(**CALM) as other:
         with passes() as counted:
             for _ in range(2):
@@ -138,14 +138,14 @@ def lane_of(wake: Any) -> FastPath:
 
 
 async def test_the_instrument_goes_with_the_last_lane() -> None:
-    with interlude(lane_of(print), 1) as here:
-        with interlude(lane_of(print), 1) as same:
+    with polled_when_idle(lane_of(print), 1) as here:
+        with polled_when_idle(lane_of(print), 1) as same:
             assert same is here
             assert len(here.fast_paths) == 2
         assert len(here.fast_paths) == 1
     with pytest.raises(KeyError):
         trio.lowlevel.remove_instrument(here)
-    with interlude(lane_of(print), 1) as another:
+    with polled_when_idle(lane_of(print), 1) as another:
         assert another is not here
 
 
@@ -156,7 +156,7 @@ def test_a_bug_between_passes_ends_the_run() -> None:
     async def main() -> None:
         one, other = socket.socketpair()
         fast_path = lane_of(wake)
-        with one, other, interlude(fast_path, 10**6) as here:
+        with one, other, polled_when_idle(fast_path, 10**6) as here:
             fast_path.add(other.fileno())
             assert fast_path.park(object(), other.fileno()) is None
             here.warm = True
