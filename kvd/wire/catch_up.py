@@ -176,6 +176,7 @@ class CatchUp:
             identity.advance(IdentityEvent.DROPPED)
             identity.advance(IdentityEvent.DOUBTED)
             self._begin_check()
+            identity.advance(IdentityEvent.DOUBTED)  # what comes behind the held batch is, too
         elif self._cursor.last is not None:  # else it is heard from its beginning
             identity.advance(IdentityEvent.DROPPED)
             identity.advance(IdentityEvent.ASKED)
