@@ -5,6 +5,7 @@
 Prints Markdown; time is simulated, so nothing here says how fast a router is. A policy is one of
 
     round-robin, random, least-loaded, kv   kvd's selector in this process, in that mode
+    preset:NAME                             the same in mode kv, by a policy of that name
     kvd, dynamo                             the selection service as a process, over HTTP and ZMQ
 
 and may be followed by settings of kvd_core.selector.settings, of which the services take weight and
@@ -30,6 +31,7 @@ from replay.summary import TITLES, Figures, measure, row
 from replay.trace import BLOCK_SIZE, Prompts, Request, read, reusable_share
 from servers import Contender, running
 
+from kvd.selection.policies import RouterPolicy
 from kvd_core.selector.settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 HERE = Path(__file__).resolve().parent
@@ -40,6 +42,7 @@ MODES = {
     "least-loaded": LEAST_LOADED,
     "kv": KV,
 }
+PRESETS = {f"preset:{policy}": policy for policy in RouterPolicy}
 SERVICES = ("kvd", "dynamo")
 VARIABLES = {
     "overlap_weight": "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
@@ -63,9 +66,10 @@ class Policies:
     def replay(self, policy: str, seed: int) -> Figures:
         """Returns the figures of one round."""
         name, values = _parsed(policy)
-        chosen = Settings(mode=MODES.get(name, KV), **values)  # type: ignore[arg-type]
+        preset = PRESETS.get(name, RouterPolicy.DYNAMO).row
+        chosen = Settings(mode=MODES.get(name, KV), **{**preset, **values})
         router = CoreRouter(self.fleet.engines, chosen, self._prompts, seed)
-        if name in MODES:
+        if name not in SERVICES:
             return measure(replay(self._requests, self.fleet, router))
         with self._service(name, values, router) as service:
             outcome = replay(self._requests, self.fleet, service)
@@ -100,7 +104,7 @@ class Policies:
 def _parsed(policy: str) -> tuple[str, dict[str, float]]:
     """Returns a policy's name and settings; raises BenchError."""
     name, *settings = policy.split(",")
-    if name not in (*MODES, *SERVICES):
+    if name not in (*MODES, *PRESETS, *SERVICES):
         raise BenchError(f"unknown policy {name}")
     try:
         values = {key: float(value) for key, value in (each.split("=") for each in settings)}

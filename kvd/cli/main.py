@@ -178,7 +178,7 @@ def add_select_service(commands: Any) -> None:
         metavar="URL,...",
         help="selection services to recover the index from at startup",
     )
-    shown = "router_mode", "router_temperature", "router_use_kv_events"
+    shown = "router_mode", "router_policy", "router_temperature", "router_use_kv_events"
     add_face_settings(service, settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS, *shown)
     add_without_effect(service)
     service.set_defaults(given=select_service_settings)

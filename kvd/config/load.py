@@ -356,7 +356,8 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         raise StartError("DYN_ROUTER_PREDICTED_TTL_SECS needs DYN_ROUTER_USE_KV_EVENTS=true")
     if values["router_track_output_blocks"] and not values["router_track_active_blocks"]:
         raise StartError("DYN_ROUTER_TRACK_OUTPUT_BLOCKS needs DYN_ROUTER_TRACK_ACTIVE_BLOCKS=true")
-    settings = _options(Settings, values, mode=values["router_mode"].core)
+    policy = values["router_policy"].row
+    settings = _options(Settings, values, mode=values["router_mode"].core, **policy)
     return _options(RouterOptions, values, settings=settings, max_fleets=values["max_partitions"])
 
 

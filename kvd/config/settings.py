@@ -23,6 +23,7 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import RouterMode, RouterOptions
+from kvd.selection.policies import RouterPolicy
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
 from kvd.wire import egress
@@ -136,6 +137,13 @@ ROUTER_SETTINGS = section(
         "rule that picks a worker among the eligible ones",
         RouterMode.KV,
         env=DYN,
+        live=True,
+    ),
+    router_policy=Setting(
+        parsers.one_of(RouterPolicy),
+        "|".join(RouterPolicy),
+        "cost of a worker in mode kv: Dynamo's, or one of the weighted ones",
+        RouterPolicy.DYNAMO,
         live=True,
     ),
     active_decode_blocks_threshold=cost(

@@ -211,8 +211,8 @@ class _Reader:
     async def _resolve_held(self) -> None:
         """Applies or drops the batch held back; fetches first what is missing before it."""
         listener = self._listener
-        lost = self._backlog.has_loss and listener.replay_endpoint is not None
-        if listener.catch_up.judge(lost) is Verdict.STALE:
+        is_lost = self._backlog.has_loss and listener.replay_endpoint is not None
+        if listener.catch_up.judge(is_lost) is Verdict.STALE:
             return
         self._say_restart()
         end = await self._replay()

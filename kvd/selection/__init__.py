@@ -26,5 +26,6 @@ atomic step: between choosing a rank and booking it nothing is awaited.
     predictions                blocks thought to be cached where engines publish no events
     affinity, sessions         sessions and the ranks that they are bound to
     options, tuning            settings; what operators change at run time
+    policies                   costs by name, each a row of weights
     readiness, stats           is it worth asking; what has become of every selection
 """

@@ -47,5 +47,6 @@ def in_phase(settings: Settings, phase: Phase | None) -> Settings:
     if phase is Phase.PREFILL:
         return settings.replace(track_active_blocks=False, line=1)
     if phase is Phase.DECODE:  # which nothing that is being prefilled holds up
-        return settings.replace(overlap_weight=0.0, track_prefill=False, queue_threshold=None)
+        changes = {"overlap_weight": 0.0, "track_prefill": False, "queue_threshold": None}
+        return settings.replace(**changes, weighted=False)  # blocks in use, whatever the policy
     return settings

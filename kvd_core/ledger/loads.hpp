@@ -8,7 +8,8 @@
 // the requests of all its ledgers weigh: blocks that two of them have live count once.
 //
 // Invariants (checked with those of the ledgers that take part, ledger/verify.hpp)
-//   1. a rank's prefill tokens are the sum of those of its requests whose prefill is running;
+//   1. a rank's prefill tokens are the sum of those of its requests whose prefill is running, and
+//      those of these that have any are counted;
 //   2. its blocks are those of the nodes it passes through; its prompt load is their weights' sum,
 //      its output load that of its requests' output blocks: exact while all weights are 1, else as
 //      f64 sums go, and exactly 0 where nothing is left to sum;
@@ -133,14 +134,18 @@ class Loads {
     const NodeId end = trie_.insert(at, a.hashes, a.blocks, a.rank, gained);
     ++rank.requests;
     rank.prefill_tokens += a.tokens;
+    rank.prefilling += a.tokens != 0;
     rank.blocks += gained;
     rank.prompt += static_cast<double>(gained);
     return end;
   }
 
   void end_prefill(Request& request) {
-    if (request.prefilling) ranks_[request.rank].prefill_tokens -= request.tokens;
+    if (!request.prefilling) return;
     request.prefilling = false;
+    Rank& rank = ranks_[request.rank];
+    rank.prefill_tokens -= request.tokens;
+    rank.prefilling -= request.tokens != 0;
   }
 
   void erase(Request& request) {

@@ -58,7 +58,11 @@ struct Rank {
   double output = 0;     // and of `outputs`
   char text[56];         // "worker_id":7,"dp_rank":0
   uint8_t text_size = 0;
-  Owners owners = 0;  // whose it is; nobody's: free
+  Owners owners = 0;        // whose it is; nobody's: free
+  uint32_t prefilling = 0;  // of `requests`, those with tokens that are being prefilled
+
+  // The requests that have nothing left to prefill.
+  uint32_t decoding() const { return requests - prefilling; }
 
   uint64_t decode_blocks() const {
     const double load = prompt + output;

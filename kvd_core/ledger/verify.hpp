@@ -27,7 +27,7 @@ class Verifier {
 
  private:
   struct Sums {
-    uint64_t tokens = 0, blocks = 0, outputs = 0, requests = 0;
+    uint64_t tokens = 0, blocks = 0, outputs = 0, requests = 0, prefilling = 0;
     double prompt = 0, output = 0;
   };
 
@@ -71,6 +71,7 @@ class Verifier {
     Sums& sums = sums_[request.rank];
     ++sums.requests;
     sums.tokens += request.prefilling ? request.tokens : 0;
+    sums.prefilling += request.prefilling && request.tokens != 0;
     sums.outputs += request.outputs;
     sums.output += request.decayed * request.fraction + (request.outputs - request.decayed);
   }
@@ -163,6 +164,7 @@ class Verifier {
   void check_sums(const Rank& rank, const Sums& sums) {
     require(rank.requests == sums.requests, "loads: a rank's requests are counted");
     require(rank.prefill_tokens == sums.tokens, "loads 1: prefill tokens are summed");
+    require(rank.prefilling == sums.prefilling, "loads 1: requests with such tokens are counted");
     require(rank.blocks == sums.blocks, "loads 2: blocks are counted");
     require(rank.outputs == sums.outputs, "loads 2: output blocks are counted");
     require(near(rank.prompt, sums.prompt), "loads 2: weights of blocks are summed");

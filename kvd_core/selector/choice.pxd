@@ -22,6 +22,9 @@ The rules, with what they follow:
   waited would otherwise be sent to one that still is busy;
 - turns go by when a rank was last chosen, so those are fair whatever masks there are between them,
   and they outlive a pool (`Pool.take_turns`); who is new comes first; each line has its own;
+- of equal weighted costs, whoever has least of the prompt to compute is chosen, of those whoever
+  has the fewest requests, of those whoever has not been chosen by that cost for longest; of
+  Dynamo's, any;
 - factors multiply costs, by what the prompt's sender prefers.
 
 Costs: O(candidates), with a temperature one exp a candidate. Nothing is allocated. A further mode
@@ -35,9 +38,10 @@ from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvd_core.selector.cost cimport (
-    Scale, decays, device_credit_of, is_blind, is_busy, is_overloaded, terms_of
+    Scale, decays, device_credit_of, effective_tokens, is_blind, is_busy, is_overloaded, saturates,
+    terms_of, weighted_terms_of
 )
-from kvd_core.selector.settings cimport kLeastLoaded, kLines, kRandom, kRoundRobin
+from kvd_core.selector.settings cimport kLeastLoaded, kLines, kRandom, kRoundRobin, kTurns
 from kvd_core.selector.types cimport CCandidate, CStanding
 
 cdef extern from *:
@@ -59,7 +63,7 @@ cdef struct Turn:
 
 
 cdef struct Choice:
-    # A pool as choosing sees it. Arrays have an element for each candidate, `turns` kLines.
+    # A pool as choosing sees it. Arrays have an element for each candidate, `turns` kTurns.
     const CCandidate* candidates
     const CStanding* standings  # of the last look
     size_t size
@@ -123,6 +127,16 @@ cdef inline uint64_t least_prefill(const Choice* choice, const Scale* scale) noe
     return least
 
 
+cdef inline uint64_t least_uncached(const Choice* choice, const Scale* scale) noexcept nogil:
+    # Tokens to compute of whoever of those that are open has fewest, if it is of account.
+    cdef uint64_t least = scale.isl
+    cdef size_t k
+    if saturates(scale):
+        for k in range(choice.n_open):
+            least = min(least, effective_tokens(scale, &choice.standings[choice.open[k]]))
+    return least
+
+
 # ---- what they weigh
 
 cdef inline void weigh_costs(
@@ -142,9 +156,25 @@ cdef inline void weigh_costs(
     else:
         for k in range(choice.n_open):
             weights[k] = terms_of(scale, &standings[open[k]], scale.device_credit).cost
+    multiply(choice, factors)
+
+
+cdef inline void weigh_weighted_costs(
+    Choice* choice, const Scale* scale, const double* factors
+) noexcept nogil:
+    cdef const CStanding* standings = choice.standings
+    cdef uint64_t least = least_uncached(choice, scale)
+    cdef size_t k
+    for k in range(choice.n_open):
+        choice.weights[k] = weighted_terms_of(scale, &standings[choice.open[k]], least).cost
+    multiply(choice, factors)
+
+
+cdef inline void multiply(Choice* choice, const double* factors) noexcept nogil:
+    cdef size_t k
     if factors != NULL:
         for k in range(choice.n_open):
-            weights[k] *= factors[open[k]]
+            choice.weights[k] *= factors[choice.open[k]]
 
 
 cdef inline void weigh_requests(Choice* choice) noexcept nogil:
@@ -204,19 +234,53 @@ cdef inline int64_t drawn(Choice* choice, double temperature, uint64_t random) n
     return choice.open[chosen]
 
 
+cdef inline uint64_t turn_of(const Choice* choice, uint32_t candidate, int line) noexcept nogil:
+    return choice.turns[<size_t>candidate * kTurns + line]
+
+
+cdef inline int64_t take_turn(Choice* choice, uint32_t chosen, int line) noexcept nogil:
+    choice.last.taken = True
+    choice.last.at = <size_t>chosen * kTurns + line
+    choice.last.before = choice.turns[choice.last.at]
+    choice.turn += 1
+    choice.turns[choice.last.at] = choice.turn
+    return chosen
+
+
 cdef inline int64_t next_in_turn(Choice* choice, int line) noexcept nogil:
-    cdef uint64_t* turns = choice.turns
     cdef uint32_t chosen = choice.open[0]
     cdef size_t k
     for k in range(choice.n_open):
-        if turns[choice.open[k] * kLines + line] < turns[chosen * kLines + line]:
+        if turn_of(choice, choice.open[k], line) < turn_of(choice, chosen, line):
             chosen = choice.open[k]
-    choice.last.taken = True
-    choice.last.at = chosen * kLines + line
-    choice.last.before = turns[choice.last.at]
-    choice.turn += 1
-    turns[choice.last.at] = choice.turn
-    return chosen
+    return take_turn(choice, chosen, line)
+
+
+cdef inline bint goes_before(
+    const Choice* choice, const Scale* scale, size_t k, size_t other
+) noexcept nogil:
+    # Whether of two open candidates with the same weight the first is chosen.
+    cdef uint32_t one = choice.open[k], two = choice.open[other]
+    cdef int line = kLines + scale.settings.line
+    cdef uint64_t mine = effective_tokens(scale, &choice.standings[one])
+    cdef uint64_t theirs = effective_tokens(scale, &choice.standings[two])
+    if mine != theirs:
+        return mine < theirs
+    if choice.standings[one].requests != choice.standings[two].requests:
+        return choice.standings[one].requests < choice.standings[two].requests
+    return turn_of(choice, one, line) < turn_of(choice, two, line)
+
+
+cdef inline int64_t lowest_in_order(Choice* choice, const Scale* scale) noexcept nogil:
+    # Of the open candidates with the lowest weight, whoever goes before the others.
+    cdef const double* weights = choice.weights
+    cdef size_t best = 0, k
+    for k in range(1, choice.n_open):
+        if weights[k] < weights[best] or (
+            weights[k] == weights[best] and goes_before(choice, scale, k, best)
+        ):
+            best = k
+    return take_turn(choice, choice.open[best], kLines + scale.settings.line)
 
 
 cdef inline void return_turn(Choice* choice) noexcept nogil:
@@ -243,7 +307,12 @@ cdef inline int64_t choose(
     if scale.settings.mode == kLeastLoaded:
         weigh_requests(choice)
         return lowest(choice, random)
-    weigh_costs(choice, scale, factors)
-    if scale.settings.temperature == 0:
-        return lowest(choice, random)
+    if not scale.settings.weighted:
+        weigh_costs(choice, scale, factors)
+        if scale.settings.temperature == 0:
+            return lowest(choice, random)
+    else:
+        weigh_weighted_costs(choice, scale, factors)
+        if scale.settings.temperature == 0:
+            return lowest_in_order(choice, scale)
     return drawn(choice, scale.settings.temperature, random)

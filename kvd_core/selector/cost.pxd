@@ -1,5 +1,7 @@
 # cython: language_level=3, cdivision=True
-"""What it would cost a candidate to serve the prompt, in blocks; lower is better.
+"""What it would cost a candidate to serve the prompt; lower is better. There are two costs.
+
+Dynamo's, in blocks:
 
     prompt     [ device | host | disk | to compute ............. ]  isl tokens
                  1.0      0.75   0.25                               credits
@@ -26,9 +28,25 @@ With `last_token` a prompt finds cached what lies before the block of its last t
 compute that token to have something to go on from, and with it all of its block. So a prompt of
 whole blocks that is cached to its end has one block to compute.
 
+The weighted one, in tokens, is a sum of terms by the weights of the settings:
+
+    n          tokens of the prompt to compute, at most `saturation` more than for whoever of those
+               that may be chosen computes fewest
+    P, D, A    of the rank: tokens being prefilled; requests that have nothing left to prefill, and
+               those with the others
+    uncached   uncached x n
+    hold_up    uncached x n x (hold_up x D): what it keeps those from that decode
+    queued     queued x P
+    requests   per_request x A
+    blocks     per_block x (blocks in use x block size)
+    product    product x (max(1, P + n) x (A + 1))
+
+P counts nothing without prefill tracking, blocks in use nothing without theirs.
+
 Invariant: each operation is one of IEEE doubles in the order written here, integers are summed
-before they become doubles: so costs are equal to the last bit on every machine, and to those of
-Dynamo 1.6.1 (the core is built with -ffp-contract=off).
+before they become doubles, and terms are added in this order: so costs are equal to the last bit on
+every machine, and Dynamo's to those of Dynamo 1.6.1 (the core is built with -ffp-contract=off).
+Weights are finite and no operand is negative, so no cost is infinite or NaN.
 
 All is inline, so that the pass over the candidates has no calls: there is no module of this name.
 """
@@ -65,6 +83,17 @@ cdef struct Terms:
     double credit              # blocks
     double prefill             # weighted
     double decode
+    double cost
+
+
+cdef struct WeightedTerms:
+    double counted             # tokens to prefill, as far as they count
+    double uncached
+    double hold_up
+    double queued
+    double requests
+    double blocks
+    double product
     double cost
 
 
@@ -195,6 +224,33 @@ cdef inline Terms terms_of(
     t.cost = t.prefill + t.decode
     if s.settings.active_request_weight != 0:
         t.cost += s.settings.active_request_weight * real(c.requests)
+    return t
+
+
+cdef inline bint saturates(const Scale* s) noexcept nogil:
+    # What a rank has to compute counts by what others would have to.
+    return s.settings.weighted and s.settings.saturation != INFINITY
+
+
+cdef inline WeightedTerms weighted_terms_of(
+    const Scale* s, const CStanding* c, uint64_t least
+) noexcept nogil:
+    # `least`: the fewest tokens to compute of those that may be chosen, of account if it saturates.
+    cdef const CSettings* weight = s.settings
+    cdef WeightedTerms t
+    cdef double n = real(effective_tokens(s, c)), most = real(least) + weight.saturation
+    cdef double queued = real(c.prefill_tokens) if weight.track_prefill else 0
+    cdef double requests = real(c.requests)
+    cdef double used = real(c.decode_blocks) if weight.track_active_blocks else 0
+    t.counted = n if n < most else most
+    t.uncached = weight.uncached * t.counted
+    t.hold_up = t.uncached * (weight.hold_up * real(c.decoding))
+    t.queued = weight.queued * queued
+    t.requests = weight.per_request * requests
+    t.blocks = weight.per_block * (used * real(s.block_size))
+    queued += t.counted
+    t.product = weight.product * ((queued if 1.0 < queued else 1.0) * (requests + 1))
+    t.cost = t.uncached + t.hold_up + t.queued + t.requests + t.blocks + t.product
     return t
 
 

@@ -97,6 +97,7 @@ class Pool {
       standing.prefill_tokens = rank.prefill_tokens;
       standing.decode_blocks = rank.decode_blocks();
       standing.requests = rank.requests;
+      standing.decoding = rank.decoding() & 0xffffff;
     }
   }
 

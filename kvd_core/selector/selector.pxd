@@ -21,6 +21,11 @@ cdef enum Part:  # of what a pool renders
     kLoads
 
 
+cdef struct Others:  # what the terms of one need of those that may be chosen
+    uint64_t least_prefill   # the fewest tokens being prefilled
+    uint64_t least_uncached  # the fewest tokens of the prompt to compute
+
+
 cdef class Prompt:
     cdef CPrompt c
 
@@ -55,10 +60,9 @@ cdef class Pool:
                               Settings settings)
     # Notes the prompt as cached by a candidate, if its index keeps predictions.
     cdef int foretell(self, size_t candidate, double now) except -1
-    # The fewest prefill tokens of those that may be chosen: what the terms of one need of others.
-    cdef uint64_t least_of_others(self, const CSettings* settings, const uint8_t* mask) noexcept
+    cdef Others others(self, const CSettings* settings, const uint8_t* mask) noexcept
     cdef row(self, size_t candidate, const CSettings* settings, const uint8_t* mask,
-             const double* factors, uint64_t least)
+             const double* factors, Others others)
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
     cdef const double* factors_of(self, bytes factors) except? NULL
     cdef size_t at(self, Py_ssize_t candidate) except? 0

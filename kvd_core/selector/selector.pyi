@@ -30,6 +30,7 @@ class Explained(NamedTuple):
     active_prefill_tokens: int
     active_decode_blocks: int
     active_requests: int
+    decoding_requests: int
     cached_tokens: int
     effective_prefill_tokens: int
     potential_decode_blocks: int
@@ -37,6 +38,13 @@ class Explained(NamedTuple):
     credit_blocks: float
     prefill_cost: float
     decode_cost: float
+    counted_tokens: float
+    uncached_cost: float
+    hold_up_cost: float
+    queued_cost: float
+    request_cost: float
+    block_cost: float
+    product_cost: float
     cost: float
     eligible: bool
     overloaded: bool

@@ -5,6 +5,8 @@ cdef enum:
     # Of turns: who may serve two phases of a request takes turns in each, or half of an even number
     # of such ranks would always serve the same one.
     kLines = 2
+    # Beside the turns of ROUND_ROBIN those that decide among equals have lines of their own.
+    kTurns = 2 * kLines
 
 
 cdef enum CMode:
@@ -22,6 +24,13 @@ cdef struct CSettings:
     double disk_credit                    # disk and external
     double credit_decay                   # of the device credit, with the prefill load
     double active_request_weight          # of a request that the rank has, beside its blocks
+    double uncached                       # of a token that is not cached; the weighted cost
+    double hold_up                        # the same, of each request that decodes meanwhile
+    double queued                         # of a token that is being prefilled
+    double per_request                    # in tokens, of a request that the rank has
+    double per_block                      # of a token of the blocks in use
+    double product                        # of tokens to prefill, times requests
+    double saturation                     # tokens, infinite: off
     double temperature                    # 0: the lowest cost
     double queue_threshold                # of max_num_batched_tokens, infinite: off
     double decode_blocks_threshold        # of total_kv_blocks, infinite: off
@@ -30,6 +39,7 @@ cdef struct CSettings:
     double decode_busy_threshold          # of total_kv_blocks, infinite: answers do not say
     CMode mode
     int line                              # of turns, below kLines
+    bint weighted                         # the cost is the weighted one, not Dynamo's
     bint track_prefill
     bint track_active_blocks
     bint last_token                       # is computed, and its block with it

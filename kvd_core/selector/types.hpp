@@ -42,8 +42,15 @@ struct CandidateState {
   uint64_t prefill_tokens = 0;
   uint64_t decode_blocks = 0;
   uint32_t requests = 0;
-  bool present = false;  // false: it has left the ledger or is unreachable, it cannot be chosen
+  bool present = false;    // false: it has left the ledger or is unreachable, it cannot be chosen
+  uint32_t decoding : 24;  // of `requests`, those with nothing left to prefill
+
+  CandidateState() : decoding(0) {}
 };
+// A pass over the candidates takes as long as there are bytes of these.
+static_assert(sizeof(CandidateState) == 40);
+// What all ledgers have booked together can be counted.
+static_assert(uint64_t{ledger::kMaxLedgers} * ledger::kMaxRequests < 1u << 24);
 
 // Blocks of the prompt that are cached on any tier.
 inline uint32_t overlap_of(const CandidateState& at) { return at.device + at.host + at.disk; }

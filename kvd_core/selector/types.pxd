@@ -33,6 +33,7 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
         uint64_t prefill_tokens    # being prefilled
         uint64_t decode_blocks     # in use
         uint32_t requests
+        uint32_t decoding          # of `requests`, those with nothing left to prefill
         cbool present              # False: it has left the ledger or is unreachable
 
     cppclass CPrompt "kvd::selector::Prompt":

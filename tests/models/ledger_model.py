@@ -173,6 +173,10 @@ class ModelLedger:
         decode = int(load) + (load - int(load) >= 0.5)
         return sum(r.tokens for r in running if r.prefilling), decode, len(running)
 
+    def decoding(self, rank: tuple[int, int]) -> int:
+        """Requests with nothing left to prefill."""
+        return sum(not (r.prefilling and r.tokens) for r in self.loads.requests_of(rank))
+
     def depth(self, rank: tuple[int, int], hashes: list[int]) -> int:
         held = self.ranks[rank].blocks
         blocks = self.path(hashes)

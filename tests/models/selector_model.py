@@ -29,6 +29,7 @@ class ModelRank:
     requests: int = 0
     max_num_batched_tokens: int = 0
     total_kv_blocks: int = 0
+    decoding: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class ModelSettings:
     disk_credit: float = 0.25
     credit_decay: float = 0.0
     active_request_weight: float = 0.0
+    weighted: bool = False
+    uncached: float = 1.0
+    hold_up: float = 0.0
+    queued: float = 0.0
+    per_request: float = 0.0
+    per_block: float = 0.0
+    product: float = 0.0
+    saturation: float | None = None
     temperature: float = 0.0
     track_prefill: bool = True
     track_active_blocks: bool = True
@@ -129,6 +138,32 @@ def terms(
     return 0.0, credit, 0.0, decode, decode + requests
 
 
+def weighted_terms(
+    rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
+) -> tuple[float, float, float, float, float, float, float, float]:
+    """Returns the tokens to compute that count, the six terms, and what these are together.
+
+    `least` are the tokens to compute of whoever of those that may be chosen has fewest.
+    """
+    n = float(effective_tokens(rank, s, prompt))
+    if s.saturation is not None:
+        n = min(n, least + s.saturation)
+    queued = float(rank.prefill_tokens) if s.track_prefill else 0.0
+    blocks = float(rank.decode_blocks) if s.track_active_blocks else 0.0
+    each = (
+        s.uncached * n,
+        s.uncached * n * (s.hold_up * float(rank.decoding)),
+        s.queued * queued,
+        s.per_request * float(rank.requests),
+        s.per_block * (blocks * float(prompt.block_size)),
+        s.product * (max(1.0, queued + n) * (float(rank.requests) + 1.0)),
+    )
+    total = 0.0
+    for term in each:
+        total += term
+    return (n, *each, total)
+
+
 def above(value: int, threshold: float | None, capacity: int) -> bool:
     return threshold is not None and capacity > 0 and float(value) > threshold * float(capacity)
 
@@ -154,7 +189,8 @@ class ModelPool:
     def __init__(self, ranks: Sequence[ModelRank], prompt: ModelPrompt) -> None:
         self.ranks = ranks
         self.prompt = prompt
-        self.turns = [0] * len(ranks)  # when each was last chosen
+        self.turns = [0] * len(ranks)  # when each was last chosen by turns
+        self.rotation = [0] * len(ranks)  # and by the weighted cost
 
     def open(self, s: ModelSettings, eligible: bytes | None) -> list[int]:
         """Returns who may be chosen; those that are busy only where that is not looked at."""
@@ -167,6 +203,23 @@ class ModelPool:
         """Returns the prefill tokens of whoever has fewest, of those that may be chosen."""
         tokens = (self.ranks[i].prefill_tokens for i in self.open(s, eligible))
         return min(tokens, default=2**64)
+
+    def least_uncached(self, s: ModelSettings, eligible: bytes | None) -> int:
+        """Returns the tokens to compute of whoever has fewest, of those that may be chosen."""
+        tokens = (effective_tokens(self.ranks[i], s, self.prompt) for i in self.open(s, eligible))
+        return min(tokens, default=self.prompt.isl_tokens)
+
+    def costs(self, s: ModelSettings, eligible: bytes | None, open_: list[int]) -> list[float]:
+        if s.weighted:
+            least = self.least_uncached(s, eligible)
+            return [weighted_terms(self.ranks[i], s, self.prompt, least)[-1] for i in open_]
+        least = self.least_prefill(s, eligible)
+        return [terms(self.ranks[i], s, self.prompt, least)[4] for i in open_]
+
+    def in_order(self, i: int, s: ModelSettings) -> tuple[int, int, int]:
+        """Returns what decides among equal weighted costs; the lowest is chosen."""
+        rank = self.ranks[i]
+        return effective_tokens(rank, s, self.prompt), rank.requests, self.rotation[i]
 
     def choose(
         self,
@@ -192,10 +245,15 @@ class ModelPool:
             values = [float(self.ranks[i].requests) for i in open_]
         else:
             liked = factors or [1.0] * len(self.ranks)
-            least = self.least_prefill(s, eligible)
-            values = [terms(self.ranks[i], s, self.prompt, least)[4] * liked[i] for i in open_]
+            costs = self.costs(s, eligible, open_)
+            values = [cost * liked[i] for cost, i in zip(costs, open_, strict=True)]
             if s.temperature > 0:
                 return drawn(open_, values, s.temperature, random)
+            if s.weighted:
+                ranked = zip(values, open_, strict=True)
+                chosen = min((value, *self.in_order(i, s), i) for value, i in ranked)[-1]
+                self.rotation[chosen] = max(self.rotation) + 1
+                return chosen
         return any_of([i for i, v in zip(open_, values, strict=True) if v == min(values)], random)
 
     def overlap(self, chosen: int, s: ModelSettings) -> dict[str, object]:

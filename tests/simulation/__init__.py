@@ -7,6 +7,6 @@
     World (world.py)            chaos by seed, then healing; Oracle (oracle.py) compares throughout
 
 Time is virtual, also that of turns (`kvd.net.turns`), sockets are simulated, and trio's scheduler
-draws from the seed, too: a seed always has the same life.
-`python -m tests.simulation --seeds 0-999` runs many.
+draws from the seed, too: a seed always has the same life. Many of them:
+`python -m tests.simulation --seeds 0-999`.
 """

@@ -39,6 +39,7 @@ POSTS: dict[str, tuple[dict[str, Any], int]] = {
     "/overlap_scores": (PROMPT, 200),
     "/busy_threshold": ({"model": MODEL, "active_decode_blocks_threshold": 1}, 200),
     "/router_mode": ({"model": MODEL, "router_mode": "kv"}, 200),
+    "/policy": ({"model": MODEL, "router_policy": "dynamo"}, 200),
     # This process has no port for replicas.
     "/replica_sync/register_peer": ({"endpoint": REPLICA}, 409),
 }
@@ -74,6 +75,7 @@ def within(member: str, values: tuple[str, ...], *rest: str) -> tuple[str, ...]:
 
 PHASES = (*NO_TEXTS, '""', '"Prefill"', '"whole"')
 MODES = (*NO_TEXTS, '""', '"KV"', '"round_robin"')
+POLICIES = (*NO_TEXTS, '""', '"KVD"', '"kvd_tuned"')
 WEIGHTS = ("1", '"x"', "true", "[1]", *(f'{{"gpu": {v}}}' for v in (*NUMBER[:6], "null", "1e39")))
 PLACE = {"model_name": NAME, "tenant_id": NAME, "routing_group": NAME}
 OVERRIDE = (
@@ -124,6 +126,7 @@ SELECTED = {
     "nvext": (*OBJECT, *within("agent_hints", OBJECT)),
     "session_context": (*OBJECT, *within("session_id", TEXT)),
     "advisory": FLAG,
+    "router_policy": POLICIES,
     "is_eagle": FLAG,
 }
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
@@ -175,17 +178,19 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         "active_prefill_tokens_threshold_frac": NUMBER,
     },
     "/router_mode": {**PLACE, "model": NAME, "router_mode": MODES},
+    "/policy": {**PLACE, "model": NAME, "router_policy": POLICIES},
     "/replica_sync/register_peer": {"endpoint": NAME},
 }
 REQUIRED: dict[str, tuple[str, ...]] = dict.fromkeys(POSTS, ())
-REQUIRED["/busy_threshold"] = REQUIRED["/router_mode"] = ("model",)
+TUNING = ("/busy_threshold", "/router_mode", "/policy")
+REQUIRED |= dict.fromkeys(TUNING, ("model",))
 REQUIRED["/workers"] = ("worker_id",)
 REQUIRED["/reservations"] = ("worker_id",)
 
 TWO_TENANTS = (b'"tenant_id": "a", "routing_group": "b"',)
 PLACED = ("/workers", "/select", "/select_and_reserve", "/reservations")
-PLACED += ("/potential_loads", "/overlap_scores", "/busy_threshold", "/router_mode")
+PLACED += ("/potential_loads", "/overlap_scores", *TUNING)
 LIMITS = dict.fromkeys(POSTS, 8 * MIB)
-for small in ("/replica_sync/register_peer", "/busy_threshold", "/router_mode"):
+for small in ("/replica_sync/register_peer", *TUNING):
     LIMITS[small] = 2 * MIB
 SELECTION = Bodies(POSTS, REQUIRED, UNFIT, dict.fromkeys(PLACED, TWO_TENANTS), LIMITS)

@@ -89,6 +89,50 @@ def test_the_mode_by_default_by_model_by_tenant_and_by_request(client: httpx.Cli
     assert client.post("/router_mode", json=changed | {"model_name": "x"}).status_code == 404
 
 
+def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: httpx.Client) -> None:
+    register(client, 1, "policy")
+    listed = client.get("/policy").json()
+    assert (listed["router_policy"], listed["router_policies"]) == ("dynamo", [])
+    assert listed["presets"]["dynamo"]["overlap_weight"] == 1
+    kvd = {
+        "uncached": 1,
+        "hold_up": 0.1,
+        "queued": 1,
+        "per_request": 0,
+        "per_block": 0,
+        "product": 0,
+        "saturation": None,
+    }
+    assert listed["presets"]["kvd"] == kvd
+    changed = client.post("/policy", json={"model": "policy", "router_policy": "kvd"}).json()
+    assert changed == {"model": "policy", "router_policy": "kvd", "weights": kvd}
+    assert client.get("/policy").json()["router_policies"] == [changed]
+
+    def terms(**members: Any) -> Any:
+        kv = {"router_mode": "kv", **members.pop("override", {})}
+        override = {"router_config_override": kv, "explain": True}
+        (row,) = select(client, "policy", **override, **members)["candidates"]
+        return [row[f"{name}_cost"] for name in ("uncached", "product", "prefill", "decode")]
+
+    # Without anything cached there are 8 tokens, or 2 blocks, to compute.
+    assert terms() == [8, 0, 0, 0]
+    assert terms(override={"router_temperature": 0.5}) == [8, 0, 0, 0]
+    assert terms(router_policy="lmetric") == [0, 8, 0, 0]
+    for name in ("overlap_score_weight", "overlap_score_credit"):
+        assert terms(override={name: 1}) == [0, 0, 2, 2]
+    assert terms(override={"overlap_score_weight": 1}, router_policy="kvd") == [8, 0, 0, 0]
+    own = {"model": "policy", "tenant_id": "default", "router_policy": "lmetric"}
+    assert client.post("/policy", json=own).json()["weights"]["product"] == 1
+    assert terms() == [0, 8, 0, 0]
+    for place, left in (({"tenant_id": "default"}, "kvd"), ({}, "dynamo")):
+        gone = client.delete("/policy", params={"model_name": "policy", **place})
+        assert gone.json()["router_policy"] == left
+    assert terms() == [0, 0, 2, 2]
+    assert client.post("/policy", json=own | {"model": "none"}).status_code == 404
+    refused = client.post("/policy", json=own | {"router_policy": "best"})
+    assert refused.status_code == 422 and "kvd, lmetric" in refused.json()["error"]
+
+
 def test_busy_thresholds_at_run_time(client: httpx.Client) -> None:
     for worker_id in (1, 2):
         register(client, worker_id, "busy", total_kv_blocks=4)

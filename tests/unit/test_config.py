@@ -90,7 +90,7 @@ def test_every_setting_reaches_the_configuration() -> None:
         *("block_size", "model_name", "tenant_id"),  # of the workers
         *("replica_sync_port", "replica_sync_host", "replica_sync_peers"),
         "replica_sync_queue_messages",
-        *("router_mode", "router_event_threads"),
+        *("router_mode", "router_policy", "router_event_threads"),
         *("tls_certfile", "tls_keyfile", "tls_client_ca", "peers_token_file"),
         *("unix_socket_mode", "unix_socket_group"),
         *("tokens_file", "allowed_hosts", "allowed_origins"),

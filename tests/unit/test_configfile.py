@@ -189,7 +189,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
 # Texts of which every setting takes two at least.
 SPOKEN = [
     *("0", "1", "2", "0.5", "true", "off", "debug", "info", "json", "logfmt", "wspt", "fcfs"),
-    *("random", "kv", "127.0.0.1:1", "127.0.0.1:2", "unix:/x", "http://h:1"),
+    *("random", "kv", "kvd", "dynamo", "127.0.0.1:1", "127.0.0.1:2", "unix:/x", "http://h:1"),
     *("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
     *("9000000", "9000001"),
     *("0660", "0600", "http://h:2", "private", "ipc"),

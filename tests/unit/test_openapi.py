@@ -108,6 +108,7 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /overlap_scores": BodyScanner(prompts.ARRAYS, selection.PROMPT_FIELDS),
         "POST /busy_threshold": tuning.BUSY,
         "POST /router_mode": tuning.MODE,
+        "POST /policy": tuning.POLICY,
     },
     "conductor": {
         "POST /query": BodyScanner(questions.QueryHandler.ARRAYS, questions.FIELDS),

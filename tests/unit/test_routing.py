@@ -13,6 +13,7 @@ import trio
 from kvd.errors import BadRequest, NotFound, Unavailable
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
+from kvd.selection.policies import ROW, RouterPolicy
 from kvd.selection.requests import Constraints, QueuedRequest
 from kvd.selection.worker_record import Role
 from kvd_core.selector.settings import Settings
@@ -163,6 +164,55 @@ async def test_the_mode_of_a_model_and_of_a_tenant() -> None:
     with pytest.raises(ValueError, match="no such mode"):
         tuning.change(M, {"mode": 9})
     assert tuning.said(("mode",)) == []
+
+
+# ---- policies
+
+
+def by(policy: RouterPolicy) -> RouterOptions:
+    return replace(OPTIONS, settings=OPTIONS.settings.replace(**policy.row))
+
+
+@pytest.mark.parametrize("policy", RouterPolicy)
+def test_a_policy_is_told_by_its_row(policy: RouterPolicy) -> None:
+    settings = by(policy).settings
+    assert settings.members["weighted"] == (policy != "dynamo")
+    assert RouterPolicy.of(settings) == policy == RouterPolicy.of(settings.replace(temperature=1))
+
+
+@pytest.mark.parametrize("policy", [each for each in RouterPolicy if each != "dynamo"])
+async def test_weighted_policies_take_idle_workers_in_turn(policy: RouterPolicy) -> None:
+    service = await ready(*map(worker, (1, 2, 3)), options=by(policy))
+    assert chosen(service, 5) == [1, 2, 3, 1, 2]
+
+
+async def test_the_phase_that_decodes_goes_by_blocks_in_use() -> None:
+    records = [worker(i, role=Role.DECODE) for i in (1, 2)]
+    service = await ready(*records, options=by(RouterPolicy.LMETRIC))
+    service.reserve("long", (1, 0), [901, 902, 903], 0)
+    for number in range(2):
+        service.reserve(f"short {number}", (2, 0), [910 + number], 0)
+    assert chosen(service, 1) == [1]
+    assert chosen(service, 3, phase=Phase.DECODE) == [2, 2, 2]
+
+
+async def test_the_policy_of_a_model_and_of_a_tenant() -> None:
+    service = await ready(worker(1), worker(2, N))
+    tuning, fleets = service.selections.tuning, service.selections.fleets
+
+    def policies() -> list[str]:
+        return [RouterPolicy.of(fleets[key].settings) for key in (M, N)]
+
+    tuning.change((M.model_name, None), RouterPolicy.KVD.row)
+    assert policies() == ["kvd", "dynamo"]
+    tuning.change(M, RouterPolicy.RAMJET.row)
+    tuning.reload(by(RouterPolicy.LMETRIC).settings)
+    assert policies() == ["ramjet", "lmetric"]
+    assert tuning.said(ROW) == [(M.model_name, None), M]
+    tuning.forget(M, ROW)
+    assert policies() == ["kvd", "lmetric"]
+    tuning.forget((M.model_name, None), ROW)
+    assert policies() == ["lmetric", "lmetric"] and tuning.said(ROW) == []
 
 
 # ---- busy thresholds

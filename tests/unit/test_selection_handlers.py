@@ -26,6 +26,7 @@ from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.selection.candidates import schedulable
 from kvd.selection.options import THRESHOLDS, RouterOptions
+from kvd.selection.policies import RouterPolicy
 from kvd.selection.requests import QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL, Role, WorkerRecord
@@ -238,6 +239,7 @@ MEMBERS = {
     "routing_constraints": ['{"required_taints":["x"]}'],
     "explain": [],
     "phase": ['"prefill"', '"decode"', '"both"'],
+    "router_policy": ['"kvd"', '"dynamo"', '"x"'],
 }
 USUAL = {
     "model_name": '"m"',
@@ -313,6 +315,7 @@ CHANGES = st.one_of(
         st.just("tune"),
         st.one_of(
             MODES.map(lambda mode: {"mode": mode}),
+            st.sampled_from(RouterPolicy).map(lambda policy: policy.row),
             st.sampled_from([0, 7, None]).map(lambda tokens: {THRESHOLDS[1]: tokens}),
         ),
     ),

@@ -8,7 +8,7 @@ choosing                     unusual members of a selection to a `SelectRequest`
 prompts                      what is wrong with a prompt, and one that has waited
 reservations                 reservations made by name, shown and told of output
 workers, records             the catalog of workers: its routes, and records read and written
-tuning                       busy thresholds and router modes, changed at run time
+tuning                       busy thresholds, router modes and policies, changed at run time
 members                      members that several routes read
 booking_metrics, choice_metrics
                              what /metrics says of reservations and of choices

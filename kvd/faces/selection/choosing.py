@@ -17,6 +17,7 @@ from kvd.faces.selection.members import (
     optional_number,
     optional_object,
     phase_of,
+    policy_of,
     texts,
     u32,
     u64,
@@ -25,6 +26,7 @@ from kvd.http.types import Response
 from kvd.model import PartitionKey
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
+from kvd.selection.policies import RouterPolicy
 from kvd.selection.requests import Constraints, QueuedRequest, SelectRequest
 from kvd.selection.scheduler import Scheduler
 from kvd.selection.service import Selections
@@ -43,6 +45,8 @@ OVERRIDES = {
     "overlap_score_credit": "device_credit",
     "router_temperature": "temperature",
 }
+# Those of them that only Dynamo's function has: who gives one means that function.
+OF_DYNAMO = OVERRIDES.keys() - {"router_temperature"}
 
 
 def request_of(
@@ -199,18 +203,19 @@ def _weight(weights: bodies.Members, taint: str) -> float:
 def settings_of(selections: Selections, key: PartitionKey, members: bodies.Members) -> Settings:
     """Returns the settings of a model and tenant with what a request overrides."""
     settings = selections.settings(key)
-    override = optional_object(members, "router_config_override")
-    if override is None:
-        return settings
-    changes: dict[str, Any] = {
-        OVERRIDES[name]: number(override, name)
-        for name in OVERRIDES
-        if override.get(name) is not None
-    }
+    override = optional_object(members, "router_config_override") or {}
+    given = [name for name in OVERRIDES if override.get(name) is not None]
+    changes: dict[str, Any] = {OVERRIDES[name]: number(override, name) for name in given}
+    if members.get("router_policy") is not None:
+        changes |= policy_of(members).row
+    elif OF_DYNAMO & set(given):
+        changes |= RouterPolicy.DYNAMO.row
     if override.get("track_prefill_tokens") is not None:
         changes["track_prefill"] = flag(override, "track_prefill_tokens")
     if override.get("router_mode") is not None:
         changes["mode"] = mode_of(override).core
+    if not changes:
+        return settings
     try:
         return settings.replace(**changes)
     except ValueError as error:

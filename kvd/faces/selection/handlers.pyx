@@ -99,6 +99,7 @@ SELECT_FIELDS = (
     "phase",
     "nvext",
     "advisory",
+    "router_policy",
 )
 
 cdef uint64_t U32_MAX = 0xffffffff

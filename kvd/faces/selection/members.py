@@ -13,6 +13,7 @@ from kvd.http.types import Request, Response
 from kvd.model import PartitionKey
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
+from kvd.selection.policies import RouterPolicy
 from kvd.selection.requests import Receipt, Retry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL
@@ -98,3 +99,10 @@ def mode_of(members: Mapping[str, Any]) -> RouterMode:
         return RouterMode(members["router_mode"])
     except ValueError:
         raise Invalid(f"router_mode: expected one of {', '.join(RouterMode)}") from None
+
+
+def policy_of(members: Mapping[str, Any]) -> RouterPolicy:
+    try:
+        return RouterPolicy(members["router_policy"])
+    except ValueError:
+        raise Invalid(f"router_policy: expected one of {', '.join(RouterPolicy)}") from None

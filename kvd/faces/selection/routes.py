@@ -63,6 +63,9 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
         Route("GET", "/router_mode", bound(tuning.list_modes)),
         _admin("POST", "/router_mode", bound(tuning.post_mode)),
         _admin("DELETE", "/router_mode", bound(tuning.delete_mode)),
+        Route("GET", "/policy", bound(tuning.list_policies)),
+        _admin("POST", "/policy", bound(tuning.post_policy)),
+        _admin("DELETE", "/policy", bound(tuning.delete_policy)),
     )
 
 

@@ -50,6 +50,7 @@ from kvd.faces.selection.records import ENFORCEMENTS
 from kvd.faces.selection.tuning import OFF
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
+from kvd.selection.policies import DYNAMO_WEIGHTS, WEIGHTS, RouterPolicy
 from kvd.selection.readiness import Recovery
 from kvd.selection.worker_record import Lifecycle, Role
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
@@ -59,6 +60,7 @@ MODEL = {"model_name": TEXT}
 PLACE = {**MODEL, "tenant_id": TEXT}
 RANK = {"worker_id": U64, "dp_rank": U32}
 MODE = one_of(*RouterMode)
+POLICY = one_of(*RouterPolicy)
 
 
 def optional(**schemas: Schema) -> dict[str, Schema]:
@@ -176,7 +178,7 @@ PROMPT = {
         is_eagle=FLAG,
     ),
 }
-WEIGHTS: Schema = {"anyOf": [by_name(NUMBER), array(NAME)]}
+TAINT_WEIGHTS: Schema = {"anyOf": [by_name(NUMBER), array(NAME)]}
 RESERVATION_ID: Schema = {**TEXT, "maxLength": MAX_REQUEST_ID_BYTES}
 SELECT = members(
     {},
@@ -192,7 +194,7 @@ SELECT = members(
         pinned_worker=members(RANK),
         allowed_worker_ids=array(U64),
         routing_constraints=members(
-            {}, optional(required_taints=array(NAME), preferred_taints=WEIGHTS)
+            {}, optional(required_taints=array(NAME), preferred_taints=TAINT_WEIGHTS)
         ),
         explain=FLAG,
         phase=one_of(*Phase),
@@ -213,6 +215,7 @@ SELECT = members(
             ),
         ),
         advisory=FLAG,
+        router_policy=POLICY,
     ),
 )
 RESERVE = members(
@@ -240,6 +243,7 @@ CANDIDATE = row(
         "active_prefill_tokens": TOKENS,
         "active_decode_blocks": BLOCKS,
         "active_requests": COUNT,
+        "decoding_requests": COUNT,
         "cached_tokens": TOKENS,
         "effective_prefill_tokens": TOKENS,
         "potential_decode_blocks": BLOCKS,
@@ -247,6 +251,13 @@ CANDIDATE = row(
         "credit_blocks": NUMBER,
         "prefill_cost": NUMBER,
         "decode_cost": NUMBER,
+        "counted_tokens": NUMBER,
+        "uncached_cost": NUMBER,
+        "hold_up_cost": NUMBER,
+        "queued_cost": NUMBER,
+        "request_cost": NUMBER,
+        "block_cost": NUMBER,
+        "product_cost": NUMBER,
         "cost": NUMBER,
         "eligible": FLAG,
         "overloaded": FLAG,
@@ -368,6 +379,7 @@ BUSY = (
     | NAMED
 )
 SET_MODE = members({}, TUNED | optional(router_mode=MODE)) | NAMED
+SET_POLICY = members({}, TUNED | optional(router_policy=POLICY)) | NAMED
 SHOWN_BUSY = row(
     {
         "model": TEXT,
@@ -378,6 +390,15 @@ SHOWN_BUSY = row(
     {"tenant_id": TEXT},
 )
 SHOWN_MODE = row({"model": TEXT, "router_mode": MODE}, {"tenant_id": TEXT})
+SHOWN_WEIGHTS: Schema = {
+    "anyOf": [
+        row(dict.fromkeys(DYNAMO_WEIGHTS, NUMBER)),
+        row({name: nullable(NUMBER) if name == "saturation" else NUMBER for name in WEIGHTS}),
+    ]
+}
+SHOWN_POLICY = row(
+    {"model": TEXT, "router_policy": POLICY, "weights": SHOWN_WEIGHTS}, {"tenant_id": TEXT}
+)
 TUNED_BY_QUERY = (in_query("model_name", required=True), *FILTERS[1:])
 
 DESCRIPTION = Description(
@@ -485,6 +506,29 @@ DESCRIPTION = Description(
         "DELETE /router_mode": Operation(
             "Takes the router mode back",
             {200: in_json(SHOWN_MODE)},
+            (404, 422),
+            parameters=TUNED_BY_QUERY,
+        ),
+        "GET /policy": Operation(
+            "Lists router policies, and the weights of each",
+            {
+                200: in_json(
+                    row(
+                        {
+                            "router_policy": POLICY,
+                            "router_policies": array(SHOWN_POLICY),
+                            "presets": row(dict.fromkeys(RouterPolicy, SHOWN_WEIGHTS)),
+                        }
+                    )
+                )
+            },
+        ),
+        "POST /policy": Operation(
+            "Sets the router policy", {200: in_json(SHOWN_POLICY)}, (404, 422), in_json(SET_POLICY)
+        ),
+        "DELETE /policy": Operation(
+            "Takes the router policy back",
+            {200: in_json(SHOWN_POLICY)},
             (404, 422),
             parameters=TUNED_BY_QUERY,
         ),

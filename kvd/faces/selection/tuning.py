@@ -1,4 +1,4 @@
-"""Routes that change at run time how a model is routed: busy thresholds and the router mode.
+"""Routes that change at run time how a model is routed: busy thresholds, router mode and policy.
 
 What is said of a model holds for all its tenants; what is said of a tenant wins.
 """
@@ -9,9 +9,10 @@ from typing import Any
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
-from kvd.faces.selection.members import mode_of, number
+from kvd.faces.selection.members import mode_of, number, policy_of
 from kvd.http.types import Request, Response
 from kvd.selection.options import THRESHOLDS, RouterMode
+from kvd.selection.policies import ROW, RouterPolicy, weights_of
 from kvd.selection.service import Selections
 from kvd.selection.tuning import Place
 from kvd_core.json.scan import BodyScanner
@@ -22,6 +23,7 @@ MODEL = ("model", "model_name")  # the documented name, and that of the other ro
 
 BUSY = BodyScanner({}, ("model", *bodies.PLACE, *THRESHOLDS))
 MODE = BodyScanner({}, ("model", *bodies.PLACE, "router_mode"))
+POLICY = BodyScanner({}, ("model", *bodies.PLACE, "router_policy"))
 
 
 def post_thresholds(request: Request, *, selections: Selections) -> Response:
@@ -72,6 +74,32 @@ def delete_mode(request: Request, *, selections: Selections) -> Response:
     return bodies.json_response(_mode(selections, place))
 
 
+def post_policy(request: Request, *, selections: Selections) -> Response:
+    """Sets the router policy if one is given, and says which holds."""
+    members = bodies.scan(POLICY, request.body)
+    place = _place(members)
+    if members.get("router_policy") is not None:
+        selections.tuning.change(place, policy_of(members).row)
+    return bodies.json_response(_policy(selections, place))
+
+
+def list_policies(request: Request, *, selections: Selections) -> Response:
+    """Lists the default policy, where another one has been set, and the weights of all."""
+    settings = selections.options.settings
+    answer = {
+        "router_policy": RouterPolicy.of(settings),
+        "router_policies": [_policy(selections, place) for place in selections.tuning.said(ROW)],
+        "presets": {each: weights_of(settings.replace(**each.row)) for each in RouterPolicy},
+    }
+    return bodies.json_response(answer)
+
+
+def delete_policy(request: Request, *, selections: Selections) -> Response:
+    place = _named(request)
+    selections.tuning.forget(place, ROW)
+    return bodies.json_response(_policy(selections, place))
+
+
 def _busy(selections: Selections, place: Place) -> dict[str, Any]:
     settings = selections.tuning.settings(*place)
     return _shown(place) | {name: settings.members[name] for name in THRESHOLDS}
@@ -80,6 +108,14 @@ def _busy(selections: Selections, place: Place) -> dict[str, Any]:
 def _mode(selections: Selections, place: Place) -> dict[str, Any]:
     settings = selections.tuning.settings(*place)
     return _shown(place) | {"router_mode": RouterMode.of(settings)}
+
+
+def _policy(selections: Selections, place: Place) -> dict[str, Any]:
+    settings = selections.tuning.settings(*place)
+    return _shown(place) | {
+        "router_policy": RouterPolicy.of(settings),
+        "weights": weights_of(settings),
+    }
 
 
 def _shown(place: Place) -> dict[str, Any]:

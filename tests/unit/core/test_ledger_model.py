@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvd_core.ledger.ledger import Ledger, Loads
+from kvd_core.selector.selector import Candidate, Pool
+from kvd_core.selector.settings import Settings
 from tests.models.ledger_model import ModelLedger, ModelLoads
 from tests.support.budget import scaled
 
@@ -133,6 +135,7 @@ class Pair:
     def compare(self) -> None:
         for _ in self.each_side():
             self.compare_loads()
+            self.compare_decoding()
             self.compare_projection()
 
     def compare_loads(self) -> None:
@@ -143,6 +146,14 @@ class Pair:
             assert self.ledger.load(self.id_of(place)) == load
             expected.append((*place, *load[:2]))
         assert [tuple(row.values()) for row in rows] == expected
+
+    def compare_decoding(self) -> None:
+        places = sorted(self.model.ranks)
+        ranks = [Candidate(*place, None, self.id_of(place)) for place in places]
+        pool = Pool(None, self.ledger, 1, ranks)
+        pool.look(b"", b"", 0)
+        decoding = [row.decoding_requests for row in pool.explain(Settings())]
+        assert decoding == [self.model.decoding(place) for place in places]
 
     def compare_projection(self) -> None:
         hashes, tokens = self.prompt(), self.rng.choice((0, 16))

@@ -14,12 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.selection.policies import RouterPolicy
 from kvd_core.base.hashing import eagle_hashes, local_hashes, sequence_hashes
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import ADDED, EXISTS, Ledger
 from kvd_core.selector.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
-from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from kvd_core.selector.settings import (
+    DIRECT,
+    KV,
+    LEAST_LOADED,
+    MAX_WEIGHT,
+    RANDOM,
+    ROUND_ROBIN,
+    Settings,
+)
 from tests.models.selector_model import (
     ModelPool,
     ModelPrompt,
@@ -31,6 +40,7 @@ from tests.models.selector_model import (
     is_overloaded,
     potential_decode_blocks,
     terms,
+    weighted_terms,
 )
 from tests.models.selector_model import cached_tokens as model_cached_tokens
 from tests.support.budget import scaled
@@ -118,6 +128,7 @@ class Fleet:
             len(plan.requests),
             plan.max_num_batched_tokens,
             plan.total_kv_blocks,
+            sum(done or tokens == 0 for _, _, tokens, done in plan.requests),
         )
 
 
@@ -520,6 +531,127 @@ def test_busy_thresholds_take_ranks_out() -> None:
     assert fleet.pool.choose(waiting, fleet.pool.mask([1, 3]), 0) == 0
 
 
+# ---- policies: the weighted cost
+
+# Two ranks, of which the second caches 3 of 6 blocks of 16 tokens.
+COLD = RankPlan(requests=[(0, 4, 0, True)])  # decodes one request of 4 blocks
+WARM = RankPlan((3, 0, 0, 0), [(0, 2, 70, False), (0, 3, 0, True), (0, 1, 0, False)])
+
+
+def policy_costs(fleet: Fleet, policy: RouterPolicy) -> list[float]:
+    return [row.cost for row in fleet.pool.explain(DEFAULTS.replace(**policy.row))]
+
+
+def test_the_costs_of_each_policy_by_hand() -> None:
+    fleet = Fleet({(1, 0): COLD, (2, 0): WARM})
+    fleet.look(6)
+    costs = {policy: policy_costs(fleet, policy) for policy in RouterPolicy}
+    # n is 96 and 48, P 0 and 70, D 1 and 2, A 1 and 3.
+    assert costs == {
+        "dynamo": [6.0 + 10, (70 + 96) / 16 - 3 + 12],
+        "kvd": [96 + 96 * 0.1, 48 + 48 * 0.2 + 70],
+        "lmetric": [96 * 2, (70 + 48) * 4],
+        "ramjet": [96 + 2048, 48 + 0.25 * 70 + 3 * 2048],
+        "ramjet-tuned": [
+            96 + 512 * 0.883,
+            48 + 512 * 0.883 / 4552 * 70 + 512 * 0.883 * 3,
+        ],
+    }
+
+
+def ramjet(ranks: list[ModelRank], alpha: float, cap: int, unit: float) -> list[float]:
+    """Ramjet's score as published, of ranks with blocks of 512 tokens; the highest is chosen."""
+    deepest = max(rank.device for rank in ranks)
+    return [
+        min(deepest, cap)
+        - min(deepest - rank.device, cap)
+        - alpha * (rank.requests + rank.prefill_tokens / unit)
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize("seed", range(scaled(20)))
+def test_ramjet_orders_ranks_as_published(seed: int) -> None:
+    rng = random.Random(seed)
+    plans = {
+        (worker, 0): RankPlan(
+            (rng.choice((0, 3, 20, 40, 60)), 0, 0, 0),
+            [
+                (0, 0, rng.choice((0, 700, 9000)), rng.random() < 0.5)
+                for _ in range(rng.randrange(4))
+            ],
+        )
+        for worker in range(5)
+    }
+    fleet = Fleet(plans, block_size=512)
+    ranks = fleet.look(60).ranks
+    for policy, numbers in (
+        (RouterPolicy.RAMJET, (4.0, 32, 8192.0)),
+        (RouterPolicy.RAMJET_TUNED, (0.883, 68, 4552.0)),
+    ):
+        scores, costs = ramjet(list(ranks), *numbers), policy_costs(fleet, policy)
+        # They differ by a unit of 512 tokens, and by what all ranks have in common.
+        common = [cost + 512 * score for cost, score in zip(costs, scores, strict=True)]
+        assert common == pytest.approx([common[0]] * 5, abs=1e-6)
+
+
+def test_what_lies_far_below_the_warmest_counts_as_if_it_were_nearer() -> None:
+    plans = {(i, 0): RankPlan((blocks, 0, 0, 0)) for i, blocks in enumerate((9, 6, 2, 0))}
+    fleet = Fleet(plans)
+    fleet.look(10)
+    near = DEFAULTS.replace(weighted=True, saturation=60)
+    assert [row.counted_tokens for row in fleet.pool.explain(near)] == [16, 64, 76, 76]
+    # The warmest is one of those that may be chosen.
+    mask = fleet.pool.mask([1, 2, 3])
+    assert [row.counted_tokens for row in fleet.pool.explain(near, mask)] == [16, 64, 124, 124]
+    nobody = fleet.pool.mask([])
+    assert [row.counted_tokens for row in fleet.pool.explain(near, nobody)] == [16, 64, 128, 160]
+
+
+def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
+    request = (0, 0, 0, True)
+    plans = {
+        (1, 0): RankPlan((1, 0, 0, 0), [request]),
+        (2, 0): RankPlan((4, 0, 0, 0), [request, request]),
+        (3, 0): RankPlan((4, 0, 0, 0), [request]),
+        (4, 0): RankPlan((4, 0, 0, 0), [request]),
+    }
+    fleet = Fleet(plans)
+    fleet.look(6)
+    equal = DEFAULTS.replace(weighted=True, uncached=0)
+    random_ = 2**63
+    assert [fleet.pool.choose(equal, None, random_) for _ in range(4)] == [2, 3, 2, 3]
+    assert [fleet.pool.choose(equal, b"\1\1\0\0", random_) for _ in range(2)] == [1, 1]
+    assert fleet.pool.choose(equal, b"\1\0\0\0", random_) == 0
+    # Turns of their own: those of round-robin begin at the first, and go on in another pool.
+    turns = DEFAULTS.replace(mode=ROUND_ROBIN)
+    assert [fleet.pool.choose(turns, None, 0) for _ in range(2)] == [0, 1]
+    assert fleet.pool.choose(equal, None, random_) == 2
+    assert fleet.pool.choose(equal.replace(line=1), None, random_) == 2
+    other = Pool(fleet.index, fleet.ledger, 16, fleet.pool.candidates)
+    other.take_turns(fleet.pool)
+    other.look_again(fleet.pool.hold())
+    assert other.choose(equal, None, random_) == 3
+    assert other.choose(turns, None, 0) == 2
+
+
+def test_weighted_costs_stay_finite() -> None:
+    full = RankPlan(requests=[(0, 40, 2**53, False)] * 3 + [(0, 40, 1, True)] * 3)
+    fleet = Fleet({(1, 0): full, (2, 0): full}, block_size=2**31)
+    fleet.look(0, MAX_ISL_TOKENS)
+    weights = ("uncached", "hold_up", "queued", "per_request", "per_block", "product")
+    for saturation in (None, 0, MAX_WEIGHT):
+        most = DEFAULTS.replace(
+            weighted=True, saturation=saturation, **dict.fromkeys(weights, MAX_WEIGHT)
+        )
+        assert all(math.isfinite(row.cost) for row in fleet.pool.explain(most))
+        assert fleet.pool.choose(most, None, 0) in (0, 1)
+        warm = most.replace(temperature=MAX_WEIGHT)
+        assert fleet.pool.choose(warm, None, 0, array("d", [2.72, 0.36]).tobytes()) in (0, 1)
+    nothing = DEFAULTS.replace(weighted=True, **dict.fromkeys(weights, 0.0))
+    assert [row.cost for row in fleet.pool.explain(nothing)] == [0.0, 0.0]
+
+
 # ---- prompts
 
 
@@ -747,6 +879,14 @@ def test_wrong_pools_are_refused() -> None:
         {"active_decode_blocks_threshold": -0.1},
         {"active_prefill_tokens_threshold": -1},
         {"active_prefill_tokens_threshold_frac": -1},
+        {"uncached": -1},
+        {"hold_up": float("nan")},
+        {"queued": float("inf")},
+        {"per_request": 2e18},
+        {"per_block": -0.1},
+        {"product": float("nan")},
+        {"saturation": -1},
+        {"saturation": float("inf")},
         {"mode": 5},
     ],
 )
@@ -794,6 +934,14 @@ MODEL_SETTINGS = st.builds(
     credit_decay=st.sampled_from([0.0, 0.7, 1.0, 1e18]),
     temperature=st.just(0.0) | WEIGHTS,
     active_request_weight=st.sampled_from([0.0, 0.5, 3.0]),
+    weighted=st.booleans(),
+    uncached=WEIGHTS,
+    hold_up=WEIGHTS,
+    queued=WEIGHTS,
+    per_request=WEIGHTS,
+    per_block=WEIGHTS,
+    product=WEIGHTS,
+    saturation=THRESHOLDS | st.sampled_from([300.0, 5000.0]),
     track_prefill=st.booleans(),
     track_active_blocks=st.booleans(),
     last_token=st.booleans(),
@@ -853,21 +1001,28 @@ def test_selector_equals_model(
 def check_terms(
     pool: Pool, model: ModelPool, s: Settings, model_settings: ModelSettings, mask: bytes | None
 ) -> None:
-    least = model.least_prefill(model_settings, mask)
+    least_prefill = model.least_prefill(model_settings, mask)
+    least_uncached = model.least_uncached(model_settings, mask)
     rows = pool.explain(s, mask)
     assert [pool.explained(i, s, mask) for i in range(len(rows))] == rows
     for i, (row, rank) in enumerate(zip(rows, model.ranks, strict=True)):
-        assert row[:9] == (
+        assert row[:10] == (
             *(rank.worker_id, rank.dp_rank, rank.device, rank.host, rank.disk, rank.live),
-            *(rank.prefill_tokens, rank.decode_blocks, rank.requests),
+            *(rank.prefill_tokens, rank.decode_blocks, rank.requests, rank.decoding),
         )
-        assert row[9:12] == (
+        assert row[10:13] == (
             model_cached_tokens(rank, model_settings, model.prompt),
             effective_tokens(rank, model_settings, model.prompt),
             potential_decode_blocks(rank, model.prompt),
         )
-        assert row[12:17] == terms(rank, model_settings, model.prompt, least)
-        assert row[17:] == (
+        if model_settings.weighted:
+            expected = weighted_terms(rank, model_settings, model.prompt, least_uncached)
+            assert row[13:25] == (*(0.0, 0.0, 0.0, 0.0), *expected)
+        else:
+            *dynamo, cost = terms(rank, model_settings, model.prompt, least_prefill)
+            requests = model_settings.active_request_weight * rank.requests
+            assert row[13:25] == (*dynamo, *(0, 0, 0, 0, requests, 0, 0), cost)
+        assert row[25:] == (
             mask is None or mask[i] != 0,
             is_overloaded(rank, model_settings),
             is_busy(rank, model_settings),
