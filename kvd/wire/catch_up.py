@@ -36,6 +36,7 @@ class CatchUp:
 
     __slots__ = (
         "_answered",
+        "_answering_at",
         "_asked_at",
         "_asked_from",
         "_batches",
@@ -62,6 +63,7 @@ class CatchUp:
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
         self._asked_at = 0  # the engine was asked, or will be, after so many lost connections
         self._asked_from = 0  # an idle one: for the batches from this number on
+        self._answering_at = 0  # the answer that is being read, after so many
         self._answered = False  # the answer that is being read has held a batch,
         self._brought = 0  # and so many of use
 
@@ -90,7 +92,7 @@ class CatchUp:
             self._counts.stale += 1
             self.held = None
             return verdict
-        self._asked_at = self._counts.losses
+        self._asked_at = self._answering_at = self._counts.losses
         if lost:
             identity.advance(IdentityEvent.DOUBTED)
         if identity.is_in_doubt:
@@ -141,7 +143,7 @@ class CatchUp:
     def ask(self) -> None:
         """Begins to ask it, with a replay of all from the last batch on; `end` ends it."""
         self._identity.advance(IdentityEvent.ASKED)
-        self._asked_at = self._counts.losses
+        self._asked_at = self._answering_at = self._counts.losses
         self._asked_from = self._cursor.expected
 
     # ---- the replay
@@ -167,6 +169,7 @@ class CatchUp:
         """
         self._answered = False
         self._brought = 0
+        self._answering_at = self._counts.losses
         if self._asked_at != self._counts.losses:
             self._check_again()
 
@@ -176,12 +179,23 @@ class CatchUp:
             identity.advance(IdentityEvent.DROPPED)
             identity.advance(IdentityEvent.DOUBTED)
             self._begin_check()
+            identity.advance(IdentityEvent.DOUBTED)  # what comes behind the held batch is, too
         elif self._cursor.last is not None:  # else it is heard from its beginning
             identity.advance(IdentityEvent.DROPPED)
             identity.advance(IdentityEvent.ASKED)
 
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether the connection was lost since the answer that is being read was asked for."""
+        return self._answering_at != self._counts.losses
+
     def wants_more(self, end: ReplayEnd) -> bool:
-        """Whether an answer that ended so has brought something, and may not be all there is."""
+        """Whether an answer that ended so has brought something, and may not be all there is.
+
+        Or it may be of another engine than was asked: then it has ended in a hole.
+        """
+        if self._is_outdated and end is ReplayEnd.HOLE:
+            return True
         if not self._brought or end not in (ReplayEnd.HOLE, ReplayEnd.MARKER, ReplayEnd.SILENT):
             return False
         if self._identity.is_asking:  # what comes meanwhile comes live as well, without an end
@@ -190,6 +204,8 @@ class CatchUp:
 
     def take(self, seq: int, payload: bytes, publisher: bytes = b"") -> ReplayEnd | None:
         """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
+        if self._is_outdated:
+            return ReplayEnd.HOLE
         self._answered = True
         identity, cursor = self._identity, self._cursor
         if publisher and identity.publisher not in (b"", publisher):

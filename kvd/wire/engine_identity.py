@@ -28,7 +28,8 @@ engine speaks on, and with its next gap it is checked again.
 
 Not in the picture: what is dropped, or ended over another connection, is DUE again. Before the
 first batch there is no last one, so a held one leads to CONFIRMING. An engine that is doubted while
-a batch is held is PROVING_DOUBTED or CONFIRMING_DOUBTED, and afterwards DUE.
+a batch is held is PROVING_DOUBTED or CONFIRMING_DOUBTED, and afterwards DUE. So is one
+that is asked once more after its connection was lost (`CatchUp.begin`): somebody else may answer.
 
 `CHECK_AFTER` has all of it; what has no row there is a bug, and raises KeyError.
 """

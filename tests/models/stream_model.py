@@ -72,6 +72,7 @@ class Beliefs:
     unknown: bool = False  # it has been asked, and has not shown what it is
     cleared_at: int | None = None  # a clear that counts when it is shown to be this engine's
     held: tuple[str, int] | None = None
+    held_at: int = 0  # after so many lost connections
     is_checked: bool = False  # the replay before the held batch is to show whose it is
     asked_at: int | None = None  # an idle engine is, after so many lost connections
     losses: int = 0
@@ -127,9 +128,13 @@ def beliefs(history: list[Happened], *, can_ask: bool) -> Beliefs:
             now.apply(*details)
         elif what == "held":
             now.held = details[0], details[1]
+            now.held_at = now.losses
             now.is_checked = now.doubted or now.unknown
             now.doubted = False
         elif what == "replay":
+            # Who is asked behind a loss may be another one.
+            if can_ask and now.held_at != now.losses:
+                now.is_checked = now.doubted = True
             _replay(now, *details)
         elif what == "asked":
             now.asked_at = now.losses

@@ -319,6 +319,8 @@ def test_the_next_answer_behind_a_loss_is_not_taken_for_the_same_engines() -> No
     assert listener.catch_up.wants_more(ReplayEnd.SILENT)
     listener.place_changes(lambda change: None)  # its turn comes behind the held batch
     listener.lost_connection("gone", 1.0)
+    assert listener.catch_up.take(2, b"new 2") is ReplayEnd.HOLE  # asked for before
+    assert listener.catch_up.wants_more(ReplayEnd.HOLE)
     listener.catch_up.begin()
     assert listener.catch_up.wanted() == range(1, 5)
     while replay(listener, b"new %d") is ReplayEnd.OTHER_ENGINE:

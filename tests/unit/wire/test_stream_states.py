@@ -305,7 +305,7 @@ class Life:
         catch_up = self.listener.catch_up
         assert catch_up.held is not None
         seq, payload = catch_up.held
-        how = self.chance.choice(("same", "forgotten", "silent"))
+        how = self.chance.choice(("same", "forgotten", "silent")) if self.can_ask else "silent"
         if catch_up.wanted().start < self.listener.cursor.expected and self.chance.random() < 0.3:
             how = "other"
             self.start_engine()
@@ -313,7 +313,7 @@ class Life:
             assert self.bring(ReplayEnd.MARKER) is ReplayEnd.OTHER_ENGINE
         if how in ("same", "other"):
             assert self.bring(ReplayEnd.MARKER) in (ReplayEnd.MARKER, ReplayEnd.REACHED)
-        else:
+        elif self.can_ask:
             catch_up.begin()
             catch_up.end(ReplayEnd.SILENT if how == "silent" else ReplayEnd.MARKER)
         catch_up.apply_held()
