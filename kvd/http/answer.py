@@ -26,6 +26,8 @@ def answer_now(
         return cast(Response, route.handler(request))
     except Exception as error:
         return _response_to(error, request, failures)
+    finally:
+        raised = None  # its traceback holds this frame, and this frame the body
 
 
 async def answer(route: Route, request: Request, failures: Failures) -> Response:

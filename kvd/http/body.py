@@ -131,21 +131,23 @@ class ChunkedBody:
     yields = True
 
     def __init__(self, limit: int) -> None:
-        self.data = BytesIO()
         self.rest = b""  # bytes after the body, which belong to the next request
         self._limit = limit
-        self._size = 0
-        self._line = 0  # bytes fed since it was last known that a line had ended
+        self._decoded = _Decoded(limit)
         self._overhead = OVERHEAD_FLOOR_BYTES + limit  # bytes of framing still allowed
         self._last = b""  # the last bytes fed, with which an empty line may begin
-        self._complete = False
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser = httptools.HttpRequestParser(self._decoded)
         self._parser.feed_data(_CHUNKED_HEAD)
 
     @property
     def wanted(self) -> int:
         """How many bytes to receive next; 0 at the end of the body."""
-        return 0 if self._complete else CHUNKED_RECEIVE_BYTES
+        return 0 if self._decoded.complete else CHUNKED_RECEIVE_BYTES
+
+    @property
+    def data(self) -> BytesIO:
+        """The body as far as it has been decoded."""
+        return self._decoded.data
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes from the connection.
@@ -153,12 +155,13 @@ class ChunkedBody:
         Raises:
             Refusal: 400 for bytes that are not chunked coding, 413 for a body over the limit.
         """
-        before = self._size
+        decoded = self._decoded
+        before = decoded.size
         taken = self._feed_lines(data)
-        self._overhead -= taken - (self._size - before)
-        if self._size > self._limit:
+        self._overhead -= taken - (decoded.size - before)
+        if decoded.size > self._limit:
             raise Refusal(413, f"the body is longer than {self._limit} bytes")
-        if self._line > MAX_LINE_BYTES:
+        if decoded.line > MAX_LINE_BYTES:
             raise Refusal(400, "malformed chunk: line too long")
         if self._overhead < 0:
             raise Refusal(400, "malformed chunks: more framing than body")
@@ -168,10 +171,10 @@ class ChunkedBody:
         """Parses up to the end of the body or of `data`; returns how many bytes that were."""
         text = self._last + data
         begin = at = len(self._last)
-        while at < len(text) and not self._complete:
+        while at < len(text) and not self._decoded.complete:
             end = text.find(HEAD_END, max(0, at - _SPLIT_END))
             end = len(text) if end < 0 else end + len(HEAD_END)
-            self._line += end - at
+            self._decoded.line += end - at
             self._parse(text[at:end])
             at = end
         self._last = text[-_SPLIT_END:]
@@ -183,14 +186,30 @@ class ChunkedBody:
         except httptools.HttpParserError as error:
             raise Refusal(400, f"malformed chunk: {error}") from None
 
+
+class _Decoded:
+    """What comes out of a parser, which holds on to this; so this does not know the parser.
+
+    A body in a cycle would stay in memory until the garbage collector comes, which is hardly ever.
+    """
+
+    __slots__ = ("_limit", "complete", "data", "line", "size")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.data = BytesIO()
+        self.size = 0
+        self.line = 0  # bytes fed since it was last known that a line had ended
+        self.complete = False
+
     # Called by llhttp while it is fed.
 
     def on_body(self, piece: bytes) -> None:
-        self._line = 0
-        self._size += len(piece)
-        if self._size <= self._limit:
+        self.line = 0
+        self.size += len(piece)
+        if self.size <= self._limit:
             self.data.write(piece)
 
     def on_message_complete(self) -> None:
-        self._line = 0
-        self._complete = True
+        self.line = 0
+        self.complete = True

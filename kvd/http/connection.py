@@ -241,9 +241,11 @@ class Connection(Transport):
         while not self.buffer:
             left = await self._park()
             self.buffer = left.received
-            await self._deliver(left.unsent, left.undo)
+            if left.unsent:
+                await self._deliver(left.unsent, left.undo)
             if not left.persists:
                 return False
+            self.enter(Phase.IDLE)  # also once the rest of an answer is sent
         return True
 
     async def _park(self) -> Handoff:

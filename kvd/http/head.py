@@ -55,7 +55,7 @@ class Head:
         self._target += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
+        name, value = name.lower(), value.rstrip(b" \t")  # RFC 9112 §5: no part of the value
         self.headers.append((name, value))
         if name in _SETTLED:
             self._note(name, value)
@@ -165,5 +165,9 @@ class HeadParser:
 
     def finish(self, limits: HttpLimits) -> Head:
         """Returns the head; raises Refusal if it is over a limit or not acceptable."""
-        self._head.finish(self._parser, limits)
+        try:
+            self._head.finish(self._parser, limits)
+        except Refusal as refusal:
+            refusal.silent = self._head.method == "HEAD"
+            raise
         return self._head

@@ -165,8 +165,11 @@ cdef class HashQueryHandler(QueryHandler):
         cdef int array, found = -1
         if not asks.scans(body, size):
             spelled = reading.as_integers(body[:size])  # kept until the answer: values lie in it
-            self.spelled = body[:size] if spelled is None else spelled
-            asks.read(self.spelled, len(self.spelled))
+            if spelled is None:
+                asks.read(body, size)
+            else:
+                self.spelled = spelled
+                asks.read(self.spelled, len(self.spelled))
         for array in range(len(reading.HASHES)):
             if not asks.core.present(array):
                 continue

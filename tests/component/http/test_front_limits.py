@@ -96,6 +96,24 @@ async def test_who_is_missed_least_makes_way(layers: str) -> None:
         assert stats.idle_timeouts == stats.head_timeouts == 0
 
 
+async def test_who_was_sent_an_answer_in_parts_is_idle_afterwards(layers: str) -> None:
+    """It makes way for others, and holds up no stop."""
+    large = Route(
+        "GET", "/large", lambda _: Response(200, bytes(32 << 20)), hot=True, scope=Scope.READ
+    )
+    async with (
+        serving(routes=(*ROUTES, large), connections=1) as running,
+        running.client() as client,
+    ):
+        reply = await client.request("GET", "/large")
+        assert len(reply.body) == 32 << 20
+        await eventually(lambda: _phases(running)[Phase.IDLE] == 1)
+        async with running.client() as other:
+            await other.send(BODY_TO_COME)
+            await running.until(connections_displaced=1)
+        assert await client.read_to_end() == b""
+
+
 def _phases(running: Running) -> Counter[Phase]:
     return Counter(connection.phase for connection in running.front._running)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,3 +72,20 @@ def test_a_line_and_all_trailers_are_bounded(begin: bytes) -> None:
     with pytest.raises(Refusal, match="too long"):
         for _ in range(MAX_LINE_BYTES):
             body.feed(b"x: y\r\n" if begin.endswith(b"\n") else b"x")
+
+
+@pytest.mark.parametrize(
+    "piece", [b"3\r\nabc\r\n0\r\n\r\n", b"3\r\nab", b"no size\r\n", b"9\r\n123456789"]
+)
+def test_a_body_needs_no_collector_to_go(piece: bytes) -> None:
+    """Whole, left in the middle, malformed, over its limit."""
+    gc.disable()
+    try:
+        body = ChunkedBody(limit=4)
+        kept = weakref.ref(body)
+        with contextlib.suppress(Refusal):
+            body.feed(piece)
+        del body
+        assert kept() is None
+    finally:
+        gc.enable()

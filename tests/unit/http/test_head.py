@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from urllib.parse import urlsplit
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,21 @@ def test_any_pieces_give_the_same_head(cuts: list[int]) -> None:
     assert _facts(head)[:3] == ("POST", b"/query", b"a=%20")
     assert head.headers[:3] == [(b"host", b"kvd"), (b"empty", b""), (b"x-trace", b"a b")]
     assert _facts(head)[4] == (17, True, True, True)
+
+
+def test_blanks_around_a_value_are_no_part_of_it() -> None:
+    parser = HeadParser()
+    parser.feed(b"GET / HTTP/1.1\r\nhost: \t kvd \t\r\nx:  a b \t \r\n\r\n")
+    assert parser.finish(HttpLimits()).headers == [(b"host", b"kvd"), (b"x", b"a b")]
+
+
+def test_a_refused_head_says_whether_its_answer_has_a_body() -> None:
+    for method, silent in ((b"HEAD", True), (b"GET", False)):
+        parser = HeadParser()
+        parser.feed(method + b" / HTTP/1.1\r\nhost: a b\r\n\r\n")
+        with pytest.raises(Refusal) as refused:
+            parser.finish(HttpLimits())
+        assert (refused.value.status, refused.value.silent) == (400, silent)
 
 
 @given(st.binary(max_size=60), st.integers(0, len(HEAD)))
