@@ -44,6 +44,7 @@ def operations(face: str) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow("the validator reads all of OpenAPI's own schema")
 @FACES
 def test_the_document_is_valid(face: str) -> None:
     OpenAPIV31SpecValidator(shown(face)).validate()
