@@ -26,6 +26,23 @@ DEFAULT_MODEL = "default"
 MAX_DP_SIZE = 4096  # ranks of one worker, as in the slot tracker
 U32_MAX = 2**32 - 1
 
+# Members that are shown as they were given.
+SHOWN_AS_GIVEN = (
+    "block_size",
+    "data_parallel_start_rank",
+    "data_parallel_size",
+    "max_num_batched_tokens",
+    "total_kv_blocks",
+    "stable_routing_id",
+    "is_eagle",
+    "role",
+    "taints",
+    "topology_domains",
+    "kv_transfer_domain",
+    "kv_transfer_enforcement",
+    "kv_transfer_preferred_weight",
+)
+
 
 class Lifecycle(StrEnum):
     """Whether a worker may be selected."""
@@ -147,24 +164,7 @@ class WorkerRecord:
             endpoints = sorted(self.kv_events_endpoints.items())
             row["kv_events_endpoints"] = {str(rank): _shown(text) for rank, text in endpoints}
         row["replay_endpoint"] = _shown(self.replay_endpoint)
-        row |= {
-            name: getattr(self, name)
-            for name in (
-                "block_size",
-                "data_parallel_start_rank",
-                "data_parallel_size",
-                "max_num_batched_tokens",
-                "total_kv_blocks",
-                "stable_routing_id",
-                "is_eagle",
-                "role",
-                "taints",
-                "topology_domains",
-                "kv_transfer_domain",
-                "kv_transfer_enforcement",
-                "kv_transfer_preferred_weight",
-            )
-        }
+        row |= {name: getattr(self, name) for name in SHOWN_AS_GIVEN}
         if self.router_hint_worker_type is not None:
             row["router_hint_worker_type"] = self.router_hint_worker_type
         if self.router_hint_source_control_endpoints:

@@ -74,62 +74,49 @@ class IdentityEvent(Enum):
     ENDED = "ended"  # the answer of an idle engine has
 
 
+_C, _E = IdentityCheck, IdentityEvent  # so that a row of the table is a line
+
 CHECK_AFTER: dict[tuple[IdentityCheck, IdentityEvent], IdentityCheck] = {
-    (IdentityCheck.NONE, IdentityEvent.DOUBTED): IdentityCheck.DUE,
-    (
-        IdentityCheck.NONE,
-        IdentityEvent.HELD_BEHIND,
-    ): IdentityCheck.PROVING,  # of one that is UNKNOWN
-    (
-        IdentityCheck.NONE,
-        IdentityEvent.HELD_FIRST,
-    ): IdentityCheck.CONFIRMING,  # of one that is UNKNOWN
-    (IdentityCheck.NONE, IdentityEvent.RESTARTED): IdentityCheck.NONE,
-    (IdentityCheck.NONE, IdentityEvent.DROPPED): IdentityCheck.NONE,
-    (IdentityCheck.DUE, IdentityEvent.DOUBTED): IdentityCheck.DUE,
-    (IdentityCheck.DUE, IdentityEvent.HELD_BEHIND): IdentityCheck.PROVING,
-    (IdentityCheck.DUE, IdentityEvent.HELD_FIRST): IdentityCheck.CONFIRMING,
-    (IdentityCheck.DUE, IdentityEvent.ASKED): IdentityCheck.ASKING,
-    (
-        IdentityCheck.DUE,
-        IdentityEvent.RESTARTED,
-    ): IdentityCheck.DUE,  # by the publisher that a batch names
-    (IdentityCheck.DUE, IdentityEvent.DROPPED): IdentityCheck.DUE,
-    (IdentityCheck.PROVING, IdentityEvent.DOUBTED): IdentityCheck.PROVING_DOUBTED,
-    (IdentityCheck.PROVING, IdentityEvent.PROVED): IdentityCheck.CONFIRMING,
-    (IdentityCheck.PROVING, IdentityEvent.RESTARTED): IdentityCheck.CONFIRMING,
-    (IdentityCheck.PROVING, IdentityEvent.GIVEN_UP): IdentityCheck.NONE,
-    (IdentityCheck.PROVING, IdentityEvent.DROPPED): IdentityCheck.DUE,
-    (IdentityCheck.CONFIRMING, IdentityEvent.DOUBTED): IdentityCheck.CONFIRMING_DOUBTED,
-    (IdentityCheck.CONFIRMING, IdentityEvent.GIVEN_UP): IdentityCheck.NONE,
-    (IdentityCheck.CONFIRMING, IdentityEvent.CONFIRMED): IdentityCheck.NONE,
-    (IdentityCheck.CONFIRMING, IdentityEvent.DROPPED): IdentityCheck.DUE,
-    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.DOUBTED): IdentityCheck.PROVING_DOUBTED,
-    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.PROVED): IdentityCheck.CONFIRMING_DOUBTED,
-    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.RESTARTED): IdentityCheck.CONFIRMING_DOUBTED,
-    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.GIVEN_UP): IdentityCheck.DUE,
-    (IdentityCheck.PROVING_DOUBTED, IdentityEvent.DROPPED): IdentityCheck.DUE,
-    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.DOUBTED): IdentityCheck.CONFIRMING_DOUBTED,
-    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.GIVEN_UP): IdentityCheck.DUE,
-    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.CONFIRMED): IdentityCheck.DUE,
-    (IdentityCheck.CONFIRMING_DOUBTED, IdentityEvent.DROPPED): IdentityCheck.DUE,
+    (_C.NONE, _E.DOUBTED): _C.DUE,
+    (_C.NONE, _E.HELD_BEHIND): _C.PROVING,  # of one that is UNKNOWN
+    (_C.NONE, _E.HELD_FIRST): _C.CONFIRMING,  # of one that is UNKNOWN
+    (_C.NONE, _E.RESTARTED): _C.NONE,
+    (_C.NONE, _E.DROPPED): _C.NONE,
+    (_C.DUE, _E.DOUBTED): _C.DUE,
+    (_C.DUE, _E.HELD_BEHIND): _C.PROVING,
+    (_C.DUE, _E.HELD_FIRST): _C.CONFIRMING,
+    (_C.DUE, _E.ASKED): _C.ASKING,
+    (_C.DUE, _E.RESTARTED): _C.DUE,  # by the publisher that a batch names
+    (_C.DUE, _E.DROPPED): _C.DUE,
+    (_C.PROVING, _E.DOUBTED): _C.PROVING_DOUBTED,
+    (_C.PROVING, _E.PROVED): _C.CONFIRMING,
+    (_C.PROVING, _E.RESTARTED): _C.CONFIRMING,
+    (_C.PROVING, _E.GIVEN_UP): _C.NONE,
+    (_C.PROVING, _E.DROPPED): _C.DUE,
+    (_C.CONFIRMING, _E.DOUBTED): _C.CONFIRMING_DOUBTED,
+    (_C.CONFIRMING, _E.GIVEN_UP): _C.NONE,
+    (_C.CONFIRMING, _E.CONFIRMED): _C.NONE,
+    (_C.CONFIRMING, _E.DROPPED): _C.DUE,
+    (_C.PROVING_DOUBTED, _E.DOUBTED): _C.PROVING_DOUBTED,
+    (_C.PROVING_DOUBTED, _E.PROVED): _C.CONFIRMING_DOUBTED,
+    (_C.PROVING_DOUBTED, _E.RESTARTED): _C.CONFIRMING_DOUBTED,
+    (_C.PROVING_DOUBTED, _E.GIVEN_UP): _C.DUE,
+    (_C.PROVING_DOUBTED, _E.DROPPED): _C.DUE,
+    (_C.CONFIRMING_DOUBTED, _E.DOUBTED): _C.CONFIRMING_DOUBTED,
+    (_C.CONFIRMING_DOUBTED, _E.GIVEN_UP): _C.DUE,
+    (_C.CONFIRMING_DOUBTED, _E.CONFIRMED): _C.DUE,
+    (_C.CONFIRMING_DOUBTED, _E.DROPPED): _C.DUE,
     # Over which connection it was asked tells, at the end, whether the answer still counts.
-    (IdentityCheck.ASKING, IdentityEvent.DOUBTED): IdentityCheck.ASKING,
-    (IdentityCheck.ASKING, IdentityEvent.PROVED): IdentityCheck.ANSWERED,
-    (IdentityCheck.ASKING, IdentityEvent.RESTARTED): IdentityCheck.ANSWERED,
-    (IdentityCheck.ASKING, IdentityEvent.GIVEN_UP): IdentityCheck.ANSWERED,
-    (IdentityCheck.ASKING, IdentityEvent.DROPPED): IdentityCheck.DUE,
-    (
-        IdentityCheck.ASKING,
-        IdentityEvent.ENDED,
-    ): IdentityCheck.DUE,  # without a word of the last batch
-    (IdentityCheck.ANSWERED, IdentityEvent.DOUBTED): IdentityCheck.ANSWERED,
-    (
-        IdentityCheck.ANSWERED,
-        IdentityEvent.RESTARTED,
-    ): IdentityCheck.ANSWERED,  # by what had arrived before
-    (IdentityCheck.ANSWERED, IdentityEvent.DROPPED): IdentityCheck.DUE,
-    (IdentityCheck.ANSWERED, IdentityEvent.ENDED): IdentityCheck.NONE,
+    (_C.ASKING, _E.DOUBTED): _C.ASKING,
+    (_C.ASKING, _E.PROVED): _C.ANSWERED,
+    (_C.ASKING, _E.RESTARTED): _C.ANSWERED,
+    (_C.ASKING, _E.GIVEN_UP): _C.ANSWERED,
+    (_C.ASKING, _E.DROPPED): _C.DUE,
+    (_C.ASKING, _E.ENDED): _C.DUE,  # without a word of the last batch
+    (_C.ANSWERED, _E.DOUBTED): _C.ANSWERED,
+    (_C.ANSWERED, _E.RESTARTED): _C.ANSWERED,  # by what had arrived before
+    (_C.ANSWERED, _E.DROPPED): _C.DUE,
+    (_C.ANSWERED, _E.ENDED): _C.NONE,
 }
 
 # All other events leave it as it is.

@@ -52,7 +52,7 @@ from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
 from kvd.selection.policies import DYNAMO_WEIGHTS, WEIGHTS, RouterPolicy
 from kvd.selection.readiness import Recovery
-from kvd.selection.worker_record import Lifecycle, Role
+from kvd.selection.worker_record import SHOWN_AS_GIVEN, Lifecycle, Role
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
@@ -108,24 +108,7 @@ RECORD = row(
         "lifecycle": one_of(*Lifecycle),
         **{
             name: DESCRIBED[name]
-            for name in (
-                "endpoint",
-                "kv_events_endpoint",
-                "replay_endpoint",
-                "block_size",
-                "data_parallel_start_rank",
-                "data_parallel_size",
-                "max_num_batched_tokens",
-                "total_kv_blocks",
-                "stable_routing_id",
-                "is_eagle",
-                "role",
-                "taints",
-                "topology_domains",
-                "kv_transfer_domain",
-                "kv_transfer_enforcement",
-                "kv_transfer_preferred_weight",
-            )
+            for name in ("endpoint", "kv_events_endpoint", "replay_endpoint", *SHOWN_AS_GIVEN)
         },
     },
     {

@@ -19,9 +19,10 @@ from kvd.wire.engine_identity import (
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_link import LINK_AFTER, STATUS, LinkEvent, LinkState, StreamLink
-from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK
+from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK
 from tests.models import stream_model
 from tests.support.budget import scaled
+from tests.unit.wire.test_listener_state import Applied
 
 # ---- the link
 
@@ -171,31 +172,13 @@ STEPS = 60
 SEEDS = scaled(150)
 
 
-class Applied(list[bytes]):
+class Told(Applied):
     """A stream of one rank, whose batches say in their last word what they show."""
 
     def apply(self, payload: bytes) -> int:
         self.append(payload)
         shows = {b"emptied": CLEARED, b"flawed": FLAWED}.get(payload.split()[-1], 0)
         return shows | NEW_RANK * (len(self) == 1)
-
-    def rank(self) -> int:
-        return 0
-
-    def names_ranks(self) -> bool:
-        return False
-
-    def cleared(self) -> int:
-        return ALL_TIERS
-
-    def flaw(self) -> str:
-        return "truncated"
-
-    def restored(self) -> bool:
-        return False
-
-    def misfit(self) -> str:
-        return ""
 
 
 class Life:
@@ -205,7 +188,7 @@ class Life:
         self.chance = random.Random(seed)
         self.can_ask = self.chance.random() < 0.8
         server = "tcp://127.0.0.1:2" if self.can_ask else None
-        self.listener = EventStream("1:0", "tcp://127.0.0.1:1", Applied(), server)  # type: ignore[arg-type]
+        self.listener = EventStream("1:0", "tcp://127.0.0.1:1", Told(), server)  # type: ignore[arg-type]
         self.now = 0.0
         self.history: list[stream_model.Happened] = []
         self.engine = 0
