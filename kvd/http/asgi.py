@@ -77,13 +77,8 @@ class AsgiExchange:
         if self.writer.status:
             raise ConnectionAbortedError("the application broke off its response")
         if self._scope.cancelled_caught:
-            raise self._refusal(503, "the request took too long")
-        raise self._refusal(500, INTERNAL_ERROR)
-
-    def _refusal(self, status: int, text: str) -> Refusal:
-        refusal = Refusal(status, text)
-        refusal.silent = self._head.method == "HEAD"
-        return refusal
+            raise Refusal(503, "the request took too long")
+        raise Refusal(500, INTERNAL_ERROR)
 
     def _extend(self) -> None:
         self._scope.deadline = trio.current_time() + self._transport.shared.limits.handler_seconds

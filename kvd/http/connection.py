@@ -312,6 +312,13 @@ class Connection(Transport):
         if head is None:
             return False
         self.shared.stats.requests += 1
+        try:
+            return await self._serve_head(head)
+        except Refusal as refusal:
+            refusal.silent = head.method == "HEAD"
+            raise
+
+    async def _serve_head(self, head: Head) -> bool:
         found = self._service.table.find(head.method, head.path)
         route = None if found is None else found.route
         self._check_permit(head, route)
