@@ -369,7 +369,7 @@ def _components(
     shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
     registry = Registry(state, listeners, *shared)
     ledgers = Ledgers(config.max_requests, config.max_request_blocks)
-    slots = SlotTrackers(config.request_expiry_s, ledgers, config.max_partitions)
+    slots = SlotTrackers(config.request_expiry_s, ledgers, config.max_partitions, trio.current_time)
     selections = Selections(
         state,
         registry,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import trio
 
@@ -12,7 +13,7 @@ from kvd.model import PartitionKey
 from kvd.selection.phases import Phase
 from kvd.selection.queue import Waiting
 from kvd.selection.worker_record import WorkerRecord
-from kvd_core.ledger.ledger import Ledger
+from kvd.slots.live_requests import Receipt
 from kvd_core.selector.selector import Pool, Prompt
 from kvd_core.selector.settings import Settings
 
@@ -88,7 +89,7 @@ class QueuedRequest:
     done: trio.Event = field(default_factory=trio.Event)
     answer: bytes | KvdError | None = None
     waiting: Waiting[QueuedRequest] | None = None
-    receipt: Receipt | None = None  # of what is booked with the answer
+    receipt: Receipt[Any] | None = None  # of what is booked with the answer
     again: Look | None = None  # at its tokens, by any block size; None: it came hashed
 
     def resolve(self, answer: SelectReply | KvdError) -> None:
@@ -107,33 +108,9 @@ class Retry:
     content: bytes  # a digest of all it says
 
 
-@dataclass(slots=True, eq=False)
-class Receipt:
-    """One booking, which another one under the same id is not."""
-
-    ledger: Ledger
-    reservation_id: str
-    booked_at: float
-    beside: str | None = None  # the id of what was booked with it, and may outlive it
-    clients: int = 1  # those that were given its answer
-
-    def lives(self) -> bool:
-        return self._is_live(self.reservation_id)
-
-    def left(self) -> str | None:
-        """Returns an id whose end is that of all that is left of the booking; None: nothing is."""
-        if self.lives():
-            return self.reservation_id
-        return self.beside if self.beside is not None and self._is_live(self.beside) else None
-
-    def _is_live(self, reservation_id: str) -> bool:
-        live = self.ledger.request(reservation_id)
-        return live is not None and live.admitted_at == self.booked_at
-
-
 @dataclass(frozen=True, slots=True)
 class SelectReply:
     """An answer, and what is booked with it."""
 
     answer: bytes
-    receipt: Receipt | None = None
+    receipt: Receipt[Any] | None = None

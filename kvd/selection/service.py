@@ -62,7 +62,6 @@ class Selections:
             self.fleets,
             expiry_s,
             clock,
-            lambda fleet: self.scheduler.drain_queue(fleet),
             ledgers or Ledgers(),
             self.affinity,
             decays=options.tracks_output_blocks,

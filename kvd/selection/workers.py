@@ -287,12 +287,10 @@ class Workers:
             self._drop_rank(fleet, record, dp_rank)
 
     def _drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int) -> None:
-        rank = fleet.ledger.rank_of(record.worker_id, dp_rank)
-        if rank is None:
-            return
-        if fleet.predictions is not None:
-            self._state.remove_rank(RankKey(record.key, record.worker_id, dp_rank))
-        self._reservations.drop_rank(fleet, record, dp_rank, rank)
+        rank = record.worker_id, dp_rank
+        if fleet.predictions is not None and fleet.ledger.rank_of(*rank) is not None:
+            self._state.remove_rank(RankKey(record.key, *rank))
+        self._reservations.drop_rank(fleet, rank, record.block_size or 0)
 
     def _join(self, record: WorkerRecord) -> None:
         """Listens to a worker's ranks and makes them selectable; raises what `register` does."""

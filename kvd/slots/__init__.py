@@ -1,5 +1,7 @@
-"""The load of running requests, as the slot tracker accounts for it.
+"""The load of running requests: what the slot tracker is, and what it shares with selections.
 
 trackers       `SlotTrackers`: workers and requests of each model and tenant
+live_requests  `LiveRequests`: the life of requests, which slot trackers and reservations share;
+               its `moments` tell of every step
 shared_loads   the loads that ledgers of different faces share
 """

@@ -6,35 +6,30 @@
                                         │           other faces may weigh on these (shared_loads)
                                         └ workers   worker id ──> its data-parallel ranks
 
-A tracker lives from its first worker to its last; its block size is fixed by the first. Every step
-of a request's life that succeeds here is told to the replicas, and theirs is taken from them, so
-that all account for the same requests; what came from a replica is never told on.
-All of it is touched by one thread only, and no method awaits: each call is one atomic change.
+A tracker lives from its first worker to its last; its block size is fixed by the first. What
+becomes of a booked request, here and on replicas, is in live_requests.py.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
-from kvd.model import MAX_PARTITIONS, Observers, PartitionKey
+from kvd.model import MAX_PARTITIONS, PartitionKey
+from kvd.slots.live_requests import LiveRequests, ease
 from kvd.slots.shared_loads import Ledgers
-from kvd.wire.early import EarlySteps
-from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
+from kvd.wire.lifecycle import Face
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger import ledger
-from kvd_core.ledger.ledger import Ledger, LiveRequest
+from kvd_core.ledger.ledger import Ledger
 
 MAX_DP_SIZE = 4096  # ranks of one worker, as on the original
 U32_MAX = 2**32 - 1
-
-# Requests expired, or trackers looked at, between two checkpoints: under 1 ms.
-EXPIRY_SLICE = 64
 
 
 class WorkerRow(NamedTuple):
@@ -68,24 +63,24 @@ class Tracker:
         return rank
 
 
-class SlotTrackers:
-    """All trackers of the daemon."""
+class SlotTrackers(LiveRequests[Tracker]):
+    """All trackers of the daemon, and the life of their requests."""
+
+    face = Face.SLOT_TRACKER
 
     def __init__(
         self,
         expiry_s: float,
         ledgers: Ledgers | None = None,
         max_trackers: int = MAX_PARTITIONS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Requests older than `expiry_s` seconds are dropped; no other face is None."""
-        self.expiry_s = expiry_s
+        """Drops requests older than `expiry_s`; without `ledgers` no other face shares loads."""
+        self.trackers: dict[PartitionKey, Tracker] = {}
+        super().__init__(self.trackers, expiry_s, clock)
         self.max_trackers = max_trackers
         self._ledgers = ledgers or Ledgers()
-        self.steps: Observers[[Lifecycle]] = Observers()  # told of every step of a request
-        self.trackers: dict[PartitionKey, Tracker] = {}
-        self.early = EarlySteps()
         self.refused_trackers = 0  # at `max_trackers`
-        self.given_back = 0  # requests whose clients left before their answers
         self.ended: Counter[str] = Counter()  # totals of ledgers that are no more
 
     def tracker(self, model_name: str, tenant_id: str) -> Tracker:
@@ -141,8 +136,7 @@ class SlotTrackers:
                 f"worker {worker_id} not found for model={key.model_name} tenant_id={key.tenant_id}"
             )
         for dp_rank in ranks:
-            for request_id in tracker.ledger.remove_rank(tracker.rank(worker_id, dp_rank)):
-                self._tell(tracker, request_id, worker_id, dp_rank, Step.FREE)
+            self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size)
         if not tracker.workers:
             del self.trackers[key]
             self.ended.update(totals(tracker.ledger))
@@ -193,9 +187,8 @@ class SlotTrackers:
         rank = tracker.rank(worker_id, dp_rank)
         outcome = tracker.ledger.add(request_id, rank, hashes, tokens, now, retry_key)
         if outcome == ledger.ADDED:
-            if self.steps.subscribers:
-                content = hashes.hashes(), tokens
-                self._tell(tracker, request_id, worker_id, dp_rank, Step.ADD, *content)
+            rank_key = worker_id, dp_rank
+            self.begun(tracker, request_id, rank_key, hashes.hashes, tokens)
             return True
         if outcome == ledger.REPEATED:
             return False
@@ -203,131 +196,10 @@ class SlotTrackers:
             raise Conflict(f"request {request_id} already exists")
         raise _refusal(outcome)
 
-    def undoing(self, tracker: Tracker, request_id: str, now: float) -> Callable[[], None]:
-        """Returns what ends a request that has just been booked, if its client has left."""
-        return partial(self._take_back, tracker, request_id, now)
-
-    def _take_back(self, tracker: Tracker, request_id: str, booked_at: float) -> None:
-        live = tracker.ledger.request(request_id)
-        if live is not None and live.admitted_at == booked_at:  # not another one of the name
-            self.given_back += 1
-            self.free(tracker, request_id)
-
     def prefill_complete(self, tracker: Tracker, request_id: str) -> None:
         """Ends the prefill of a request, once or again; raises NotFound."""
-        live = self._told(tracker, request_id)
-        if not tracker.ledger.prefill_complete(request_id):
+        if not self.complete(tracker, request_id):
             raise NotFound(f"request {request_id} not found")
-        if live is not None:
-            self._tell(tracker, request_id, live.worker_id, live.dp_rank, Step.PREFILL_COMPLETE)
-        ease(tracker.ledger)
-
-    def free(self, tracker: Tracker, request_id: str) -> None:
-        """Ends a request; one that is unknown is none to end."""
-        live = self._told(tracker, request_id)
-        tracker.ledger.free(request_id)
-        if live is not None:
-            self._tell(tracker, request_id, live.worker_id, live.dp_rank, Step.FREE)
-        ease(tracker.ledger)
-
-    def expire(self, now: float) -> Iterator[None]:
-        """Drops what is older than the expiry age; rests at every yield.
-
-        Replicas do the same with their own clocks and are not told.
-        """
-        before = now - self.expiry_s
-        for number, key in enumerate(list(self.trackers), 1):
-            tracker = self.trackers.get(key)
-            while tracker is not None and tracker.ledger.expire(before, EXPIRY_SLICE):
-                ease(tracker.ledger)
-                yield
-                tracker = self.trackers.get(key)  # it may have ended, or begun anew, meanwhile
-            if number % EXPIRY_SLICE == 0:
-                yield
-
-    # ---- replicas
-
-    def apply(self, event: Lifecycle, now: float) -> Outcome:
-        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
-        tracker = self.trackers.get(event.partition)
-        if tracker is None:
-            return Outcome.UNKNOWN_MODEL
-        rank = named_rank(event, tracker.block_size, tracker.workers, tracker.ledger)
-        if isinstance(rank, Outcome):
-            return rank
-        outcome = apply_to(tracker.ledger, rank, self.early, event, now)
-        if outcome is Outcome.APPLIED and event.step is not Step.ADD:
-            ease(tracker.ledger)
-        return outcome
-
-    def _told(self, tracker: Tracker, request_id: str) -> LiveRequest | None:
-        """Returns the request if there is anyone to tell of it."""
-        return tracker.ledger.request(request_id) if self.steps.subscribers else None
-
-    def _tell(
-        self,
-        tracker: Tracker,
-        request_id: str,
-        worker_id: int,
-        dp_rank: int,
-        step: Step,
-        hashes: bytes = b"",
-        tokens: int = 0,
-    ) -> None:
-        if self.steps.subscribers:
-            where = tracker.key, tracker.block_size, request_id, worker_id, dp_rank
-            self.steps.tell(Lifecycle(*where, step, hashes, tokens, face=Face.SLOT_TRACKER))
-
-
-def ease(of: Ledger) -> None:
-    """Says that ranks of a ledger may have less to do, if a selection waits for that."""
-    if of.loads.eased is not None:
-        of.loads.eased()
-
-
-def named_rank(
-    event: Lifecycle, block_size: int | None, workers: Container[int], live_requests: Ledger
-) -> int | Outcome:
-    """Returns the rank of the ledger that a replica's step names, or why there is none."""
-    if block_size != event.block_size:
-        return Outcome.BLOCK_SIZE
-    if event.worker_id not in workers:
-        return Outcome.UNKNOWN_WORKER
-    rank = live_requests.rank_of(event.worker_id, event.dp_rank)
-    return Outcome.UNKNOWN_RANK if rank is None else rank
-
-
-def apply_to(
-    live_requests: Ledger, rank: int, early: EarlySteps, event: Lifecycle, now: float
-) -> Outcome:
-    """Takes a replica's step on the ledger and the rank it is about."""
-    if event.step is Step.ADD:
-        return _add_to(live_requests, rank, early.meet(event, now), event, now)
-    live = live_requests.request(event.request_id)
-    if live is None:
-        early.note(event, now)
-        return Outcome.UNKNOWN_REQUEST
-    if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
-        return Outcome.OTHER_WORKER
-    if event.step is Step.FREE:
-        live_requests.free(event.request_id)
-    else:
-        live_requests.prefill_complete(event.request_id)
-    return Outcome.APPLIED
-
-
-def _add_to(
-    live_requests: Ledger, rank: int, before: Step | None, event: Lifecycle, now: float
-) -> Outcome:
-    """Books a replica's request, of which the step `before` was heard before, if one was."""
-    if before is Step.FREE:
-        return Outcome.ENDED
-    tokens = event.prefill_tokens if before is None else 0
-    content = event.hashes, tokens, now, None, event.expected_output_tokens
-    outcome = live_requests.add(event.request_id, rank, *content)
-    if outcome == ledger.ADDED:
-        return Outcome.APPLIED
-    return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
 
 
 def _refusal(outcome: int) -> Exception:
@@ -339,5 +211,5 @@ def _refusal(outcome: int) -> Exception:
 def totals(of: Ledger) -> dict[str, int]:
     """Returns what a ledger counts that only grows."""
     stats = of.stats()
-    counts = {name: stats[name] for name in ("added", "repeated", "freed", "expired", "removed")}
+    counts = {name: stats[name] for name in ("added", "repeated", "freed")}
     return counts | {f"refused_{why}": count for why, count in stats["refused"].items()}

@@ -124,7 +124,7 @@ class Replica:
         taken = {
             ("complete", True): partial(self.slots.prefill_complete, tracker),
             ("complete", False): reservations.prefill_complete,
-            ("free", True): partial(self.slots.free, tracker),
+            ("free", True): partial(self.slots.end, tracker),
             ("free", False): reservations.free,
         }[step, on_slots]
         known = self.knows(request)

@@ -116,7 +116,7 @@ def test_whoever_waits_hears_of_what_ends() -> None:
         add(name)
     assert heard == []
     slots.prefill_complete(tracker, "a")
-    slots.free(tracker, "a")
+    slots.end(tracker, "a")
     assert faces.apply(Step.FREE, None) is Outcome.APPLIED
     assert heard == [5, 4, 3]
     list(slots.expire(11.0))

@@ -30,6 +30,7 @@ from kvd.selection.policies import RouterPolicy
 from kvd.selection.requests import QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL, Role, WorkerRecord
+from kvd.slots.live_requests import Moment
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.lifecycle import Lifecycle
@@ -86,6 +87,7 @@ class Face:
         self.slots = SlotTrackers(300, ledgers)
         self.selections = Selections(state, registry, options, 300, Random(7), *clocks, ledgers)
         self.told: list[Lifecycle] = []
+        self.moments: list[Moment] = []
         trio.run(self._fill)
         routes = selection_routes(self.selections)
         self.routes = {f"{route.method} {route.path}": route for route in routes}
@@ -360,17 +362,22 @@ def test_with_all_options_and_changes_too(
         fleet.ledger.verify()
 
 
-@pytest.mark.slow("two services live through each example")
+@pytest.mark.slow("three services live through each example")
 @settings(max_examples=scaled(20))
 @given(LIVES)
-def test_steps_that_replicas_are_told_of_are_the_same_steps(
+def test_steps_that_others_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
 ) -> None:
-    alone, beside = Face(), Face()
+    alone, observed, beside = Face(), Face(), Face()
     beside.selections.reservations.steps.subscribe(beside.told.append)
+    for face in (observed, beside):
+        moments = face.selections.reservations.moments
+        moments.subscribe(lambda moment, of=face: of.moments.append(moment))
     for name, body in requests:
-        assert alone.answered(name, body) == beside.answered(name, body)
-        assert alone.state() == beside.state()
+        answer = alone.answered(name, body)
+        assert answer == observed.answered(name, body) == beside.answered(name, body)
+        assert alone.state() == observed.state() == beside.state()
+        assert observed.moments == beside.moments
 
 
 TOKENS = {"model_name": '"m"', "token_ids": "[1,2,3,4,5,6,7,8,9]"}

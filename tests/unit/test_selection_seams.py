@@ -131,7 +131,7 @@ class Life:
             self.track(rng.randint(1, 4), rng.choice((0, 50, 50)))
         elif kind == "untrack":
             tracker, name = self.slots.tracker(*M), self.live(self.tracked[-5:])
-            rng.choice((self.slots.free, self.slots.prefill_complete))(tracker, name)
+            rng.choice((self.slots.end, self.slots.prefill_complete))(tracker, name)
 
     def track(self, worker_id: int, tokens: int) -> None:
         tracker = self.slots.trackers.get(M)

@@ -14,6 +14,7 @@ from kvd.errors import KvdError
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.types import Request, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey
+from kvd.slots.live_requests import Moment
 from kvd.slots.trackers import SlotTrackers, Tracker
 from kvd.wire.lifecycle import Lifecycle
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
@@ -32,8 +33,9 @@ class Face:
     """Slot trackers with some live requests, and their routes."""
 
     def __init__(self) -> None:
-        self.slots = SlotTrackers(expiry_s=300)
+        self.slots = SlotTrackers(300, clock=lambda: NOW)
         self.told: list[Lifecycle] = []
+        self.moments: list[Moment] = []
         for tenant in (DEFAULT_TENANT, "other"):
             self.fill(Tracker(PartitionKey("m", tenant), 16), "a", "b")
         self.fill(Tracker(PartitionKey("full", DEFAULT_TENANT), 16, Ledger(1)), "a")
@@ -120,11 +122,15 @@ def test_steps_that_replicas_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
 ) -> None:
     """The handlers take a step themselves unless somebody is to be told of it."""
-    alone, beside = Face(), Face()
+    alone, observed, beside = Face(), Face(), Face()
     beside.slots.steps.subscribe(beside.told.append)
+    for face in (observed, beside):
+        face.slots.moments.subscribe(lambda moment, of=face: of.moments.append(moment))
     for path, body in requests:
-        assert alone.answered(path, body) == beside.answered(path, body)
-        assert alone.state() == beside.state()
+        answer = alone.answered(path, body)
+        assert answer == observed.answered(path, body) == beside.answered(path, body)
+        assert alone.state() == observed.state() == beside.state()
+        assert observed.moments == beside.moments
         assert alone.answered("/loads", b"") == beside.answered("/loads", b"")
     for tracker in alone.slots.trackers.values():
         tracker.ledger.verify()

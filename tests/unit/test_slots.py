@@ -14,7 +14,8 @@ import pytest
 from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.faces.slot_tracker.metrics import slot_families
 from kvd.model import MAX_PARTITIONS, PartitionKey
-from kvd.slots.trackers import EXPIRY_SLICE, MAX_DP_SIZE, SlotTrackers, Tracker, WorkerRow
+from kvd.slots.live_requests import EXPIRY_SLICE
+from kvd.slots.trackers import MAX_DP_SIZE, SlotTrackers, Tracker, WorkerRow
 from kvd.telemetry.metrics import render
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.json.scan import BodyScanner
@@ -150,7 +151,7 @@ def test_counters_of_trackers_that_ended_go_on() -> None:
     assert not slots.book("removed", 1, key="k")
     with refused(Conflict):
         slots.book("removed", 1)
-    slots.free(slots.tracker(*KEY), "freed")
+    slots.end(slots.tracker(*KEY), "freed")
     for _ in slots.expire(EXPIRY_S + 1):
         pass
     expected = {"added": 3, "repeated": 1, "freed": 1, "expired": 1, "removed": 0, "exists": 1}
@@ -291,8 +292,8 @@ def test_replicas_are_told_every_step_that_succeeds_once() -> None:
     slots.book("b", tokens=0)
     slots.prefill_complete(tracker, "a")
     slots.prefill_complete(tracker, "a")  # the peer tells repeats, too
-    slots.free(tracker, "a")
-    slots.free(tracker, "a")
+    slots.end(tracker, "a")
+    slots.end(tracker, "a")
     for faulty in (lambda: slots.prefill_complete(tracker, "a"), lambda: slots.book("b")):
         with pytest.raises(KvdError):
             faulty()
@@ -319,7 +320,7 @@ def test_who_ends_a_request_tells_whoever_admitted_it() -> None:
     slots = Slots()
     slots.apply(event(Step.ADD, "theirs", 7, 1, 1), 0.0)
     slots.prefill_complete(slots.tracker(*KEY), "theirs")
-    slots.free(slots.tracker(*KEY), "theirs")
+    slots.end(slots.tracker(*KEY), "theirs")
     assert slots.told == [
         event(Step.PREFILL_COMPLETE, "theirs", 7, 1),
         event(Step.FREE, "theirs", 7, 1),

@@ -99,7 +99,7 @@ class Replica:
 
     def free(self, key: tuple[str, str], name: str) -> None:
         expected = self.model.step(key, name, Step.FREE)
-        self.check(expected, lambda: self.slots.free(self.slots.tracker(*key), name))
+        self.check(expected, lambda: self.slots.end(self.slots.tracker(*key), name))
 
     def expire(self) -> None:
         self.model.expire(self.now)

@@ -54,13 +54,14 @@ cdef class SelectHandler(PromptHandler):
     cdef Draws draws
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
+    cdef list replicas, observers  # who is told of steps (kvd.slots.live_requests)
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
     cdef bint looked_at      # the fleet's pool has looked at its prompt
     cdef object receipt      # of what the scheduler has booked with the answer
     cdef object queued       # the selection that waits
-    cdef Ledger booked_in    # where, and when, it was booked at once; None: it was not
+    cdef object booked_in    # the fleet where it was booked at once, and when; None: it was not
     cdef double booked_at
 
     cdef bint is_usual(self) noexcept
@@ -75,6 +76,7 @@ cdef class SelectHandler(PromptHandler):
 cdef class ReservationHandler(HotHandler):
     cdef object reservations, scheduler  # parts of the selections
     cdef dict live
+    cdef list replicas, observers
     cdef dict leases         # of sessions, by reservation id: their end is told
     cdef string prefill_id   # scratch: the id of a booking
 

@@ -257,6 +257,8 @@ cdef class SelectHandler(PromptHandler):
         self.draws = selections.draws
         self.counts = selections.counts
         self.live = selections.reservations.live
+        self.replicas = selections.reservations.steps.subscribers
+        self.observers = selections.reservations.moments.subscribers
         self.books = books
         self.waits = True
 
@@ -346,7 +348,7 @@ cdef class SelectHandler(PromptHandler):
         if fleet is None or not fleet.workers:
             return None
         if self.books and (
-            self.reservations.steps.subscribers
+            self.replicas
             or fleet.predictions is not None
             or self.reservation_id in self.live
         ):
@@ -399,7 +401,9 @@ cdef class SelectHandler(PromptHandler):
             return False
         pool.foretell(candidate, admission.now)
         self.live[self.reservation_id] = fleet
-        self.booked_in, self.booked_at = pool.ledger, admission.now
+        self.booked_in, self.booked_at = fleet, admission.now
+        if self.observers:
+            self.reservations.observe_begin(fleet, self.reservation_id)
         return True
 
 
@@ -411,12 +415,14 @@ cdef class ReservationHandler(HotHandler):
         self.reservations = selections.reservations
         self.scheduler = selections.scheduler
         self.live = selections.reservations.live
+        self.replicas = selections.reservations.steps.subscribers
+        self.observers = selections.reservations.moments.subscribers
         self.leases = {} if selections.affinity is None else selections.affinity.leases
         self.bodiless = True
 
     cdef Ledger ledger_of(self, str reservation_id):
         fleet = self.live.get(reservation_id)
-        if fleet is None or self.reservations.steps.subscribers:
+        if fleet is None or self.replicas or self.observers:
             return None
         if self.scheduler.held and len(fleet.queue):
             return None

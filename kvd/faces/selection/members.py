@@ -11,12 +11,14 @@ from kvd.errors import Invalid
 from kvd.faces.common import bodies
 from kvd.http.types import Request, Response
 from kvd.model import PartitionKey
+from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
 from kvd.selection.policies import RouterPolicy
-from kvd.selection.requests import Receipt, Retry
+from kvd.selection.requests import Retry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL
+from kvd.slots.live_requests import Receipt
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 
 OK = b'{"status":"ok"}'
@@ -74,7 +76,7 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
     return Retry((reservation_id, key), content.digest())
 
 
-def booked(status: int, answer: bytes, receipt: Receipt, selections: Selections) -> Response:
+def booked(status: int, answer: bytes, receipt: Receipt[Fleet], selections: Selections) -> Response:
     """Returns the response that tells of a booking, which ends if it does not reach its client."""
     return Response(status, answer, undo=partial(selections.reservations.take_back, receipt))
 

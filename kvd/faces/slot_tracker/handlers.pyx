@@ -1,8 +1,8 @@
 # distutils: language = c++
 """The slot tracker's hot handlers: steps in the life of a request, loads and projections.
 
-A step that only the ledger has to know of is taken here. `SlotTrackers` takes one that replicas are
-told of or that has an Idempotency-Key, and words why a step cannot be taken.
+A step that only the ledger has to know of is taken here. `SlotTrackers` takes one that replicas or
+observers are told of or that has an Idempotency-Key, and words why a step cannot be taken.
 
 Costs: 0.5 µs beside scanning the body and the ledger's work.
 """
@@ -57,6 +57,8 @@ cdef class SlotHandler(HotHandler):
         self.body = BodyReader(self.ARRAYS, self.FIELDS)
         self.slots = slots
         self.trackers = slots.trackers
+        self.replicas = slots.steps.subscribers
+        self.observers = slots.moments.subscribers
 
     cdef object tracker(self):
         model_name, tenant_id = self.body.text(kModel), self.body.tenant(kTenant)
@@ -96,7 +98,7 @@ cdef class AddHandler(SlotHandler):
         admission.now = self.clock()
         cdef bint added = (
             key is None
-            and not self.slots.steps.subscribers
+            and not self.replicas
             and admission.rank != kNone
             and ledger.c.add(admission) == kAdded
         )
@@ -105,6 +107,8 @@ cdef class AddHandler(SlotHandler):
                 tracker, id_text(admission.id), worker_id, dp_rank, self.body, admission.tokens,
                 admission.now, key,
             )
+        elif self.observers:
+            self.slots.observe_begin(tracker, id_text(admission.id))
         self.status = 201 if added else 200
         self.booked_as.assign(admission.id.data(), admission.id.size())
         self.booked_in, self.booked_at = tracker if added else None, admission.now
@@ -125,7 +129,7 @@ cdef class PrefillCompleteHandler(SlotHandler):
         cdef Ledger ledger = tracker.ledger
         cdef string_view request_id = self.body.id_bytes(kRequestId)
         cdef RequestId live = ledger.c.requests().find(request_id)
-        if live == kNone or self.slots.steps.subscribers:
+        if live == kNone or self.replicas or self.observers:
             self.slots.prefill_complete(tracker, id_text(request_id))
             return OK
         ledger.c.complete_prefill(live)
@@ -142,8 +146,8 @@ cdef class FreeHandler(SlotHandler):
         cdef Ledger ledger = tracker.ledger
         cdef string_view request_id = self.body.id_bytes(kRequestId)
         cdef RequestId live = ledger.c.requests().find(request_id)
-        if live == kNone or self.slots.steps.subscribers:
-            self.slots.free(tracker, id_text(request_id))
+        if live == kNone or self.replicas or self.observers:
+            self.slots.end(tracker, id_text(request_id))
             return OK
         ledger.c.free(live)
         ease(ledger)

@@ -23,6 +23,7 @@ REFUSALS = ("exists", "full", "overflow", "output_blocks")
 def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | None]:
     """Sums up all trackers; shows loads rank by rank up to `most_ranks` registered ranks."""
     sums = Counter(slots.ended)
+    sums.update(expired=slots.expired, removed=slots.removed)
     live = workers = ranks = 0
     for number, key in enumerate(list(slots.trackers), 1):
         tracker = slots.trackers.get(key)

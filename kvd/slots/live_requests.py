@@ -1,0 +1,321 @@
+"""The life of requests, from their booking to their end, as all faces account for it.
+
+    LiveRequests                    one a face: SlotTrackers, and Reservations of the selection
+      ├ owners: (model, tenant) ──> Tracker or Fleet: a ledger, its block size, its workers
+      ├ steps    ──> replicas       each step that a client has taken here
+      ├ moments  ──> observers      each step, with its time, whoever has taken it
+      └ early                       ends that replicas told of before the beginnings
+
+    client   booking ──> prefill complete ──> free              told to replicas and observers
+    replica  ADD     ──> MarkPrefillCompleted ──> Free          told to observers
+    here                  expiry by age                         told to observers
+                          its rank is removed                   told to replicas and observers
+
+A face books in its own way and says so by `begun`; the rest of a request's life is here. Compiled
+handlers book, complete and free in the ledger themselves where nobody is to be told
+(kvd/faces/*/handlers.pyx).
+
+One thread owns all of it and no method awaits: each call is one atomic change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+from kvd.model import Observers, PartitionKey
+from kvd.wire.early import EarlySteps
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
+from kvd_core.ledger import ledger
+from kvd_core.ledger.ledger import Ledger, LiveRequest
+
+# Requests expired, or owners looked at, between two checkpoints: under 1 ms.
+EXPIRY_SLICE = 64
+
+
+class LedgerOwner(Protocol):
+    """The requests and ranks that a face has of one model and tenant."""
+
+    @property
+    def key(self) -> PartitionKey: ...
+    @property
+    def block_size(self) -> int | None: ...  # tokens; None without workers
+    @property
+    def workers(self) -> Collection[int]: ...
+    @property
+    def ledger(self) -> Ledger: ...
+
+
+Owner = TypeVar("Owner", bound=LedgerOwner)
+
+
+class Moment(NamedTuple):
+    """One step of a request's life.
+
+    `live` is the request as booked for an ADD, and as it was before any other step. It is None for
+    the end of a request that was too old or whose rank was removed.
+    """
+
+    at: float  # seconds of the face's clock
+    step: Step
+    key: PartitionKey
+    request_id: str
+    live: LiveRequest | None
+
+
+@dataclass(slots=True, eq=False)
+class Receipt(Generic[Owner]):
+    """One booking, which another one under the same id is not."""
+
+    owner: Owner
+    request_id: str
+    booked_at: float  # seconds of the face's clock
+    beside: str | None = None  # the id of what was booked with it, and may outlive it
+    clients: int = 1  # those that were given its answer
+
+    def lives(self) -> bool:
+        return self._is_live(self.request_id)
+
+    def left(self) -> str | None:
+        """Returns an id whose end is that of all that is left of the booking; None: nothing is."""
+        if self.lives():
+            return self.request_id
+        return self.beside if self.beside is not None and self._is_live(self.beside) else None
+
+    def _is_live(self, request_id: str) -> bool:
+        live = self.owner.ledger.request(request_id)
+        return live is not None and live.admitted_at == self.booked_at
+
+
+class LiveRequests(Generic[Owner]):
+    """The live requests of one face."""
+
+    face: ClassVar[Face]
+
+    def __init__(
+        self, owners: Mapping[PartitionKey, Owner], expiry_s: float, clock: Callable[[], float]
+    ) -> None:
+        """Drops requests older than `expiry_s`; `clock` returns seconds and never goes back."""
+        self.expiry_s = expiry_s
+        self.steps: Observers[[Lifecycle]] = Observers()  # told of the steps of clients
+        self.moments: Observers[[Moment]] = Observers()  # told of all steps, within each
+        self.early = EarlySteps()
+        self.given_back = 0  # requests whose clients left before their answers
+        self.expired = 0
+        self.removed = 0  # with their ranks
+        self._owners = owners
+        self._clock = clock
+
+    # ---- what a face adds
+
+    def _is_elsewhere(self, owner: Owner, request_id: str) -> bool:
+        """Says whether the id is that of a request of another owner; ids are an owner's own."""
+        return False
+
+    def _enter(self, owner: Owner, request_id: str) -> None:
+        """Takes note of a request that its owner's ledger has from now on."""
+
+    def _forget(self, request_id: str) -> None:
+        """Takes note of the end of a request, which its owner's ledger has no more."""
+
+    def _end_booking(self, owner: Owner, request_id: str) -> None:
+        """Ends a request with all that was booked with it, which is nothing more."""
+        self.end(owner, request_id)
+
+    # ---- steps of clients
+
+    def begun(
+        self,
+        owner: Owner,
+        request_id: str,
+        rank: tuple[int, int],
+        hashes: Callable[[], bytes],
+        tokens: int,
+        expected_output_tokens: int | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """Takes note of a request that has been booked on a rank (worker id, dp rank).
+
+        `hashes` returns its sequence hashes as native u64s, and is called if replicas are told.
+        """
+        self._enter(owner, request_id)
+        if self.steps.subscribers:
+            content = hashes(), tokens, expected_output_tokens, lora_name
+            self._tell(owner.key, owner.block_size, request_id, rank, Step.ADD, *content)
+        self.observe_begin(owner, request_id)
+
+    def observe_begin(self, owner: Owner, request_id: str) -> None:
+        """Tells observers of a request that has been booked."""
+        if self.moments.subscribers:
+            live = owner.ledger.request(request_id)
+            assert live is not None
+            self._observe(owner, request_id, Step.ADD, live.admitted_at, live)
+
+    def complete(self, owner: Owner, request_id: str) -> bool:
+        """Ends the prefill of a request, once or again; False if there is no such request."""
+        live = self._shown(owner, request_id)
+        if not owner.ledger.prefill_complete(request_id):
+            return False
+        self._took(owner, request_id, Step.PREFILL_COMPLETE, live)
+        ease(owner.ledger)
+        return True
+
+    def end(self, owner: Owner, request_id: str) -> None:
+        """Ends a request; one that is unknown is none to end."""
+        live = self._shown(owner, request_id)
+        if owner.ledger.free(request_id):
+            self._took(owner, request_id, Step.FREE, live)
+            self._forget(request_id)
+        ease(owner.ledger)
+
+    def _shown(self, owner: Owner, request_id: str) -> LiveRequest | None:
+        """Returns a request if there is anyone to tell of it."""
+        if self.steps.subscribers or self.moments.subscribers:
+            return owner.ledger.request(request_id)
+        return None
+
+    def _took(self, owner: Owner, request_id: str, step: Step, live: LiveRequest | None) -> None:
+        """Tells of a client's step; `live` is the request before it."""
+        if live is not None:
+            rank = live.worker_id, live.dp_rank
+            self._tell(owner.key, owner.block_size, request_id, rank, step)
+            self._observe(owner, request_id, step, self._clock(), live)
+
+    def _tell(
+        self,
+        key: PartitionKey,
+        block_size: int | None,
+        request_id: str,
+        rank: tuple[int, int],
+        step: Step,
+        hashes: bytes = b"",
+        tokens: int = 0,
+        expected_output_tokens: int | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        if self.steps.subscribers:
+            where = key, block_size or 0, request_id, *rank
+            of_add = hashes, tokens, expected_output_tokens, lora_name
+            self.steps.tell(Lifecycle(*where, step, *of_add, self.face))
+
+    def _observe(
+        self, owner: Owner, request_id: str, step: Step, at: float, live: LiveRequest | None
+    ) -> None:
+        if self.moments.subscribers:
+            self.moments.tell(Moment(at, step, owner.key, request_id, live))
+
+    # ---- bookings whose clients have left
+
+    def undoing(self, owner: Owner, request_id: str, booked_at: float) -> Callable[[], None]:
+        """Returns what takes back a booking that is told to one client."""
+        return partial(self.take_back, Receipt(owner, request_id, booked_at))
+
+    def take_back(self, receipt: Receipt[Owner]) -> None:
+        """Ends a booking of which its client will never hear, unless another one has."""
+        receipt.clients -= 1
+        left = receipt.left()
+        if receipt.clients == 0 and left is not None:
+            self.given_back += 1
+            self._end_booking(receipt.owner, left)
+
+    # ---- ends that nobody asked for
+
+    def expire(self, now: float) -> Iterator[None]:
+        """Drops what is older than the expiry age; rests at every yield.
+
+        Replicas do the same with their own clocks and are not told.
+        """
+        before = now - self.expiry_s
+        for number, key in enumerate(list(self._owners), 1):
+            while self._expire_some(key, before, now):
+                yield
+            if number % EXPIRY_SLICE == 0:
+                yield
+
+    def _expire_some(self, key: PartitionKey, before: float, now: float) -> bool:
+        """Drops some of an owner's requests; False without any."""
+        owner = self._owners.get(key)  # it may have ended, or begun anew, meanwhile
+        expired = [] if owner is None else owner.ledger.expire(before, EXPIRY_SLICE)
+        if owner is None or not expired:
+            return False
+        self.expired += len(expired)
+        for request_id in expired:
+            self._observe(owner, request_id, Step.FREE, now, None)
+            self._forget(request_id)
+        ease(owner.ledger)
+        return True
+
+    def drop_rank(self, owner: Owner, rank: tuple[int, int], block_size: int) -> None:
+        """Takes a rank out of the ledger, if it is there, and ends what is booked on it.
+
+        `block_size` is that of its worker, which the owner may have no more. The caller eases the
+        ledger, once for all ranks.
+        """
+        number = owner.ledger.rank_of(*rank)
+        if number is None:
+            return
+        for request_id in owner.ledger.remove_rank(number):
+            self.removed += 1
+            self._tell(owner.key, block_size, request_id, rank, Step.FREE)
+            self._observe(owner, request_id, Step.FREE, self._clock(), None)
+            self._forget(request_id)
+
+    # ---- steps of replicas
+
+    def apply(self, event: Lifecycle, now: float) -> Outcome:
+        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
+        owner = self._owners.get(event.partition)
+        if owner is None or not owner.workers:
+            return Outcome.UNKNOWN_MODEL
+        if owner.block_size != event.block_size:
+            return Outcome.BLOCK_SIZE
+        if event.worker_id not in owner.workers:
+            return Outcome.UNKNOWN_WORKER
+        rank = owner.ledger.rank_of(event.worker_id, event.dp_rank)
+        if rank is None:
+            return Outcome.UNKNOWN_RANK
+        if event.step is Step.ADD:
+            return self._begin_mirrored(owner, rank, event, now)
+        return self._move_mirrored(owner, event, now)
+
+    def _begin_mirrored(self, owner: Owner, rank: int, event: Lifecycle, now: float) -> Outcome:
+        """Books a replica's request, unless its end was heard before."""
+        if self._is_elsewhere(owner, event.request_id):
+            return Outcome.DUPLICATE
+        before = self.early.meet(event, now)
+        if before is Step.FREE:
+            return Outcome.ENDED
+        tokens = event.prefill_tokens if before is None else 0
+        content = event.hashes, tokens, now, None, event.expected_output_tokens
+        outcome = owner.ledger.add(event.request_id, rank, *content)
+        if outcome != ledger.ADDED:
+            return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
+        self._enter(owner, event.request_id)
+        self.observe_begin(owner, event.request_id)
+        return Outcome.APPLIED
+
+    def _move_mirrored(self, owner: Owner, event: Lifecycle, now: float) -> Outcome:
+        """Completes or ends a request as a replica has."""
+        live = owner.ledger.request(event.request_id)
+        if live is None:
+            self.early.note(event, now)
+            return Outcome.UNKNOWN_REQUEST
+        if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
+            return Outcome.OTHER_WORKER
+        if event.step is Step.FREE:
+            owner.ledger.free(event.request_id)
+        else:
+            owner.ledger.prefill_complete(event.request_id)
+        self._observe(owner, event.request_id, event.step, now, live)
+        if event.step is Step.FREE:
+            self._forget(event.request_id)
+        ease(owner.ledger)
+        return Outcome.APPLIED
+
+
+def ease(of: Ledger) -> None:
+    """Says that ranks of a ledger may have less to do, if a selection waits for that."""
+    if of.loads.eased is not None:
+        of.loads.eased()
