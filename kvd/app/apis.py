@@ -210,7 +210,7 @@ class Apis:
             partial(booking_families, selections),
             lambda: choice_families(selections, answered, config().metrics_ranks),
         ]
-        self.gateway.sources.append(known.gateway.families)
+        self.gateway.sources += [blocks, known.gateway.families]
         self.conductor.sources.append(
             partial(conductor_listings.families, known.state, known.publishers)
         )

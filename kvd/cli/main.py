@@ -511,7 +511,7 @@ def add_without_effect(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*names, action=_Noted, nargs="?", help=argparse.SUPPRESS)
 
 
-def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     return {setting.name: getattr(args, setting.name) for setting in settings.SETTINGS}
 
 
@@ -520,11 +520,11 @@ def gateway_settings(
 ) -> dict[str, object]:
     given = serve_settings(parser, args)
     if args.upstream is not None:
-        named = (url for each in args.upstream for url in each)
-        given["upstreams"] = tuple(dict.fromkeys((*(given["upstreams"] or ()), *named)))
+        named = [url for each in (given["upstreams"] or (), *args.upstream) for url in each]
+        given["upstreams"] = tuple(dict.fromkeys(named))
     if (bind := address(args, settings.DEFAULT_GATEWAY_BIND)) is not None:
         given["gateway_bind"] = bind
-    others = {name: parsers.OFF for name in config.FACE_BINDS}
+    others = dict.fromkeys(config.FACE_BINDS, parsers.OFF)
     given[config.DEFAULTS] = others | {
         "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
         "session_affinity_ttl_secs": SESSION_TTL_S,

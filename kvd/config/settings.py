@@ -580,9 +580,7 @@ BIND_SETTINGS = section(
     slot_tracker_bind=binds("addresses of the slot tracker", Binds((DEFAULT_SLOT_TRACKER_BIND,))),
     selection_bind=binds("addresses of the selection service", Binds((DEFAULT_SELECTION_BIND,))),
     conductor_bind=binds("addresses of the conductor", Binds((DEFAULT_CONDUCTOR_BIND,))),
-    gateway_bind=binds(
-        f"addresses of the gateway; `kvd gateway` uses {DEFAULT_GATEWAY_BIND}", OFF
-    ),
+    gateway_bind=binds(f"addresses of the gateway; `kvd gateway` uses {DEFAULT_GATEWAY_BIND}", OFF),
 )
 
 GATEWAY_SETTINGS = section(

@@ -10,36 +10,36 @@ from __future__ import annotations
 
 import json
 from enum import Enum
+from typing import NamedTuple
 
 from kvd.errors import KvdError
 from kvd.http.types import Headers, Response
 
 
+class Refusal(NamedTuple):
+    """How a reason is told."""
+
+    status: int
+    openai_type: str
+    code: str  # OpenAI's, and that of metrics
+    anthropic_type: str
+    retry_after_s: int | None = None
+
+
+_INVALID = "invalid_request_error"
+
+
 class Reason(Enum):
-    """Why the gateway refuses: status, OpenAI's type and code, Anthropic's type, retry-after."""
+    """Why the gateway refuses."""
 
-    MODEL_NOT_FOUND = (404, "invalid_request_error", "model_not_found", "not_found_error", None)
-    UNKNOWN_URL = (404, "invalid_request_error", "unknown_url", "not_found_error", None)
-    INVALID_JSON = (400, "invalid_request_error", "invalid_json", "invalid_request_error", None)
-    FORBIDDEN_PARAMETER = (
-        400,
-        "invalid_request_error",
-        "forbidden_parameter",
-        "invalid_request_error",
-        None,
-    )
-    OVERLOADED = (429, "rate_limit_error", "overloaded", "rate_limit_error", 1)
-    NO_UPSTREAM = (503, "server_error", "no_upstream", "overloaded_error", 1)
-    UPSTREAM_FAILED = (502, "server_error", "upstream_failed", "api_error", None)
-    UPSTREAM_TIMEOUT = (504, "server_error", "upstream_timeout", "api_error", None)
-
-    @property
-    def status(self) -> int:
-        return self.value[0]
-
-    @property
-    def code(self) -> str:
-        return self.value[2]
+    MODEL_NOT_FOUND = Refusal(404, _INVALID, "model_not_found", "not_found_error")
+    UNKNOWN_URL = Refusal(404, _INVALID, "unknown_url", "not_found_error")
+    INVALID_JSON = Refusal(400, _INVALID, "invalid_json", _INVALID)
+    FORBIDDEN_PARAMETER = Refusal(400, _INVALID, "forbidden_parameter", _INVALID)
+    OVERLOADED = Refusal(429, "rate_limit_error", "overloaded", "rate_limit_error", 1)
+    NO_UPSTREAM = Refusal(503, "server_error", "no_upstream", "overloaded_error", 1)
+    UPSTREAM_FAILED = Refusal(502, "server_error", "upstream_failed", "api_error")
+    UPSTREAM_TIMEOUT = Refusal(504, "server_error", "upstream_timeout", "api_error")
 
 
 class GatewayError(KvdError):
@@ -53,25 +53,29 @@ class GatewayError(KvdError):
 
 def openai_error(error: GatewayError) -> dict[str, object]:
     """Returns the members of OpenAI's error object."""
-    _, kind, code, _, _ = error.reason.value
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code}}
+    told = error.reason.value
+    members = {"message": str(error), "type": told.openai_type, "param": error.param}
+    return {"error": {**members, "code": told.code}}
 
 
 def anthropic_error(error: GatewayError) -> dict[str, object]:
     """Returns the members of Anthropic's error object."""
-    return {"type": "error", "error": {"type": error.reason.value[3], "message": str(error)}}
+    return {
+        "type": "error",
+        "error": {"type": error.reason.value.anthropic_type, "message": str(error)},
+    }
 
 
 def response(error: GatewayError, *, anthropic: bool) -> Response:
     """Returns the answer to a request that is refused."""
     members = anthropic_error(error) if anthropic else openai_error(error)
-    headers: Headers = [(b"x-kvd-error", error.reason.code.encode())]
-    retry_after = error.reason.value[4]
-    if retry_after is not None:
-        headers.append((b"retry-after", b"%d" % retry_after))
+    told = error.reason.value
+    headers: Headers = [(b"x-kvd-error", told.code.encode())]
+    if told.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % told.retry_after_s))
     if error.reason is Reason.UPSTREAM_TIMEOUT:  # the work has probably been done once
         headers.append((b"x-should-retry", b"false"))
-    return Response(error.reason.status, json.dumps(members).encode(), headers=headers)
+    return Response(told.status, json.dumps(members).encode(), headers=headers)
 
 
 def event(error: GatewayError, *, anthropic: bool) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -23,7 +24,7 @@ from kvd.gateway import errors
 from kvd.gateway.asking import Api, Asked, read
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.heads import read_head, request_head, request_id_of
+from kvd.gateway.heads import EngineHead, read_head, request_head, request_id_of
 from kvd.gateway.stats import Decision, Ended, GatewayStats
 from kvd.gateway.tokens import PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
@@ -105,7 +106,7 @@ class Forwarder:
         try:
             return await self._serve(api, request)
         except GatewayError as error:
-            self._stats.errors[error.reason.code] += 1
+            self._stats.errors[error.reason.value.code] += 1
             self._stats.ended[Ended.REFUSED] += 1
             answer = errors.response(error, anthropic=api is Api.MESSAGES)
             return await request.respond(answer)
@@ -203,9 +204,7 @@ class Forwarder:
             0 if tokens is None else tokens.count - answer["effective_prefill_tokens"],
         )
 
-    async def _try(
-        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen
-    ) -> bool | None:
+    async def _try(self, request: RelayedRequest, attempt: Attempt, chosen: Chosen) -> bool | None:
         """Sends the request to the engine that was chosen; None if another one may be tried."""
         upstream = chosen.upstream
         assert upstream.engine is not None and upstream.facts is not None
@@ -222,14 +221,13 @@ class Forwarder:
             attempt.request_id,
             own,
         )
-        begin = partial(
-            self._exchanges.begin, upstream.engine, head, request.body, HOLD_BYTES
-        )
+        begin = partial(self._exchanges.begin, upstream.engine, head, request.body, HOLD_BYTES)
         async with request.lent() as client_fd:
             with begin(client_fd) as exchange:
                 answer = await exchange.begins()
                 if answer is None:
-                    return self._not_begun(attempt, upstream, exchange.ending())
+                    self._note_not_begun(attempt, upstream, exchange.ending())
+                    return None
                 self._prefilled(chosen.reservation_id)
                 if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                     self._stats.retries[refusal] += 1
@@ -239,7 +237,7 @@ class Forwarder:
                 ending = await exchange.ends()
         return await self._end(request, attempt, chosen, answer, ending, chunked, persists)
 
-    def _not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
+    def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Takes note of an engine that has not answered; raises what keeps others from a try."""
         outcome = ending.outcome
         if outcome is Outcome.CLIENT_GONE:
@@ -281,23 +279,17 @@ class Forwarder:
     ) -> bool:
         """Answers with what the last engine said that refused, as it said it."""
         said = read_head(answer.head)
-        headers: Headers = [*said.headers, (b"x-request-id", request_id)]
-        if not any(name == b"retry-after" for name, _ in headers):
-            headers.append((b"retry-after", b"1"))
+        headers = [*_paced(said), (b"x-request-id", request_id)]
         self._stats.ended[Ended.COMPLETE] += 1
         return await request.respond(Response(said.status, answer.held, b"", headers))
 
     def _prefilled(self, reservation_id: str) -> None:
-        try:
+        with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
             self._selections.reservations.prefill_complete(reservation_id)
-        except NotFound:
-            pass  # its worker has left the fleet meanwhile, and all that was booked there
 
     def _free(self, reservation_id: str) -> None:
-        try:
+        with suppress(NotFound):  # as above
             self._selections.reservations.free(reservation_id)
-        except NotFound:
-            pass  # as above
 
 
 def _look(attempt: Attempt, pool: Pool) -> None:
@@ -313,7 +305,7 @@ def _forward(
     """Sends an answer on; says whether in chunks, and whether the connection persists after it."""
     said = read_head(answer.head)
     length = len(answer.held) if answer.whole else said.length
-    headers = said.headers + _decision_headers(attempt, chosen)
+    headers = _paced(said) + _decision_headers(attempt, chosen)
     if answer.events:
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     head, chunked, persists = request.answer_head(said.status, headers, length)
@@ -323,8 +315,31 @@ def _forward(
 
 def _refuses(answer: Answer) -> str | None:
     """Returns what an engine has refused with if another one may do better, else None."""
-    if answer.status in NOT_DONE and answer.whole:
-        return str(answer.status)
+    status = event_error(answer.held) if answer.events else answer.status
+    whole = answer.whole or answer.events
+    return str(status) if whole and status in NOT_DONE else None
+
+
+def _paced(said: EngineHead) -> Headers:
+    """Returns the headers of an answer; one that refuses for now says when to come again."""
+    paced = said.status not in (429, 503) or any(name == b"retry-after" for name, _ in said.headers)
+    return said.headers if paced else [*said.headers, (b"retry-after", b"1")]
+
+
+def event_error(held: bytes) -> int | None:
+    """Returns the status of an error that is the first event of a stream, None if it is no error.
+
+    Engines that have begun to answer with 200 say in this way that they are overloaded.
+    """
+    for line in held.splitlines():
+        if line.startswith(b"data:"):
+            try:
+                told = json.loads(line[5:])
+            except ValueError:
+                return None
+            error = told.get("error") if isinstance(told, dict) else None
+            code = error.get("code") if isinstance(error, dict) else None
+            return code if isinstance(code, int) else None
     return None
 
 

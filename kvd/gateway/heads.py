@@ -55,9 +55,9 @@ class EngineHead(NamedTuple):
 def request_id_of(headers: Headers, made: str) -> bytes:
     """Returns the client's x-request-id if it can be passed on, else the one that was made."""
     for name, value in headers:
-        if name == b"x-request-id" and 0 < len(value) <= MAX_REQUEST_ID:
-            if all(0x21 <= byte <= 0x7E for byte in value):
-                return value
+        fits = name == b"x-request-id" and 0 < len(value) <= MAX_REQUEST_ID
+        if fits and all(0x21 <= byte <= 0x7E for byte in value):
+            return value
     return made.encode()
 
 

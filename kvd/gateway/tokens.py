@@ -56,7 +56,9 @@ class Tokens:
         self._stats = stats
         self._turn = 0
 
-    async def of(self, asked: Asked, body: bytes, engines: Sequence[Upstream]) -> PromptTokens | None:
+    async def of(
+        self, asked: Asked, body: bytes, engines: Sequence[Upstream]
+    ) -> PromptTokens | None:
         """Returns the tokens of a request's prompt, None if nobody says them in time."""
         found = await self._find(asked, body, engines)
         self._stats.rungs[Rung.NONE if found is None else found.rung] += 1
@@ -98,7 +100,9 @@ class Tokens:
 def question(asked: Asked) -> bytes:
     """Returns the body for /tokenize: the members that decide about the tokens, as they stand."""
     names = CHAT_MEMBERS if asked.api is Api.CHAT else PROMPT_MEMBERS
-    parts = [b'"%b":%b' % (name.encode(), asked.spans[name]) for name in names if name in asked.spans]
+    parts = [
+        b'"%b":%b' % (name.encode(), asked.spans[name]) for name in names if name in asked.spans
+    ]
     return b"{%b}" % b",".join(parts)
 
 

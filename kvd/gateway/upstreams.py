@@ -11,6 +11,7 @@ worker after a restart and for every gateway.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -141,7 +142,9 @@ class Upstreams:
             assert upstream.engine is not None
             if not await self._is_well(upstream):
                 raise NotAnEngine(upstream.problem or "its health check failed")
-            facts = await Probe(self._exchanges, upstream.engine, upstream.target, upstream.key).ask()
+            facts = await Probe(
+                self._exchanges, upstream.engine, upstream.target, upstream.key
+            ).ask()
             await self._register(upstream, facts)
         except (NotAnEngine, ExchangeFailed, Unreachable, KvdError) as error:
             if upstream.problem != str(error):
@@ -222,10 +225,8 @@ class Upstreams:
     async def remove(self, upstream: Upstream) -> None:
         """Forgets an engine; what is under way with it goes on."""
         del self.each[upstream.worker_id]
-        try:
+        with suppress(NotFound):  # it never was one
             await self._selections.workers.delete(upstream.worker_id)
-        except NotFound:
-            pass  # it never was one
         if upstream.engine is not None:
             self._exchanges.relay.remove_engine(upstream.engine)
         self._name()

@@ -58,11 +58,11 @@
 
 namespace kvd::relay {
 
-constexpr size_t kReceive = 64 * 1024;   // bytes of one receive
-constexpr size_t kWindow = 256 * 1024;   // bytes that may wait for a client
-constexpr size_t kTail = 4 * 1024;       // bytes of the payload's end that are kept, at least
-constexpr size_t kMaxHead = 64 * 1024;   // bytes of an answer's head
-constexpr size_t kMaxIdle = 1024;        // kept connections of one engine
+constexpr size_t kReceive = 64 * 1024;  // bytes of one receive
+constexpr size_t kWindow = 256 * 1024;  // bytes that may wait for a client
+constexpr size_t kTail = 4 * 1024;      // bytes of the payload's end that are kept, at least
+constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head
+constexpr size_t kMaxIdle = 1024;       // kept connections of one engine
 constexpr int kNoSocket = -1;
 
 using ExchangeId = uint64_t;  // generation << 32 | slot
@@ -105,12 +105,12 @@ struct Limits {
 
 struct Stats {
   uint64_t begun = 0;
-  uint64_t connected = 0;     // new connections to engines
-  uint64_t reused = 0;        // requests sent on a kept connection
-  uint64_t sent_again = 0;    // after a kept connection had ended without a byte
-  uint64_t receives = 0;      // of payload that was forwarded
-  uint64_t payload_bytes = 0; // forwarded
-  uint64_t pauses = 0;        // engines that were not read because of their client
+  uint64_t connected = 0;      // new connections to engines
+  uint64_t reused = 0;         // requests sent on a kept connection
+  uint64_t sent_again = 0;     // after a kept connection had ended without a byte
+  uint64_t receives = 0;       // of payload that was forwarded
+  uint64_t payload_bytes = 0;  // forwarded
+  uint64_t pauses = 0;         // engines that were not read because of their client
 };
 
 struct Notice {
@@ -126,22 +126,22 @@ struct Exchange {
   bool was_kept = false;        // the connection had served another request
   bool engine_watched = false;  // its descriptor is in the epoll set
   bool client_watched = false;
-  bool completes = false;       // all of the payload is here
+  bool completes = false;  // all of the payload is here
   int engine_fd = kNoSocket;
   int client_fd = kNoSocket;
   uint32_t engine_events = 0;
   uint32_t client_events = 0;
   EngineId engine = 0;
   size_t hold = 0;
-  std::string request;     // its head
+  std::string request;         // its head
   const char* body = nullptr;  // the caller's, until END or drop
   size_t body_size = 0;
-  size_t sent = 0;         // of both
-  std::string received;    // the head as far as it has come; then the head alone
-  std::string held;        // payload before `forward`
+  size_t sent = 0;       // of both
+  std::string received;  // the head as far as it has come; then the head alone
+  std::string held;      // payload before `forward`
   AnswerHead head;
   Body decoder;
-  std::string unsent;      // frames that wait for the client, from `unsent_at`
+  std::string unsent;  // frames that wait for the client, from `unsent_at`
   size_t unsent_at = 0;
   std::string tail;
   uint64_t forwarded = 0;  // bytes of payload
@@ -332,8 +332,8 @@ class Relay {
   }
 
  private:
-  static constexpr int kEvents = 256;          // taken from the set at once
-  static constexpr int kReceivesInARow = 4;    // of one engine, before others have their turn
+  static constexpr int kEvents = 256;        // taken from the set at once
+  static constexpr int kReceivesInARow = 4;  // of one engine, before others have their turn
   static constexpr uint64_t kClientSide = UINT64_C(1) << 63;
 
   struct Idle {

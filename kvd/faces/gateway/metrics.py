@@ -37,7 +37,7 @@ def gateway_families(
         ("matched_tokens", "Number of those tokens expected to be cached at the chosen engine",
          stats.matched_tokens),
         ("reported_matched_tokens",
-         "Number of tokens expected to be cached in requests whose engine reported its cached tokens",
+         "Number of tokens expected to be cached in requests whose engine reported the real number",
          stats.reported_tokens),
         ("reported_cached_tokens", "Number of cached tokens that engines reported in their usage",
          stats.cached_tokens),

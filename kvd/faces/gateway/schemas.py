@@ -64,7 +64,10 @@ REFUSED = (400, 404, 429, 502, 503, 504)
 OPERATIONS: Mapping[str, Operation] = {
     **{
         f"POST {path}": Operation(
-            "Is answered by an engine", {200: ANSWER}, REFUSED, in_json(members({}, {"model": TEXT}))
+            "Is answered by an engine",
+            {200: ANSWER},
+            REFUSED,
+            in_json(members({}, {"model": TEXT})),
         )
         for path in RELAYED
     },
