@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +45,8 @@ class Running:
     async def _run(self, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
-                serve = self.server.serve
-                await nursery.start(
-                    lambda task_status: trio.serve_tcp(
-                        serve, self.port, host="127.0.0.1", task_status=task_status
-                    )
-                )
+                listeners = await trio.open_tcp_listeners(self.port, host="127.0.0.1")
+                nursery.start_soon(trio.serve_listeners, self.server.serve, listeners)
                 task_status.started(scope)
 
 
@@ -134,25 +130,25 @@ class Client:
 
 
 @asynccontextmanager
-async def gateway(
-    start: Callable[..., Server], running: list[Running], *flags: str
-) -> AsyncIterator[Client]:
-    """Yields a client of a gateway that serves all of these engines."""
-    named = [part for each in running for part in ("--upstream", each.url)]
-    server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=server.base_url, trust_env=False, verify=False, timeout=60, limits=limits
-    ) as http:
-        client = Client(http)
-        await wait_serving(client, len(running))
-        yield client
+async def serving(
+    start: Callable[..., Server], *options: EngineOptions, flags: Sequence[str] = ()
+) -> AsyncIterator[tuple[Client, list[Running]]]:
+    """Yields a client of a gateway that serves all of these engines, and the engines."""
+    async with engines(*options) as running:
+        named = [part for each in running for part in ("--upstream", each.url)]
+        server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
+        async with httpx.AsyncClient(
+            base_url=server.base_url, trust_env=False, verify=False, timeout=60
+        ) as http:
+            client = Client(http)
+            await wait_serving(client, len(running))
+            yield client, running
 
 
 async def wait_serving(client: Client, count: int) -> None:
     """Waits until so many engines serve, and their events are heard."""
     with trio.fail_after(NOT_MY_FAULT_S):
-        while (await client.get("/ready")).json["serving"] != count:
+        while (await client.get("/ready")).json["serving"] != count:  # noqa: ASYNC110 - another process
             await trio.sleep(0.02)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import aclosing
 
 import pytest
+import trio
 
 from examples.engine.options import EngineOptions, Fault
-from tests.support.gateways import engines, gateway, wait_heard, wait_serving
+from tests.support.gateways import serving, wait_heard, wait_serving
 from tests.support.processes import Server
 from tests.support.zmtp_fakes import until
 
@@ -17,21 +17,20 @@ PROMPT = " ".join(f"w{number}" for number in range(100))
 
 
 async def test_a_conversation_stays_where_it_is_cached(kvd_process: Start) -> None:
-    async with engines(*[EngineOptions() for _ in range(3)]) as running:
-        async with gateway(kvd_process, running) as client:
-            said, places = [PROMPT], set()
-            for turn in range(5):
-                answered = await client.chat(*said)
-                assert answered.status == 200
-                details = answered.json["usage"]["prompt_tokens_details"]
-                matched = int(answered.headers["x-kvd-matched-tokens"])
-                assert matched == details["cached_tokens"]
-                assert (matched > 0) == (turn > 0)
-                places.add(answered.headers["x-kvd-endpoint"])
-                assert answered.headers["x-kvd-tokens"] == "tokenize"
-                said.append(f"{PROMPT} {turn}")
-                await wait_heard(client, running)
-            assert len(places) == 1
+    async with serving(kvd_process, *[EngineOptions() for _ in range(3)]) as (client, running):
+        said, places = [PROMPT], set()
+        for turn in range(5):
+            answered = await client.chat(*said)
+            assert answered.status == 200
+            details = answered.json["usage"]["prompt_tokens_details"]
+            matched = int(answered.headers["x-kvd-matched-tokens"])
+            assert matched == details["cached_tokens"]
+            assert (matched > 0) == (turn > 0)
+            places.add(answered.headers["x-kvd-endpoint"])
+            assert answered.headers["x-kvd-tokens"] == "tokenize"
+            said.append(f"{PROMPT} {turn}")
+            await wait_heard(client, running)
+        assert len(places) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -41,31 +40,29 @@ async def test_a_conversation_stays_where_it_is_cached(kvd_process: Start) -> No
 async def test_a_fault_before_the_answer_costs_the_client_nothing(
     kvd_process: Start, fault: Fault, stream: bool
 ) -> None:
-    async with engines(EngineOptions(), EngineOptions()) as running:
-        async with gateway(kvd_process, running) as client:
-            for each in running:
-                each.server.options.faults.append(fault)
-            running[1].server.options.faults.clear()
-            for _ in range(4):  # one of them meets the fault
-                answered = await client.chat(PROMPT, stream=stream)
-                assert (answered.status, answered.clean) == (200, True)
-            assert sum(each.server.requests for each in running) in (4, 5)
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(fault)
+        running[1].server.options.faults.clear()
+        for _ in range(4):  # one of them meets the fault
+            answered = await client.chat(PROMPT, stream=stream)
+            assert (answered.status, answered.clean) == (200, True)
+        assert sum(each.server.requests for each in running) in (4, 5)
 
 
 async def test_an_error_as_the_first_event_is_tried_elsewhere(kvd_process: Start) -> None:
-    async with engines(EngineOptions(), EngineOptions()) as running:
-        async with gateway(kvd_process, running) as client:
-            for each in running:
-                each.server.options.faults.append(Fault.ERROR_EVENT)
-            running[1].server.options.faults.clear()
-            for _ in range(4):
-                answered = await client.chat(PROMPT, stream=True)
-                assert answered.text == " word0 word1 word2 word3"
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(Fault.ERROR_EVENT)
+        running[1].server.options.faults.clear()
+        for _ in range(4):
+            answered = await client.chat(PROMPT, stream=True)
+            assert answered.text == " word0 word1 word2 word3"
 
 
 @pytest.mark.parametrize("fault", [Fault.AFTER_EVENT, Fault.IN_EVENT])
 async def test_a_stream_that_breaks_off_is_seen_cut(kvd_process: Start, fault: Fault) -> None:
-    async with engines(EngineOptions()) as running, gateway(kvd_process, running) as client:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
         running[0].server.options.faults.append(fault)
         answered = await client.chat(PROMPT, stream=True)
         assert answered.status == 200
@@ -76,30 +73,28 @@ async def test_a_stream_that_breaks_off_is_seen_cut(kvd_process: Start, fault: F
 
 
 async def test_a_500_is_passed_on_and_met_by_one_engine_only(kvd_process: Start) -> None:
-    async with engines(EngineOptions(), EngineOptions()) as running:
-        async with gateway(kvd_process, running) as client:
-            for each in running:
-                each.server.options.faults.append(Fault.REFUSE_500)
-            answered = await client.chat(PROMPT)
-            assert answered.status == 500
-            assert answered.json["error"]["message"] == "simulated 500"
-            assert sum(each.server.requests for each in running) == 1
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(Fault.REFUSE_500)
+        answered = await client.chat(PROMPT)
+        assert answered.status == 500
+        assert answered.json["error"]["message"] == "simulated 500"
+        assert sum(each.server.requests for each in running) == 1
 
 
 async def test_all_refuse(kvd_process: Start) -> None:
-    async with engines(EngineOptions(), EngineOptions()) as running:
-        async with gateway(kvd_process, running) as client:
-            for each in running:
-                each.server.options.faults.append(Fault.REFUSE_503)
-            answered = await client.chat(PROMPT)
-            assert answered.status == 503
-            assert answered.json["error"]["message"] == "simulated 503"
-            assert answered.headers["retry-after"] == "1"
-            assert sum(each.server.requests for each in running) == 2
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(Fault.REFUSE_503)
+        answered = await client.chat(PROMPT)
+        assert answered.status == 503
+        assert answered.json["error"]["message"] == "simulated 503"
+        assert answered.headers["retry-after"] == "1"
+        assert sum(each.server.requests for each in running) == 2
 
 
 async def test_an_answer_byte_by_byte_is_the_same(kvd_process: Start) -> None:
-    async with engines(EngineOptions()) as running, gateway(kvd_process, running) as client:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
         plain = await client.chat(PROMPT, stream=True, headers={"x-request-id": "same"})
         running[0].server.options.faults.append(Fault.BYTES)
         slow = await client.chat(PROMPT, stream=True, headers={"x-request-id": "same"})
@@ -109,30 +104,30 @@ async def test_an_answer_byte_by_byte_is_the_same(kvd_process: Start) -> None:
 
 
 async def test_a_client_that_leaves_aborts_its_request(kvd_process: Start) -> None:
-    async with engines(EngineOptions(step_s=0.05)) as running:
-        async with gateway(kvd_process, running) as client:
-            members = {"model": "demo", "max_tokens": 1000, "stream": True, "prompt": PROMPT}
-            async with client.http.stream("POST", "/v1/completions", json=members) as response:
-                async with aclosing(response.aiter_raw()) as pieces:
-                    await anext(pieces)
-            await until(lambda: running[0].server.aborted == 1)
+    async with serving(kvd_process, EngineOptions(step_s=0.05)) as (client, running):
+        body = b'{"model":"demo","max_tokens":1000,"stream":true,"prompt":"a b c"}'
+        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
+        async with stream:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            await stream.send_all(head % len(body) + body)
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
+        await until(lambda: running[0].server.aborted == 1)
 
 
 async def test_an_engine_that_ends_is_left_and_taken_again(kvd_process: Start) -> None:
-    async with engines(EngineOptions(), EngineOptions()) as running:
-        async with gateway(kvd_process, running) as client:
-            running[0].end()
-            for _ in range(6):
-                answered = await client.chat(PROMPT)
-                assert answered.status == 200
-                assert answered.headers["x-kvd-endpoint"] == running[1].url
-            await wait_serving(client, 1)
-            await running[0].start()
-            await wait_serving(client, 2)
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        running[0].end()
+        for _ in range(6):
+            answered = await client.chat(PROMPT)
+            assert answered.status == 200
+            assert answered.headers["x-kvd-endpoint"] == running[1].url
+        await wait_serving(client, 1)
+        await running[0].start()
+        await wait_serving(client, 2)
 
 
 async def test_nobody_left(kvd_process: Start) -> None:
-    async with engines(EngineOptions()) as running, gateway(kvd_process, running) as client:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
         running[0].end()
         answered = await client.chat(PROMPT)
         assert answered.status == 502
@@ -147,7 +142,7 @@ async def test_nobody_left(kvd_process: Start) -> None:
 
 
 async def test_what_the_gateway_refuses(kvd_process: Start) -> None:
-    async with engines(EngineOptions()) as running, gateway(kvd_process, running) as client:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
         for body, status, code in (
             (b"{", 400, "invalid_json"),
             (b"[]", 400, "invalid_json"),
@@ -172,7 +167,7 @@ async def test_bodies_and_headers_go_on_as_they_are(kvd_process: Start) -> None:
         "connection": "close, x-hop",
         "x-hop": "1",
     }
-    async with engines(EngineOptions()) as running, gateway(kvd_process, running) as client:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
         answered = await client.post("/v1/completions", body, sent)
         assert answered.status == 200
         assert answered.headers["x-kvd-tokens"] == "ids"
@@ -186,9 +181,11 @@ async def test_bodies_and_headers_go_on_as_they_are(kvd_process: Start) -> None:
 
 
 async def test_models_are_the_union_of_all_engines(kvd_process: Start) -> None:
-    async with engines(
-        EngineOptions(adapters=("poet",), max_model_len=1000), EngineOptions(max_model_len=500)
-    ) as running, gateway(kvd_process, running) as client:
+    async with serving(
+        kvd_process,
+        EngineOptions(adapters=("poet",), max_model_len=1000),
+        EngineOptions(max_model_len=500),
+    ) as (client, running):
         cards = (await client.get("/v1/models")).json["data"]
         assert {card["id"]: card["max_model_len"] for card in cards} == {
             "demo": 500,
@@ -202,8 +199,7 @@ async def test_models_are_the_union_of_all_engines(kvd_process: Start) -> None:
 
 
 async def test_sglang_is_known_by_what_it_says(kvd_process: Start) -> None:
-    async with engines(EngineOptions(kind="sglang")) as running:
-        async with gateway(kvd_process, running) as client:
-            shown = (await client.get("/status")).json["upstreams"][0]
-            assert (shown["engine"], shown["block_size"]) == ("sglang", 16)
-            assert (await client.chat(PROMPT)).status == 200
+    async with serving(kvd_process, EngineOptions(kind="sglang")) as (client, _):
+        shown = (await client.get("/status")).json["upstreams"][0]
+        assert (shown["engine"], shown["block_size"]) == ("sglang", 16)
+        assert (await client.chat(PROMPT)).status == 200
