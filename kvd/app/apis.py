@@ -43,6 +43,7 @@ from kvd.fleet_file.targets import (
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.stats import GatewayStats
+from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
 from kvd.http.app import WrongPath
 from kvd.http.errors import Failures
@@ -70,19 +71,23 @@ class Gateway:
         self.upstreams = Upstreams(
             config.upstreams or (), self.exchanges, selections, dialer, config.upstream_key
         )
-        self._forwarder = Forwarder(self.upstreams, selections, self.exchanges, self.stats)
+        self.tokens = Tokens(self.exchanges, self.stats, config.gateway_memory_bytes)
+        self._forwarder = Forwarder(
+            self.upstreams, selections, self.exchanges, self.stats, self.tokens
+        )
 
     async def run(self) -> None:
         """Moves bytes and follows the engines until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.exchanges.run)
             nursery.start_soon(self.upstreams.run)
+            nursery.start_soon(self.tokens.run)
 
     def routes(self) -> tuple[Route, ...]:
         return gateway_routes(self.upstreams, self._forwarder, self._body_limit)
 
     def families(self) -> Iterator[Family]:
-        return gateway_families(self.upstreams, self.exchanges, self.stats)
+        return gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
 
 
 @dataclass(frozen=True, slots=True)

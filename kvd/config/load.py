@@ -125,6 +125,7 @@ class Config:
     upstreams: tuple[str, ...] | None  # URLs of the engines behind the gateway
     upstream_key: bytes = field(repr=False)  # shown to them; empty: none
     gateway_body_bytes: int
+    gateway_memory_bytes: int
     relay: RelayLimits
     tls: TlsFiles | None  # of all binds that want it
     unix_rights: UnixRights

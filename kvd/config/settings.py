@@ -599,6 +599,13 @@ GATEWAY_SETTINGS = section(
         "maximum size of a request body of the gateway",
         64 * 1024 * 1024,
     ),
+    gateway_memory_bytes=Setting(
+        parsers.within(0, 2**40),
+        "BYTES",
+        "memory for the token blocks of known conversations, whose next turns need no tokenizer; "
+        "0: none",
+        256 * 1024 * 1024,
+    ),
     gateway_connect_s=seconds("time allowed to connect to an engine"),
     gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),
     gateway_client_s=seconds("time a client may take nothing before its connection is closed"),

@@ -103,6 +103,11 @@ class Asked:
     hints: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def messages(self) -> bytes:
+        """The messages of a chat as a JSON array."""
+        return self.spans["messages"]
+
+    @property
     def token_ids(self) -> bytes | None:
         """The ids of the prompt's tokens as a JSON array, where the request has them itself."""
         prompt = self.spans.get("prompt")

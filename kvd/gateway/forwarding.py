@@ -11,7 +11,7 @@ answer of 500 is passed on: a prompt that breaks an engine must not meet the nex
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.heads import EngineHead, read_head, request_head, request_id_of
 from kvd.gateway.stats import Decision, Ended, GatewayStats
-from kvd.gateway.tokens import PromptTokens, Tokens
+from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
@@ -51,7 +51,6 @@ NOT_BEGUN = frozenset(
         Outcome.MALFORMED,
     )
 )
-BYTES_PER_TOKEN = 4  # of a body whose tokens nobody has said, for its weight alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Attempt:
     served: Served
     tokens: PromptTokens | None
     request_id: bytes
-    size: int  # bytes of its body
+    body: bytes
     tried: set[int] = field(default_factory=set)  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
@@ -88,12 +87,13 @@ class Forwarder:
         selections: Selections,
         exchanges: Exchanges,
         stats: GatewayStats,
+        tokens: Tokens,
     ) -> None:
         self._upstreams = upstreams
         self._selections = selections
         self._exchanges = exchanges
         self._stats = stats
-        self._tokens = Tokens(exchanges, stats)
+        self._tokens = tokens
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
 
@@ -123,10 +123,10 @@ class Forwarder:
         if not engines:
             text = f"no engine that serves {asked.model or served.model} can be used now"
             raise GatewayError(Reason.NO_UPSTREAM, text)
-        tokens = await self._tokens.of(asked, request.body, engines)
+        tokens = await self._tokens.of(asked, served, request.body, engines)
         made = f"{self._prefix}-{next(self._counter)}"
         request_id = request_id_of(request.headers, made)
-        attempt = Attempt(asked, served, tokens, request_id, len(request.body))
+        attempt = Attempt(asked, served, tokens, request_id, request.body)
         for _ in range(min(MAX_TRIES, len(engines))):
             chosen = await self._choose(attempt)
             if chosen is None:
@@ -178,7 +178,8 @@ class Forwarder:
             session_id=None if self._selections.affinity is None else asked.session,
         )
         try:
-            reply = self._selections.scheduler.select(selection, partial(_look, attempt))
+            look = partial(self._look, attempt, list(usable.values()))
+            reply = self._selections.scheduler.select(selection, look)
             if isinstance(reply, QueuedRequest):
                 rendered = await self._selections.scheduler.wait(reply)
             else:
@@ -187,6 +188,16 @@ class Forwarder:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
         answer = json.loads(rendered)
         return self._chosen(attempt, usable, answer, reservation_id)
+
+    def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
+        """Puts the prompt before a pool, and has it remembered, the first time."""
+        tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
+        if tokens is None:
+            pool.look(b"", b"", max(1, len(attempt.body) // BYTES_PER_TOKEN))
+            return
+        tokens.look(pool, served.adapter, asked.salt)
+        if not attempt.tried:
+            self._tokens.note(asked, served, attempt.body, tokens, pool, engines)
 
     def _chosen(
         self,
@@ -290,13 +301,6 @@ class Forwarder:
     def _free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above
             self._selections.reservations.free(reservation_id)
-
-
-def _look(attempt: Attempt, pool: Pool) -> None:
-    if attempt.tokens is None:
-        pool.look(b"", b"", max(1, attempt.size // BYTES_PER_TOKEN))
-    else:
-        attempt.tokens.look(pool, attempt.served.adapter, attempt.asked.salt)
 
 
 def _forward(

@@ -20,6 +20,7 @@ class Rung(StrEnum):
     """Where the tokens of a prompt came from."""
 
     IDS = "ids"  # the request had them
+    MEMORY = "memory"  # the beginning of the conversation was known
     RENDER = "render"  # an engine rendered the whole request
     TOKENIZE = "tokenize"  # an engine tokenized the prompt
     NONE = "none"
@@ -47,4 +48,5 @@ class GatewayStats:
     matched_tokens: int = 0  # of these, expected to be cached where they were sent
     cached_tokens: int = 0  # of these, cached as the engine reported
     reported_tokens: int = 0  # expected, of requests whose engine reported
+    not_remembered: int = 0  # turns beyond MAX_LATER of kvd.gateway.tokens
     running: int = 0

@@ -155,6 +155,11 @@ async def wait_serving(client: Client, count: int) -> None:
 async def wait_heard(client: Client, running: list[Running]) -> None:
     """Waits until the index holds what the engines cache."""
     cached = sum(len(each.server.cache) for each in running)
+    await wait_metric(client, 'kvd_blocks{tier="device"}', cached)
+
+
+async def wait_metric(client: Client, name: str, value: float) -> None:
+    """Waits until one of the gateway's metrics has this value."""
     with trio.fail_after(NOT_MY_FAULT_S):
-        while (await client.metrics())['kvd_blocks{tier="device"}'] != cached:
+        while (await client.metrics())[name] != value:  # noqa: ASYNC110 - another process
             await trio.sleep(0.01)

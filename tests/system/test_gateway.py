@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions, Fault
-from tests.support.gateways import serving, wait_heard, wait_serving
+from tests.support.gateways import serving, wait_heard, wait_metric, wait_serving
 from tests.support.processes import Server
 from tests.support.zmtp_fakes import until
 
@@ -16,8 +16,10 @@ Start = Callable[..., Server]
 PROMPT = " ".join(f"w{number}" for number in range(100))
 
 
-async def test_a_conversation_stays_where_it_is_cached(kvd_process: Start) -> None:
-    async with serving(kvd_process, *[EngineOptions() for _ in range(3)]) as (client, running):
+async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> None:
+    three = (EngineOptions(), EngineOptions(), EngineOptions())
+    flags = ("--gateway-memory-bytes", "0")
+    async with serving(kvd_process, *three, flags=flags) as (client, running):
         said, places = [PROMPT], set()
         for turn in range(5):
             answered = await client.chat(*said)
@@ -26,10 +28,30 @@ async def test_a_conversation_stays_where_it_is_cached(kvd_process: Start) -> No
             matched = int(answered.headers["x-kvd-matched-tokens"])
             assert matched == details["cached_tokens"]
             assert (matched > 0) == (turn > 0)
-            places.add(answered.headers["x-kvd-endpoint"])
             assert answered.headers["x-kvd-tokens"] == "tokenize"
+            places.add(answered.headers["x-kvd-endpoint"])
             said.append(f"{PROMPT} {turn}")
             await wait_heard(client, running)
+        assert len(places) == 1
+
+
+async def test_a_next_turn_needs_no_tokenizer(kvd_process: Start) -> None:
+    three = (EngineOptions(), EngineOptions(), EngineOptions())
+    async with serving(kvd_process, *three) as (client, running):
+        said, sources, places = [PROMPT], [], set()
+        for turn in range(4):
+            answered = await client.chat(*said)
+            sources.append(answered.headers["x-kvd-tokens"])
+            places.add(answered.headers["x-kvd-endpoint"])
+            if turn:
+                # All but the last turn, which was not there when its tokens were asked for.
+                details = answered.json["usage"]["prompt_tokens_details"]
+                matched = int(answered.headers["x-kvd-matched-tokens"])
+                assert 0 < matched <= details["cached_tokens"]
+            said.append(f"{PROMPT} {turn}")
+            await wait_heard(client, running)
+            await wait_metric(client, "kvd_gateway_conversations", turn + 1)
+        assert sources == ["tokenize", "memory", "memory", "memory"]
         assert len(places) == 1
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.stats import GatewayStats
+from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Standing, Upstreams
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
 
 
 def gateway_families(
-    upstreams: Upstreams, exchanges: Exchanges, stats: GatewayStats
+    upstreams: Upstreams, exchanges: Exchanges, tokens: Tokens, stats: GatewayStats
 ) -> Iterator[Family]:
     """Yields the metrics of requests, of engines and of the relay."""
     of_requests = (
@@ -43,6 +44,14 @@ def gateway_families(
          stats.cached_tokens),
     ):  # fmt: skip
         yield counter(f"kvd_gateway_{name}_total", help, value)
+    known = tokens.conversations
+    yield gauge("kvd_gateway_conversations", "Number of remembered conversations", len(known))
+    help = "Total size of the remembered conversations in bytes"
+    yield gauge("kvd_gateway_conversations_bytes", help, known.size_bytes)
+    help = "Number of conversations forgotten to make room for others"
+    yield counter("kvd_gateway_conversations_forgotten_total", help, known.forgotten)
+    help = "Number of turns not remembered because too many were waiting for their tokens"
+    yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
     yield gauge("kvd_gateway_running_requests", "Number of requests under way", stats.running)
     standings = Counter({standing.value: 0 for standing in Standing})
     standings.update(upstream.standing.value for upstream in upstreams)
