@@ -29,7 +29,8 @@ from kvd.selection.worker_record import WorkerRecord
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_url
 
-HEALTH_S = 5.0  # pause between two health checks of an engine, and between tries to reach one
+HEALTH_S = 5.0  # pause between two health checks of an engine
+RETRY_S = 0.1  # pause before the second try to reach one that is out; each next one is twice as long
 HEALTH_TIMEOUT_S = 3.0
 MAX_FAILURES = 3  # health checks in a row before a serving engine is out
 HEALTH_BYTES = 64 * 1024  # of an answer to a health check
@@ -126,13 +127,16 @@ class Upstreams:
         return next(iter(bases)) if len(bases) == 1 else None
 
     async def _follow(self, upstream: Upstream) -> None:
+        retry_s = RETRY_S
         while True:
-            if upstream.standing is not Standing.SERVING:
-                await self._look(upstream)
-            else:
-                await self._check(upstream)
             upstream.failed = trio.Event()
-            with trio.move_on_after(HEALTH_S):
+            if upstream.standing is Standing.SERVING:
+                await self._check(upstream)
+            else:
+                await self._look(upstream)
+            serving = upstream.standing is Standing.SERVING
+            retry_s = RETRY_S if serving else min(2 * retry_s, HEALTH_S)
+            with trio.move_on_after(HEALTH_S if serving else retry_s):
                 await upstream.failed.wait()
 
     async def _look(self, upstream: Upstream) -> None:

@@ -14,6 +14,20 @@
 
 namespace kvd::prompts {
 
+// Returns the quote that ends the string of which the first byte is at `at`.
+inline const char* string_end(const char* at, const char* end) {
+  const char* const begin = at;
+  while (at < end) {
+    at = static_cast<const char*>(std::memchr(at, '"', static_cast<size_t>(end - at)));
+    if (at == nullptr) break;
+    const char* slash = at;
+    while (slash > begin && slash[-1] == '\\') --slash;
+    if ((at - slash) % 2 == 0) return at;  // no backslash, or each escapes another one
+    ++at;
+  }
+  return end;
+}
+
 // Calls `element(begin, end)` for each element of the array in [at, end).
 template <class Element>
 void each_element(const char* at, const char* end, Element element) {
@@ -35,9 +49,7 @@ void each_element(const char* at, const char* end, Element element) {
     } else if (c == ']' || c == '}') {
       --depth;
     } else if (c == '"') {
-      for (++at; at < end && *at != '"'; ++at) {
-        if (*at == '\\') ++at;
-      }
+      at = string_end(at + 1, end);
     }
     last = at + 1;
   }
