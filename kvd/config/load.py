@@ -278,8 +278,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     faces = [plain[name] for name in FACE_BINDS]
     if not any(faces):
         raise StartError("every face is off")
-    if (plain["gateway_bind"] is None) != (plain["upstreams"] is None):
-        raise StartError("the gateway needs both --gateway-bind and --upstreams")
+    if plain["upstreams"] is not None and plain["gateway_bind"] is None:
+        raise StartError("--upstreams needs --gateway-bind")
     outgoing = EgressPolicy(values["outgoing_allow"])
     policy = _policy(values, environ)
     link = _link(values)

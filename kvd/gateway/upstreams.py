@@ -30,7 +30,9 @@ from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_url
 
 HEALTH_S = 5.0  # pause between two health checks of an engine
-RETRY_S = 0.1  # pause before the second try to reach one that is out; each next one is twice as long
+RETRY_S = (
+    0.1  # pause before the second try to reach one that is out; each next one is twice as long
+)
 HEALTH_TIMEOUT_S = 3.0
 MAX_FAILURES = 3  # health checks in a row before a serving engine is out
 HEALTH_BYTES = 64 * 1024  # of an answer to a health check
@@ -109,7 +111,7 @@ class Upstreams:
         """Follows every engine until it is cancelled."""
         async with trio.open_nursery() as nursery:
             for upstream in self:
-                nursery.start_soon(self._follow, upstream)
+                nursery.start_soon(self._watch, upstream)
 
     def serving(self, served: Served) -> list[Upstream]:
         """Returns the engines that serve a model and are well."""
@@ -126,20 +128,20 @@ class Upstreams:
         bases = {served.model for served in self.names.values()}
         return next(iter(bases)) if len(bases) == 1 else None
 
-    async def _follow(self, upstream: Upstream) -> None:
+    async def _watch(self, upstream: Upstream) -> None:
         retry_s = RETRY_S
         while True:
             upstream.failed = trio.Event()
             if upstream.standing is Standing.SERVING:
                 await self._check(upstream)
             else:
-                await self._look(upstream)
+                await self._meet(upstream)
             serving = upstream.standing is Standing.SERVING
             retry_s = RETRY_S if serving else min(2 * retry_s, HEALTH_S)
             with trio.move_on_after(HEALTH_S if serving else retry_s):
                 await upstream.failed.wait()
 
-    async def _look(self, upstream: Upstream) -> None:
+    async def _meet(self, upstream: Upstream) -> None:
         """Reaches an engine and asks it what it is."""
         try:
             await self._resolve(upstream)
