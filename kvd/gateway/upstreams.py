@@ -30,13 +30,11 @@ from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_url
 
 HEALTH_S = 5.0  # pause between two health checks of an engine
-RETRY_S = (
-    0.1  # pause before the second try to reach one that is out; each next one is twice as long
-)
+# Pause before the second try to reach an engine that is out; each next one is twice as long.
+RETRY_S = 0.1
 HEALTH_TIMEOUT_S = 3.0
 MAX_FAILURES = 3  # health checks in a row before a serving engine is out
 HEALTH_BYTES = 64 * 1024  # of an answer to a health check
-REFRESH_S = 30.0  # pause between two looks at the models of a serving engine
 
 log = get_logger(__name__)
 
