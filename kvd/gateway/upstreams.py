@@ -34,6 +34,7 @@ HEALTH_S = 5.0  # pause between two health checks of an engine
 RETRY_S = 0.1
 HEALTH_TIMEOUT_S = 3.0
 MAX_FAILURES = 3  # health checks in a row before a serving engine is out
+REFRESH_S = 30.0  # pause between two questions to a serving engine of what it serves
 HEALTH_BYTES = 64 * 1024  # of an answer to a health check
 
 log = get_logger(__name__)
@@ -61,6 +62,7 @@ class Upstream:
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
     failures: int = 0  # health checks in a row
+    asked_at: float = 0.0  # when it last said what it is, seconds of trio's clock
     failed: trio.Event = field(default_factory=trio.Event)  # a request found it gone
 
     @property
@@ -143,20 +145,15 @@ class Upstreams:
         """Reaches an engine and asks it what it is."""
         try:
             await self._resolve(upstream)
-            assert upstream.engine is not None
             if not await self._is_well(upstream):
                 raise NotAnEngine(upstream.problem or "its health check failed")
-            facts = await Probe(
-                self._exchanges, upstream.engine, upstream.target, upstream.key
-            ).ask()
-            await self._register(upstream, facts)
+            facts = await self._ask(upstream)
         except (NotAnEngine, ExchangeFailed, Unreachable, KvdError) as error:
             if upstream.problem != str(error):
                 log.warning("upstream_unusable", url=upstream.url, reason=error)
             upstream.problem = str(error)
             return
         upstream.standing, upstream.problem, upstream.failures = Standing.SERVING, None, 0
-        self._name()
         log.info(
             "upstream_serving",
             url=upstream.url,
@@ -165,6 +162,15 @@ class Upstreams:
             block_size=facts.block_size,
             events=len(facts.events),
         )
+
+    async def _ask(self, upstream: Upstream) -> Facts:
+        """Asks an engine what it is, and has the selection service know it."""
+        assert upstream.engine is not None
+        facts = await Probe(self._exchanges, upstream.engine, upstream.target, upstream.key).ask()
+        await self._register(upstream, facts)
+        upstream.asked_at = trio.current_time()
+        self._name()
+        return facts
 
     async def _resolve(self, upstream: Upstream) -> None:
         address, *_ = await self._dialer.addresses(upstream.target.host)
@@ -176,12 +182,17 @@ class Upstreams:
         upstream.address = address
 
     async def _check(self, upstream: Upstream) -> None:
-        if await self._is_well(upstream):
-            upstream.failures = 0
+        if not await self._is_well(upstream):
+            upstream.failures += 1
+            if upstream.failures >= MAX_FAILURES:
+                upstream.note_gone(upstream.problem or "its health checks failed")
             return
-        upstream.failures += 1
-        if upstream.failures >= MAX_FAILURES:
-            upstream.note_gone(upstream.problem or "its health checks failed")
+        upstream.failures = 0
+        if trio.current_time() - upstream.asked_at >= REFRESH_S:
+            try:
+                await self._ask(upstream)  # adapters come and go
+            except (NotAnEngine, ExchangeFailed, KvdError) as error:
+                upstream.note_gone(str(error))
 
     async def _is_well(self, upstream: Upstream) -> bool:
         """Asks for its health, which costs it nothing; the reason of a failure is its problem."""
