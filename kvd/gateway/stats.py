@@ -46,7 +46,8 @@ class GatewayStats:
     rung_failures: Counter[str] = field(default_factory=Counter)  # by rung that gave no tokens
     prompt_tokens: int = 0  # of requests whose tokens are known
     matched_tokens: int = 0  # of these, expected to be cached where they were sent
-    cached_tokens: int = 0  # of these, cached as the engine reported
-    reported_tokens: int = 0  # expected, of requests whose engine reported
+    # The same expectation for requests whose engine reported what was cached, and that.
+    reported_matched_tokens: int = 0
+    reported_cached_tokens: int = 0
     not_remembered: int = 0  # turns beyond MAX_LATER of kvd.gateway.tokens
     running: int = 0
