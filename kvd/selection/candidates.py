@@ -8,23 +8,20 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from kvd.index.partitions import State
+from kvd.index.partitions import Partition, State
 from kvd.model import PartitionKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.phases import Phase, serves
-from kvd.selection.predictions import Predictions
 from kvd.selection.queue import SelectionQueue
 from kvd.selection.requests import Constraints, QueuedRequest
 from kvd.selection.stats import Outcome, Unserved
 from kvd.selection.worker_record import WorkerRecord
-from kvd_core.base.hashing import sequence_hashes
+from kvd_core.index.predictions import Predictions
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
 
-# Predicted blocks forgotten between two checkpoints where no events come.
-FORGET_SLICE = 64
-# Predicted blocks beside events forgotten between two checkpoints, some 0.1 µs each.
+# Predicted blocks forgotten between two checkpoints, some 0.1 µs each.
 PREDICTED_SLICE = 4096
 
 
@@ -59,7 +56,7 @@ class Fleet:
         # By candidate, once needed: the members of an answer that say who was chosen, as JSON.
         self.pieces: list[bytes | None] = []
         self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
-        self.predictions: Predictions[tuple[int, int]] | None = None  # without KV events
+        self.predictions: Predictions | None = None  # of what is cached, without KV events
         if not options.uses_kv_events:
             self.predictions = Predictions(
                 options.ttl_s, options.max_tree_size, options.prune_target_ratio
@@ -113,7 +110,7 @@ class Fleet:
         block_size = self.block_size
         if block_size is None:
             return Pool(None, self.ledger, 1)
-        partition = self._state.partitions.get(self.key)
+        partition = self._partition()
         known = {} if partition is None else partition.workers
         candidates = [
             Candidate(
@@ -131,7 +128,11 @@ class Fleet:
         if index is not None and self._options.predicted_ttl_s is not None:
             bounds = self._options.max_tree_size, self._options.prune_target_ratio
             index.predict(self._options.predicted_ttl_s, *bounds)
-        return Pool(index, self.ledger, block_size, candidates)
+        return Pool(index, self.ledger, block_size, candidates, self.predictions)
+
+    def _partition(self) -> Partition | None:
+        """Returns what events tell of its workers, None without events."""
+        return self._state.partitions.get(self.key) if self._options.uses_kv_events else None
 
     def piece(self, chosen: int) -> bytes:
         """Returns the members that name a candidate in an answer, a comma behind them."""
@@ -213,35 +214,19 @@ class Fleet:
         )
         return mask if any(mask) else None
 
-    def predict(self, chosen: int, now: float) -> None:
-        """Notes the prompt that the pool has looked at as cached by a candidate.
-
-        Where nobody tells what is cached it is stored, else predicted, if that is wanted.
-        """
-        candidate = self.pool.candidates[chosen]
-        if self.predictions is None:
-            self.pool.predict(chosen, now)
-            return
-        if candidate.worker is None:
-            return
-        locals_ = array("Q", self.pool.hold().local_hashes)
-        names = sequence_hashes(locals_)
-        rank = candidate.worker_id, candidate.dp_rank
-        known = self.predictions.add(rank, names, now)
-        if known < len(names):
-            parent = names[known - 1] if known else None
-            candidate.worker.store(candidate.dp_rank, names[known:], locals_[known:], parent)
+    def predicted(self) -> int:
+        """Returns how many blocks are thought to be cached because prompts were booked."""
+        if self.predictions is not None:
+            return len(self.predictions)
+        partition = self._partition()
+        return 0 if partition is None else partition.index.predicted()
 
     def forget_predictions(self, now: float) -> bool:
         """Forgets some predictions that are too old or too many; True while there may be more."""
-        if self.predictions is None:
-            partition = self._state.partitions.get(self.key)
-            return partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
-        gone = self.predictions.outdated(now, FORGET_SLICE)
-        workers = self._state.partitions[self.key].workers if gone else {}
-        for (worker_id, dp_rank), name in gone:
-            workers[worker_id].drop(dp_rank, [name])
-        return len(gone) == FORGET_SLICE
+        if self.predictions is not None:
+            return self.predictions.prune(now, PREDICTED_SLICE)
+        partition = self._partition()
+        return partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
 
 
 def _mark(pool: Pool, place: tuple[int, int], absence: Absence | None) -> None:

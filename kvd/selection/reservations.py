@@ -125,7 +125,7 @@ class Reservations(LiveRequests[Fleet]):
     ) -> None:
         candidate = fleet.pool.candidates[chosen.at]
         rank = candidate.worker_id, candidate.dp_rank
-        fleet.predict(chosen.at, now)
+        fleet.pool.predict(chosen.at, now)
         blocks = chosen.phase is not Phase.PREFILL
         if self._affinity is not None and blocks:
             self._affinity.booked(fleet, ask, reservation_id, rank)
@@ -168,7 +168,7 @@ class Reservations(LiveRequests[Fleet]):
         )
         _admitted(outcome, reservation_id)
         if predicts:
-            fleet.predict(candidate, now)
+            fleet.pool.predict(candidate, now)
         hashes = partial(_hashes, fleet.pool, blocks)
         self.begun(fleet, reservation_id, rank, hashes, tokens, expected)
         return fleet.workers[worker_id], Receipt(fleet, reservation_id, now)

@@ -48,8 +48,6 @@ class Selections:
         self.options = options
         self.clock = clock
         self.draws = Draws(random)
-        # Predicted blocks are nobody else's business.
-        self.state = state if options.uses_kv_events else State()
         self.fleets: dict[PartitionKey, Fleet] = {}
         self.writer_id = random.randrange(1, 2**64)  # of this process among replicas; 0 is nobody
         self.affinity: Affinity | None = None
@@ -84,7 +82,7 @@ class Selections:
         self.streams = Streams(self.fleets, registry, options, clock, self.scheduler.drain_queue)
         self.workers = Workers(
             self.fleets,
-            self.state,
+            state,
             registry,
             options,
             self.reservations,

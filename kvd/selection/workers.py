@@ -281,15 +281,14 @@ class Workers:
             fleet.absent.pop((record.worker_id, dp_rank), None)
         fleet.changed()
         leaving = [each for each in record.ranks if not _stays(record, after, each)]
-        if fleet.predictions is not None:
-            fleet.predictions.forget({(record.worker_id, dp_rank) for dp_rank in leaving})
         for dp_rank in leaving:
             self._drop_rank(fleet, record, dp_rank)
 
     def _drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int) -> None:
         rank = record.worker_id, dp_rank
-        if fleet.predictions is not None and fleet.ledger.rank_of(*rank) is not None:
-            self._state.remove_rank(RankKey(record.key, *rank))
+        number = fleet.ledger.rank_of(*rank)
+        if fleet.predictions is not None and number is not None:
+            fleet.predictions.forget(number)
         self._reservations.drop_rank(fleet, rank, record.block_size or 0)
 
     def _join(self, record: WorkerRecord) -> None:
@@ -311,11 +310,6 @@ class Workers:
                     self._registry.register(
                         rank, endpoint, record.block_size, replay, OWNER, server_key
                     )
-        elif record.block_size is not None:
-            for dp_rank in record.ranks:
-                if fleet.ledger.rank_of(record.worker_id, dp_rank) is None:
-                    rank = RankKey(record.key, record.worker_id, dp_rank)
-                    self._state.add_rank(rank, record.block_size)
         for dp_rank in record.ranks:
             fleet.ledger.add_rank(record.worker_id, dp_rank)
         fleet.workers[record.worker_id] = record

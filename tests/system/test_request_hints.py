@@ -312,7 +312,10 @@ def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: httpx.Client) -> N
     (row,) = client.post("/potential_loads", json={"token_ids": tokens}).json()
     assert row["potential_decode_blocks"] == 4
     salted = {"token_ids": tokens, "is_eagle": True, "cache_salt": "s"}
-    assert scores(**salted) == (2, 2)  # no stream has told salts
+    assert scores(**salted) == (2, 0)  # engines do not share blocks between salts
+    client.delete("/reservations/a").raise_for_status()
+    assert reserve(client, "b", **salted).status_code == 200
+    assert scores(**salted) == (2, 2)
 
 
 def test_a_worker_beside_others_of_another_kind_is_not_chosen(client: httpx.Client) -> None:

@@ -99,7 +99,7 @@ async def test_without_events_nobody_is_listened_to() -> None:
     service.check()
     await service.selections.workers.delete(1)
     service.check()
-    assert not service.selections.state.partitions
+    assert not service.state.partitions
 
 
 async def test_a_block_size_is_that_of_the_others() -> None:

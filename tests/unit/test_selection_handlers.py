@@ -145,10 +145,10 @@ class Face:
 
     def sessions(self) -> Any:
         """What sessions are bound to, and what is predicted."""
-        affinity, state = self.selections.affinity, self.selections.state
+        affinity, fleets = self.selections.affinity, self.selections.fleets
         held = [affinity and affinity.sessions.find((M, session), NOW) for session in IDS]
         bound = [each and (each.worker_id, each.dp_rank, each.leases) for each in held]
-        return bound, [each.index.predicted() for each in state.partitions.values()]
+        return bound, [fleet.predicted() for fleet in fleets.values()]
 
     def change(self, kind: str, what: Any) -> None:
         """What operators, engines and the slot tracker do between two requests."""
@@ -467,7 +467,7 @@ def test_sessions_that_are_followed_stay_on_their_ranks() -> None:
 def test_predictions_are_made_of_what_is_booked_at_once() -> None:
     face = Face(predicted_ttl_s=10.0)
     assert face.answered(RESERVE, BOOKED)
-    assert face.selections.state.partitions[M].index.predicted() == 3
+    assert face.selections.fleets[M].predicted() == 3
 
 
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:

@@ -347,11 +347,7 @@ cdef class SelectHandler(PromptHandler):
         fleet = self.fleets.get(place)
         if fleet is None or not fleet.workers:
             return None
-        if self.books and (
-            self.replicas
-            or fleet.predictions is not None
-            or self.reservation_id in self.live
-        ):
+        if self.books and (self.replicas or self.reservation_id in self.live):
             return None
         if self.session_id is not None and self.selections.affinity is not None:
             return None
@@ -399,7 +395,7 @@ cdef class SelectHandler(PromptHandler):
         admission.expected = self.expected
         if pool.ledger.c.add(admission) != kAdded:
             return False
-        pool.foretell(candidate, admission.now)
+        pool.c.predict(candidate, admission.now)
         self.live[self.reservation_id] = fleet
         self.booked_in, self.booked_at = fleet, admission.now
         if self.observers:
