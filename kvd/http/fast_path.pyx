@@ -335,15 +335,23 @@ cdef class FastPath:
             if response is None:
                 return _LEFT
             seconds = (_now_ns() - started) * 1e-9
-            self._note(connection, route, handler.status, seconds)
-            lines = self.created_lines if handler.status == kCreated else self.lines
-            if self.logged:
-                size = PyBytes_GET_SIZE(response)
-                headers = headers_of(self._head)
-                lines += self._log(connection, route, handler.status, seconds, size, headers)
+            try:
+                lines = self._told(connection, route, handler.status, seconds, response)
+            except BaseException:
+                _undo(handler)
+                raise
             return self._send_answer(fd, lines, response, handler)
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error
+
+    cdef bytes _told(self, connection, route, int status, double seconds, bytes response):
+        """Tells of an answer that is about to be sent; returns the lines of its head."""
+        self._note(connection, route, status, seconds)
+        lines = self.created_lines if status == kCreated else self.lines
+        if self.logged:
+            size = PyBytes_GET_SIZE(response)
+            lines += self._log(connection, route, status, seconds, size, headers_of(self._head))
+        return lines
 
     cdef _serve_other(self, connection, int fd, route, Text captured, error):
         """Has `serve` answer, with what the handler raised or by calling it; then sends that."""
@@ -401,6 +409,14 @@ cdef class FastPath:
         sent = max(sent, 0)
         unsent = PyBytes_FromStringAndSize(data + sent, size - sent)
         return Handoff(b"", unsent, persists, undo if unsent else None)
+
+
+cdef int _undo(HotHandler handler) except -1:
+    """Takes back what a handler's last answer has done, if that can be undone."""
+    undo = handler.undoing() if handler.books else None
+    if undo is not None:
+        undo()
+    return 0
 
 
 def serve_between(list fast_paths not None, int others, runnable not None, double seconds,

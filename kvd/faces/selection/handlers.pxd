@@ -64,6 +64,7 @@ cdef class SelectHandler(PromptHandler):
     cdef object booked_in    # the fleet where it was booked at once, and when; None: it was not
     cdef double booked_at
 
+    cdef bytes answered(self, const char* body, size_t size, request)
     cdef bint is_usual(self) noexcept
     cdef tuple usual_members(self)
     cdef object asked(self, place, usual, members)

@@ -263,6 +263,17 @@ cdef class SelectHandler(PromptHandler):
         self.waits = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        # A task that the request is left to asks once more, and must draw what was drawn here.
+        self.draws.mark()
+        try:
+            answer = self.answered(body, size, request)
+            if answer is None and request is None:
+                self.draws.rewind()
+            return answer
+        finally:
+            self.draws.unmark()
+
+    cdef bytes answered(self, const char* body, size_t size, request):
         self.receipt = self.booked_in = None
         self.looked_at = False
         self.body.read(body, size)
