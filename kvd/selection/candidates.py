@@ -6,6 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping
+from operator import and_
 from typing import Any, NamedTuple
 
 from kvd.index.partitions import Partition, State
@@ -13,7 +14,7 @@ from kvd.model import PartitionKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.phases import Phase, serves
 from kvd.selection.queue import SelectionQueue
-from kvd.selection.requests import Constraints, QueuedRequest
+from kvd.selection.requests import Constraints, QueuedRequest, Ranks
 from kvd.selection.stats import Outcome, Unserved
 from kvd.selection.worker_record import WorkerRecord
 from kvd_core.index.predictions import Predictions
@@ -161,13 +162,23 @@ class Fleet:
             sum(waiting),
         )
 
+    def ranks(
+        self,
+        constraints: Constraints | None,
+        phase: Phase | None,
+        preferred: Mapping[str, float] | None,
+    ) -> Ranks:
+        """Returns the ranks there are now, as a request of these members sees them."""
+        return Ranks(self.pool, self.eligible(constraints, phase), self.factors(preferred))
+
     def eligible(self, constraints: Constraints | None, phase: Phase | None = None) -> bytes | None:
         """Returns the pool's mask of the ranks that may serve a phase; None: all of them."""
         pool = self.pool
+        if phase not in self._masks:
+            self._masks[phase] = self._mask(pool, phase)
+        serving = self._masks[phase]
         if constraints is None:
-            if phase not in self._masks:
-                self._masks[phase] = self._mask(pool, phase)
-            return self._masks[phase]
+            return serving
         named: Iterable[int] = self.workers
         dp_rank = None
         if constraints.pinned is not None:
@@ -178,10 +189,10 @@ class Fleet:
             worker_id
             for worker_id in named
             if (record := self.workers.get(worker_id)) is not None
-            and serves(record.role, phase)
             and constraints.admits(record, dp_rank or 0)
         )
-        return pool.mask(admitted, dp_rank)
+        mask = pool.mask(admitted, dp_rank)
+        return mask if serving is None else bytes(map(and_, mask, serving))
 
     def _mask(self, pool: Pool, phase: Phase | None) -> bytes | None:
         mask = bytes(serves(self.workers[each.worker_id].role, phase) for each in pool.candidates)

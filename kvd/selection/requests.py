@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -63,20 +63,24 @@ class SelectRequest:
             return replace(self.constraints, pinned=None)
         return self.constraints
 
-    @property
-    def lane(self) -> Hashable:
-        """Names who may serve it: those of one lane wait for the same workers."""
-        return self.constraints if self.phase is None else (self.constraints, self.phase)
+
+class Ranks(NamedTuple):
+    """The ranks of a pool, as one phase of a request sees them; a byte or a double for each."""
+
+    pool: Pool
+    eligible: bytes | None  # those that may serve it, None: all of them
+    factors: bytes | None  # what their costs are multiplied with, None: 1
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A candidate, and how it was weighed."""
 
-    at: int  # in the fleet's pool
+    at: int  # in the pool of `ranks`
+    ranks: Ranks
     settings: Settings
     phase: Phase | None
-    best: int  # blocks cached by whoever of those who could be chosen caches most
+    best: int  # blocks of the prompt cached by the eligible rank that caches most
 
 
 @dataclass(slots=True, eq=False)

@@ -102,8 +102,9 @@ class Reservations(LiveRequests[Fleet]):
         self, fleet: Fleet, ask: SelectRequest, reservation_id: str, chosen: Choice, now: float
     ) -> int:
         """Returns the tokens that the booking counts."""
-        tokens = booked_tokens(fleet.pool, chosen.settings, chosen.at)
-        outcome = fleet.pool.book(
+        pool = chosen.ranks.pool
+        tokens = booked_tokens(pool, chosen.settings, chosen.at)
+        outcome = pool.book(
             reservation_id,
             chosen.at,
             tokens,
@@ -123,13 +124,15 @@ class Reservations(LiveRequests[Fleet]):
         tokens: int,
         now: float,
     ) -> None:
-        candidate = fleet.pool.candidates[chosen.at]
+        pool = chosen.ranks.pool
+        candidate = pool.candidates[chosen.at]
         rank = candidate.worker_id, candidate.dp_rank
-        fleet.pool.predict(chosen.at, now)
+        pool.predict(chosen.at, now)
         blocks = chosen.phase is not Phase.PREFILL
         if self._affinity is not None and blocks:
             self._affinity.booked(fleet, ask, reservation_id, rank)
-        hashes = partial(_hashes, fleet.pool, blocks)
+        self.live[reservation_id] = fleet
+        hashes = partial(_hashes, pool, blocks)
         extra = ask.expected_output_tokens, ask.lora_name
         self.begun(fleet, reservation_id, rank, hashes, tokens, *extra)
 
@@ -155,21 +158,23 @@ class Reservations(LiveRequests[Fleet]):
         """
         fleet = schedulable(self._fleets, key)
         worker_id, dp_rank = rank
-        candidate = fleet.pool.find(worker_id, dp_rank)
+        pool = fleet.pool
+        candidate = pool.find(worker_id, dp_rank)
         if candidate is None:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
         self.check_new(reservation_id)
-        look(fleet.pool)
+        look(pool)
         now = self._clock()
         tokens = 0 if phase is Phase.DECODE else tokens
         blocks = phase is not Phase.PREFILL
-        outcome = fleet.pool.book(
+        outcome = pool.book(
             reservation_id, candidate, tokens, now, expected_output=expected, blocks=blocks
         )
         _admitted(outcome, reservation_id)
         if predicts:
-            fleet.pool.predict(candidate, now)
-        hashes = partial(_hashes, fleet.pool, blocks)
+            pool.predict(candidate, now)
+        self.live[reservation_id] = fleet
+        hashes = partial(_hashes, pool, blocks)
         self.begun(fleet, reservation_id, rank, hashes, tokens, expected)
         return fleet.workers[worker_id], Receipt(fleet, reservation_id, now)
 

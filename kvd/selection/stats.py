@@ -55,14 +55,12 @@ class Tally:
         self.fallbacks = 0  # requests for both phases that one worker serves
         self.rehashed = 0  # prompts that waited until the block size was another one
 
-    def served(self, ask: SelectRequest, pool: Pool) -> None:
-        """Counts one as served, with the prompt that the pool has looked at."""
+    def served(self, ask: SelectRequest, pool: Pool, *choices: Choice) -> None:
+        """Counts one as served by these choices, with the prompt that the pool has looked at."""
         self.counts.serve(ask.settings, POSITIONS[ask.phase], pool)
-
-    def chosen(self, pool: Pool, chosen: Choice) -> None:
-        """Counts a choice for the prompt that the pool has looked at."""
-        phase = POSITIONS[chosen.phase]
-        self.counts.choose(pool, chosen.settings, chosen.at, chosen.best, phase)
+        for each in choices:
+            phase = POSITIONS[each.phase]
+            self.counts.choose(pool, each.settings, each.at, each.best, phase)
 
     def held(self, ask: SelectRequest) -> None:
         self.counts.hold(ask.settings, POSITIONS[ask.phase])

@@ -115,7 +115,7 @@ class LiveRequests(Generic[Owner]):
         return False
 
     def _enter(self, owner: Owner, request_id: str) -> None:
-        """Takes note of a request that its owner's ledger has from now on."""
+        """Takes note of a replica's request that its owner's ledger has from now on."""
 
     def _forget(self, request_id: str) -> None:
         """Takes note of the end of a request, which its owner's ledger has no more."""
@@ -136,11 +136,10 @@ class LiveRequests(Generic[Owner]):
         expected_output_tokens: int | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Takes note of a request that has been booked on a rank (worker id, dp rank).
+        """Tells of a request that the face has booked on a rank (worker id, dp rank).
 
         `hashes` returns its sequence hashes as native u64s, and is called if replicas are told.
         """
-        self._enter(owner, request_id)
         if self.steps.subscribers:
             content = hashes(), tokens, expected_output_tokens, lora_name
             self._tell(owner.key, owner.block_size, request_id, rank, Step.ADD, *content)
