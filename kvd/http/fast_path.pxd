@@ -20,7 +20,7 @@ cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
         size_t length       # of the body
         cbool json          # which is announced as exactly application/json
         cbool keyed         # there is an Idempotency-Key
-        Claims claims       # of who asks
+        Claims claims       # of the client
 
     cbool read_plain_head(const char* data, size_t n, PlainHead& head)
     bint host_is_named "kvd::names_host" (const Text& text)

@@ -2,7 +2,7 @@
 
     Selections                                                      service
       ├ workers: worker id ──> record, lifecycle, reasons           the catalog, and its changes
-      ├ scheduler: select, wait, stop                               who serves, at once or later
+      ├ scheduler: select, wait, stop                               chooses ranks, at once or later
       ├ reservations: reservation id ──> Fleet                      ids are unique service-wide
       └ fleets: (model, tenant) ──> Fleet                           shared by the three
                                      ├ pool     kvd_core: the ranks that can be chosen, and what

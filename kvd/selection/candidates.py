@@ -1,4 +1,4 @@
-"""The schedulable workers of one model and tenant, with what they run and who waits for them."""
+"""The schedulable workers of one model and tenant, their live requests, and waiting selections."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Fleet:
         self.settings = settings  # of requests that override nothing
         self._state = state
         self.ledger = Ledger()
-        self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
+        self.ledger_block_size: int | None = None  # tokens; None: no worker has joined yet
         self.workers: dict[int, WorkerRecord] = {}
         self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
         self.queue: SelectionQueue[QueuedRequest] = SelectionQueue(options.queue_policy)
@@ -54,7 +54,7 @@ class Fleet:
         self._masks: dict[Phase | None, bytes | None] = {}
         self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
         self._silent: int | None = None
-        # By candidate, once needed: the members of an answer that say who was chosen, as JSON.
+        # By candidate, once needed: the members of an answer that name the chosen rank, as JSON.
         self.pieces: list[bytes | None] = []
         self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
         self.predictions: Predictions | None = None  # of what is cached, without KV events
@@ -87,7 +87,7 @@ class Fleet:
             _mark(self._pool, place, absence)
 
     def lacks(self, eligible: bytes | None) -> bool:
-        """Says whether a rank of the pool's mask cannot be chosen because nobody is there."""
+        """Says whether a rank of the pool's mask cannot be chosen because its engine has gone."""
         places = [place for place, absence in self.absent.items() if not absence.reachable]
         found = [self.pool.find(*place) for place in places]
         return any(at is not None and (eligible is None or eligible[at] != 0) for at in found)

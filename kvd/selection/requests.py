@@ -1,4 +1,4 @@
-"""What is asked of the selection service: who may serve, how to choose, where it waits."""
+"""A request of the selection service: the ranks it may go to, its settings, its place in line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Look = Callable[[Pool], None]  # puts a prompt before a pool
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Who may serve a request."""
+    """The workers that may serve a request."""
 
     allowed: frozenset[int] | None = None
     pinned: tuple[int, int] | None = None  # worker, dp rank
@@ -58,7 +58,7 @@ class SelectRequest:
     retry: Retry | None = None  # set: the answer to the same request is given once more
 
     def constraints_in(self, phase: Phase | None) -> Constraints | None:
-        """Returns who may serve one phase: of both, the pinned worker is the one who decodes."""
+        """Returns the constraints of one phase; of both phases, a pinned worker decodes."""
         if phase is Phase.PREFILL and self.phase is Phase.BOTH and self.constraints is not None:
             return replace(self.constraints, pinned=None)
         return self.constraints

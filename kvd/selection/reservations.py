@@ -86,7 +86,7 @@ class Reservations(LiveRequests[Fleet]):
     def book_both(
         self, fleet: Fleet, ask: SelectRequest, reservation_id: str, decode: Choice, prefill: Choice
     ) -> Receipt[Fleet]:
-        """Does the same for two phases, or neither: prefill has an id of its own."""
+        """Books both phases or neither; the prefill phase has an id of its own."""
         now, prefill_id = self._clock(), reservation_id + PREFILL_SUFFIX
         tokens = self._add(fleet, ask, prefill_id, prefill, now)
         try:
@@ -253,7 +253,7 @@ def _hashes(pool: Pool, blocks: bool) -> bytes:
 
 
 def _decayed(fleet: Fleet, reservation_id: str) -> float | None:
-    """Returns what a reservation's output blocks weigh with one more; None if nobody knows."""
+    """Returns what a reservation's output blocks weigh with one more; None if that is unknown."""
     live = fleet.ledger.request(reservation_id)
     if live is None or live.expected_output_tokens is None:
         return None
@@ -266,6 +266,6 @@ def _admitted(outcome: int, reservation_id: str) -> None:
     if outcome == ledger.EXISTS:
         raise Conflict(f"reservation {reservation_id} already exists")
     if outcome == ledger.OVERFLOW:
-        raise Invalid("isl_tokens: the rank cannot count so many tokens")
+        raise Invalid("isl_tokens: the tokens of the rank would exceed what can be counted")
     if outcome != ledger.ADDED:
         raise Unavailable("the limit of live reservations is reached")

@@ -1,4 +1,4 @@
-"""Chooses who serves a prompt, now or when somebody can.
+"""Chooses the rank that serves a prompt, at once or when one is free.
 
 Between choosing a rank and booking it nothing is awaited.
 """
@@ -36,7 +36,7 @@ from kvd_core.selector import selector
 from kvd_core.selector.selector import Explained, Pool
 from kvd_core.selector.settings import DIRECT, Settings
 
-# By phase: why nobody has been chosen.
+# By phase: why no rank has been chosen.
 _NOBODY: dict[Phase | None, str] = {
     None: "no endpoints available to route work",
     Phase.PREFILL: "no prefill worker is available",
@@ -72,7 +72,7 @@ class Scheduler:
         registry: Registry,
         affinity: Affinity | None = None,
     ) -> None:
-        """There are descriptors for the clients of `max_waiting` selections that wait."""
+        """At most `max_waiting` selections wait: there are descriptors for that many clients."""
         self.held = 0
         self._max_waiting = max_waiting
         self._registry = registry
@@ -118,10 +118,10 @@ class Scheduler:
         return self._hold(fleet, pool, ask)
 
     async def wait(self, held: QueuedRequest) -> bytes:
-        """Returns the answer of a selection that is held, once there is one; raises as `select`.
+        """Waits for the answer of a held selection; raises as `select` does.
 
         Whatever ends the wait, the selection is in no queue afterwards. What was booked with an
-        answer that nobody will see is given back.
+        answer that no client will see is given back.
         """
         since = self._clock()
         try:
@@ -148,7 +148,7 @@ class Scheduler:
         return held.answer
 
     def take_back(self, held: QueuedRequest) -> None:
-        """Ends what is booked with an answer that its client cannot be given."""
+        """Ends the booking of an answer that its client cannot be sent."""
         if held.receipt is not None:
             self._reservations.take_back(held.receipt)
 
@@ -156,7 +156,7 @@ class Scheduler:
         if self._stopping:
             raise Unserved(Outcome.STOPPING, _STOPPING)
         if self.held >= min(self._options.max_held, self._max_waiting):
-            text = f"{self.held} selections are already waiting"
+            text = f"{self.held} selections are waiting already, which is the limit"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
         held = QueuedRequest(ask, pool.hold(), pool.block_size)
         least = pool.least_prefill_tokens(ask.settings, None)
@@ -198,9 +198,9 @@ class Scheduler:
         return SelectReply(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
 
     def _serve_both(self, fleet: Fleet, ask: SelectRequest) -> SelectReply | None:
-        """Does the same for both phases: a decode worker's answer with a prefill worker's in it.
+        """Serves both phases; the answer of the decode worker contains that of the prefill worker.
 
-        Without a prefill worker the one who decodes serves all of it, and the answer says why.
+        Without a prefill worker the decode worker serves all of it, and the answer says why.
         """
         try:
             prefill_by = ask.constraints_in(Phase.PREFILL)
@@ -293,32 +293,32 @@ class Scheduler:
         return pool.render_answer(begin, members, chosen.at, chosen.settings)
 
     def _explained(self, fleet: Fleet, row: Explained) -> dict[str, Any]:
-        """Returns the terms of a rank's cost, and how far its stream can be believed."""
+        """Returns the terms of a rank's cost, and the health of its stream."""
         listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
         stream = None if listener is None else listener.health(self._clock())
         return row._asdict() | {"stream": stream}
 
     def stop(self) -> None:
-        """Answers those that wait, now and from now on, that nobody will serve them."""
+        """Refuses all selections that wait, and from now on all that would wait."""
         self._stopping = True
         self.ask_all()
 
     # ---- what moves those that wait
 
     def ask_all(self) -> None:
-        """Serves all that can be served now, whatever it is that has changed."""
+        """Serves all waiting selections that can be served now; anything may have changed."""
         for fleet in self._fleets.values():
             fleet.queue.wake()
         self.drain_queues()
 
     def drain_queues(self) -> None:
-        """Serves all that changes of workers and loads have made servable."""
+        """Serves waiting selections of all fleets whose ranks have changed."""
         if self.held:
             for fleet in self._fleets.values():
                 self.drain_queue(fleet)
 
     def drain_queue(self, fleet: Fleet) -> None:
-        """Does so in one fleet, in the order of those that wait."""
+        """Serves waiting selections of one fleet whose ranks have changed, in order."""
         if not len(fleet.queue):
             return
         changed = fleet.pool.changed()
@@ -330,7 +330,7 @@ class Scheduler:
         fleet.pool.remember()
 
     def _end_hashed(self, fleet: Fleet) -> None:
-        """Ends selections that came hashed by a block size that is not the workers' any more."""
+        """Ends selections that came hashed by another block size than the workers have now."""
         if not fleet.workers:
             return
         for held in list(fleet.queue):
@@ -342,7 +342,7 @@ class Scheduler:
                 held.resolve(error)
 
     def _serve(self, fleet: Fleet, held: QueuedRequest) -> int:
-        """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
+        """Answers a selection and returns 0, or returns the bits of the ranks that it waits for."""
         ask = held.ask
         try:
             if self._stopping:
@@ -374,14 +374,14 @@ class Scheduler:
         self._tally.rehashed += 1
 
     def _all_busy(self, fleet: Fleet, ask: SelectRequest) -> bool:
-        """Says so where no look at the prompt is needed, which costs a walk of the index."""
+        """Says whether all ranks are busy, which needs no look at the prompt."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = fleet.eligible(ask.constraints_in(phase), phase)
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
 
 
 def _load(fleet: Fleet, chosen: Choice, busy: float | None) -> dict[str, int | None]:
-    """Returns what a chosen rank works on, and what its worker has room for; None is unknown.
+    """Returns the load of a chosen rank and the capacity of its worker; None is unknown.
 
     Says whether it prefills more than so many batches, if that is given.
     """

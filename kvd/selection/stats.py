@@ -1,4 +1,4 @@
-"""What has become of every selection, for /metrics: outcomes, waits, and what was chosen.
+"""The outcome of every selection, its wait and its choice, counted for /metrics.
 
 A selection that could be read has one outcome in the end. Hot handlers count what they serve into
 the same `ChoiceCounts` (kvd/faces/selection/handlers.pyx).
@@ -39,7 +39,7 @@ POSITIONS = {phase: position for position, phase in enumerate(PHASES)}
 
 
 class Unserved(Unavailable):
-    """A selection is refused for a reason that is counted."""
+    """A refused selection; the reason is counted."""
 
     def __init__(self, outcome: Outcome, text: str, retry_after_s: int | None = None) -> None:
         super().__init__(text, retry_after_s)

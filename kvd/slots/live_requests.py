@@ -3,7 +3,7 @@
     LiveRequests                    one a face: SlotTrackers, and Reservations of the selection
       ├ owners: (model, tenant) ──> Tracker or Fleet: a ledger, its block size, its workers
       ├ steps    ──> replicas       each step that a client has taken here
-      ├ moments  ──> observers      each step, with its time, whoever has taken it
+      ├ moments  ──> observers      each step with its time, from any source
       └ early                       ends that replicas told of before the beginnings
 
     client   booking ──> prefill complete ──> free              told to replicas and observers
@@ -12,7 +12,7 @@
                           its rank is removed                   told to replicas and observers
 
 A face books in its own way and says so by `begun`; the rest of a request's life is here. Compiled
-handlers book, complete and free in the ledger themselves where nobody is to be told
+handlers book, complete and free in the ledger themselves where no one has subscribed
 (kvd/faces/*/handlers.pyx).
 
 One thread owns all of it and no method awaits: each call is one atomic change.
@@ -162,7 +162,7 @@ class LiveRequests(Generic[Owner]):
         return True
 
     def end(self, owner: Owner, request_id: str) -> None:
-        """Ends a request; one that is unknown is none to end."""
+        """Ends a request; an unknown one is no error."""
         live = self._shown(owner, request_id)
         if owner.ledger.free(request_id):
             self._took(owner, request_id, Step.FREE, live)
@@ -170,7 +170,7 @@ class LiveRequests(Generic[Owner]):
         ease(owner.ledger)
 
     def _shown(self, owner: Owner, request_id: str) -> LiveRequest | None:
-        """Returns a request if there is anyone to tell of it."""
+        """Returns a request if anyone has subscribed."""
         if self.steps.subscribers or self.moments.subscribers:
             return owner.ledger.request(request_id)
         return None
@@ -219,7 +219,7 @@ class LiveRequests(Generic[Owner]):
             self.given_back += 1
             self._end_booking(receipt.owner, left)
 
-    # ---- ends that nobody asked for
+    # ---- ends that no client asked for
 
     def expire(self, now: float) -> Iterator[None]:
         """Drops what is older than the expiry age; rests at every yield.
@@ -315,6 +315,6 @@ class LiveRequests(Generic[Owner]):
 
 
 def ease(of: Ledger) -> None:
-    """Says that ranks of a ledger may have less to do, if a selection waits for that."""
+    """Wakes selections that wait for ranks of a ledger to have less load."""
     if of.loads.eased is not None:
         of.loads.eased()

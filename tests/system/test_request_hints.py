@@ -140,7 +140,7 @@ def test_an_advisory_selection_never_waits_and_shows_the_load(client: httpx.Clie
         assert held.result().status_code == 200
     answer = reserve(client, "no", advisory=True)
     assert answer.status_code == 400
-    assert answer.json() == {"error": "advisory: nothing can be booked by a question"}
+    assert answer.json() == {"error": "advisory: an advisory request cannot book"}
 
 
 def test_the_context_of_a_session_says_whose_it_is(client: httpx.Client) -> None:

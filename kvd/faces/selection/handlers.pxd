@@ -54,7 +54,7 @@ cdef class SelectHandler(PromptHandler):
     cdef Draws draws
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
-    cdef list replicas, observers  # who is told of steps (kvd.slots.live_requests)
+    cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
