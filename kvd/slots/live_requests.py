@@ -180,7 +180,7 @@ class LiveRequests(Generic[Owner]):
         if live is not None:
             rank = live.worker_id, live.dp_rank
             self._tell(owner.key, owner.block_size, request_id, rank, step)
-            self._observe(owner, request_id, step, self._clock(), live)
+            self._observe(owner, request_id, step, None, live)
 
     def _tell(
         self,
@@ -200,9 +200,11 @@ class LiveRequests(Generic[Owner]):
             self.steps.tell(Lifecycle(*where, step, *of_add, self.face))
 
     def _observe(
-        self, owner: Owner, request_id: str, step: Step, at: float, live: LiveRequest | None
+        self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
     ) -> None:
+        """Tells observers of a step, which is taken now unless `at` says when."""
         if self.moments.subscribers:
+            at = self._clock() if at is None else at
             self.moments.tell(Moment(at, step, owner.key, request_id, live))
 
     # ---- bookings whose clients have left
@@ -258,7 +260,7 @@ class LiveRequests(Generic[Owner]):
         for request_id in owner.ledger.remove_rank(number):
             self.removed += 1
             self._tell(owner.key, block_size, request_id, rank, Step.FREE)
-            self._observe(owner, request_id, Step.FREE, self._clock(), None)
+            self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)
 
     # ---- steps of replicas
