@@ -62,7 +62,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """One worker as it was described; None is what nobody has said."""
+    """One worker as it was described; None is what was not given."""
 
     worker_id: int
     model_name: str = DEFAULT_MODEL
@@ -108,7 +108,7 @@ class WorkerRecord:
         return named
 
     def addresses(self, dp_rank: int) -> Addresses | None:
-        """Returns where a rank is heard, None if nobody has said."""
+        """Returns the address of a rank's KV events, None if none was given."""
         endpoint = self.events_endpoint(dp_rank)
         if endpoint is None:
             return None
@@ -130,7 +130,7 @@ class WorkerRecord:
         if not self.ranks:
             yield "data_parallel_size must be greater than 0"
         elif len(self.ranks) > MAX_DP_SIZE or self.ranks[-1] > U32_MAX:
-            yield f"data_parallel_size must be at most {MAX_DP_SIZE} within 32 bits"
+            yield f"data_parallel_size must be at most {MAX_DP_SIZE}, and each dp_rank below 2^32"
         elif uses_events:
             yield from self._events_reasons()
 
@@ -180,5 +180,5 @@ class WorkerRecord:
 
 
 def _shown(endpoint: str | None) -> str | None:
-    """Returns an address for all who may read: without the user and the password it may have."""
+    """Returns an address without the user and the password it may have."""
     return endpoint and masked(endpoint)

@@ -35,9 +35,10 @@ namespace kvd::selector {
 
 class Pool {
  public:
-  // `index` may be null: nobody caches anything.
-  Pool(uint32_t block_size, const Index* index, const ledger::Ledger& ledger)
-      : index_(index), ledger_(ledger), block_size_(block_size) {}
+  // `index` may be null: nobody caches anything but what `predicted` says, if that is not null. It
+  // names ranks as the ledger does, those beside the index's events as the index does.
+  Pool(uint32_t block_size, const Index* index, const ledger::Ledger& ledger, Predicted* predicted)
+      : index_(index), ledger_(ledger), block_size_(block_size), own_(predicted) {}
 
   // Candidates come in ascending order of (worker, dp rank).
   void add(Candidate candidate) {
@@ -66,6 +67,14 @@ class Pool {
   }
   // The candidates of the same worker are those from its `first` up to here.
   uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
+  // Notes the prompt as cached by a candidate, if predictions are kept.
+  void predict(size_t at, double now) {
+    Predicted* predicted = predictions();
+    if (predicted == nullptr) return;
+    const uint32_t rank = rank_in_predictions(candidates_[at]);
+    if (rank != kNone) predicted->add(rank, prompt_.used().data(), prompt_.used().size(), now);
+  }
+
   Prompt& prompt() { return prompt_; }
   const Prompt& prompt() const { return prompt_; }
 
@@ -143,10 +152,18 @@ class Pool {
       standings_[i].disk = depth.disk - depth.host;
       overlaps_[i] = static_cast<int32_t>(depth.disk);
     }
-    if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted());
+    if (predictions() != nullptr) foresee(*predictions());
   }
 
   static const Worker* caches(const Candidate& c) { return c.heard ? c.caches : nullptr; }
+
+  Predicted* predictions() const {
+    return own_ != nullptr || index_ == nullptr ? own_ : index_->predicted();
+  }
+  uint32_t rank_in_predictions(const Candidate& c) const {
+    if (own_ != nullptr) return c.booked;
+    return c.caches == nullptr ? kNone : c.caches->find(c.dp_rank);
+  }
 
   // What a rank is thought to cache goes on where its events end.
   void foresee(const Predicted& predicted) {
@@ -154,8 +171,7 @@ class Pool {
     const std::vector<uint64_t>& locals = prompt_.used();
     predicted.chain(locals.data(), locals.size(), chained_);
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Worker* worker = caches(candidates_[i]);
-      const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
+      const uint32_t id = candidates_[i].heard ? rank_in_predictions(candidates_[i]) : kNone;
       if (id == kNone) continue;
       CandidateState& at = standings_[i];
       const uint32_t host = at.device + at.host, disk = host + at.disk;
@@ -188,6 +204,7 @@ class Pool {
   const Index* index_;
   const ledger::Ledger& ledger_;
   uint32_t block_size_;
+  Predicted* own_;  // null: the index's, if it keeps any
 
   struct Seen {
     explicit Seen(const CandidateState& at)
