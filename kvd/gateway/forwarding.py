@@ -216,10 +216,11 @@ class Forwarder:
         reservation_id: str,
     ) -> Chosen:
         tokens = attempt.tokens
-        decision = Decision.LOAD if tokens is None else Decision.OVERLAP
+        upstream = usable[answer["worker_id"]]
+        decision = _decision(upstream, tokens)
         self._stats.decisions[decision] += 1
         return Chosen(
-            usable[answer["worker_id"]],
+            upstream,
             answer["dp_rank"],
             reservation_id,
             decision,
@@ -324,6 +325,13 @@ class Forwarder:
     def _free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above
             self._selections.reservations.free(reservation_id)
+
+
+def _decision(upstream: Upstream, tokens: PromptTokens | None) -> Decision:
+    assert upstream.facts is not None
+    if tokens is None:
+        return Decision.LOAD
+    return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED
 
 
 def _forward(

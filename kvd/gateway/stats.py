@@ -30,6 +30,7 @@ class Decision(StrEnum):
     """What decided who serves a request."""
 
     OVERLAP = "overlap"  # the cached part of its tokens, and load
+    PREDICTED = "predicted"  # the same, by what the engine was sent before: it tells no events
     SESSION = "session"
     LOAD = "load"
 

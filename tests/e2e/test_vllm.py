@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -120,6 +121,21 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Vllm]]:
             each.end(signal.SIGKILL)
 
 
+@pytest.fixture
+def gateway_of(
+    kvd_process: Callable[..., Server], engines: list[Vllm]
+) -> Iterator[Callable[..., Gateway]]:
+    """A function that starts a gateway in front of both, with flags."""
+    with ExitStack() as opened:
+
+        def start(*flags: str) -> Gateway:
+            gateway = Gateway(kvd_process, engines, *flags)
+            opened.callback(gateway.http.close)
+            return gateway
+
+        yield start
+
+
 class Gateway:
     """A gateway in front of them, with an index that can be asked."""
 
@@ -199,10 +215,8 @@ def converse(gateway: Gateway, random: Random, conversations: int, turns: int) -
             messages.append(answer["choices"][0]["message"] | {"content": text(random, 5)})
 
 
-def test_every_prediction_is_what_the_engine_reports(
-    kvd_process: Callable[..., Server], engines: list[Vllm]
-) -> None:
-    gateway, random = Gateway(kvd_process, engines), Random(1)
+def test_every_prediction_is_what_the_engine_reports(gateway_of: Callable[..., Gateway]) -> None:
+    gateway, random = gateway_of(), Random(1)
     converse(gateway, random, conversations=4, turns=3)
     for _ in range(4):
         prompt = text(random, 60)
@@ -218,13 +232,15 @@ def test_every_prediction_is_what_the_engine_reports(
 
 
 def test_a_reset_a_restart_and_an_abort(
-    kvd_process: Callable[..., Server], engines: list[Vllm]
+    gateway_of: Callable[..., Gateway], engines: list[Vllm]
 ) -> None:
-    gateway, random = Gateway(kvd_process, engines), Random(2)
+    gateway, random = gateway_of(), Random(2)
     prompt = {"prompt": text(random, 100)}
     headers, _ = gateway.ask("/v1/completions", prompt)
     url, tokens = headers["x-kvd-endpoint"], gateway.tokens_of(prompt)
     httpx.post(f"{url}/reset_prefix_cache", trust_env=False)
+    another = {"model": "tiny", "prompt": "x", "max_tokens": 1}  # vLLM tells events with a step
+    httpx.post(f"{url}/v1/completions", json=another, trust_env=False)
     wait(lambda: gateway.cached(url, tokens) == 0, HEARD_S, "the reset is heard")
     headers, _ = gateway.ask("/v1/completions", prompt)
     headers, _ = gateway.ask("/v1/completions", prompt)
@@ -254,12 +270,10 @@ def running_at(engine: Vllm) -> float:
     raise AssertionError("vLLM does not say how many requests run")
 
 
-def test_more_is_cached_than_with_round_robin(
-    kvd_process: Callable[..., Server], engines: list[Vllm]
-) -> None:
+def test_more_is_cached_than_with_round_robin(gateway_of: Callable[..., Gateway]) -> None:
     shares = []
     for seed, flags in ((3, ()), (4, ("--router-mode", "round-robin"))):
-        gateway = Gateway(kvd_process, engines, *flags)
+        gateway = gateway_of(*flags)
         converse(gateway, Random(seed), conversations=5, turns=4)
         shares.append(gateway.cached_tokens / gateway.prompt_tokens)
     by_cache, in_turn = shares

@@ -247,3 +247,21 @@ async def test_a_session_stays_where_tokens_are_not_known(kvd_process: Start) ->
                 assert answered.headers["x-kvd-tokens"] == "none"
                 places.add(answered.headers["x-kvd-endpoint"])
             assert len(places) == 1
+
+
+async def test_engines_without_events_are_chosen_by_what_they_were_sent(kvd_process: Start) -> None:
+    three = (EngineOptions(events=False), EngineOptions(events=False), EngineOptions())
+    flags = ("--gateway-memory-bytes", "0")
+    async with serving(kvd_process, *three, flags=flags) as (client, running):
+        for number in range(6):
+            said = [f"{number} {PROMPT}"]
+            first = await client.chat(*said)
+            await wait_heard(client, [each for each in running if each.server.publisher])
+            second = await client.chat(*said, "more")
+            place = first.headers["x-kvd-endpoint"]
+            assert second.headers["x-kvd-endpoint"] == place
+            told = place == running[2].url
+            assert second.headers["x-kvd-decision"] == ("overlap" if told else "predicted")
+            assert int(second.headers["x-kvd-matched-tokens"]) > 0
+        shown = (await client.get("/status")).json["upstreams"]
+        assert [bool(each["events"]) for each in shown] == [False, False, True]
