@@ -57,11 +57,8 @@ class Fleet:
         # By candidate, once needed: the members of an answer that name the chosen rank, as JSON.
         self.pieces: list[bytes | None] = []
         self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
-        self.predictions: Predictions | None = None  # of what is cached, without KV events
-        if not options.uses_kv_events:
-            self.predictions = Predictions(
-                options.ttl_s, options.max_tree_size, options.prune_target_ratio
-            )
+        # Of what workers without KV events cache; None while there are none.
+        self.predictions: Predictions | None = None
 
     @property
     def block_size(self) -> int | None:
@@ -125,11 +122,20 @@ class Fleet:
             for record in self.workers.values()
             for dp_rank in record.ranks
         ]
+        if self.predictions is None and any(map(self._is_predicted, self.workers.values())):
+            options = self._options
+            self.predictions = Predictions(
+                options.ttl_s, options.max_tree_size, options.prune_target_ratio
+            )
         index = None if partition is None else partition.index
         if index is not None and self._options.predicted_ttl_s is not None:
             bounds = self._options.max_tree_size, self._options.prune_target_ratio
             index.predict(self._options.predicted_ttl_s, *bounds)
         return Pool(index, self.ledger, block_size, candidates, self.predictions)
+
+    def _is_predicted(self, record: WorkerRecord) -> bool:
+        """Says whether what a worker caches is only predicted."""
+        return bool(record.without_kv_events) or not self._options.uses_kv_events
 
     def _partition(self) -> Partition | None:
         """Returns what events tell of its workers, None without events."""
@@ -227,17 +233,17 @@ class Fleet:
 
     def predicted(self) -> int:
         """Returns how many blocks are thought to be cached because prompts were booked."""
-        if self.predictions is not None:
-            return len(self.predictions)
         partition = self._partition()
-        return 0 if partition is None else partition.index.predicted()
+        beside_events = 0 if partition is None else partition.index.predicted()
+        return beside_events + (0 if self.predictions is None else len(self.predictions))
 
     def forget_predictions(self, now: float) -> bool:
         """Forgets some predictions that are too old or too many; True while there may be more."""
-        if self.predictions is not None:
-            return self.predictions.prune(now, PREDICTED_SLICE)
         partition = self._partition()
-        return partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
+        more = partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
+        return (
+            self.predictions is not None and self.predictions.prune(now, PREDICTED_SLICE)
+        ) or more
 
 
 def _mark(pool: Pool, place: tuple[int, int], absence: Absence | None) -> None:

@@ -78,6 +78,7 @@ class WorkerRecord:
     total_kv_blocks: int | None = None
     stable_routing_id: str | None = None
     is_eagle: bool | None = None
+    without_kv_events: bool | None = None  # it publishes none: what it caches is predicted
     role: Role | None = None
     taints: tuple[str, ...] = ()
     topology_domains: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class WorkerRecord:
     def addresses(self, dp_rank: int) -> Addresses | None:
         """Returns the address of a rank's KV events, None if none was given."""
         endpoint = self.events_endpoint(dp_rank)
-        if endpoint is None:
+        if endpoint is None or self.without_kv_events:
             return None
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
@@ -131,7 +132,7 @@ class WorkerRecord:
             yield "data_parallel_size must be greater than 0"
         elif len(self.ranks) > MAX_DP_SIZE or self.ranks[-1] > U32_MAX:
             yield f"data_parallel_size must be at most {MAX_DP_SIZE}, and each dp_rank below 2^32"
-        elif uses_events:
+        elif uses_events and not self.without_kv_events:
             yield from self._events_reasons()
 
     def _events_reasons(self) -> Iterator[str]:
@@ -172,8 +173,9 @@ class WorkerRecord:
             row["router_hint_source_control_endpoints"] = {
                 str(rank): _shown(text) for rank, text in hints
             }
-        if self.curve_server_key is not None:  # a member of ours
-            row["curve_server_key"] = self.curve_server_key
+        for name in ("curve_server_key", "without_kv_events"):  # members of ours
+            if (value := getattr(self, name)) is not None:
+                row[name] = value
         if reasons:
             row["not_schedulable_reasons"] = reasons
         return row

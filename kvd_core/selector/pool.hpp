@@ -35,8 +35,9 @@ namespace kvd::selector {
 
 class Pool {
  public:
-  // `index` may be null: nobody caches anything but what `predicted` says, if that is not null. It
-  // names ranks as the ledger does, those beside the index's events as the index does.
+  // `index` may be null: nobody caches anything but what `predicted` says, if that is not null. That
+  // is of candidates without events, and names ranks as the ledger does; predictions of the others
+  // are the index's, which names ranks itself.
   Pool(uint32_t block_size, const Index* index, const ledger::Ledger& ledger, Predicted* predicted)
       : index_(index), ledger_(ledger), block_size_(block_size), own_(predicted) {}
 
@@ -69,9 +70,10 @@ class Pool {
   uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
   // Notes the prompt as cached by a candidate, if predictions are kept.
   void predict(size_t at, double now) {
-    Predicted* predicted = predictions();
+    const Candidate& c = candidates_[at];
+    Predicted* predicted = c.caches == nullptr ? own_ : index_->predicted();
     if (predicted == nullptr) return;
-    const uint32_t rank = rank_in_predictions(candidates_[at]);
+    const uint32_t rank = rank_in_predictions(c);
     if (rank != kNone) predicted->add(rank, prompt_.used().data(), prompt_.used().size(), now);
   }
 
@@ -152,26 +154,25 @@ class Pool {
       standings_[i].disk = depth.disk - depth.host;
       overlaps_[i] = static_cast<int32_t>(depth.disk);
     }
-    if (predictions() != nullptr) foresee(*predictions());
+    if (own_ != nullptr) foresee(*own_, false);
+    if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted(), true);
   }
 
   static const Worker* caches(const Candidate& c) { return c.heard ? c.caches : nullptr; }
 
-  Predicted* predictions() const {
-    return own_ != nullptr || index_ == nullptr ? own_ : index_->predicted();
-  }
-  uint32_t rank_in_predictions(const Candidate& c) const {
-    if (own_ != nullptr) return c.booked;
-    return c.caches == nullptr ? kNone : c.caches->find(c.dp_rank);
+  static uint32_t rank_in_predictions(const Candidate& c) {
+    return c.caches == nullptr ? c.booked : c.caches->find(c.dp_rank);
   }
 
-  // What a rank is thought to cache goes on where its events end.
-  void foresee(const Predicted& predicted) {
+  // What a rank is thought to cache goes on where its events end, if it has any.
+  void foresee(const Predicted& predicted, bool beside_events) {
     if (predicted.size() == 0) return;
     const std::vector<uint64_t>& locals = prompt_.used();
     predicted.chain(locals.data(), locals.size(), chained_);
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const uint32_t id = candidates_[i].heard ? rank_in_predictions(candidates_[i]) : kNone;
+      const Candidate& c = candidates_[i];
+      if (!c.heard || (c.caches != nullptr) != beside_events) continue;
+      const uint32_t id = rank_in_predictions(c);
       if (id == kNone) continue;
       CandidateState& at = standings_[i];
       const uint32_t host = at.device + at.host, disk = host + at.disk;
@@ -204,7 +205,7 @@ class Pool {
   const Index* index_;
   const ledger::Ledger& ledger_;
   uint32_t block_size_;
-  Predicted* own_;  // null: the index's, if it keeps any
+  Predicted* own_;  // of candidates without events; null: there are none
 
   struct Seen {
     explicit Seen(const CandidateState& at)

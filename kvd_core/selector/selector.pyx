@@ -137,10 +137,10 @@ cdef class Pool:
     ):
         """Takes Candidates in any order, which are `candidates` in ascending order from then on.
 
-        `index` None, or a Candidate's `worker` None: caches nothing but what `predictions` say,
-        which are given instead of an index. ValueError for an index of
-        another block size, a worker of another index, or a rank that comes twice; KeyError for a
-        rank that is not in the ledger under this id. O(candidates log candidates).
+        `index` None, or a Candidate's `worker` None: caches nothing but what `predictions` say.
+        ValueError for an index of another block size, a worker of another index, or a rank that
+        comes twice; KeyError for a rank that is not in the ledger under this id.
+        O(candidates log candidates).
         """
         cdef Worker worker
         cdef CCandidate c
@@ -148,8 +148,6 @@ cdef class Pool:
         cdef CPredicted* predicted = NULL
         if block_size == 0 or (index is not None and index.c.block_size() != block_size):
             raise ValueError(f"not the block size of the index: {block_size}")
-        if index is not None and predictions is not None:
-            raise ValueError("an index keeps predictions of its own")
         self.index = index
         self.predictions = predictions
         self.ledger = ledger

@@ -139,7 +139,28 @@ def test_a_rank_that_is_not_heard_caches_nothing_until_it_is() -> None:
         assert fleet.reach([1, 2]) == [depth, 0]
 
 
-def test_a_pool_has_an_index_or_predictions_of_its_own() -> None:
-    with pytest.raises(ValueError, match="of its own"):
-        index = PrefixIndex(4, IngestCounters())
-        Pool(index, Ledger(), 4, (), Predictions(TTL_S, MAX_BLOCKS, RATIO))
+def test_workers_with_and_without_events_stand_side_by_side() -> None:
+    """What one tells and what the other is thought to cache; nothing is predicted of the first."""
+    index, ledger = PrefixIndex(4, IngestCounters()), Ledger()
+    predictions = Predictions(TTL_S, MAX_BLOCKS, RATIO)
+    told, silent = index.add_worker(1), None
+    told.register(0)
+    told.store(0, [1, 2], [1, 2])
+    ranks = [ledger.add_rank(worker, 0) for worker in (1, 2)]
+    candidates = [Candidate(1, 0, told, ranks[0]), Candidate(2, 0, silent, ranks[1])]
+    pool = Pool(index, ledger, 4, candidates, predictions)
+
+    def reach(path: list[int]) -> list[int]:
+        rolling = array("Q", sequence_hashes(array("Q", path)))
+        pool.look(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
+        return [each.device_blocks for each in pool.explain(DEFAULTS)]
+
+    assert reach([1, 2, 3]) == [2, 0]
+    for candidate in (0, 1):
+        pool.predict(candidate, 5.0)
+    assert reach([1, 2, 3]) == [2, 3]
+    assert len(predictions) == 3
+    index.predict(TTL_S, MAX_BLOCKS, RATIO)  # from now on also beside events
+    pool.predict(0, 6.0)
+    assert reach([1, 2, 3, 4]) == [3, 3]
+    assert (len(predictions), index.predicted()) == (3, 3)
