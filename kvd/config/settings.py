@@ -635,7 +635,7 @@ DAEMON_SETTINGS = section(
     min_initial_workers=Setting(
         parsers.parse_u32,
         "N",
-        "number of instances that must register before kvd subscribes to any of them",
+        "number of instances that must register before kvd applies the events of any",
         0,
         env="DYN_ROUTER_MIN_INITIAL_WORKERS",
         empty_is_wrong=True,
