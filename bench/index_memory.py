@@ -1,6 +1,6 @@
 """What a block costs in the index, by how many ranks and tiers hold it.
 
-    python -m bench.index_memory
+    python bench/index_memory.py
 
 Prints bytes by `PrefixIndex.stats()`, of 250 chains of 1,024 blocks.
 """
