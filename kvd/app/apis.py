@@ -47,6 +47,7 @@ from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.net.recovery import RecoveryStats
 from kvd.replica_sync.replicas import Replicas
+from kvd.selection.decisions import DecisionLog
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
@@ -64,6 +65,7 @@ class Components:
     slots: SlotTrackers
     selections: Selections
     replicas: Replicas
+    decisions: DecisionLog | None  # None: none is written
 
 
 class Directory:
@@ -171,6 +173,8 @@ class Apis:
             partial(booking_families, selections),
             lambda: choice_families(selections, answered, config().metrics_ranks),
         ]
+        if known.decisions is not None:
+            self.selection.sources.append(known.decisions.families)
         self.conductor.sources.append(
             partial(conductor_listings.families, known.state, known.publishers)
         )

@@ -18,15 +18,20 @@ from kvd.replay.engine import Speed
 from kvd.replay.figures import Figures, measure_recorded
 from kvd.replay.policies import Policy
 from kvd.replay.progress import Bar
+from kvd.replay.recording import Recording, ReplayError, reusable_share
 from kvd.replay.routers import Routing
-from kvd.replay.runs import Case, run_all
+from kvd.replay.runs import Case, Replay, run_all
 from kvd.replay.simulation import Fleet
-from kvd.replay.traffic import Recording, ReplayError, Traffic, Windows, reusable_share
+from kvd.replay.traffic import Traffic, Windows
 
 DEFAULT_POLICIES = (Policy("dynamo"), Policy("kvd"))
 DEFAULT_ENGINES = 8
 MAX_ENGINES = 4096
 RECORDED = "as recorded"
+
+Usage = Callable[[parsers.Parse], Any]
+# Makes a replay of a policy, or of what a caller has beside policies.
+MakeCase = Callable[[Traffic, Fleet, Any, int, argparse.Namespace], Replay]
 
 DESCRIPTION = (
     "Replays recorded requests against simulated engines with prefix caches, under one or more "
@@ -42,14 +47,18 @@ EPILOG = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser, usage: Callable[[parsers.Parse], Any]) -> None:
-    """Adds the options of the command; `usage` wraps what reads a value."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    usage: Usage = lambda parse: parse,
+    policy: Callable[[str], Any] | None = None,
+) -> None:
+    """Adds the options of the command; `usage` wraps what reads a value, `policy` reads one."""
     count = usage(parsers.within(1, 2**31 - 1))
     parser.add_argument("trace", type=Path, metavar="TRACE", help="the recorded requests")
     parser.add_argument(
         "--policy",
         action="append",
-        type=usage(_policy),
+        type=policy or usage(_policy),
         metavar="NAME[,WEIGHT=VALUE...]",
         help=f"policy to replay under, one of {', '.join(policies.NAMES)}, with other weights than "
         "its own if wanted; may be repeated, and the first is what others are compared with "
@@ -92,9 +101,7 @@ def add_options(parser: argparse.ArgumentParser, usage: Callable[[parsers.Parse]
     group.add_argument("--json", type=Path, metavar="FILE", help="figures to write, as JSON")
 
 
-def add_traffic_options(
-    group: argparse._ArgumentGroup, usage: Callable[[parsers.Parse], Any]
-) -> None:
+def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
     count = usage(parsers.within(1, 2**31 - 1))
     seconds = usage(parsers.real("seconds", 0.0, 1e9))
     factor = usage(parsers.real("a factor", 1e-3, 1e3))
@@ -144,9 +151,7 @@ def add_traffic_options(
     )
 
 
-def add_fleet_options(
-    group: argparse._ArgumentGroup, usage: Callable[[parsers.Parse], Any]
-) -> None:
+def add_fleet_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
     speed = Speed()
     count = usage(parsers.within(1, 2**31 - 1))
     milliseconds = usage(parsers.real("milliseconds", 0.0, 1e6))
@@ -196,7 +201,8 @@ def add_fleet_options(
         type=milliseconds,
         default=speed.step_s_per_request * 1000,
         metavar="MS",
-        help=f"further time for each request of a step (default {speed.step_s_per_request * 1000:g})",
+        help="further time for each request of a step (default "
+        f"{speed.step_s_per_request * 1000:g})",
     )
     group.add_argument(
         "--context-ms",
@@ -251,12 +257,13 @@ def _span(text: str) -> tuple[float, float]:
 def run(given: Mapping[str, Any]) -> tuple[str, int]:
     """Returns the report on what the command line asks for; raises StartError."""
     try:
-        return "\n".join(_report(given["options"])) + "\n", 0
+        return "\n".join(report(given["options"], case)) + "\n", 0
     except (ReplayError, OSError) as error:
         raise StartError(str(error)) from None
 
 
-def _report(given: argparse.Namespace) -> list[str]:
+def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
+    """Replays what options ask for and returns the lines to print; raises ReplayError."""
     traffic = Traffic(
         given.trace,
         given.requests,
@@ -272,9 +279,7 @@ def _report(given: argparse.Namespace) -> list[str]:
     fleet = fleet_of(given, recording)
     chosen: Sequence[Policy] = given.policy or DEFAULT_POLICIES
     seeds = range(given.seed, given.seed + given.rounds)
-    cases = [
-        Case(traffic, fleet, routing_of(given, each), seed) for each in chosen for seed in seeds
-    ]
+    cases = [case(traffic, fleet, each, seed, given) for each in chosen for seed in seeds]
     with closing(Bar(len(cases) * len(recording.requests))) as bar:
         found = run_all(cases, given.jobs or len(os.sched_getaffinity(0)), bar.advance)
     rounds: dict[str, Sequence[Figures]] = {
@@ -319,10 +324,14 @@ def fleet_of(given: argparse.Namespace, recording: Recording) -> Fleet:
     return Fleet(engines, capacity, recording.block_size, speed, given.speeds)
 
 
-def routing_of(given: argparse.Namespace, policy: Policy) -> Routing:
+def case(
+    traffic: Traffic, fleet: Fleet, policy: Policy, seed: int, given: argparse.Namespace
+) -> Case:
+    """Returns one replay under one of kvd's policies."""
     low, high = given.event_delay_ms
     delay_s = low / 1000, high / 1000
-    return Routing(policy, given.routers, given.synced, delay_s, given.joins)
+    routing = Routing(policy, given.routers, given.synced, delay_s, given.joins)
+    return Case(traffic, fleet, routing, seed)
 
 
 def facts(

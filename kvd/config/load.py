@@ -143,6 +143,9 @@ class Config:
     curve: Curve
     log_level: str
     log_format: str
+    decision_log: Path | None
+    decision_log_bytes: int
+    decision_log_files: int
     access_log: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
     values: Mapping[str, Any]  # of all settings, by name: what this was made of

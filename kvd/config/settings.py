@@ -26,6 +26,7 @@ from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.policies import RouterPolicy
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
+from kvd.telemetry.rotating import MAX_FILES
 from kvd.wire import egress
 from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import DEFAULT_SEED
@@ -599,6 +600,25 @@ LOG_SETTINGS = section(
     access_log=switch("whether kvd logs every HTTP request", False, live=True),
 )
 
+DECISION_SETTINGS = section(
+    decision_log=file(
+        "file for a line about each booked choice of the selection service and the end of its "
+        "request, without prompts; `kvd replay` reads it (default: none is written)"
+    ),
+    decision_log_bytes=Setting(
+        parsers.within(64 * 1024, 2**40),
+        "BYTES",
+        "size at which the decision log goes on in another file",
+        64 * 1024 * 1024,
+    ),
+    decision_log_files=Setting(
+        parsers.within(1, MAX_FILES),
+        "N",
+        "number of files of the decision log; the oldest is removed",
+        8,
+    ),
+)
+
 DAEMON_SETTINGS = section(
     min_initial_workers=Setting(
         parsers.parse_u32,
@@ -703,6 +723,7 @@ GROUPS = {
     "Engines and replays": ENGINE_SETTINGS,
     "The index": INDEX_SETTINGS,
     "HTTP limits": HTTP_SETTINGS,
+    "The decision log": DECISION_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

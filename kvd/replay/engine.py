@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from kvd.replay.cache import Cache, Lease
-from kvd.replay.traffic import Request
+from kvd.replay.recording import Request
 
 
 @dataclass(frozen=True, slots=True)

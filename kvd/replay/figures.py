@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 from math import ceil, nan
 from statistics import fmean
 
+from kvd.replay.recording import Recorded, ReplayError, Request
 from kvd.replay.simulation import Outcome
-from kvd.replay.traffic import Recorded, ReplayError, Request
 
 LONG_PROMPT = 32_768  # tokens
 

@@ -22,6 +22,7 @@ STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1f2328 }
   .title { font-weight: 600 }
   .range { stroke: #1f2328; stroke-width: 1.5 }
+  .grid { stroke: #8c959f; stroke-opacity: 0.4 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 }
     .range { stroke: #e6edf3 }
@@ -46,7 +47,7 @@ def plot(rounds: Rounds, title: str) -> str:
     return document(
         MARGIN + COLUMNS * (PANEL_WIDTH + MARGIN),
         2 * TITLE_HEIGHT + lines * height,
-        [_text(MARGIN, 24, title, "title"), *panels],
+        [text(MARGIN, 24, title, "title"), *panels],
     )
 
 
@@ -65,7 +66,7 @@ def _values(rounds: Rounds, row: Row) -> list[float]:
 
 def _panel(rounds: Rounds, row: Row, x: float, y: float) -> str:
     better = "more is better" if row.more_is_better else "less is better"
-    parts = [_text(x, y, f"{row.title} ({better})", "title")]
+    parts = [text(x, y, f"{row.title} ({better})", "title")]
     names = 12 + 7 * max(map(len, rounds))
     width = PANEL_WIDTH - names - VALUE_WIDTH
     every = [_named(each, row) for figures in rounds.values() for each in figures]
@@ -73,7 +74,7 @@ def _panel(rounds: Rounds, row: Row, x: float, y: float) -> str:
     for number, (policy, figures) in enumerate(rounds.items()):
         at = y + 10 + number * (BAR_HEIGHT + BAR_GAP)
         middle = at + BAR_HEIGHT / 2
-        parts.append(_text(x, middle + 4, policy))
+        parts.append(text(x, middle + 4, policy))
         mean = _named(means(figures), row)
         if isnan(mean) or top <= 0:
             continue
@@ -85,7 +86,7 @@ def _panel(rounds: Rounds, row: Row, x: float, y: float) -> str:
             f'height="{BAR_HEIGHT}" fill="{colour}"/>',
             f'<line class="range" x1="{left + least * scale:.1f}" x2="{left + most * scale:.1f}" '
             f'y1="{middle:.1f}" y2="{middle:.1f}"/>',
-            _text(left + most * scale + 4, middle + 4, f"{mean:{row.form}}"),
+            text(left + most * scale + 4, middle + 4, f"{mean:{row.form}}"),
         ]
     return "\n".join(parts)
 
@@ -95,6 +96,7 @@ def _named(figures: Figures, row: Row) -> float:
     return value
 
 
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """Returns a text whose first letter stands at a point."""
     named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvd.replay.traffic import ReplayError
+from kvd.replay.recording import ReplayError
 from kvd.selection.policies import RouterPolicy
 from kvd_core.selector.settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 

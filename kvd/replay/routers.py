@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from kvd.replay.cache import Event, Stored
 from kvd.replay.policies import Policy
+from kvd.replay.recording import Request
 from kvd.replay.simulation import Fleet, Router
-from kvd.replay.traffic import Request
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from kvd_core.ledger.ledger import ADDED, Ledger
 from kvd_core.selector.selector import Candidate, Pool

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
+from typing import Protocol
 
 from kvd.replay.figures import Figures, measure
+from kvd.replay.recording import ReplayError
 from kvd.replay.routers import Routing
 from kvd.replay.simulation import Fleet, replay
-from kvd.replay.traffic import ReplayError, Traffic
+from kvd.replay.traffic import Traffic
 
 POLLED_S = 0.1
 
@@ -20,9 +22,15 @@ POLLED_S = 0.1
 _served: Synchronized[int]
 
 
+class Replay(Protocol):
+    """What a process can run."""
+
+    def run(self, report: Callable[[int], None]) -> Figures: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One replay. Cases of one seed and traffic have the same requests, whatever their policy."""
+    """One replay of a policy; those of one seed have the same requests, whatever the policy."""
 
     traffic: Traffic
     fleet: Fleet
@@ -40,7 +48,7 @@ class Case:
         return measure(outcome, self.traffic.counts)
 
 
-def run_all(cases: Sequence[Case], jobs: int, report: Callable[[int], None]) -> list[Figures]:
+def run_all(cases: Sequence[Replay], jobs: int, report: Callable[[int], None]) -> list[Figures]:
     """Returns the figures of all cases, replayed by so many processes; raises ReplayError.
 
     `report` is told how many more requests have been replayed.
@@ -70,7 +78,7 @@ def _begin(served: Synchronized[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _run(case: Case) -> Figures:
+def _run(case: Replay) -> Figures:
     return case.run(_count)
 
 

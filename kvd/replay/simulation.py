@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvd.replay.cache import Cache, Event
 from kvd.replay.engine import Engine, Job, Speed
-from kvd.replay.traffic import Request
+from kvd.replay.recording import Request
 
 # Requests between two reports of progress.
 REPORTED = 100

@@ -16,22 +16,22 @@ Rounds = Mapping[str, Sequence[Figures]]  # by policy, in one order of rounds
 
 def table(rounds: Rounds) -> list[str]:
     """Returns the lines of a table of means, one row a policy; times are in seconds."""
-    lines = _head(["policy", *(row.title for row in ROWS)])
+    lines = head(["policy", *(row.title for row in ROWS)])
     for policy, figures in rounds.items():
         mean = asdict(means(figures))
         cells = [_cell(mean[row.name], row.form) for row in ROWS]
-        lines.append(_line([policy, *cells]))
+        lines.append(line([policy, *cells]))
     return lines
 
 
 def comparison(rounds: Rounds, base: str) -> list[str]:
     """Returns the lines of a table of ratios to one policy, with their ranges over the rounds."""
-    lines = _head([f"by {base}", *(row.title for row in ROWS)])
+    lines = head([f"by {base}", *(row.title for row in ROWS)])
     for policy, figures in rounds.items():
         if policy != base:
             found = [asdict(each) for each in ratios(figures, rounds[base])]
             cells = [span([each[row.name] for each in found]) for row in ROWS]
-            lines.append(_line([policy, *cells]))
+            lines.append(line([policy, *cells]))
     return lines
 
 
@@ -50,9 +50,10 @@ def _cell(value: float, form: str) -> str:
     return "–" if isnan(value) else f"{value:{form}}"
 
 
-def _head(titles: Sequence[str]) -> list[str]:
-    return [_line(titles), f"|{'---|' * len(titles)}"]
+def head(titles: Sequence[str]) -> list[str]:
+    """Returns the two lines that begin a table."""
+    return [line(titles), f"|{'---|' * len(titles)}"]
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

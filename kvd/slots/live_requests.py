@@ -63,6 +63,7 @@ class Moment(NamedTuple):
     key: PartitionKey
     request_id: str
     live: LiveRequest | None
+    mirrored: bool = False  # a replica told of it
 
 
 @dataclass(slots=True, eq=False)
@@ -146,12 +147,13 @@ class LiveRequests(Generic[Owner]):
             self._tell(owner.key, owner.block_size, request_id, rank, Step.ADD, *content)
         self.observe_begin(owner, request_id)
 
-    def observe_begin(self, owner: Owner, request_id: str) -> None:
+    def observe_begin(self, owner: Owner, request_id: str, *, mirrored: bool = False) -> None:
         """Tells observers of a request that has been booked."""
         if self.moments.subscribers:
             live = owner.ledger.request(request_id)
             assert live is not None
-            self._observe(owner, request_id, Step.ADD, live.admitted_at, live)
+            moment = Moment(live.admitted_at, Step.ADD, owner.key, request_id, live, mirrored)
+            self.moments.tell(moment)
 
     def complete(self, owner: Owner, request_id: str) -> bool:
         """Ends the prefill of a request, once or again; False if there is no such request."""
@@ -293,7 +295,7 @@ class LiveRequests(Generic[Owner]):
         if outcome != ledger.ADDED:
             return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
         self._enter(owner, event.request_id)
-        self.observe_begin(owner, event.request_id)
+        self.observe_begin(owner, event.request_id, mirrored=True)
         return Outcome.APPLIED
 
     def _move_mirrored(self, owner: Owner, event: Lifecycle, now: float) -> Outcome:

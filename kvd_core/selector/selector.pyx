@@ -325,6 +325,23 @@ cdef class Pool:
                 least = min(least, effective_tokens(&scale, &self.c.standing(i)))
         return least
 
+    def deepest(self, size_t limit):
+        """Returns who caches most of the prompt, as (worker id, dp rank, blocks) of any tier.
+
+        At most `limit`, and none that caches nothing. O(candidates log candidates).
+        """
+        cdef list found = []
+        cdef const CStanding* c
+        cdef int64_t blocks
+        cdef size_t i
+        for i in range(self.c.size()):
+            c = &self.c.standing(i)
+            blocks = <int64_t>c.device + c.host + c.disk
+            if blocks != 0:
+                found.append((-blocks, i))
+        found.sort()
+        return [(*self.candidates[i][:2], -less) for less, i in found[:limit]]
+
     def mask(self, worker_ids, dp_rank=None):
         """Returns the `eligible` that allows the ranks of these workers, or one of each of them.
 

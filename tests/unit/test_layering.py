@@ -18,7 +18,7 @@ from tests.support.processes import REPOSITORY
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__", "kvd.cli"),
     ("kvd.app",),
-    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync"),
+    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay"),
     ("kvd.config",),
     ("kvd.http", "kvd.net"),
     ("kvd.selection", "kvd.slots", "kvd.index"),
