@@ -7,8 +7,8 @@
                   proportion on larger fleets
     workloads     8 engines with 2,000 blocks at load 1, and one thing that is otherwise: bound by
                   decoding (outputs five times as long, prefill six times as fast, a request of a
-                  step 0.5 ms and 512 tokens of its context 0.02 ms), nothing shared, late events, two routers, engines of two speeds, an
-                  engine that joins empty
+                  step 0.5 ms and 512 tokens of its context 0.02 ms), nothing shared, late events,
+                  two routers, engines of two speeds, an engine that joins empty
 
 Arrivals of one timestamp are spread over the 3 s that it stands for. Every policy gets the same
 arrivals in the same round. Tune on `--windows odd`, report on even ones; all requests are replayed,
