@@ -33,6 +33,7 @@ from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.targets import (
     ConductorTarget,
     IndexerTarget,
+    PolicyTarget,
     ReplicaTarget,
     SelectionTarget,
     SlotTrackerTarget,
@@ -184,6 +185,8 @@ class Apis:
             self.conductor: ("conductor", ConductorTarget(known.publishers)),
         }
         found = dict(targets[face] for face in self.served)
+        if "selection" in found:
+            found["policy"] = PolicyTarget(known.selections.tuning)
         if known.replicas.are_on:
             found["replica"] = ReplicaTarget(known.replicas)
         return found

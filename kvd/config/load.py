@@ -299,7 +299,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 def _options(of: Callable[..., Made], values: Mapping[str, Any], **others: Any) -> Made:
     """Returns options of a class, from the settings that are its members and from `others`."""
     told = {each.field: _unless_off(values[each.name]) for each in SETTINGS if each.of is of}
-    return of(**told, **others)
+    return of(**told | others)
 
 
 def _unless_off(value: Any) -> Any:

@@ -23,7 +23,7 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import RouterMode, RouterOptions
-from kvd.selection.policies import RouterPolicy
+from kvd.selection.policies import Policy, RouterPolicy
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
 from kvd.wire import egress
@@ -140,10 +140,10 @@ ROUTER_SETTINGS = section(
         live=True,
     ),
     router_policy=Setting(
-        parsers.one_of(RouterPolicy),
-        "|".join(RouterPolicy),
-        "cost of a worker in mode kv: Dynamo's, or one of the weighted ones",
-        RouterPolicy.DYNAMO,
+        Policy.parse,
+        "NAME[,WEIGHT=NUMBER]...",
+        f"cost of a worker in mode kv: {', '.join(RouterPolicy)}; with other weights",
+        Policy(RouterPolicy.KVD),
         live=True,
     ),
     active_decode_blocks_threshold=cost(
@@ -654,12 +654,14 @@ DAEMON_SETTINGS = section(
 # Those that every command has which serves a face.
 FACE_SETTINGS = (*SECURITY_SETTINGS, *FLEET_SETTINGS, *OUTGOING_SETTINGS, *CURVE_SETTINGS)
 
+_AS_ORIGINAL = {"router_last_token": False, "router_policy": Policy(RouterPolicy.DYNAMO)}
+
 # Those of `kvd select-service`, with its own names for the addresses and peers. By default it
 # chooses as the original does, to the last tie.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,
     *(
-        replace(setting, default=False) if setting.name == "router_last_token" else setting
+        replace(setting, default=_AS_ORIGINAL.get(setting.name, setting.default))
         for setting in ROUTER_SETTINGS
     ),
     *(setting for setting in DAEMON_SETTINGS if setting.is_borrowed),
