@@ -29,8 +29,8 @@ from kvd_core.selector.choice cimport (
     open_requests, return_turn
 )
 from kvd_core.selector.cost cimport (
-    Terms, WeightedTerms, cached_tokens, decays, decode_blocks, device_credit_of, effective_tokens,
-    is_busy, is_overloaded, keeps_sessions, saturates, scale_of, terms_of, weighted_terms_of
+    Terms, WeightedTerms, cached_tokens, decode_blocks, device_credit_of, effective_tokens,
+    is_busy, is_overloaded, keeps_sessions, scale_of, terms_of, weighted_terms_of
 )
 from kvd_core.selector.rows cimport (
     choice_room, put_choice, put_loads, put_overlaps, put_text, rows_room
