@@ -26,7 +26,7 @@ from service_router import ServiceRouter
 from kvd.cli import replay as command
 from kvd.replay import policies
 from kvd.replay.figures import Figures, measure
-from kvd.replay.policies import Policy
+from kvd.replay.policies import Chooser
 from kvd.replay.recording import ReplayError
 from kvd.replay.routers import CoreRouter
 from kvd.replay.runs import Case
@@ -45,7 +45,7 @@ class Service:
 
     name: str
     command: tuple[str, ...]
-    policy: Policy  # what it is thought to choose by
+    policy: Chooser  # what it is thought to choose by
 
     def __str__(self) -> str:
         return self.name
@@ -95,7 +95,7 @@ def service(name: str, peer_python: str | None) -> Service:
             raise BenchError("--peer-python is needed")
         # With more threads it loses blocks of engines that share tokens.
         made = (peer_python, "-m", "dynamo.select_service", "--threads", "1")
-        return Service(name, made, Policy("dynamo"))
+        return Service(name, made, Chooser("dynamo"))
     kind, _, policy = name.partition(",policy=")
     if kind != LIVE_KVD:
         raise BenchError(f"there is no service {name}")
@@ -105,7 +105,7 @@ def service(name: str, peer_python: str | None) -> Service:
 
 
 def case(
-    traffic: Traffic, fleet: Fleet, asked: Policy | Service, seed: int, given: argparse.Namespace
+    traffic: Traffic, fleet: Fleet, asked: Chooser | Service, seed: int, given: argparse.Namespace
 ) -> Case | LiveCase:
     if isinstance(asked, Service):
         return LiveCase(traffic, fleet, asked, seed, given.build_dir / "logs")

@@ -36,7 +36,7 @@ from kvd.replay import policies, table
 from kvd.replay.engine import Speed
 from kvd.replay.figures import ROWS, Figures, Row, ratios
 from kvd.replay.plot import COLOURS, document, text
-from kvd.replay.policies import Policy
+from kvd.replay.policies import Chooser
 from kvd.replay.progress import Bar
 from kvd.replay.recording import ReplayError
 from kvd.replay.routers import Routing
@@ -63,14 +63,14 @@ class Cell:
     fleet: Fleet
     routing: Routing
 
-    def case(self, policy: Policy, seed: int) -> Case:
+    def case(self, policy: Chooser, seed: int) -> Case:
         return Case(self.traffic, self.fleet, replace(self.routing, policy=policy), seed)
 
 
 Cells = Mapping[str, Mapping[str, Sequence[Figures]]]  # rounds by policy, by cell
 
 
-def fleets(traffic: Traffic, base: Policy) -> list[Cell]:
+def fleets(traffic: Traffic, base: Chooser) -> list[Cell]:
     """Returns the cells of all fleets."""
     return [
         Cell(
@@ -83,7 +83,7 @@ def fleets(traffic: Traffic, base: Policy) -> list[Cell]:
     ]
 
 
-def workloads(traffic: Traffic, base: Policy) -> list[Cell]:
+def workloads(traffic: Traffic, base: Chooser) -> list[Cell]:
     """Returns the cells of the workloads that are special in one thing."""
     fleet, routing = Fleet(), Routing(base)
     # Prompts cost little and outputs are long: what is full are the batches that decode.
@@ -103,7 +103,7 @@ def workloads(traffic: Traffic, base: Policy) -> list[Cell]:
 
 
 def replayed(
-    cells: Sequence[Cell], chosen: Sequence[Policy], given: argparse.Namespace
+    cells: Sequence[Cell], chosen: Sequence[Chooser], given: argparse.Namespace
 ) -> dict[str, dict[str, list[Figures]]]:
     """Replays every cell under every policy."""
     seeds = range(given.seed, given.seed + given.rounds)

@@ -76,7 +76,7 @@ class ServiceRouter:
         answer = self._ask("POST", "/select_and_reserve", {**prompt, **names})
         chosen: int = answer["worker_id"]
         self.choices += 1
-        self.cheapest += self._follower.follow(request, chosen, now)
+        self.cheapest += self._follower.judge(request, chosen, now)
         return chosen
 
     def prefill_complete(self, request: Request) -> None:

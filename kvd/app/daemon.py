@@ -35,7 +35,7 @@ import trio
 
 from kvd._version import VERSION
 from kvd.app import control
-from kvd.app.apis import Components
+from kvd.app.apis import Components, Gateway
 from kvd.app.index_full_log import IndexFullLog
 from kvd.app.ports import Ports
 from kvd.app.reloading import Reloader, is_reloadable, warn_of_secrets
@@ -197,9 +197,14 @@ class _Daemon:
             begin=self._serving,
             space=ports.space,
         )
-        self._parts = _components(
-            config, bounds, ports, self._listeners, context, listening, decisions
-        )
+        self._parts = _components(config, bounds, ports, self._listeners, context, listening)
+        self._decisions: DecisionLog | None = None  # None: none is written
+        if decisions is not None:
+            selections, shares_blocks = self._parts.selections, config.router.assumes_kv_reuse
+            self._decisions = DecisionLog(
+                selections.fleets, decisions, time.time_ns, shares_blocks=shares_blocks
+            )
+            selections.reservations.moments.subscribe(self._decisions.note)
         self._fleet: FleetFileFollower | None = None  # None: no file is set
         if config.fleet_file is not None:
             targets = ports.apis.targets(self._parts)
@@ -230,7 +235,14 @@ class _Daemon:
             with self._stop.gives_up():
                 await self._fleet.read()
             listening.start_soon(self._fleet.run)
-        indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
+        indexing = (
+            config.indexer_bind,
+            config.selection_bind,
+            config.conductor_bind,
+            config.gateway_bind,
+        )
+        if config.gateway_bind is not None:
+            listening.start_soon(self._parts.gateway.run)
         if any(bind is not None for bind in indexing):
             listening.start_soon(self._start_up)
         else:
@@ -341,7 +353,9 @@ class _Daemon:
     def _sources(self) -> list[Source]:
         """Returns what /metrics of every face says of the process."""
         followers = () if self._fleet is None else (self._fleet.families,)
-        return [self._reloader.families, self._families, self._ports.sync.families, *followers]
+        decisions = () if self._decisions is None else (self._decisions.families,)
+        own = self._reloader.families, self._families, self._ports.sync.families
+        return [*own, *followers, *decisions]
 
     def _families(self) -> Iterator[Family]:
         space, outgoing = self._ports.space, self._ports.outgoing
@@ -364,12 +378,8 @@ def _components(
     listeners: ListenerTasks,
     context: Context,
     listening: trio.Nursery,
-    decisions: RotatingWriter | None,
 ) -> Components:
-    """Returns what the faces answer from, empty; replicas are listened to in `listening`.
-
-    Choices are written to `decisions`, if that is given.
-    """
+    """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
     state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
     shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
     registry = Registry(state, listeners, *shared)
@@ -387,13 +397,6 @@ def _components(
         Readiness(config.min_initial_workers, len(config.peers)),
         bounds.waiting,
     )
-    decision_log = None
-    if decisions is not None:
-        shares_blocks = config.router.assumes_kv_reuse
-        decision_log = DecisionLog(
-            selections.fleets, decisions, time.time, shares_blocks=shares_blocks
-        )
-        selections.reservations.moments.subscribe(decision_log.note)
     return Components(
         state,
         registry,
@@ -403,14 +406,14 @@ def _components(
         slots,
         selections,
         ports.sync.start(listening, context, slots, selections),
-        decision_log,
+        Gateway(config, selections, ports.dialer),
     )
 
 
 def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:
     """Opens the decision log if one is set and there are decisions; raises StartError."""
     path = config.decision_log
-    if path is None or config.selection_bind is None:
+    if path is None or (config.selection_bind is None and config.gateway_bind is None):
         return None
     try:
         writer = RotatingWriter(path, config.decision_log_bytes, config.decision_log_files)

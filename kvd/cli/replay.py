@@ -16,7 +16,7 @@ from kvd.config.load import StartError
 from kvd.replay import plot, policies, table
 from kvd.replay.engine import Speed
 from kvd.replay.figures import Figures, measure_recorded
-from kvd.replay.policies import Policy
+from kvd.replay.policies import Chooser
 from kvd.replay.progress import Bar
 from kvd.replay.recording import Recording, ReplayError, reusable_share
 from kvd.replay.routers import Routing
@@ -24,7 +24,7 @@ from kvd.replay.runs import Case, Replay, run_all
 from kvd.replay.simulation import Fleet
 from kvd.replay.traffic import Traffic, Windows
 
-DEFAULT_POLICIES = (Policy("dynamo"), Policy("kvd"))
+DEFAULT_POLICIES = (Chooser("dynamo"), Chooser("kvd"))
 DEFAULT_ENGINES = 8
 MAX_ENGINES = 4096
 RECORDED = "as recorded"
@@ -234,7 +234,7 @@ def add_fleet_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
     )
 
 
-def _policy(text: str) -> Policy:
+def _policy(text: str) -> Chooser:
     try:
         return policies.parse(text)
     except ReplayError as error:
@@ -277,7 +277,7 @@ def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
     )
     recording = traffic.recording()
     fleet = fleet_of(given, recording)
-    chosen: Sequence[Policy] = given.policy or DEFAULT_POLICIES
+    chosen: Sequence[Chooser] = given.policy or DEFAULT_POLICIES
     seeds = range(given.seed, given.seed + given.rounds)
     cases = [case(traffic, fleet, each, seed, given) for each in chosen for seed in seeds]
     with closing(Bar(len(cases) * len(recording.requests))) as bar:
@@ -325,7 +325,7 @@ def fleet_of(given: argparse.Namespace, recording: Recording) -> Fleet:
 
 
 def case(
-    traffic: Traffic, fleet: Fleet, policy: Policy, seed: int, given: argparse.Namespace
+    traffic: Traffic, fleet: Fleet, policy: Chooser, seed: int, given: argparse.Namespace
 ) -> Case:
     """Returns one replay under one of kvd's policies."""
     low, high = given.event_delay_ms

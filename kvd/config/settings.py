@@ -13,6 +13,7 @@ from typing import Any
 
 from kvd.config import parsers
 from kvd.config.parsers import OFF, Binds, Setting, TcpBind
+from kvd.gateway.exchanges import RelayLimits
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
@@ -23,7 +24,7 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import RouterMode, RouterOptions
-from kvd.selection.policies import RouterPolicy
+from kvd.selection.policies import Policy, RouterPolicy
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
 from kvd.telemetry.rotating import MAX_FILES
@@ -39,6 +40,7 @@ DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
 DEFAULT_SLOT_TRACKER_BIND = TcpBind("127.0.0.1", 8091)
 DEFAULT_SELECTION_BIND = TcpBind("127.0.0.1", 8092)
 DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
+DEFAULT_GATEWAY_BIND = TcpBind("127.0.0.1", 8080)
 
 # Dumps under way: replicas that start at once. Each takes 0.2 ms of every pass of the loop, and
 # watches every chain that changes; a client that does not read is closed after 5 s.
@@ -141,10 +143,10 @@ ROUTER_SETTINGS = section(
         live=True,
     ),
     router_policy=Setting(
-        parsers.one_of(RouterPolicy),
-        "|".join(RouterPolicy),
-        "cost of a worker in mode kv: Dynamo's, or one of the weighted ones",
-        RouterPolicy.DYNAMO,
+        Policy.parse,
+        "NAME[,WEIGHT=NUMBER]...",
+        f"cost of a worker in mode kv: {', '.join(RouterPolicy)}; with other weights",
+        Policy(RouterPolicy.KVD),
         live=True,
     ),
     active_decode_blocks_threshold=cost(
@@ -579,6 +581,36 @@ BIND_SETTINGS = section(
     slot_tracker_bind=binds("addresses of the slot tracker", Binds((DEFAULT_SLOT_TRACKER_BIND,))),
     selection_bind=binds("addresses of the selection service", Binds((DEFAULT_SELECTION_BIND,))),
     conductor_bind=binds("addresses of the conductor", Binds((DEFAULT_CONDUCTOR_BIND,))),
+    gateway_bind=binds(f"addresses of the gateway; `kvd gateway` uses {DEFAULT_GATEWAY_BIND}", OFF),
+)
+
+GATEWAY_SETTINGS = section(
+    RelayLimits,
+    "gateway_",
+    upstreams=Setting(
+        parsers.parse_upstreams,
+        "URL,...",
+        "engines behind the gateway, as http://HOST:PORT",
+        common=True,
+    ),
+    upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
+    gateway_body_bytes=Setting(
+        parsers.within(1024, 2**31),
+        "BYTES",
+        "maximum size of a request body of the gateway",
+        64 * 1024 * 1024,
+    ),
+    gateway_memory_bytes=Setting(
+        parsers.within(0, 2**40),
+        "BYTES",
+        "memory for the token blocks of known conversations, whose next turns need no tokenizer; "
+        "0: none",
+        256 * 1024 * 1024,
+    ),
+    gateway_connect_s=seconds("time allowed to connect to an engine"),
+    gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),
+    gateway_client_s=seconds("time a client may take nothing before its connection is closed"),
+    gateway_idle_s=pause("time an idle connection to an engine is kept; engines close after 5 s"),
 )
 
 LOG_SETTINGS = section(
@@ -674,12 +706,14 @@ DAEMON_SETTINGS = section(
 # Those that every command has which serves a face.
 FACE_SETTINGS = (*SECURITY_SETTINGS, *FLEET_SETTINGS, *OUTGOING_SETTINGS, *CURVE_SETTINGS)
 
+_AS_ORIGINAL = {"router_last_token": False, "router_policy": Policy(RouterPolicy.DYNAMO)}
+
 # Those of `kvd select-service`, with its own names for the addresses and peers. By default it
 # chooses as the original does, to the last tie.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,
     *(
-        replace(setting, default=False) if setting.name == "router_last_token" else setting
+        replace(setting, default=_AS_ORIGINAL.get(setting.name, setting.default))
         for setting in ROUTER_SETTINGS
     ),
     *(setting for setting in DAEMON_SETTINGS if setting.is_borrowed),
@@ -716,6 +750,7 @@ GROUPS = {
     "Replicas": REPLICA_SETTINGS,
     "Routing": ROUTER_SETTINGS,
     "The conductor": CONDUCTOR_SETTINGS,
+    "The gateway": GATEWAY_SETTINGS,
     "Who may connect": SECURITY_SETTINGS,
     "The fleet file": FLEET_SETTINGS,
     "Outgoing connections": OUTGOING_SETTINGS,

@@ -1,44 +1,43 @@
-"""Policies of a replay: those of the router and its other modes, with weights of one's own."""
+"""Who chooses in a replay: a policy of the router, or one of its modes that look at no cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvd.replay.recording import ReplayError
-from kvd.selection.policies import RouterPolicy
+from kvd.selection.policies import Policy, RouterPolicy
 from kvd_core.selector.settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 MODES = {"round-robin": ROUND_ROBIN, "random": RANDOM, "least-loaded": LEAST_LOADED}
 NAMES = (*RouterPolicy, *MODES)
+TEMPERATURE = "temperature="  # what a policy's text may end with, beside its weights
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """A policy by its name, and what differs from it."""
+class Chooser:
+    """A policy with some weights of its own, or a mode, by what it is called."""
 
-    name: str
-    changes: tuple[tuple[str, float], ...] = ()  # members of the core's settings
+    text: str
 
     def __str__(self) -> str:
-        return ",".join([self.name, *(f"{name}={value:g}" for name, value in self.changes)])
+        return self.text
 
     def settings(self) -> Settings:
-        changes = dict(self.changes)
-        if self.name in MODES:
-            return Settings(mode=MODES[self.name], **changes)  # type: ignore[arg-type]
-        return Settings(mode=KV, **{**RouterPolicy(self.name).row, **changes})
+        """Returns what it is to the core; raises ValueError."""
+        if self.text in MODES:
+            return Settings(mode=MODES[self.text])
+        policy, _, temperature = self.text.partition("," + TEMPERATURE)
+        return Settings(mode=KV, temperature=float(temperature or 0), **Policy.parse(policy).row)
 
 
-def parse(text: str, names: tuple[str, ...] = NAMES) -> Policy:
-    """Returns the policy of NAME[,WEIGHT=VALUE...]; raises ReplayError."""
-    name, *changes = text.split(",")
-    if name not in names:
-        raise ReplayError(f"there is no policy {name!r}, only {', '.join(names)}")
-    pairs = [change.partition("=") for change in changes]
+def parse(text: str) -> Chooser:
+    """Reads NAME[,WEIGHT=NUMBER]...[,temperature=NUMBER], or a mode; raises ReplayError."""
+    name = text.partition(",")[0]
+    if name not in NAMES:
+        raise ReplayError(f"there is no policy {name!r}, only {', '.join(NAMES)}")
+    chooser = Chooser(text)
     try:
-        policy = Policy(name, tuple((key, float(value)) for key, _, value in pairs))
-        if name in NAMES:
-            policy.settings()
+        chooser.settings()
     except (TypeError, ValueError) as error:
         raise ReplayError(f"{text}: {error}") from None
-    return policy
+    return chooser

@@ -14,7 +14,7 @@ from random import Random
 from typing import NamedTuple
 
 from kvd.replay.cache import Event, Stored
-from kvd.replay.policies import Policy
+from kvd.replay.policies import Chooser
 from kvd.replay.recording import Request
 from kvd.replay.simulation import Fleet, Router
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
@@ -29,7 +29,7 @@ Held = Callable[[], list[int]]
 class Routing:
     """How requests are routed."""
 
-    policy: Policy
+    policy: Chooser
     routers: int = 1
     synced: bool = True  # routers hear of each other's bookings, at once
     delay_s: tuple[float, float] = (0.0, 0.0)  # of KV events, drawn from this range
@@ -92,7 +92,7 @@ class CoreRouter:
         self._look(request)
         self._book(request, chosen, now)
 
-    def follow(self, request: Request, chosen: int, now: float) -> bool:
+    def judge(self, request: Request, chosen: int, now: float) -> bool:
         """Does the same, and says whether nothing costs less."""
         self._look(request)
         costs = [row.cost for row in self.pool.explain(self.settings)]

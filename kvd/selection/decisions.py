@@ -47,18 +47,18 @@ class DecisionLog:
         self,
         fleets: Mapping[PartitionKey, Fleet],
         writer: RotatingWriter,
-        wall: Callable[[], float],
+        wall_ns: Callable[[], int],
         *,
         shares_blocks: bool = True,
     ) -> None:
-        """`wall` returns seconds since 1970.
+        """`wall_ns` returns nanoseconds since 1970.
 
         Without `shares_blocks` sequence hashes of prompts are random, and are made of the local
         ones instead.
         """
         self._fleets = fleets
         self._writer = writer
-        self._wall = wall
+        self._wall_ns = wall_ns
         self._shares_blocks = shares_blocks
 
     def note(self, moment: Moment) -> None:
@@ -72,7 +72,7 @@ class DecisionLog:
         self._writer.write(_dumps(line).encode() + b"\n")
 
     def _later(self, moment: Moment) -> dict[str, object]:
-        line: dict[str, object] = {"at": round(self._wall(), 6)}
+        line: dict[str, object] = {"at": self._wall_ns() // 1000 / 1e6}
         if moment.step is not Step.FREE:
             return line | {"event": PREFILL_COMPLETE, "request": moment.request_id}
         line |= {"event": END, "request": moment.request_id}
@@ -94,7 +94,7 @@ class DecisionLog:
             hashes = array("Q", sequence_hashes(array("Q", prompt.local_hashes)))
         logged = hashes[stride - 1 :: stride][:MAX_LOGGED_HASHES]
         return {
-            "at": round(self._wall(), 6),
+            "at": self._wall_ns() // 1000 / 1e6,
             "event": CHOICE,
             "model": moment.key.model_name,
             "tenant": moment.key.tenant_id,

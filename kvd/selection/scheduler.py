@@ -18,6 +18,7 @@ from kvd.selection.affinity import Affinity
 from kvd.selection.candidates import Fleet, members_json, schedulable
 from kvd.selection.options import RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
+from kvd.selection.policies import Policy
 from kvd.selection.queue import ANYONE, Urgency
 from kvd.selection.requests import Choice, Look, QueuedRequest, SelectReply, SelectRequest
 from kvd.selection.reservations import Reservations
@@ -242,11 +243,14 @@ class Scheduler:
     ) -> int:
         """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
 
-        Once one is not busy the session's is taken, busy or not, as on the original.
+        Once one is not busy the session's is taken, busy or not, as on the original, unless it has
+        more requests than the bound of the policy allows.
         """
         bound = None if self._affinity is None else self._affinity.target(ask)
         wanted = None if bound is None else fleet.targets(bound, eligible)
-        if wanted is None or fleet.pool.refusal(settings, eligible) != 0:
+        if wanted is not None:
+            wanted = fleet.pool.stay(settings, eligible, wanted)
+        if wanted is None:
             return selector.NONE
         return fleet.pool.choose(settings.replace(queue_threshold=None), wanted, self._draws.next())
 
@@ -270,7 +274,12 @@ class Scheduler:
                 fleet.eligible(ask.constraints_in(chosen.phase), chosen.phase),
                 fleet.factors(ask.preferred),
             )
-            members += members_json({"candidates": [self._explained(fleet, row) for row in rows]})
+            members += members_json(
+                {
+                    "router_policy": str(Policy.of(ask.settings)),
+                    "candidates": [self._explained(fleet, ask, row) for row in rows],
+                }
+            )
         if ask.advisory:
             load = _load(fleet, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
@@ -278,11 +287,13 @@ class Scheduler:
         begin = opening(ask.selection_id, reservation_id, phase)
         return fleet.pool.render_answer(begin, members, chosen.at, chosen.settings)
 
-    def _explained(self, fleet: Fleet, row: Explained) -> dict[str, Any]:
+    def _explained(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
         """Returns the terms of a rank's cost, and how far its stream can be believed."""
         listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
         stream = None if listener is None else listener.health(self._clock())
-        return row._asdict() | {"stream": stream}
+        bound = None if self._affinity is None else self._affinity.target(ask)
+        has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
+        return row._asdict() | {"has_session": has, "stream": stream}
 
     def stop(self) -> None:
         """Answers those that wait, now and from now on, that nobody will serve them."""

@@ -52,6 +52,7 @@ All is inline, so that the pass over the candidates has no calls: there is no mo
 """
 
 from libc.math cimport INFINITY, round
+from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
 
 from kvd_core.selector.settings cimport CSettings, kDirect, kKv
@@ -252,6 +253,18 @@ cdef inline WeightedTerms weighted_terms_of(
     t.product = weight.product * ((queued if 1.0 < queued else 1.0) * (requests + 1))
     t.cost = t.uncached + t.hold_up + t.queued + t.requests + t.blocks + t.product
     return t
+
+
+cdef inline bint keeps_sessions(
+    const Scale* s, const CStanding* c, uint64_t requests, size_t ranks
+) noexcept nogil:
+    # A session stays with a rank that has at most so many times the mean requests plus 1; those
+    # that may be chosen have `requests` together.
+    cdef double mean
+    if s.settings.session_bound == INFINITY:
+        return True
+    mean = real(requests) / real(ranks) if ranks else 0.0
+    return real(c.requests) <= s.settings.session_bound * (mean + 1.0)
 
 
 # ---- thresholds

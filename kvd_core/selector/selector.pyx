@@ -25,11 +25,12 @@ from kvd_core.index.prefix_index cimport CIndex, Worker, kNone
 from kvd_core.json.scan cimport BodyScanner
 from kvd_core.ledger.ledger cimport Ledger, RankId
 from kvd_core.selector.choice cimport (
-    choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, least_uncached, return_turn
+    choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, least_uncached,
+    open_requests, return_turn
 )
 from kvd_core.selector.cost cimport (
-    Terms, WeightedTerms, cached_tokens, decays, decode_blocks, device_credit_of, effective_tokens,
-    is_busy, is_overloaded, saturates, scale_of, terms_of, weighted_terms_of
+    Terms, WeightedTerms, cached_tokens, decode_blocks, device_credit_of, effective_tokens,
+    is_busy, is_overloaded, keeps_sessions, scale_of, terms_of, weighted_terms_of
 )
 from kvd_core.selector.rows cimport (
     choice_room, put_choice, put_loads, put_overlaps, put_text, rows_room
@@ -59,7 +60,8 @@ Explained = namedtuple(
     " active_decode_blocks active_requests decoding_requests cached_tokens"
     " effective_prefill_tokens potential_decode_blocks raw_prefill_blocks credit_blocks"
     " prefill_cost decode_cost counted_tokens uncached_cost hold_up_cost queued_cost request_cost"
-    " block_cost product_cost cost eligible overloaded busy preference heard reachable",
+    " block_cost product_cost cost keeps_sessions eligible overloaded busy preference heard"
+    " reachable",
 )
 
 
@@ -306,6 +308,29 @@ cdef class Pool:
         """
         return self.refusal_now(&settings.c, self.mask_of(eligible))
 
+    def stay(self, Settings settings not None, bytes eligible, bytes wanted not None):
+        """Returns those of `wanted` that a session may stay with, as a mask; None: none of them.
+
+        These are within the settings' `session_bound`, for the loads of this moment. None also
+        where `refusal` would not be 0. O(candidates).
+        """
+        cdef Scale scale = self.scale(&settings.c)
+        cdef const uint8_t* asked = self.mask_of(wanted)
+        cdef bytes left = PyBytes_FromStringAndSize(PyBytes_AS_STRING(wanted), self.c.size())
+        cdef char* mask = PyBytes_AS_STRING(left)
+        cdef uint64_t requests
+        cdef bint some = False
+        cdef size_t i
+        if self.refusal_now(&settings.c, self.mask_of(eligible)) != 0:
+            return None
+        requests = open_requests(&self.choice)
+        for i in range(self.c.size()):
+            mask[i] = asked[i] != 0 and keeps_sessions(
+                &scale, &self.c.standing(i), requests, self.choice.n_open
+            )
+            some = some or mask[i] != 0
+        return left if some else None
+
     def best(self, Settings settings not None, bytes eligible):
         """Blocks of the prompt cached by whoever of those who can be chosen caches most.
 
@@ -470,6 +495,7 @@ cdef class Pool:
             w.blocks,
             w.product,
             t.cost * factor,
+            keeps_sessions(&scale, s, others.requests, others.ranks),
             s.present and (mask == NULL or mask[i] != 0),
             is_overloaded(&scale, c, s),
             is_busy(&scale, c, s),
@@ -548,10 +574,11 @@ cdef class Pool:
     cdef Others others(self, const CSettings* settings, const uint8_t* mask) noexcept:
         cdef Scale scale = self.scale(settings)
         cdef Others others
-        if decays(&scale) or saturates(&scale):
-            find_open(&self.choice, &scale, mask)
+        find_open(&self.choice, &scale, mask)
         others.least_prefill = least_prefill(&self.choice, &scale)
         others.least_uncached = least_uncached(&self.choice, &scale)
+        others.requests = open_requests(&self.choice)
+        others.ranks = self.choice.n_open
         return others
 
     cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept:

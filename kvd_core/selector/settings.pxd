@@ -31,6 +31,7 @@ cdef struct CSettings:
     double per_block                      # of a token of the blocks in use
     double product                        # of tokens to prefill, times requests
     double saturation                     # tokens, infinite: off
+    double session_bound                  # of the mean requests plus 1, infinite: off
     double temperature                    # 0: the lowest cost
     double queue_threshold                # of max_num_batched_tokens, infinite: off
     double decode_blocks_threshold        # of total_kv_blocks, infinite: off

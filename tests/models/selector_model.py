@@ -41,6 +41,7 @@ class ModelSettings:
     disk_credit: float = 0.25
     credit_decay: float = 0.0
     active_request_weight: float = 0.0
+    policy: str = "dynamo"
     weighted: bool = False
     uncached: float = 1.0
     hold_up: float = 0.0
@@ -49,6 +50,7 @@ class ModelSettings:
     per_block: float = 0.0
     product: float = 0.0
     saturation: float | None = None
+    session_bound: float | None = None
     temperature: float = 0.0
     track_prefill: bool = True
     track_active_blocks: bool = True
@@ -208,6 +210,24 @@ class ModelPool:
         """Returns the tokens to compute of whoever has fewest, of those that may be chosen."""
         tokens = (effective_tokens(self.ranks[i], s, self.prompt) for i in self.open(s, eligible))
         return min(tokens, default=self.prompt.isl_tokens)
+
+    def keeps_sessions(self, i: int, s: ModelSettings, eligible: bytes | None) -> bool:
+        """Says whether a session may stay with a rank, for all it has to do."""
+        if s.session_bound is None:
+            return True
+        counts = [self.ranks[each].requests for each in self.open(s, eligible)]
+        mean = float(sum(counts)) / float(len(counts)) if counts else 0.0
+        return float(self.ranks[i].requests) <= s.session_bound * (mean + 1.0)
+
+    def stay(self, s: ModelSettings, eligible: bytes | None, wanted: bytes) -> bytes | None:
+        """Returns those of `wanted` that a session may stay with, None without any."""
+        open_ = self.open(s, eligible)
+        if not open_ or all(is_busy(self.ranks[i], s) for i in open_):
+            return None
+        left = bytes(
+            wanted[i] != 0 and self.keeps_sessions(i, s, eligible) for i in range(len(self.ranks))
+        )
+        return left if any(left) else None
 
     def costs(self, s: ModelSettings, eligible: bytes | None, open_: list[int]) -> list[float]:
         if s.weighted:

@@ -37,7 +37,7 @@ class Logged:
         self.wall = WALL
         self.writer = RotatingWriter(path, **{"max_bytes": 1 << 20, "files": 3} | writing)
         selections = self.service.selections
-        self.log = DecisionLog(selections.fleets, self.writer, lambda: self.wall)
+        self.log = DecisionLog(selections.fleets, self.writer, lambda: int(self.wall * 1e9))
         selections.reservations.moments.subscribe(self.log.note)
 
     def lines(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from kvd.replay.cache import Event, Stored
 from kvd.replay.engine import Engine, Speed
 from kvd.replay.figures import measure
 from kvd.replay.mooncake import BLOCK_SIZE, mixed
-from kvd.replay.policies import Policy
+from kvd.replay.policies import Chooser
 from kvd.replay.progress import line
 from kvd.replay.recording import ReplayError, Request, reusable_share
 from kvd.replay.routers import CoreRouter, Delayed, Routing, Several
@@ -76,7 +76,7 @@ def read(path: Path, seed: int = 1, **options: object) -> list[Request]:
 def run(
     asked: Sequence[Request], mode: str = "dynamo", fleet: Fleet = FLEET, seed: int = 1
 ) -> Outcome:
-    router = HonestRouter(fleet, Policy(mode).settings(), seed)
+    router = HonestRouter(fleet, Chooser(mode).settings(), seed)
     outcome = replay(asked, fleet, router)
     assert router.ledger.stats()["requests"] == 0
     router.ledger.verify()
@@ -123,11 +123,11 @@ def test_the_cache_decides_where_prefixes_are_shared(tmp_path: Path) -> None:
     assert shares["kvd"] > 1.15 * max(shares[mode] for mode in MODES[:3])
 
 
-def test_followed_choices_are_judged() -> None:
+def test_choices_of_others_are_judged() -> None:
     router = CoreRouter(Fleet(engines=2), Settings(), 1)
     first, second = requests((0.0, 1030, 5, (1, 2)), (0.0, 1030, 5, (3, 4)))
-    assert router.follow(first, 0, 0.0)
-    assert not router.follow(second, 0, 0.0)
+    assert router.judge(first, 0, 0.0)
+    assert not router.judge(second, 0, 0.0)
     assert router.ledger.load(0).requests == 2
 
 
@@ -276,7 +276,7 @@ def test_engines_of_two_speeds() -> None:
 
 
 def test_an_engine_that_joins_is_not_chosen_before() -> None:
-    routing = Routing(Policy("least-loaded"), joins_s=1.5)
+    routing = Routing(Chooser("least-loaded"), joins_s=1.5)
     asked = requests(*((float(number), 600, 500, chain(1, number)) for number in range(4)))
     outcome = replay(asked, Fleet(engines=2), routing.router(Fleet(engines=2), 1))
     assert outcome.placed[:2] == [0, 0]

@@ -207,7 +207,7 @@ def settings_of(selections: Selections, key: PartitionKey, members: bodies.Membe
     given = [name for name in OVERRIDES if override.get(name) is not None]
     changes: dict[str, Any] = {OVERRIDES[name]: number(override, name) for name in given}
     if members.get("router_policy") is not None:
-        changes |= policy_of(members).row
+        changes |= policy_of(members, settings).row
     elif OF_DYNAMO & set(given):
         changes |= RouterPolicy.DYNAMO.row
     if override.get("track_prefill_tokens") is not None:

@@ -50,7 +50,7 @@ from kvd.faces.selection.records import ENFORCEMENTS
 from kvd.faces.selection.tuning import OFF
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
-from kvd.selection.policies import DYNAMO_WEIGHTS, WEIGHTS, RouterPolicy
+from kvd.selection.policies import CAN_BE_OFF, DYNAMO_WEIGHTS, WEIGHTS, RouterPolicy
 from kvd.selection.readiness import Recovery
 from kvd.selection.worker_record import SHOWN_AS_GIVEN, Lifecycle, Role
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
@@ -60,7 +60,19 @@ MODEL = {"model_name": TEXT}
 PLACE = {**MODEL, "tenant_id": TEXT}
 RANK = {"worker_id": U64, "dp_rank": U32}
 MODE = one_of(*RouterMode)
-POLICY = one_of(*RouterPolicy)
+POLICY: Schema = {
+    "anyOf": [
+        TEXT | {"description": f"NAME[,WEIGHT=NUMBER]..., NAME of {', '.join(RouterPolicy)}"},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "policy": {"anyOf": [TEXT, {"type": "null"}]},
+                "weights": {"anyOf": [by_name(nullable(NUMBER)), {"type": "null"}]},
+            },
+        },
+    ]
+}
 
 
 def optional(**schemas: Schema) -> dict[str, Schema]:
@@ -242,12 +254,14 @@ CANDIDATE = row(
         "block_cost": NUMBER,
         "product_cost": NUMBER,
         "cost": NUMBER,
+        "keeps_sessions": FLAG,
         "eligible": FLAG,
         "overloaded": FLAG,
         "busy": FLAG,
         "preference": NUMBER,
         "heard": FLAG,
         "reachable": FLAG,
+        "has_session": FLAG,
         "stream": nullable(STREAM),
     }
 )
@@ -272,6 +286,7 @@ CHOSEN_SOMETIMES = {
     "selection_id": TEXT,
     "reservation_id": TEXT,
     "phase": one_of(*Phase),
+    "router_policy": TEXT,
     "candidates": array(CANDIDATE),
     "worker_load": WORKER_LOAD,
     "decode_busy": FLAG,
@@ -375,12 +390,12 @@ SHOWN_BUSY = row(
 SHOWN_MODE = row({"model": TEXT, "router_mode": MODE}, {"tenant_id": TEXT})
 SHOWN_WEIGHTS: Schema = {
     "anyOf": [
-        row(dict.fromkeys(DYNAMO_WEIGHTS, NUMBER)),
-        row({name: nullable(NUMBER) if name == "saturation" else NUMBER for name in WEIGHTS}),
+        row({name: nullable(NUMBER) if name in CAN_BE_OFF else NUMBER for name in names})
+        for names in (DYNAMO_WEIGHTS, WEIGHTS)
     ]
 }
 SHOWN_POLICY = row(
-    {"model": TEXT, "router_policy": POLICY, "weights": SHOWN_WEIGHTS}, {"tenant_id": TEXT}
+    {"model": TEXT, "router_policy": TEXT, "weights": SHOWN_WEIGHTS}, {"tenant_id": TEXT}
 )
 TUNED_BY_QUERY = (in_query("model_name", required=True), *FILTERS[1:])
 
@@ -498,7 +513,8 @@ DESCRIPTION = Description(
                 200: in_json(
                     row(
                         {
-                            "router_policy": POLICY,
+                            "router_policy": TEXT,
+                            "weights": SHOWN_WEIGHTS,
                             "router_policies": array(SHOWN_POLICY),
                             "presets": row(dict.fromkeys(RouterPolicy, SHOWN_WEIGHTS)),
                         }

@@ -942,6 +942,7 @@ MODEL_SETTINGS = st.builds(
     per_block=WEIGHTS,
     product=WEIGHTS,
     saturation=THRESHOLDS | st.sampled_from([300.0, 5000.0]),
+    session_bound=THRESHOLDS | st.sampled_from([1.177]),
     track_prefill=st.booleans(),
     track_active_blocks=st.booleans(),
     last_token=st.booleans(),
@@ -993,6 +994,9 @@ def test_selector_equals_model(
         chosen = fleet.pool.choose(chosen_settings, mask, random_, factors)
         assert chosen == model.choose(model_settings, mask, random_, likes)
         assert fleet.pool.refusal(chosen_settings, mask) == min(chosen, 0)
+        wanted = bytes(random_ >> at & 1 for at in range(len(plans)))
+        stay = fleet.pool.stay(chosen_settings, mask, wanted)
+        assert stay == model.stay(model_settings, mask, wanted)
         if chosen >= 0:
             members = fleet.pool.render_choice(chosen, chosen_settings)
             assert b"{" + members + b"}" == compact(model.overlap(chosen, model_settings))
@@ -1023,6 +1027,7 @@ def check_terms(
             requests = model_settings.active_request_weight * rank.requests
             assert row[13:25] == (*dynamo, *(0, 0, 0, 0, requests, 0, 0), cost)
         assert row[25:] == (
+            model.keeps_sessions(i, model_settings, mask),
             mask is None or mask[i] != 0,
             is_overloaded(rank, model_settings),
             is_busy(rank, model_settings),
