@@ -20,7 +20,7 @@ from kvd.selection.decisions import CHOICE, END, PREFILL_COMPLETE
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd.telemetry.rotating import files_of
 
-ASSUMED_INTERVAL_S = 0.03  # between tokens
+ASSUMED_INTERVAL_S = 0.03  # between output tokens of which nothing is known but their time
 
 Row = Mapping[str, Any]
 

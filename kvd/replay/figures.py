@@ -10,7 +10,7 @@ from statistics import fmean
 from kvd.replay.recording import Recorded, ReplayError, Request
 from kvd.replay.simulation import Outcome
 
-LONG_PROMPT = 32_768  # tokens
+LONG_PROMPT = 32_768  # tokens from which prompts of a replay have a figure of their own
 
 
 @dataclass(frozen=True, slots=True)

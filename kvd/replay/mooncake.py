@@ -15,11 +15,10 @@ from typing import Any
 
 from kvd.replay.recording import Recording, ReplayError, Request, from_zero, rows
 
-BLOCK_SIZE = 512  # tokens
-# Timestamps may be those of intervals of 3 s, in which the requests came.
-SPREAD_S = 3.0
+BLOCK_SIZE = 512  # tokens of a block of Mooncake's traces
+SPREAD_S = 3.0  # that a timestamp of Mooncake's traces stands for, and its requests came within
 
-U64 = 2**64 - 1
+U64_MAX = 2**64 - 1
 _MIX = 0x9E3779B97F4A7C15  # 2^64 by the golden ratio, odd: ids stay different
 
 
@@ -45,4 +44,4 @@ def _request(number: int, row: Mapping[str, Any]) -> Request:
 
 def mixed(number: int) -> int:
     """Returns an id with evenly spread bits, as hashes have; others for other numbers."""
-    return (number + 1) * _MIX & U64
+    return (number + 1) * _MIX & U64_MAX

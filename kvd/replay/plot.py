@@ -13,9 +13,8 @@ from math import isnan
 from kvd.replay.figures import ROWS, Figures, Row, means
 from kvd.replay.table import Rounds
 
-COLUMNS = 3
-PANEL_WIDTH, BAR_HEIGHT, BAR_GAP, TITLE_HEIGHT, MARGIN = 300, 16, 6, 30, 16
-VALUE_WIDTH = 52
+COLUMNS, PANEL_WIDTH, VALUE_WIDTH, MARGIN = 3, 300, 52, 16  # panels a line; pixels
+BAR_HEIGHT, BAR_GAP, TITLE_HEIGHT = 16, 6, 30  # pixels
 COLOURS = ("#7a7f87", "#2563eb", "#d97706", "#059669", "#9333ea", "#db2777", "#0891b2", "#65a30d")
 # Readable on a light page and on a dark one.
 STYLE = """

@@ -6,8 +6,8 @@ import sys
 import time
 from typing import TextIO
 
-WIDTH = 30
-REDRAWN_S = 0.1
+WIDTH = 30  # of the bar, in characters
+REDRAWN_S = 0.1  # pause between two drawings of the bar
 
 
 class Bar:

@@ -16,7 +16,7 @@ from kvd.replay.routers import Routing
 from kvd.replay.simulation import Fleet, replay
 from kvd.replay.traffic import Traffic
 
-POLLED_S = 0.1
+POLLED_S = 0.1  # pause between two looks at how far the processes of `kvd replay` are
 
 # Of a process that replays: requests replayed by all of them.
 _served: Synchronized[int]

@@ -12,8 +12,7 @@ from kvd.replay.cache import Cache, Event
 from kvd.replay.engine import Engine, Job, Speed
 from kvd.replay.recording import Request
 
-# Requests between two reports of progress.
-REPORTED = 100
+REPORTED = 100  # requests of a replay between two reports of its progress
 
 
 class Router(Protocol):

@@ -8,7 +8,8 @@ from math import isnan
 
 from kvd.replay.figures import ROWS, Figures, means, ratios
 
-# Ratios that differ from 1 by less are noise: the order of requests alone moves means by as much.
+# Ratios of replays that differ from 1 by less are noise: the order of requests alone moves means by
+# as much.
 EQUAL_WITHIN = 0.02
 
 Rounds = Mapping[str, Sequence[Figures]]  # by policy, in one order of rounds

@@ -20,11 +20,10 @@ from threading import Event, Thread
 
 from kvd.telemetry.logs import get_logger
 
-# Lines held for a slow disk: some 10,000 choices.
+# Lines of the decision log held for a slow disk: some 10,000 choices.
 MAX_WAITING_BYTES = 4 * 1024 * 1024
-BATCHED_S = 0.1  # pause in which lines gather before they are written
-MODE = 0o600  # of the files
-MAX_FILES = 1000
+BATCHED_S = 0.1  # pause in which lines of the decision log gather before they are written
+MAX_FILES = 1000  # of the decision log; a rotation renames each
 
 log = get_logger(__name__)
 
@@ -88,7 +87,7 @@ class RotatingWriter:
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        file = os.open(self.path, flags, MODE)
+        file = os.open(self.path, flags, 0o600)
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             os.close(file)
