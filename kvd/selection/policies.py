@@ -3,18 +3,18 @@
 `dynamo` is Dynamo's function with the weights that operators and requests give it. The others are
 rows of the weighted cost, in tokens (kvd_core/selector/cost.pxd):
 
-    cost = uncached n (1 + hold_up D) + queued P + per_request A + per_block U
+    cost = uncached n (1 + hold_up D + crowding A) + queued P + per_request A + per_block U
            + product max(1, P + n) (A + 1)
 
 with n tokens of the prompt to compute on the rank, P tokens being prefilled there, D requests that
 decode, A live ones, U tokens of the blocks in use; n counts at most `saturation` more than for
 whoever has fewest.
 
-    policy        uncached  hold_up  queued  per_request  product  saturation  source
-    kvd           1         0.1      1       0            0        off         [1]
-    lmetric       0         0        0       0            1        off         [2]
-    ramjet        1         0        0.25    2048         0        16384       [3], its defaults
-    ramjet-tuned  1         0        0.0993  452.1        0        34816       [3], as tuned there
+    policy        uncached  crowding  queued  per_request  product  saturation  source
+    kvd           1         0.05      0.5     0            0        off         [1]
+    lmetric       0         0         0       0            1        off         [2]
+    ramjet        1         0         0.25    2048         0        16384       [3], its defaults
+    ramjet-tuned  1         0         0.0993  452.1        0        34816       [3], as tuned there
 
 [1] our replays of recorded requests (docs/policies.md). [2] LMetric, arXiv 2603.15202: its
 (P + n) (A + 1) as published. [3] ai-dynamo/dynamo, branch rupei/learned-routing-public.
@@ -46,6 +46,7 @@ from kvd_core.selector.settings import Settings
 WEIGHTS = (
     "uncached",
     "hold_up",
+    "crowding",
     "queued",
     "per_request",
     "per_block",
@@ -175,7 +176,7 @@ def _ramjet(policy: str, alpha: float, cap: float, unit_of_load: float) -> Mappi
 
 _ROWS: dict[RouterPolicy, Mapping[str, Any]] = {
     RouterPolicy.DYNAMO: MappingProxyType({name: Settings().members[name] for name in ROW}),
-    RouterPolicy.KVD: _row("kvd", uncached=1.0, hold_up=0.1, queued=1.0, session_bound=1.177),
+    RouterPolicy.KVD: _row("kvd", uncached=1.0, crowding=0.05, queued=0.5, session_bound=1.177),
     RouterPolicy.LMETRIC: _row("lmetric", product=1.0),
     RouterPolicy.RAMJET: _ramjet("ramjet", 4.0, 32.0, 8192.0),
     RouterPolicy.RAMJET_TUNED: _ramjet("ramjet-tuned", 0.883, 68.0, 4552.0),

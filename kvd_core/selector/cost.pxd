@@ -36,6 +36,7 @@ The weighted one, in tokens, is a sum of terms by the weights of the settings:
                those with the others
     uncached   uncached x n
     hold_up    uncached x n x (hold_up x D): what it keeps those from that decode
+    crowding   uncached x n x (crowding x A): what it keeps those from that follow its requests
     queued     queued x P
     requests   per_request x A
     blocks     per_block x (blocks in use x block size)
@@ -91,6 +92,7 @@ cdef struct WeightedTerms:
     double counted             # tokens to prefill, as far as they count
     double uncached
     double hold_up
+    double crowding
     double queued
     double requests
     double blocks
@@ -246,12 +248,15 @@ cdef inline WeightedTerms weighted_terms_of(
     t.counted = n if n < most else most
     t.uncached = weight.uncached * t.counted
     t.hold_up = t.uncached * (weight.hold_up * real(c.decoding))
+    t.crowding = t.uncached * (weight.crowding * requests)
     t.queued = weight.queued * queued
     t.requests = weight.per_request * requests
     t.blocks = weight.per_block * (used * real(s.block_size))
     queued += t.counted
     t.product = weight.product * ((queued if 1.0 < queued else 1.0) * (requests + 1))
-    t.cost = t.uncached + t.hold_up + t.queued + t.requests + t.blocks + t.product
+    t.cost = (
+        t.uncached + t.hold_up + t.crowding + t.queued + t.requests + t.blocks + t.product
+    )
     return t
 
 

@@ -41,6 +41,7 @@ class Explained(NamedTuple):
     counted_tokens: float
     uncached_cost: float
     hold_up_cost: float
+    crowding_cost: float
     queued_cost: float
     request_cost: float
     block_cost: float

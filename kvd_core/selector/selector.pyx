@@ -59,9 +59,9 @@ Explained = namedtuple(
     "worker_id dp_rank device_blocks host_blocks disk_blocks live_blocks active_prefill_tokens"
     " active_decode_blocks active_requests decoding_requests cached_tokens"
     " effective_prefill_tokens potential_decode_blocks raw_prefill_blocks credit_blocks"
-    " prefill_cost decode_cost counted_tokens uncached_cost hold_up_cost queued_cost request_cost"
-    " block_cost product_cost cost keeps_sessions eligible overloaded busy preference heard"
-    " reachable",
+    " prefill_cost decode_cost counted_tokens uncached_cost hold_up_cost crowding_cost queued_cost"
+    " request_cost block_cost product_cost cost keeps_sessions eligible overloaded busy preference"
+    " heard reachable",
 )
 
 
@@ -468,7 +468,7 @@ cdef class Pool:
             t.raw = t.credit = t.prefill = t.decode = 0
             t.cost = w.cost
         else:
-            w = WeightedTerms(0, 0, 0, 0, settings.active_request_weight * s.requests, 0, 0, 0)
+            w = WeightedTerms(0, 0, 0, 0, 0, settings.active_request_weight * s.requests, 0, 0, 0)
         return Explained(
             c.worker_id,
             c.dp_rank,
@@ -490,6 +490,7 @@ cdef class Pool:
             w.counted,
             w.uncached,
             w.hold_up,
+            w.crowding,
             w.queued,
             w.requests,
             w.blocks,

@@ -27,6 +27,7 @@ class Settings:
         weighted: bool = ...,
         uncached: float = ...,
         hold_up: float = ...,
+        crowding: float = ...,
         queued: float = ...,
         per_request: float = ...,
         per_block: float = ...,

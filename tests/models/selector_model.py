@@ -45,6 +45,7 @@ class ModelSettings:
     weighted: bool = False
     uncached: float = 1.0
     hold_up: float = 0.0
+    crowding: float = 0.0
     queued: float = 0.0
     per_request: float = 0.0
     per_block: float = 0.0
@@ -142,8 +143,8 @@ def terms(
 
 def weighted_terms(
     rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
-) -> tuple[float, float, float, float, float, float, float, float]:
-    """Returns the tokens to compute that count, the six terms, and what these are together.
+) -> tuple[float, float, float, float, float, float, float, float, float]:
+    """Returns the tokens to compute that count, the seven terms, and what these are together.
 
     `least` are the tokens to compute of whoever of those that may be chosen has fewest.
     """
@@ -155,6 +156,7 @@ def weighted_terms(
     each = (
         s.uncached * n,
         s.uncached * n * (s.hold_up * float(rank.decoding)),
+        s.uncached * n * (s.crowding * float(rank.requests)),
         s.queued * queued,
         s.per_request * float(rank.requests),
         s.per_block * (blocks * float(prompt.block_size)),

@@ -96,8 +96,9 @@ def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: httpx.C
     assert listed["presets"]["dynamo"]["overlap_weight"] == 1
     kvd = {
         "uncached": 1,
-        "hold_up": 0.1,
-        "queued": 1,
+        "hold_up": 0,
+        "crowding": 0.05,
+        "queued": 0.5,
         "per_request": 0,
         "per_block": 0,
         "product": 0,

@@ -185,7 +185,7 @@ def test_a_policy_is_told_by_its_row(policy: RouterPolicy) -> None:
     ("text", "name"),
     [
         ("KVD", "kvd"),
-        ("kvd,hold_up=0.1", "kvd"),
+        ("kvd,hold_up=0,queued=0.5", "kvd"),
         ("kvd,session_bound=off,hold_up=0.2", "kvd,hold_up=0.2,session_bound=off"),
         ("ramjet,saturation=4e3", "ramjet,saturation=4000"),
         ("dynamo,overlap_weight=2", "dynamo,overlap_weight=2"),

@@ -249,6 +249,7 @@ CANDIDATE = row(
         "counted_tokens": NUMBER,
         "uncached_cost": NUMBER,
         "hold_up_cost": NUMBER,
+        "crowding_cost": NUMBER,
         "queued_cost": NUMBER,
         "request_cost": NUMBER,
         "block_cost": NUMBER,

@@ -549,7 +549,7 @@ def test_the_costs_of_each_policy_by_hand() -> None:
     # n is 96 and 48, P 0 and 70, D 1 and 2, A 1 and 3.
     assert costs == {
         "dynamo": [6.0 + 10, (70 + 96) / 16 - 3 + 12],
-        "kvd": [96 + 96 * 0.1, 48 + 48 * 0.2 + 70],
+        "kvd": [96 + 96 * 0.05, 48 + 48 * (0.05 * 3) + 0.5 * 70],
         "lmetric": [96 * 2, (70 + 48) * 4],
         "ramjet": [96 + 2048, 48 + 0.25 * 70 + 3 * 2048],
         "ramjet-tuned": [
@@ -937,6 +937,7 @@ MODEL_SETTINGS = st.builds(
     weighted=st.booleans(),
     uncached=WEIGHTS,
     hold_up=WEIGHTS,
+    crowding=WEIGHTS,
     queued=WEIGHTS,
     per_request=WEIGHTS,
     per_block=WEIGHTS,
@@ -1021,12 +1022,12 @@ def check_terms(
         )
         if model_settings.weighted:
             expected = weighted_terms(rank, model_settings, model.prompt, least_uncached)
-            assert row[13:25] == (*(0.0, 0.0, 0.0, 0.0), *expected)
+            assert row[13:26] == (*(0.0, 0.0, 0.0, 0.0), *expected)
         else:
             *dynamo, cost = terms(rank, model_settings, model.prompt, least_prefill)
             requests = model_settings.active_request_weight * rank.requests
-            assert row[13:25] == (*dynamo, *(0, 0, 0, 0, requests, 0, 0), cost)
-        assert row[25:] == (
+            assert row[13:26] == (*dynamo, *(0, 0, 0, 0, 0, requests, 0, 0), cost)
+        assert row[26:] == (
             model.keeps_sessions(i, model_settings, mask),
             mask is None or mask[i] != 0,
             is_overloaded(rank, model_settings),
