@@ -131,6 +131,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add_config(commands)
     add_status(commands)
     add_reload(commands)
+    add_replay(commands)
     return parser
 
 
@@ -391,6 +392,24 @@ def reload(given: Mapping[str, object]) -> CommandResult:
     if verdict.waiting:
         text += f"restart needed: {' '.join(verdict.waiting)}\n"
     return text, 0
+
+
+def add_replay(commands: Any) -> None:
+    from kvd.cli import replay
+
+    parser = commands.add_parser(
+        "replay",
+        help="replay recorded requests under other routing policies",
+        description=replay.DESCRIPTION,
+        epilog=replay.EPILOG,
+    )
+    parser.usage = "%(prog)s [options] TRACE"
+    replay.add_options(parser, _usage)
+    parser.set_defaults(given=replay_options, config=None, command=replay.run)
+
+
+def replay_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {"options": args}
 
 
 def add_general(parser: Parser) -> None:

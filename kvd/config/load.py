@@ -162,6 +162,9 @@ class Config:
     curve: Curve
     log_level: str
     log_format: str
+    decision_log: Path | None
+    decision_log_bytes: int
+    decision_log_files: int
     access_log: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
     values: Mapping[str, Any]  # of all settings, by name: what this was made of
@@ -322,7 +325,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 def _options(of: Callable[..., Made], values: Mapping[str, Any], **others: Any) -> Made:
     """Returns options of a class, from the settings that are its members and from `others`."""
     told = {each.field: _unless_off(values[each.name]) for each in SETTINGS if each.of is of}
-    return of(**told, **others)
+    return of(**told | others)
 
 
 def _unless_off(value: Any) -> Any:

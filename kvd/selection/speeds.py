@@ -31,14 +31,16 @@ from typing import NamedTuple
 
 from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
+from kvd.selection.regret import Rank, Regret
 from kvd.slots.live_requests import Moment
+from kvd.slots.sampling import Sample
 from kvd.wire.lifecycle import Step
 
 WINDOW = 48  # observations that a line is fitted to: 1,128 pairs
 ENOUGH = 16  # observations for full confidence
 REFIT = 8  # further observations after which a line is fitted anew
 FADES_S = 3600.0  # seconds without an observation that halve the confidence
-CONFIDENT = 0.5
+CONFIDENT = 0.5  # least confidence of a line that is used
 STREAK = 10  # observations in a row on one side that make an engine another one
 FAR = 0.25  # of what was predicted: how far they lie from it at least
 NARROW = 0.1  # of the median: where all x lie closer together no slope can be told
@@ -154,39 +156,11 @@ class RankSpeed(NamedTuple):
     given: bool
 
 
-class Sample:
-    """Which requests are observed: those whose id has a hash that ends with enough zeros.
-
-    All steps of a request agree about it. `rate` a second are observed, about, however many come.
-    """
-
-    def __init__(self, rate: int) -> None:
-        self.mask = 0
-        self._rate = rate
-        self._seen = 0
-
-    def takes(self, request_id: str) -> bool:
-        return not hash(request_id) & self.mask
-
-    def count(self) -> None:
-        """Counts an observed request."""
-        self._seen += 1
-
-    def adjust(self, seconds: float) -> None:
-        """Observes more or fewer from now on, by what came in the last `seconds`."""
-        wanted = self._rate * seconds
-        if self._seen > 2 * wanted:
-            self.mask = self.mask << 1 | 1
-        elif self._seen < wanted / 2:
-            self.mask >>= 1
-        self._seen = 0
-
-
 @dataclass(slots=True)
 class _Observed:
     """A request under way."""
 
-    rank: tuple[PartitionKey, int, int]
+    rank: Rank
     begun_at: float
     queued_tokens: int  # on its rank when it was booked, its own included
     expected_s: float | None  # to its first token
@@ -202,23 +176,24 @@ class _Lines:
     decode: Line = field(default_factory=Line)
 
 
-OBSERVED_PER_S = 200  # requests observed a second, about
-
-
 class Speeds:
     """The speeds of all ranks of the service."""
 
     def __init__(
-        self, fleets: Mapping[PartitionKey, Fleet], clock: Callable[[], float]
+        self,
+        fleets: Mapping[PartitionKey, Fleet],
+        clock: Callable[[], float],
+        regret: Regret,
+        sample: Sample,
     ) -> None:
+        """Observed requests are counted in `sample`; what became of them is told to `regret`."""
         self._fleets = fleets
         self._clock = clock
-        self._lines: dict[tuple[PartitionKey, int, int], _Lines] = {}
+        self._regret = regret
+        self._sample = sample
+        self._lines: dict[Rank, _Lines] = {}
         self._observed: OrderedDict[str, _Observed] = OrderedDict()
-        self.sample = Sample(OBSERVED_PER_S)
         self.forgotten = 0  # observed requests beyond MAX_OBSERVED
-        self.on_first_token: Callable[[tuple[PartitionKey, int, int], float | None, float], None]
-        self.on_first_token = lambda rank, expected_s, took_s: None
 
     def observe(self, moment: Moment) -> None:
         """Takes a step of a request's life."""
@@ -231,12 +206,12 @@ class Speeds:
 
     def _begin(self, moment: Moment) -> None:
         live, fleet = moment.live, self._fleets.get(moment.key)
-        if live is None or fleet is None or live.prefill_complete:
+        if live is None or fleet is None or moment.mirrored or live.prefill_complete:
             return
         number = fleet.ledger.rank_of(live.worker_id, live.dp_rank)
         if number is None:
             return
-        self.sample.count()
+        self._sample.count()
         rank = moment.key, live.worker_id, live.dp_rank
         queued = fleet.ledger.load(number).prefill_tokens
         expected_s = self.ttft_s(rank, queued)
@@ -256,7 +231,7 @@ class Speeds:
         number = None if fleet is None else fleet.ledger.rank_of(*seen.rank[1:])
         if fleet is not None and number is not None:
             seen.decoding = fleet.ledger.load(number).requests
-        self.on_first_token(seen.rank, seen.expected_s, took_s)
+        self._regret.note_ttft(seen.rank, seen.expected_s, took_s)
 
     def _end(self, moment: Moment) -> None:
         seen = self._observed.pop(moment.request_id, None)
@@ -282,13 +257,13 @@ class Speeds:
         seen = self._observed.get(request_id)
         return None if seen is None else seen.expected_s
 
-    def _lines_of(self, rank: tuple[PartitionKey, int, int]) -> _Lines:
+    def _lines_of(self, rank: Rank) -> _Lines:
         lines = self._lines.get(rank)
         if lines is None:
             lines = self._lines[rank] = _Lines()
         return lines
 
-    def prefill(self, rank: tuple[PartitionKey, int, int]) -> RankSpeed | None:
+    def prefill(self, rank: Rank) -> RankSpeed | None:
         """Returns how fast a rank prefills; None if nothing is known."""
         key, worker_id, _ = rank
         fleet = self._fleets.get(key)
@@ -302,19 +277,27 @@ class Speeds:
             return None
         return RankSpeed(found.base, found.slope, found.confidence, found.observations, False)
 
-    def decode(self, rank: tuple[PartitionKey, int, int]) -> Estimate | None:
+    def decode(self, rank: Rank) -> Estimate | None:
         """Returns the seconds of an output token by the requests that decode; None: unknown."""
         lines = self._lines.get(rank)
         return None if lines is None else lines.decode.estimate(self._clock())
 
-    def ttft_s(self, rank: tuple[PartitionKey, int, int], tokens: int) -> float | None:
+    def ttft_s(self, rank: Rank, tokens: int) -> float | None:
         """Returns the seconds to the first token behind `tokens` to prefill; None: unknown."""
         speed = self.prefill(rank)
         if speed is None or speed.confidence < CONFIDENT:
             return None
         return speed.base_s + speed.token_s * tokens
 
-    def forget(self, key: PartitionKey, worker_id: int) -> None:
-        """Forgets a worker that has left."""
-        for rank in [rank for rank in self._lines if rank[:2] == (key, worker_id)]:
-            del self._lines[rank]
+    def forget_absent(self) -> None:
+        """Forgets ranks whose worker has left. O(ranks)."""
+        gone = [rank for rank in (*self._lines, *self._regret.accounts) if not self._is_there(rank)]
+        for rank in gone:
+            self._lines.pop(rank, None)
+        self._regret.forget(gone)
+
+    def _is_there(self, rank: Rank) -> bool:
+        key, worker_id, dp_rank = rank
+        fleet = self._fleets.get(key)
+        record = None if fleet is None else fleet.workers.get(worker_id)
+        return record is not None and dp_rank in record.ranks

@@ -137,6 +137,15 @@ cdef inline uint64_t least_uncached(const Choice* choice, const Scale* scale) no
     return least
 
 
+cdef inline uint64_t open_requests(const Choice* choice) noexcept nogil:
+    # Of those that are open, together.
+    cdef uint64_t requests = 0
+    cdef size_t k
+    for k in range(choice.n_open):
+        requests += choice.standings[choice.open[k]].requests
+    return requests
+
+
 # ---- what they weigh
 
 cdef inline void weigh_costs(
