@@ -101,7 +101,7 @@ def service(name: str, peer_python: str | None) -> Service:
     if kind != LIVE_KVD:
         raise BenchError(f"there is no service {name}")
     chosen = policies.parse(policy or "dynamo")
-    options = ("select-service", "--router-policy", chosen.name)
+    options = ("select-service", "--router-policy", chosen.text)
     return Service(name, (sys.executable, "-m", "kvd", *options), chosen)
 
 
