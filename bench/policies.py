@@ -74,7 +74,7 @@ class Policies:
         with self._service(name, values, router) as service:
             outcome = replay(self._requests, self.fleet, service)
         self.cheapest[policy] += service.cheapest
-        self.choices[policy] += service.scheduler
+        self.choices[policy] += service.choices
         return measure(outcome)
 
     @contextmanager
