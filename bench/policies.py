@@ -24,6 +24,7 @@ from servers import Contender, running
 from service_router import ServiceRouter
 
 from kvd.cli import replay as command
+from kvd.cli import replay_report
 from kvd.replay import policies
 from kvd.replay.figures import Figures, measure
 from kvd.replay.policies import Chooser
@@ -100,7 +101,7 @@ def service(name: str, peer_python: str | None) -> Service:
     if kind != LIVE_KVD:
         raise BenchError(f"there is no service {name}")
     chosen = policies.parse(policy or "dynamo")
-    options = ("select-service", "--router-policy", chosen.name)
+    options = ("select-service", "--router-policy", chosen.text)
     return Service(name, (sys.executable, "-m", "kvd", *options), chosen)
 
 
@@ -109,7 +110,7 @@ def case(
 ) -> Case | LiveCase:
     if isinstance(asked, Service):
         return LiveCase(traffic, fleet, asked, seed, given.build_dir / "logs")
-    return command.case(traffic, fleet, asked, seed, given)
+    return replay_report.case(traffic, fleet, asked, seed, given)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         service(name, given.peer_python) if name.startswith("live-") else policies.parse(name)
         for name in names
     ]
-    print("\n".join(command.report(given, case)))
+    print("\n".join(replay_report.report(given, case)))
 
 
 if __name__ == "__main__":

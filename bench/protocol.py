@@ -38,11 +38,11 @@ from kvd.replay.figures import ROWS, Figures, Row, ratios
 from kvd.replay.plot import COLOURS, document, text
 from kvd.replay.policies import Chooser
 from kvd.replay.progress import Bar
-from kvd.replay.recording import ReplayError
+from kvd.replay.recording import ReplayError, Windows
 from kvd.replay.routers import Routing
 from kvd.replay.runs import Case, run_all
 from kvd.replay.simulation import Fleet
-from kvd.replay.traffic import Traffic, Windows
+from kvd.replay.traffic import Traffic
 
 ENGINES = 4, 8, 16, 32
 CAPACITIES = 500, 2000, 8000  # blocks

@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _told(*args.command(given))
         loaded = load_config(given)
         logs.setup(loaded.log_level, loaded.log_format)
-        for option, why in (*args.without_effect, *config.without_effect(os.environ)):
+        unused = (*config.without_effect(os.environ), *config.outweighed(loaded))
+        for option, why in (*args.without_effect, *unused):
             log.warning("option_without_effect", option=option, reason=why)
         from kvd.app.daemon import run  # here, so that --help and --version need not load trio
         from kvd.config.reload import Reader

@@ -32,6 +32,7 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import RouterOptions
+from kvd.selection.policies import DYNAMO_WEIGHTS, RouterPolicy
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
@@ -268,6 +269,17 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, reasons[name]
         elif name.startswith("DYN_ROUTER_") and name not in known:
             yield name, "kvd does not know this variable"
+
+
+def outweighed(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields settings of Dynamo's function that the policy does not go by, each with the reason."""
+    policy = config.values["router_policy"]
+    if policy.preset is RouterPolicy.DYNAMO or config.selection_bind is None:
+        return
+    for setting in SETTINGS:
+        weighs = setting.of is Settings and setting.field in DYNAMO_WEIGHTS
+        if weighs and config.values[setting.name] != setting.default:
+            yield setting.name, f"the policy is {policy}; it weighs in dynamo only"
 
 
 def load(given: Mapping[str, object], environ: Mapping[str, str]) -> Config:

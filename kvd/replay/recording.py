@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,14 @@ class Recording:
     engines: int | None = None  # candidates of the largest choice, where choices are recorded
     recorded: Sequence[Recorded] = ()  # of each request, or nothing
     left_out: int = 0  # requests of other models and tenants
+
+
+class Windows(StrEnum):
+    """Whose requests count, by when they were recorded; all are replayed."""
+
+    ALL = "all"
+    ODD = "odd"  # the first, the third...
+    EVEN = "even"
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:

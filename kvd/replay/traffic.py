@@ -12,22 +12,13 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from random import Random
 
 from kvd.replay import decision_log, mooncake
 from kvd.replay.mooncake import mixed
-from kvd.replay.recording import Recording, ReplayError, Request, rows
-
-
-class Windows(StrEnum):
-    """Whose requests count, by when they were recorded; all are replayed."""
-
-    ALL = "all"
-    ODD = "odd"  # the first, the third...
-    EVEN = "even"
+from kvd.replay.recording import Recording, ReplayError, Request, Windows, rows
 
 
 @dataclass(frozen=True, slots=True)

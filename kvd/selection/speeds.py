@@ -2,7 +2,7 @@
 
     booked                     prefill complete                freed
       │  x = tokens queued on     │  T = time since then          │  t = time per output token
-      │      the rank, own        │                               │      D requests decode beside it
+      │      the rank, own        │                               │      D live requests of its rank
       │      included             v                               v
       │                       T = a + b x                     t = c + d D
       │                       a: seconds before any token     c: seconds a step
@@ -165,7 +165,12 @@ class _Observed:
     queued_tokens: int  # on its rank when it was booked, its own included
     expected_s: float | None  # to its first token
     complete_at: float | None = None
-    decoding: int = 0  # requests that decoded beside it then
+    requests: int = 1  # live on its rank then
+
+    def complete(self, at: float, requests: int) -> None:
+        """Notes the end of its prefill."""
+        self.complete_at = at
+        self.requests = requests
 
 
 @dataclass(slots=True)
@@ -224,14 +229,17 @@ class Speeds:
         seen = self._observed.get(moment.request_id)
         if seen is None or seen.complete_at is not None:
             return
-        seen.complete_at = moment.at
+        seen.complete(moment.at, self._requests_of(seen.rank))
         took_s = moment.at - seen.begun_at
         self._lines_of(seen.rank).prefill.add(seen.queued_tokens, took_s, moment.at)
-        fleet = self._fleets.get(moment.key)
-        number = None if fleet is None else fleet.ledger.rank_of(*seen.rank[1:])
-        if fleet is not None and number is not None:
-            seen.decoding = fleet.ledger.load(number).requests
         self._regret.note_ttft(seen.rank, seen.expected_s, took_s)
+
+    def _requests_of(self, rank: Rank) -> int:
+        """Returns the live requests of a rank, at least 1."""
+        key, *place = rank
+        fleet = self._fleets.get(key)
+        number = None if fleet is None else fleet.ledger.rank_of(*place)
+        return 1 if fleet is None or number is None else max(1, fleet.ledger.load(number).requests)
 
     def _end(self, moment: Moment) -> None:
         seen = self._observed.pop(moment.request_id, None)
@@ -241,7 +249,7 @@ class Speeds:
         tokens = moment.live.output_blocks * (0 if fleet is None else fleet.block_size or 0)
         if tokens:
             step_s = (moment.at - seen.complete_at) / tokens
-            self._lines_of(seen.rank).decode.add(max(seen.decoding, 1), step_s, moment.at)
+            self._lines_of(seen.rank).decode.add(seen.requests, step_s, moment.at)
 
     def note_output(self, request_id: str, tokens: int) -> None:
         """Takes the length of an output that its caller tells before the request is freed."""
@@ -250,7 +258,7 @@ class Speeds:
             return
         now = self._clock()
         step_s = (now - seen.complete_at) / tokens
-        self._lines_of(seen.rank).decode.add(max(seen.decoding, 1), step_s, now)
+        self._lines_of(seen.rank).decode.add(seen.requests, step_s, now)
 
     def expected_of(self, request_id: str) -> float | None:
         """Returns the seconds that were expected to a request's first token, if it is observed."""

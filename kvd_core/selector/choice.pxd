@@ -25,6 +25,7 @@ The rules, with what they follow:
 - of equal weighted costs, whoever has least of the prompt to compute is chosen, of those whoever
   has the fewest requests, of those whoever has not been chosen by that cost for longest; of
   Dynamo's, any;
+- a session stays where it is bound while the rank is within `session_bound` (`keeps_sessions`);
 - factors multiply costs, by what the prompt's sender prefers.
 
 Costs: O(candidates), with a temperature one exp a candidate. Nothing is allocated. A further mode

@@ -232,6 +232,15 @@ async def test_the_phase_that_decodes_goes_by_blocks_in_use() -> None:
     assert chosen(service, 3, phase=Phase.DECODE) == [2, 2, 2]
 
 
+async def test_a_policy_replaces_all_that_the_one_before_has_said() -> None:
+    service = await ready(worker(1))
+    tuning, fleet = service.selections.tuning, service.selections.fleets[M]
+    for text, weight in (("dynamo,overlap_weight=2", 2.0), ("kvd", 1.0)):
+        tuning.change(M, Policy.parse(text).row, whole=MEMBERS)
+        assert str(Policy.of(fleet.settings)) == text
+        assert fleet.settings.members["overlap_weight"] == weight
+
+
 async def test_the_policy_of_a_model_and_of_a_tenant() -> None:
     service = await ready(worker(1), worker(2, N))
     tuning, fleets = service.selections.tuning, service.selections.fleets
