@@ -29,6 +29,7 @@ from kvd.faces.selection import schemas as selection_schemas
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
+from kvd.faces.selection.speed_metrics import speed_families
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
 from kvd.faces.slot_tracker.metrics import slot_families
@@ -36,6 +37,7 @@ from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.targets import (
     ConductorTarget,
     IndexerTarget,
+    PolicyTarget,
     ReplicaTarget,
     SelectionTarget,
     SlotTrackerTarget,
@@ -216,6 +218,7 @@ class Apis:
             known.replicas.families,
             partial(booking_families, selections),
             lambda: choice_families(selections, answered, config().metrics_ranks),
+            lambda: speed_families(selections, config().metrics_ranks),
         ]
         self.gateway.sources += [blocks, known.gateway.families]
         self.conductor.sources.append(
@@ -231,6 +234,8 @@ class Apis:
             self.conductor: ("conductor", ConductorTarget(known.publishers)),
         }
         found = dict(targets[face] for face in self.served if face in targets)
+        if "selection" in found:
+            found["policy"] = PolicyTarget(known.selections.tuning)
         if known.replicas.are_on:
             found["replica"] = ReplicaTarget(known.replicas)
         return found

@@ -32,6 +32,7 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import RouterOptions
+from kvd.selection.policies import DYNAMO_WEIGHTS, RouterPolicy
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
@@ -162,6 +163,9 @@ class Config:
     curve: Curve
     log_level: str
     log_format: str
+    decision_log: Path | None
+    decision_log_bytes: int
+    decision_log_files: int
     access_log: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
     values: Mapping[str, Any]  # of all settings, by name: what this was made of
@@ -267,6 +271,17 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, "kvd does not know this variable"
 
 
+def outweighed(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields settings of Dynamo's function that the policy does not go by, each with the reason."""
+    policy = config.values["router_policy"]
+    if policy.preset is RouterPolicy.DYNAMO or config.selection_bind is None:
+        return
+    for setting in SETTINGS:
+        weighs = setting.of is Settings and setting.field in DYNAMO_WEIGHTS
+        if weighs and config.values[setting.name] != setting.default:
+            yield setting.name, f"the policy is {policy}; it weighs in dynamo only"
+
+
 def load(given: Mapping[str, object], environ: Mapping[str, str]) -> Config:
     """Returns the daemon's configuration; takes and raises what `read` does."""
     return build(read(given, environ), environ)
@@ -322,7 +337,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 def _options(of: Callable[..., Made], values: Mapping[str, Any], **others: Any) -> Made:
     """Returns options of a class, from the settings that are its members and from `others`."""
     told = {each.field: _unless_off(values[each.name]) for each in SETTINGS if each.of is of}
-    return of(**told, **others)
+    return of(**told | others)
 
 
 def _unless_off(value: Any) -> Any:

@@ -24,9 +24,10 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import RouterMode, RouterOptions
-from kvd.selection.policies import RouterPolicy
+from kvd.selection.policies import Policy, RouterPolicy
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
+from kvd.telemetry.rotating import MAX_FILES
 from kvd.wire import egress
 from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import DEFAULT_SEED
@@ -142,10 +143,10 @@ ROUTER_SETTINGS = section(
         live=True,
     ),
     router_policy=Setting(
-        parsers.one_of(RouterPolicy),
-        "|".join(RouterPolicy),
-        "cost of a worker in mode kv: Dynamo's, or one of the weighted ones",
-        RouterPolicy.DYNAMO,
+        Policy.parse,
+        "NAME[,WEIGHT=NUMBER]...",
+        f"cost of a worker in mode kv: {', '.join(RouterPolicy)}; with other weights",
+        Policy(RouterPolicy.KVD),
         live=True,
     ),
     active_decode_blocks_threshold=cost(
@@ -625,6 +626,25 @@ LOG_SETTINGS = section(
     access_log=switch("whether kvd logs every HTTP request", False, live=True),
 )
 
+DECISION_SETTINGS = section(
+    decision_log=file(
+        "file for a line about each booked choice of the selection service and the end of its "
+        "request, without prompts; `kvd replay` reads it (default: none is written)"
+    ),
+    decision_log_bytes=Setting(
+        parsers.within(64 * 1024, 2**40),
+        "BYTES",
+        "size at which the decision log goes on in another file",
+        64 * 1024 * 1024,
+    ),
+    decision_log_files=Setting(
+        parsers.within(1, MAX_FILES),
+        "N",
+        "number of files of the decision log; the oldest is removed",
+        8,
+    ),
+)
+
 DAEMON_SETTINGS = section(
     min_initial_workers=Setting(
         parsers.parse_u32,
@@ -680,12 +700,14 @@ DAEMON_SETTINGS = section(
 # Those that every command has which serves a face.
 FACE_SETTINGS = (*SECURITY_SETTINGS, *FLEET_SETTINGS, *OUTGOING_SETTINGS, *CURVE_SETTINGS)
 
+_AS_ORIGINAL = {"router_last_token": False, "router_policy": Policy(RouterPolicy.DYNAMO)}
+
 # Those of `kvd select-service`, with its own names for the addresses and peers. By default it
 # chooses as the original does, to the last tie.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,
     *(
-        replace(setting, default=False) if setting.name == "router_last_token" else setting
+        replace(setting, default=_AS_ORIGINAL.get(setting.name, setting.default))
         for setting in ROUTER_SETTINGS
     ),
     *(setting for setting in DAEMON_SETTINGS if setting.is_borrowed),
@@ -730,6 +752,7 @@ GROUPS = {
     "Engines and replays": ENGINE_SETTINGS,
     "The index": INDEX_SETTINGS,
     "HTTP limits": HTTP_SETTINGS,
+    "The decision log": DECISION_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

@@ -8,6 +8,7 @@
 
     [[slot_tracker]]                # of POST /register there
     [[selection]]                   # of POST /workers
+    [[policy]]                      # of POST /policy
     [[conductor]]                   # of POST /register there
     [[replica]]                     # of POST /replica_sync/register_peer
 
@@ -29,7 +30,7 @@ from kvd.errors import KvdError
 from kvd.faces.common import replica_sync
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.indexer import routes as indexer
-from kvd.faces.selection import workers
+from kvd.faces.selection import tuning, workers
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.index.publishers import Described
 from kvd.selection.worker_record import WorkerRecord
@@ -105,6 +106,12 @@ TABLES = {
     ),
     "selection": Table(
         workers.DESCRIBED, workers.read_worker, lambda wanted: wanted.worker_id, _check_worker
+    ),
+    "policy": Table(
+        tuning.POLICY_MEMBERS,
+        tuning.read_policy,
+        lambda wanted: wanted.place,
+        lambda wanted, outgoing: None,
     ),
     "conductor": Table(
         conductor.DESCRIBED, conductor.read_publisher, lambda wanted: wanted.key, _check_listened

@@ -11,10 +11,12 @@ from typing import Any
 from kvd.errors import Conflict
 from kvd.faces.common import replica_sync
 from kvd.faces.indexer import routes as indexer
+from kvd.faces.selection.tuning import PlacedPolicy
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.index.publishers import Described, Narrowing, Publisher, Publishers
 from kvd.index.registry import INDEXER, Registration, Registry
 from kvd.replica_sync.replicas import Replicas
+from kvd.selection.tuning import Tuning
 from kvd.selection.worker_record import WorkerRecord
 from kvd.selection.workers import Workers
 from kvd.slots.trackers import SlotTrackers
@@ -86,6 +88,22 @@ class SelectionTarget:
 
     async def remove(self, wanted: WorkerRecord) -> None:
         await self._workers.delete(wanted.worker_id)
+
+
+class PolicyTarget(_Target):
+    """Policies of models and tenants, also of those whose workers come later."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+
+    async def add(self, wanted: PlacedPolicy, *, over: bool = False) -> object:
+        return self._tuning.set_ahead(wanted.place, wanted.policy.row)
+
+    def holds(self, wanted: PlacedPolicy, known: object) -> bool:
+        return self._tuning.holds(wanted.place, wanted.policy.row)
+
+    async def remove(self, wanted: PlacedPolicy) -> None:
+        self._tuning.take_back(wanted.place, wanted.policy.row)
 
 
 class ConductorTarget(_Target):

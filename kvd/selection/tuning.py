@@ -7,10 +7,10 @@ RouterOptions    ──> settings ┘
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvd.errors import NotFound
+from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
 from kvd_core.selector.settings import Settings
@@ -21,7 +21,7 @@ Place = tuple[str, str | None]  # model, tenant; None is all of its tenants
 class Tuning:
     """The changes to the settings by model, and by model and tenant.
 
-    There are no more of them than models and tenants.
+    There are no more of them than models and tenants, and entries of the fleet file.
     """
 
     def __init__(
@@ -51,26 +51,54 @@ class Tuning:
         }
         return self._settings.replace(**changes) if changes else self._settings
 
-    def change(self, place: Place, changes: Mapping[str, Any]) -> None:
+    def change(self, place: Place, changes: Mapping[str, Any], whole: tuple[str, ...] = ()) -> None:
         """Changes settings by name, of a model and tenant or a model with all its tenants.
 
-        A tenant's own win over those of its model. Raises NotFound for what has had no workers,
-        ValueError as Settings does; nothing has changed then.
+        What has been said of any of `whole` is forgotten. A tenant's own win over those of its
+        model. Raises NotFound for what has had no workers, ValueError as Settings does; nothing has
+        changed then.
         """
         self._check(place)
-        self._settings.replace(**changes)
-        self._changes.setdefault(place, {}).update(changes)
-        self._apply(place[0])
+        self._say(place, changes, whole)
 
-    def forget(self, place: Place, names: tuple[str, ...]) -> None:
-        """Takes changes back; raises NotFound as `change` does."""
-        self._check(place)
+    def set_ahead(self, place: Place, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Does the same where there may not have been workers yet, and returns the changes.
+
+        Raises Conflict if any of them has been said of the place. How many places there are is
+        bounded by whoever calls.
+        """
+        said = self._changes.get(place, {})
+        if changes.keys() & said.keys():
+            raise Conflict(f"{place[0]}: a client has set it already")
+        self._say(place, changes, ())
+        return changes
+
+    def holds(self, place: Place, changes: Mapping[str, Any]) -> bool:
+        """Says whether exactly these changes hold for a place, by all of their names."""
+        said = self._changes.get(place, {})
+        return all(name in said and said[name] == value for name, value in changes.items())
+
+    def take_back(self, place: Place, names: Iterable[str]) -> None:
+        """Takes changes back wherever they were said, also without workers."""
         changes = self._changes.get(place, {})
         for name in names:
             changes.pop(name, None)
         if not changes:
             self._changes.pop(place, None)
         self._apply(place[0])
+
+    def _say(self, place: Place, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
+        self._settings.replace(**changes)
+        said = self._changes.setdefault(place, {})
+        for name in whole:
+            said.pop(name, None)
+        said.update(changes)
+        self._apply(place[0])
+
+    def forget(self, place: Place, names: tuple[str, ...]) -> None:
+        """Takes changes back; raises NotFound as `change` does."""
+        self._check(place)
+        self.take_back(place, names)
 
     def said(self, names: tuple[str, ...]) -> list[Place]:
         """Returns where any of these has been changed, models before their tenants."""

@@ -25,6 +25,7 @@ The rules, with what they follow:
 - of equal weighted costs, whoever has least of the prompt to compute is chosen, of those whoever
   has the fewest requests, of those whoever has not been chosen by that cost for longest; of
   Dynamo's, any;
+- a session stays where it is bound while the rank is within `session_bound` (`keeps_sessions`);
 - factors multiply costs, by what the prompt's sender prefers.
 
 Costs: O(candidates), with a temperature one exp a candidate. Nothing is allocated. A further mode
@@ -135,6 +136,15 @@ cdef inline uint64_t least_uncached(const Choice* choice, const Scale* scale) no
         for k in range(choice.n_open):
             least = min(least, effective_tokens(scale, &choice.standings[choice.open[k]]))
     return least
+
+
+cdef inline uint64_t open_requests(const Choice* choice) noexcept nogil:
+    # Of those that are open, together.
+    cdef uint64_t requests = 0
+    cdef size_t k
+    for k in range(choice.n_open):
+        requests += choice.standings[choice.open[k]].requests
+    return requests
 
 
 # ---- what they weigh

@@ -36,6 +36,7 @@ The weighted one, in tokens, is a sum of terms by the weights of the settings:
                those with the others
     uncached   uncached x n
     hold_up    uncached x n x (hold_up x D): what it keeps those from that decode
+    crowding   uncached x n x (crowding x A): what it keeps those from that follow its requests
     queued     queued x P
     requests   per_request x A
     blocks     per_block x (blocks in use x block size)
@@ -52,6 +53,7 @@ All is inline, so that the pass over the candidates has no calls: there is no mo
 """
 
 from libc.math cimport INFINITY, round
+from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
 
 from kvd_core.selector.settings cimport CSettings, kDirect, kKv
@@ -90,6 +92,7 @@ cdef struct WeightedTerms:
     double counted             # tokens to prefill, as far as they count
     double uncached
     double hold_up
+    double crowding
     double queued
     double requests
     double blocks
@@ -245,13 +248,28 @@ cdef inline WeightedTerms weighted_terms_of(
     t.counted = n if n < most else most
     t.uncached = weight.uncached * t.counted
     t.hold_up = t.uncached * (weight.hold_up * real(c.decoding))
+    t.crowding = t.uncached * (weight.crowding * requests)
     t.queued = weight.queued * queued
     t.requests = weight.per_request * requests
     t.blocks = weight.per_block * (used * real(s.block_size))
     queued += t.counted
     t.product = weight.product * ((queued if 1.0 < queued else 1.0) * (requests + 1))
-    t.cost = t.uncached + t.hold_up + t.queued + t.requests + t.blocks + t.product
+    t.cost = (
+        t.uncached + t.hold_up + t.crowding + t.queued + t.requests + t.blocks + t.product
+    )
     return t
+
+
+cdef inline bint keeps_sessions(
+    const Scale* s, const CStanding* c, uint64_t requests, size_t ranks
+) noexcept nogil:
+    # A session stays with a rank that has at most so many times the mean requests plus 1; those
+    # that may be chosen have `requests` together.
+    cdef double mean
+    if s.settings.session_bound == INFINITY:
+        return True
+    mean = real(requests) / real(ranks) if ranks else 0.0
+    return real(c.requests) <= s.settings.session_bound * (mean + 1.0)
 
 
 # ---- thresholds

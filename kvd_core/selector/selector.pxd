@@ -25,6 +25,8 @@ cdef enum Part:  # of what a pool renders
 cdef struct Others:  # what the terms of one need of those that may be chosen
     uint64_t least_prefill   # the fewest tokens being prefilled
     uint64_t least_uncached  # the fewest tokens of the prompt to compute
+    uint64_t requests        # of all of them
+    size_t ranks             # how many these are
 
 
 cdef class Prompt:

@@ -26,11 +26,12 @@ from kvd_core.index.prefix_index cimport CIndex, Worker
 from kvd_core.json.scan cimport BodyScanner
 from kvd_core.ledger.ledger cimport Ledger, RankId
 from kvd_core.selector.choice cimport (
-    choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, least_uncached, return_turn
+    choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, least_uncached,
+    open_requests, return_turn
 )
 from kvd_core.selector.cost cimport (
-    Terms, WeightedTerms, cached_tokens, decays, decode_blocks, device_credit_of, effective_tokens,
-    is_busy, is_overloaded, saturates, scale_of, terms_of, weighted_terms_of
+    Terms, WeightedTerms, cached_tokens, decode_blocks, device_credit_of, effective_tokens,
+    is_busy, is_overloaded, keeps_sessions, scale_of, terms_of, weighted_terms_of
 )
 from kvd_core.selector.rows cimport (
     choice_room, put_choice, put_loads, put_overlaps, put_text, rows_room
@@ -59,8 +60,9 @@ Explained = namedtuple(
     "worker_id dp_rank device_blocks host_blocks disk_blocks live_blocks active_prefill_tokens"
     " active_decode_blocks active_requests decoding_requests cached_tokens"
     " effective_prefill_tokens potential_decode_blocks raw_prefill_blocks credit_blocks"
-    " prefill_cost decode_cost counted_tokens uncached_cost hold_up_cost queued_cost request_cost"
-    " block_cost product_cost cost eligible overloaded busy preference heard reachable",
+    " prefill_cost decode_cost counted_tokens uncached_cost hold_up_cost crowding_cost queued_cost"
+    " request_cost block_cost product_cost cost keeps_sessions eligible overloaded busy preference"
+    " heard reachable",
 )
 
 
@@ -313,6 +315,29 @@ cdef class Pool:
         """
         return self.refusal_now(&settings.c, self.mask_of(eligible))
 
+    def stay(self, Settings settings not None, bytes eligible, bytes wanted not None):
+        """Returns those of `wanted` that a session may stay with, as a mask; None: none of them.
+
+        These are within the settings' `session_bound`, for the loads of this moment. None also
+        where `refusal` would not be 0. O(candidates).
+        """
+        cdef Scale scale = self.scale(&settings.c)
+        cdef const uint8_t* asked = self.mask_of(wanted)
+        cdef bytes left = PyBytes_FromStringAndSize(PyBytes_AS_STRING(wanted), self.c.size())
+        cdef char* mask = PyBytes_AS_STRING(left)
+        cdef uint64_t requests
+        cdef bint some = False
+        cdef size_t i
+        if self.refusal_now(&settings.c, self.mask_of(eligible)) != 0:
+            return None
+        requests = open_requests(&self.choice)
+        for i in range(self.c.size()):
+            mask[i] = asked[i] != 0 and keeps_sessions(
+                &scale, &self.c.standing(i), requests, self.choice.n_open
+            )
+            some = some or mask[i] != 0
+        return left if some else None
+
     def best(self, Settings settings not None, bytes eligible):
         """Blocks of the prompt cached by whoever of those who can be chosen caches most.
 
@@ -331,6 +356,23 @@ cdef class Pool:
             if mask == NULL or mask[i] != 0:
                 least = min(least, effective_tokens(&scale, &self.c.standing(i)))
         return least
+
+    def deepest(self, size_t limit):
+        """Returns who caches most of the prompt, as (worker id, dp rank, blocks) of any tier.
+
+        At most `limit`, and none that caches nothing. O(candidates log candidates).
+        """
+        cdef list found = []
+        cdef const CStanding* c
+        cdef int64_t blocks
+        cdef size_t i
+        for i in range(self.c.size()):
+            c = &self.c.standing(i)
+            blocks = <int64_t>c.device + c.host + c.disk
+            if blocks != 0:
+                found.append((-blocks, i))
+        found.sort()
+        return [(*self.candidates[i][:2], -less) for less, i in found[:limit]]
 
     def mask(self, worker_ids, dp_rank=None):
         """Returns the `eligible` that allows the ranks of these workers, or one of each of them.
@@ -422,7 +464,7 @@ cdef class Pool:
             t.raw = t.credit = t.prefill = t.decode = 0
             t.cost = w.cost
         else:
-            w = WeightedTerms(0, 0, 0, 0, settings.active_request_weight * s.requests, 0, 0, 0)
+            w = WeightedTerms(0, 0, 0, 0, 0, settings.active_request_weight * s.requests, 0, 0, 0)
         return Explained(
             c.worker_id,
             c.dp_rank,
@@ -444,11 +486,13 @@ cdef class Pool:
             w.counted,
             w.uncached,
             w.hold_up,
+            w.crowding,
             w.queued,
             w.requests,
             w.blocks,
             w.product,
             t.cost * factor,
+            keeps_sessions(&scale, s, others.requests, others.ranks),
             s.present and (mask == NULL or mask[i] != 0),
             is_overloaded(&scale, c, s),
             is_busy(&scale, c, s),
@@ -527,10 +571,11 @@ cdef class Pool:
     cdef Others others(self, const CSettings* settings, const uint8_t* mask) noexcept:
         cdef Scale scale = self.scale(settings)
         cdef Others others
-        if decays(&scale) or saturates(&scale):
-            find_open(&self.choice, &scale, mask)
+        find_open(&self.choice, &scale, mask)
         others.least_prefill = least_prefill(&self.choice, &scale)
         others.least_uncached = least_uncached(&self.choice, &scale)
+        others.requests = open_requests(&self.choice)
+        others.ranks = self.choice.n_open
         return others
 
     cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept:

@@ -26,11 +26,13 @@ cdef struct CSettings:
     double active_request_weight          # of a request that the rank has, beside its blocks
     double uncached                       # of a token that is not cached; the weighted cost
     double hold_up                        # the same, of each request that decodes meanwhile
+    double crowding                       # the same, of each request that the rank has
     double queued                         # of a token that is being prefilled
     double per_request                    # in tokens, of a request that the rank has
     double per_block                      # of a token of the blocks in use
     double product                        # of tokens to prefill, times requests
     double saturation                     # tokens, infinite: off
+    double session_bound                  # of the mean requests plus 1, infinite: off
     double temperature                    # 0: the lowest cost
     double queue_threshold                # of max_num_batched_tokens, infinite: off
     double decode_blocks_threshold        # of total_kv_blocks, infinite: off

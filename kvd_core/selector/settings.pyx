@@ -26,14 +26,17 @@ cdef dict DEFAULTS = {
     "disk_credit": 0.25,
     "credit_decay": 0.0,
     "active_request_weight": 0.0,
+    "policy": "dynamo",
     "weighted": False,
     "uncached": 1.0,
     "hold_up": 0.0,
+    "crowding": 0.0,
     "queued": 0.0,
     "per_request": 0.0,
     "per_block": 0.0,
     "product": 0.0,
     "saturation": None,
+    "session_bound": None,
     "temperature": 0.0,
     "track_prefill": True,
     "track_active_blocks": True,
@@ -54,7 +57,9 @@ cdef class Settings:
         """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
 
         `weighted` takes the weighted cost, with the weights from `uncached` to `product` and the
-        tokens of `saturation`, else Dynamo's, with those before.
+        tokens of `saturation`, else Dynamo's, with those before. `policy` is what the caller calls
+        that. A session stays with a rank that has at most `session_bound` times the mean requests
+        plus 1, see Pool.stays.
         `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
         terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is
         busy above `queue_threshold` times its max_num_batched_tokens. The other thresholds take a
@@ -81,11 +86,13 @@ cdef class Settings:
         self.c.weighted = self.members["weighted"]
         self.c.uncached = self.number("uncached")
         self.c.hold_up = self.number("hold_up")
+        self.c.crowding = self.number("crowding")
         self.c.queued = self.number("queued")
         self.c.per_request = self.number("per_request")
         self.c.per_block = self.number("per_block")
         self.c.product = self.number("product")
         self.c.saturation = self.threshold("saturation")
+        self.c.session_bound = self.threshold("session_bound")
         self.c.temperature = self.number("temperature")
         self.c.track_prefill = self.members["track_prefill"]
         self.c.track_active_blocks = self.members["track_active_blocks"]

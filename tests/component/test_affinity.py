@@ -93,6 +93,19 @@ async def test_a_booking_binds_and_all_follow() -> None:
     service.check()
 
 
+async def test_a_session_leaves_a_rank_with_more_requests_than_the_bound() -> None:
+    bound = Settings(session_bound=1.4)
+    service = await ready(RouterOptions(bound, session_affinity_ttl_s=TTL_S))
+    place = service.book()
+    assert service.follow() == place
+    assert service.book() == place
+    # On six ranks 1 request is at most 1.4 (1 / 6 + 1), and 2 are more than 1.4 (2 / 6 + 1).
+    assert place not in [service.follow() for _ in range(4)]
+    (after,) = {service.book()} - {place}
+    assert service.follow() == after  # it is bound there now
+    service.check()
+
+
 async def test_a_selection_binds_nothing() -> None:
     service = await ready()
     assert len({service.follow() for _ in range(40)}) > 1

@@ -41,14 +41,17 @@ class ModelSettings:
     disk_credit: float = 0.25
     credit_decay: float = 0.0
     active_request_weight: float = 0.0
+    policy: str = "dynamo"
     weighted: bool = False
     uncached: float = 1.0
     hold_up: float = 0.0
+    crowding: float = 0.0
     queued: float = 0.0
     per_request: float = 0.0
     per_block: float = 0.0
     product: float = 0.0
     saturation: float | None = None
+    session_bound: float | None = None
     temperature: float = 0.0
     track_prefill: bool = True
     track_active_blocks: bool = True
@@ -140,8 +143,8 @@ def terms(
 
 def weighted_terms(
     rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
-) -> tuple[float, float, float, float, float, float, float, float]:
-    """Returns the tokens to compute that count, the six terms, and what these are together.
+) -> tuple[float, float, float, float, float, float, float, float, float]:
+    """Returns the tokens to compute that count, the seven terms, and what these are together.
 
     `least` are the tokens to compute of whoever of those that may be chosen has fewest.
     """
@@ -153,6 +156,7 @@ def weighted_terms(
     each = (
         s.uncached * n,
         s.uncached * n * (s.hold_up * float(rank.decoding)),
+        s.uncached * n * (s.crowding * float(rank.requests)),
         s.queued * queued,
         s.per_request * float(rank.requests),
         s.per_block * (blocks * float(prompt.block_size)),
@@ -208,6 +212,24 @@ class ModelPool:
         """Returns the tokens to compute of whoever has fewest, of those that may be chosen."""
         tokens = (effective_tokens(self.ranks[i], s, self.prompt) for i in self.open(s, eligible))
         return min(tokens, default=self.prompt.isl_tokens)
+
+    def keeps_sessions(self, i: int, s: ModelSettings, eligible: bytes | None) -> bool:
+        """Says whether a session may stay with a rank, for all it has to do."""
+        if s.session_bound is None:
+            return True
+        counts = [self.ranks[each].requests for each in self.open(s, eligible)]
+        mean = float(sum(counts)) / float(len(counts)) if counts else 0.0
+        return float(self.ranks[i].requests) <= s.session_bound * (mean + 1.0)
+
+    def stay(self, s: ModelSettings, eligible: bytes | None, wanted: bytes) -> bytes | None:
+        """Returns those of `wanted` that a session may stay with, None without any."""
+        open_ = self.open(s, eligible)
+        if not open_ or all(is_busy(self.ranks[i], s) for i in open_):
+            return None
+        left = bytes(
+            wanted[i] != 0 and self.keeps_sessions(i, s, eligible) for i in range(len(self.ranks))
+        )
+        return left if any(left) else None
 
     def costs(self, s: ModelSettings, eligible: bytes | None, open_: list[int]) -> list[float]:
         if s.weighted:

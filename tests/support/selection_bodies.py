@@ -75,7 +75,11 @@ def within(member: str, values: tuple[str, ...], *rest: str) -> tuple[str, ...]:
 
 PHASES = (*NO_TEXTS, '""', '"Prefill"', '"whole"')
 MODES = (*NO_TEXTS, '""', '"KV"', '"round_robin"')
-POLICIES = (*NO_TEXTS, '""', '"KVD"', '"kvd_tuned"')
+POLICIES = (
+    *(*NO_TEXTS, '""', '"kvd_tuned"', '"kvd,hold_up"', '"kvd,hold_up=nan"', '"dynamo,hold_up=1"'),
+    *('{"policy": 1}', '{"policy": "x"}', '{"hold_up": 1}', '{"weights": [1]}'),
+    *(f'{{"policy": "kvd", "weights": {{"hold_up": {v}}}}}' for v in ("null", '"1"', "-1", "1e39")),
+)
 WEIGHTS = ("1", '"x"', "true", "[1]", *(f'{{"gpu": {v}}}' for v in (*NUMBER[:6], "null", "1e39")))
 PLACE = {"model_name": NAME, "tenant_id": NAME, "routing_group": NAME}
 OVERRIDE = (

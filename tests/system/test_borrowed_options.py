@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvd.config.load import StartError, load, without_effect
+from kvd.config.load import StartError, load, outweighed, without_effect
 from kvd.config.settings import WITHOUT_EFFECT
 from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
@@ -49,6 +49,14 @@ def test_what_kvd_does_not_know_is_told_from_what_it_has_no_use_for() -> None:
         "DYN_ROUTER_TEMPERATUR": "kvd does not know this variable",
         "DYN_ROUTER_REPLICA_SYNC": WITHOUT_EFFECT["router-replica-sync"],
     }
+
+
+def test_weights_that_the_policy_does_not_go_by_are_told() -> None:
+    environ = {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "2", "DYN_ROUTER_TEMPERATURE": "1"}
+    why = "the policy is kvd; it weighs in dynamo only"
+    assert dict(outweighed(load({}, environ))) == {"router_kv_overlap_score_weight": why}
+    assert not dict(outweighed(load({}, environ | {"KVD_ROUTER_POLICY": "dynamo"})))
+    assert not dict(outweighed(load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "1"})))
 
 
 @pytest.mark.parametrize("face", ["serve", "select-service"])

@@ -96,12 +96,14 @@ def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: httpx.C
     assert listed["presets"]["dynamo"]["overlap_weight"] == 1
     kvd = {
         "uncached": 1,
-        "hold_up": 0.1,
-        "queued": 1,
+        "hold_up": 0,
+        "crowding": 0.05,
+        "queued": 0.5,
         "per_request": 0,
         "per_block": 0,
         "product": 0,
         "saturation": None,
+        "session_bound": 1.177,
     }
     assert listed["presets"]["kvd"] == kvd
     changed = client.post("/policy", json={"model": "policy", "router_policy": "kvd"}).json()
@@ -131,6 +133,64 @@ def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: httpx.C
     assert client.post("/policy", json=own | {"model": "none"}).status_code == 404
     refused = client.post("/policy", json=own | {"router_policy": "best"})
     assert refused.status_code == 422 and "kvd, lmetric" in refused.json()["error"]
+
+
+def test_a_row_by_numbers(client: httpx.Client) -> None:
+    register(client, 1, "row")
+
+    def post(policy: Any, **place: str) -> Any:
+        body = {"model": "row", "router_policy": policy, **place}
+        return client.post("/policy", json=body)
+
+    def counted(**members: Any) -> Any:
+        override = {"router_config_override": {"router_mode": "kv"}, "explain": True}
+        answer = select(client, "row", **override | members)
+        (row,) = answer["candidates"]
+        costs = {name: row[name] for name in ("uncached_cost", "product_cost", "prefill_cost")}
+        return answer["router_policy"], costs
+
+    changed = post({"policy": "kvd", "weights": {"uncached": 3, "saturation": 7}}).json()
+    assert changed["router_policy"] == "kvd,uncached=3,saturation=7"
+    assert changed["weights"]["uncached"] == 3 and changed["weights"]["saturation"] == 7
+    # On the row that holds, by its name, and by a tenant.
+    assert post({"weights": {"saturation": None}}).json()["router_policy"] == "kvd,uncached=3"
+    assert post("kvd,uncached=2").json()["router_policy"] == "kvd,uncached=2"
+    own = post({"weights": {"product": 1}}, tenant_id="default").json()
+    assert own["router_policy"] == "kvd,uncached=2,product=1"
+    costs = {"uncached_cost": 16, "product_cost": 8, "prefill_cost": 0}
+    assert counted() == ("kvd,uncached=2,product=1", costs)
+    one = {"weights": {"product": 0}}
+    assert counted(router_policy=one) == ("kvd,uncached=2", costs | {"product_cost": 0})
+    four = {"policy": "kvd", "weights": {"uncached": 4}}
+    assert counted(router_policy=four)[1]["uncached_cost"] == 32
+    by_dynamo = counted(router_config_override={"router_mode": "kv", "overlap_score_weight": 2})
+    assert by_dynamo[0] == "dynamo,overlap_weight=2" and by_dynamo[1]["prefill_cost"] == 4
+    half = {"policy": "kvd", "weights": {"uncached": 1, "hold_up": -1}}
+    for wrong, why in (
+        (half, "hold_up must lie in"),
+        ({"policy": "kvd", "weights": {"speed": 1}}, "speed: no such weight of kvd"),
+        ({"policy": "kvd", "weights": {"uncached": None}}, "uncached: expected a number"),
+        ({"policy": "kvd", "weights": {"uncached": "1"}}, "uncached: expected a number"),
+        ({"policy": "kvd", "weights": {"uncached": 1e300}}, "uncached must lie in"),
+        ({"policy": "kvd", "weights": [1]}, "weights: expected an object"),
+        ({"uncached": 1}, "uncached: no such member"),
+        ({"policy": 1}, "policy: expected a text"),
+        (1, "expected a text or an object"),
+    ):
+        for refused in (
+            post(wrong),
+            client.post("/select", json={"model_name": "row", **PROMPT, "router_policy": wrong}),
+        ):
+            assert refused.status_code == 422, refused.text
+            assert f"router_policy: {why}" in refused.json()["error"]
+    places = client.get("/policy").json()["router_policies"]
+    assert [each["router_policy"] for each in places] == [
+        "kvd,uncached=2",
+        "kvd,uncached=2,product=1",
+    ]
+    for place in ({"tenant_id": "default"}, {}):
+        client.delete("/policy", params={"model_name": "row", **place})
+    assert client.get("/policy").json()["router_policies"] == []
 
 
 def test_busy_thresholds_at_run_time(client: httpx.Client) -> None:

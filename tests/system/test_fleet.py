@@ -27,6 +27,7 @@ from kvd.fleet_file.follower import FleetFileFollower
 from kvd.fleet_file.targets import (
     ConductorTarget,
     IndexerTarget,
+    PolicyTarget,
     ReplicaTarget,
     SelectionTarget,
     SlotTrackerTarget,
@@ -34,6 +35,7 @@ from kvd.fleet_file.targets import (
 from kvd.index.publishers import Publishers
 from kvd.model import PartitionKey, RankKey
 from kvd.replica_sync.replicas import Replicas
+from kvd.selection.policies import MEMBERS, Policy, RouterPolicy
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.egress import DEFAULT, AllowedNetworks, EgressPolicy
 from kvd.wire.replica import Replica, ReplicaCounts
@@ -79,6 +81,7 @@ class Faces:
                 "indexer": IndexerTarget(self.registry),
                 "slot_tracker": SlotTrackerTarget(self.slots),
                 "selection": SelectionTarget(self.workers),
+                "policy": PolicyTarget(self.service.selections.tuning),
                 "conductor": ConductorTarget(self.publishers),
                 "replica": ReplicaTarget(self.replicas),
             },
@@ -182,6 +185,35 @@ async def test_entries_come_change_and_go_on_every_face(tmp_path: Path) -> None:
     assert faces.there() == {name: [] for name in before}
     assert not faces.service.listeners.running and not faces.links.running
     assert faces.states() == {"registered": 0, "failed": 0, "off": 0}
+
+
+def policy(text: str, more: str = "") -> str:
+    return f'[[policy]]\nmodel_name = "m"\nrouter_policy = {text}\n{more}'
+
+
+async def test_policies_come_before_workers_change_and_go(tmp_path: Path) -> None:
+    faces = Faces(tmp_path)
+    tuning = faces.service.selections.tuning
+
+    def policies() -> list[str]:
+        return [str(Policy.of(tuning.settings("m", tenant))) for tenant in ("default", "t")]
+
+    own = policy('{policy = "kvd", weights = {hold_up = 0.2}}', 'tenant_id = "t"\n')
+    await faces.read(policy('"lmetric"'), own)
+    assert policies() == ["lmetric", "kvd,hold_up=0.2"]
+    await faces.read(policy('"ramjet"'), own, worker(1))
+    assert policies() == ["ramjet", "kvd,hold_up=0.2"]
+    fleet = faces.service.selections.fleets[M]
+    assert str(Policy.of(fleet.settings)) == "ramjet"
+    # A client's is the client's, also once the file says nothing of it.
+    tuning.change(("m", None), RouterPolicy.KVD.row, whole=MEMBERS)
+    await faces.read(policy('"lmetric"'), worker(1))
+    assert policies() == ["kvd", "kvd"] and faces.states()["failed"] == 1
+    tuning.forget(("m", None), MEMBERS)
+    await faces.read(policy('"lmetric"'), worker(1))
+    assert policies() == ["lmetric", "lmetric"]
+    await faces.read()
+    assert policies() == ["dynamo", "dynamo"] and tuning.said(MEMBERS) == []
 
 
 async def test_what_clients_have_registered_is_theirs(tmp_path: Path) -> None:

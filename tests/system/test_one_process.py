@@ -61,6 +61,9 @@ class Process:
             body = {"instance_id": "7", "modelname": "m", "endpoint": self.endpoint}
             self.post(face, "/register", body | {"block_size": 4, "type": "vLLM", "dp_rank": 0})
 
+    def client(self, face: str) -> httpx.Client:
+        return self._clients[face]
+
     def leave(self, face: str) -> None:
         if face == "selection":
             assert self._clients[face].delete("/workers/7").is_success
@@ -120,6 +123,39 @@ def serving(folder: Path) -> Iterator[Process]:
         engine.linger = 0
         yield Process(clients, engine)
         assert "Traceback" not in server.stderr
+
+
+def chosen(client: httpx.Client, **members: Any) -> str:
+    """Returns the policy that a selection is explained with."""
+    body = {"model_name": "m", "token_ids": TOKENS, "explain": True, **members}
+    answer = client.post("/select", json=body)
+    assert answer.is_success, answer.text
+    return str(answer.json()["router_policy"])
+
+
+def test_serve_goes_by_its_own_cost_but_for_requests_of_the_original(process: Process) -> None:
+    process.register("selection")
+    client = process.client("selection")
+    assert client.get("/policy").json()["router_policy"] == chosen(client) == "kvd"
+    for override in ({"router_temperature": 0.5}, {"track_prefill_tokens": False}):
+        assert chosen(client, router_config_override=override) == "kvd"
+    for override in ({"overlap_score_weight": 1}, {"overlap_score_credit": 1}):
+        assert chosen(client, router_config_override=override) == "dynamo"
+    assert chosen(client, router_policy="lmetric") == "lmetric"
+
+
+@pytest.mark.parametrize("flags", [(), ("--router-policy=kvd,hold_up=0.5",)])
+def test_the_drop_in_goes_by_the_cost_of_the_original(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    port = find_free_port()
+    command = ("select-service", f"--port={port}", *flags)
+    expected = flags[0].partition("=")[2] if flags else "dynamo"
+    with (
+        running(tmp_path, port, *command),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False) as client,
+    ):
+        assert client.get("/policy").json()["router_policy"] == expected
 
 
 @pytest.fixture

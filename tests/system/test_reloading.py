@@ -32,7 +32,7 @@ OTHERS = {  # values that are no default and leave the rest valid
     "log_format": '"json"',
     "router_queue_policy": '"wspt"',
     "router_mode": '"random"',
-    "router_policy": '"kvd"',
+    "router_policy": '"lmetric"',
     "router_queue_threshold": '"off"',
     "router_track_active_blocks": "false",
     "router_last_token": "false",

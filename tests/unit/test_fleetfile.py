@@ -37,6 +37,11 @@ kv_events_endpoints = {{ 0 = "tcp://10.0.0.1:5557", 1 = "ipc:///run/engine-1" }}
 taints = ["gpu"]
 kv_transfer_preferred_weight = 0.5
 
+[[policy]]
+model_name = "m"
+tenant_id = "t"
+router_policy = "kvd,hold_up=0.2"
+
 [[conductor]]
 instance_id = "p"
 type = "vLLM"
@@ -63,6 +68,7 @@ def test_entries_of_every_table(tmp_path: Path) -> None:
         "indexer, entry 2",
         "slot_tracker, entry 1",
         "selection, entry 1",
+        "policy, entry 1",
         "conductor, entry 1",
         "replica, entry 1",
     ]
@@ -78,6 +84,7 @@ def rank(*, without: str = "", more: str = "") -> str:
     return "[[indexer]]\n" + "\n".join(lines) + f"\n{more}\n"
 
 
+POLICY = '[[policy]]\nmodel_name = "m"\nrouter_policy = '
 WORKER = '[[selection]]\nworker_id = 1\nendpoint = "http://x"\nblock_size = 16\n'
 
 WRONG = {
@@ -112,6 +119,12 @@ WRONG = {
     rank(without="endpoint", more="endpoint = 'x'"): (
         "^indexer, entry 1: invalid ZMQ endpoint `x`: missing scheme$"
     ),
+    POLICY + "'best'": "^policy, entry 1: router_policy: expected one of dynamo",
+    POLICY
+    + "{policy = 'kvd', weights = {speed = 1}}": "^policy, entry 1: .* speed: no such weight",
+    POLICY
+    + "{weights = {hold_up = 1}}": "^policy, entry 1: router_policy: policy: expected a text",
+    POLICY + "'kvd'\n" + POLICY + "'kvd'": "^policy, entry 2 is the same as entry 1$",
     "[[slot_tracker]]\nmodel_name = 'm'\n": "^slot_tracker, entry 1: missing member",
     WORKER + "role = 'x'": "^selection, entry 1: role: expected one of",
     WORKER + "kv_events_endpoint = 'x'": "^selection, entry 1: invalid ZMQ endpoint `x`",

@@ -13,7 +13,7 @@ import trio
 from kvd.errors import BadRequest, NotFound, Unavailable
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
-from kvd.selection.policies import ROW, RouterPolicy
+from kvd.selection.policies import MEMBERS, OFF, Policy, RouterPolicy
 from kvd.selection.requests import Constraints, QueuedRequest
 from kvd.selection.worker_record import Role
 from kvd_core.selector.settings import Settings
@@ -177,7 +177,43 @@ def by(policy: RouterPolicy) -> RouterOptions:
 def test_a_policy_is_told_by_its_row(policy: RouterPolicy) -> None:
     settings = by(policy).settings
     assert settings.members["weighted"] == (policy != "dynamo")
-    assert RouterPolicy.of(settings) == policy == RouterPolicy.of(settings.replace(temperature=1))
+    assert Policy.of(settings) == Policy(policy) == Policy.of(settings.replace(temperature=1))
+    assert Policy.parse(policy) == Policy(policy) and str(Policy(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("KVD", "kvd"),
+        ("kvd,hold_up=0,queued=0.5", "kvd"),
+        ("kvd,session_bound=off,hold_up=0.2", "kvd,hold_up=0.2,session_bound=off"),
+        ("ramjet,saturation=4e3", "ramjet,saturation=4000"),
+        ("dynamo,overlap_weight=2", "dynamo,overlap_weight=2"),
+    ],
+)
+def test_a_row_is_called_by_what_it_is_derived_from(text: str, name: str) -> None:
+    policy = Policy.parse(text)
+    assert str(policy) == name and Policy.parse(name) == policy
+    assert Policy.of(OPTIONS.settings.replace(**policy.row)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("best", "expected one of dynamo, kvd"),
+        ("kvd,speed=1", "speed: no such weight of kvd"),
+        ("kvd,overlap_weight=1", "overlap_weight: no such weight of kvd"),
+        ("dynamo,hold_up=1", "hold_up: no such weight of dynamo"),
+        ("kvd,hold_up", "hold_up: expected WEIGHT=NUMBER"),
+        (f"kvd,hold_up={OFF}", "hold_up: expected a number"),
+        ("kvd,hold_up=-0.1", "hold_up must lie in"),
+        ("kvd,hold_up=nan", "hold_up must lie in"),
+        ("kvd,queued=inf", "queued must lie in"),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Policy.parse(text)
 
 
 @pytest.mark.parametrize("policy", [each for each in RouterPolicy if each != "dynamo"])
@@ -196,23 +232,32 @@ async def test_the_phase_that_decodes_goes_by_blocks_in_use() -> None:
     assert chosen(service, 3, phase=Phase.DECODE) == [2, 2, 2]
 
 
+async def test_a_policy_replaces_all_that_the_one_before_has_said() -> None:
+    service = await ready(worker(1))
+    tuning, fleet = service.selections.tuning, service.selections.fleets[M]
+    for text, weight in (("dynamo,overlap_weight=2", 2.0), ("kvd", 1.0)):
+        tuning.change(M, Policy.parse(text).row, whole=MEMBERS)
+        assert str(Policy.of(fleet.settings)) == text
+        assert fleet.settings.members["overlap_weight"] == weight
+
+
 async def test_the_policy_of_a_model_and_of_a_tenant() -> None:
     service = await ready(worker(1), worker(2, N))
     tuning, fleets = service.selections.tuning, service.selections.fleets
 
     def policies() -> list[str]:
-        return [RouterPolicy.of(fleets[key].settings) for key in (M, N)]
+        return [str(Policy.of(fleets[key].settings)) for key in (M, N)]
 
     tuning.change((M.model_name, None), RouterPolicy.KVD.row)
     assert policies() == ["kvd", "dynamo"]
     tuning.change(M, RouterPolicy.RAMJET.row)
     tuning.reload(by(RouterPolicy.LMETRIC).settings)
     assert policies() == ["ramjet", "lmetric"]
-    assert tuning.said(ROW) == [(M.model_name, None), M]
-    tuning.forget(M, ROW)
+    assert tuning.said(MEMBERS) == [(M.model_name, None), M]
+    tuning.forget(M, MEMBERS)
     assert policies() == ["kvd", "lmetric"]
-    tuning.forget((M.model_name, None), ROW)
-    assert policies() == ["lmetric", "lmetric"] and tuning.said(ROW) == []
+    tuning.forget((M.model_name, None), MEMBERS)
+    assert policies() == ["lmetric", "lmetric"] and tuning.said(MEMBERS) == []
 
 
 # ---- busy thresholds

@@ -55,6 +55,7 @@ cdef class SelectHandler(PromptHandler):
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
     cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
+    cdef object sample             # of requests that observers are told of
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
@@ -78,6 +79,7 @@ cdef class ReservationHandler(HotHandler):
     cdef object reservations, scheduler  # parts of the selections
     cdef dict live
     cdef list replicas, observers
+    cdef object sample
     cdef dict leases         # of sessions, by reservation id: their end is told
     cdef string prefill_id   # scratch: the id of a booking
 

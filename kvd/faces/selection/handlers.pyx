@@ -100,6 +100,8 @@ SELECT_FIELDS = (
     "nvext",
     "advisory",
     "router_policy",
+    "expected_ttft",
+    "slo_ttft_ms",
 )
 
 cdef uint64_t U32_MAX = 0xffffffff
@@ -259,6 +261,7 @@ cdef class SelectHandler(PromptHandler):
         self.live = selections.reservations.live
         self.replicas = selections.reservations.steps.subscribers
         self.observers = selections.reservations.moments.subscribers
+        self.sample = selections.reservations.sample
         self.books = books
         self.waits = True
 
@@ -409,7 +412,7 @@ cdef class SelectHandler(PromptHandler):
         pool.c.predict(candidate, admission.now)
         self.live[self.reservation_id] = fleet
         self.booked_in, self.booked_at = fleet, admission.now
-        if self.observers:
+        if self.observers and self.sample.takes(self.reservation_id):
             self.reservations.observe_begin(fleet, self.reservation_id)
         return True
 
@@ -424,12 +427,15 @@ cdef class ReservationHandler(HotHandler):
         self.live = selections.reservations.live
         self.replicas = selections.reservations.steps.subscribers
         self.observers = selections.reservations.moments.subscribers
+        self.sample = selections.reservations.sample
         self.leases = {} if selections.affinity is None else selections.affinity.leases
         self.bodiless = True
 
     cdef Ledger ledger_of(self, str reservation_id):
         fleet = self.live.get(reservation_id)
-        if fleet is None or self.replicas or self.observers:
+        if fleet is None or self.replicas:
+            return None
+        if self.observers and self.sample.takes(reservation_id):
             return None
         if self.scheduler.held and len(fleet.queue):
             return None

@@ -14,12 +14,13 @@ from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
-from kvd.selection.policies import RouterPolicy
+from kvd.selection.policies import Policy
 from kvd.selection.requests import Retry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL
 from kvd.slots.live_requests import Receipt
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
+from kvd_core.selector.settings import Settings
 
 OK = b'{"status":"ok"}'
 
@@ -103,8 +104,25 @@ def mode_of(members: Mapping[str, Any]) -> RouterMode:
         raise Invalid(f"router_mode: expected one of {', '.join(RouterMode)}") from None
 
 
-def policy_of(members: Mapping[str, Any]) -> RouterPolicy:
+def policy_of(members: Mapping[str, Any], held: Settings | None) -> Policy:
+    """Returns a policy: a name, or an object with weights, onto those of `held` without a name."""
+    value = members["router_policy"]
     try:
-        return RouterPolicy(members["router_policy"])
-    except ValueError:
-        raise Invalid(f"router_policy: expected one of {', '.join(RouterPolicy)}") from None
+        if isinstance(value, str):
+            return Policy.parse(value)
+        if not isinstance(value, dict):
+            raise ValueError("expected a text or an object")
+        for unknown in value.keys() - {"policy", "weights"}:
+            raise ValueError(f"{unknown}: no such member; it has policy and weights")
+        weights = optional_object(value, "weights") or {}
+        changes = {
+            name: None if weights[name] is None else number(weights, name) for name in weights
+        }
+        base = value.get("policy")
+        if base is None and held is not None:
+            return Policy.of(held).with_weights(changes)
+        if not isinstance(base, str):
+            raise ValueError("policy: expected a text")
+        return Policy.parse(base).with_weights(changes)
+    except (ValueError, Invalid) as error:
+        raise Invalid(f"router_policy: {error}") from None

@@ -50,7 +50,7 @@ from kvd.faces.selection.records import ENFORCEMENTS
 from kvd.faces.selection.tuning import OFF
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
-from kvd.selection.policies import DYNAMO_WEIGHTS, WEIGHTS, RouterPolicy
+from kvd.selection.policies import CAN_BE_OFF, DYNAMO_WEIGHTS, WEIGHTS, RouterPolicy
 from kvd.selection.readiness import Recovery
 from kvd.selection.worker_record import SHOWN_AS_GIVEN, Lifecycle, Role
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
@@ -60,7 +60,22 @@ MODEL = {"model_name": TEXT}
 PLACE = {**MODEL, "tenant_id": TEXT}
 RANK = {"worker_id": U64, "dp_rank": U32}
 MODE = one_of(*RouterMode)
-POLICY = one_of(*RouterPolicy)
+POLICY: Schema = {
+    "anyOf": [
+        TEXT | {"description": f"NAME[,WEIGHT=NUMBER]..., NAME of {', '.join(RouterPolicy)}"},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "policy": {"anyOf": [TEXT, {"type": "null"}]},
+                "weights": {"anyOf": [by_name(nullable(NUMBER)), {"type": "null"}]},
+            },
+        },
+    ]
+}
+
+
+ABOVE_0: Schema = {**NUMBER, "exclusiveMinimum": 0}
 
 
 def optional(**schemas: Schema) -> dict[str, Schema]:
@@ -86,6 +101,8 @@ DESCRIBED = optional(
     stable_routing_id=NAME,
     is_eagle=FLAG,
     without_kv_events=FLAG,
+    prefill_tokens_per_s=ABOVE_0,
+    decode_step_ms=ABOVE_0,
     role=one_of(*Role),
     taints=array(NAME),
     topology_domains=by_name(NAME) | {"propertyNames": NAME},
@@ -102,6 +119,16 @@ OF_WORKERS = {name: DESCRIBED[name]["anyOf"][0] for name in ("model_name", "tena
 WORKER = members({"worker_id": U64}, DESCRIBED | OF_WORKERS)
 WORKERS = members({"workers": array(WORKER)}, MODEL | TENANT)
 PATCH = members({}, {"worker_id": nullable(U64)} | DESCRIBED)
+SPEED = row(
+    {
+        "prefill_tokens_per_s": NUMBER,
+        "base_ttft_s": NUMBER,
+        "confidence": NUMBER,
+        "observations": COUNT,
+        "given": FLAG,
+    },
+    dict.fromkeys(("output_token_s", "output_token_s_per_request", "decode_confidence"), NUMBER),
+)
 RECORD = row(
     {
         "worker_id": U64,
@@ -117,6 +144,10 @@ RECORD = row(
         "router_hint_worker_type": TEXT,
         "router_hint_source_control_endpoints": by_rank(TEXT),
         "curve_server_key": TEXT,
+        "without_kv_events": FLAG,
+        "prefill_tokens_per_s": NUMBER,
+        "decode_step_ms": NUMBER,
+        "speeds": by_rank(SPEED),
         "not_schedulable_reasons": array(TEXT),
         "disconnected_dp_ranks": by_rank(TEXT),
         "listeners": by_rank(STREAM_MEMBERS),
@@ -181,6 +212,8 @@ SELECT = members(
             {}, optional(required_taints=array(NAME), preferred_taints=TAINT_WEIGHTS)
         ),
         explain=FLAG,
+        expected_ttft=FLAG,
+        slo_ttft_ms=ABOVE_0,
         phase=one_of(*Phase),
         nvext=members(
             {},
@@ -238,17 +271,21 @@ CANDIDATE = row(
         "counted_tokens": NUMBER,
         "uncached_cost": NUMBER,
         "hold_up_cost": NUMBER,
+        "crowding_cost": NUMBER,
         "queued_cost": NUMBER,
         "request_cost": NUMBER,
         "block_cost": NUMBER,
         "product_cost": NUMBER,
         "cost": NUMBER,
+        "keeps_sessions": FLAG,
         "eligible": FLAG,
         "overloaded": FLAG,
         "busy": FLAG,
         "preference": NUMBER,
         "heard": FLAG,
         "reachable": FLAG,
+        "has_session": FLAG,
+        "expected_ttft_s": nullable(NUMBER),
         "stream": nullable(STREAM),
     }
 )
@@ -273,8 +310,11 @@ CHOSEN_SOMETIMES = {
     "selection_id": TEXT,
     "reservation_id": TEXT,
     "phase": one_of(*Phase),
+    "router_policy": TEXT,
     "candidates": array(CANDIDATE),
     "worker_load": WORKER_LOAD,
+    "expected_ttft_s": nullable(NUMBER),
+    "slo_met": nullable(FLAG),
     "decode_busy": FLAG,
 }
 SELECTION = row(
@@ -282,6 +322,28 @@ SELECTION = row(
     CHOSEN_SOMETIMES | {"prefill": nullable(row(CHOSEN, CHOSEN_SOMETIMES)), "fallback": TEXT},
 )
 RESERVED = row({"reservation_id": TEXT, **PLACE, **RANK, "endpoint": nullable(TEXT)})
+REPORT = members(
+    {},
+    optional(
+        prompt_tokens=ISL_TOKENS, cached_tokens=ISL_TOKENS, output_tokens=U32, ttft_ms=ABOVE_0
+    ),
+)
+ACCOUNT = {
+    "reports": COUNT,
+    **dict.fromkeys(
+        ("expected_cached_tokens", "cached_tokens", "missing_tokens", "surplus_tokens"), TOKENS
+    ),
+    "timed": COUNT,
+    **dict.fromkeys(
+        ("expected_ttft_s", "ttft_s", "ttft_error_p50", "ttft_error_p90"), nullable(NUMBER)
+    ),
+}
+REGRET = row(
+    {
+        "models": array(row(PLACE | ACCOUNT)),
+        "ranks": array(row(PLACE | RANK | ACCOUNT)),
+    }
+)
 RESERVATION = row(
     {
         "reservation_id": TEXT,
@@ -376,12 +438,12 @@ SHOWN_BUSY = row(
 SHOWN_MODE = row({"model": TEXT, "router_mode": MODE}, {"tenant_id": TEXT})
 SHOWN_WEIGHTS: Schema = {
     "anyOf": [
-        row(dict.fromkeys(DYNAMO_WEIGHTS, NUMBER)),
-        row({name: nullable(NUMBER) if name == "saturation" else NUMBER for name in WEIGHTS}),
+        row({name: nullable(NUMBER) if name in CAN_BE_OFF else NUMBER for name in names})
+        for names in (DYNAMO_WEIGHTS, WEIGHTS)
     ]
 }
 SHOWN_POLICY = row(
-    {"model": TEXT, "router_policy": POLICY, "weights": SHOWN_WEIGHTS}, {"tenant_id": TEXT}
+    {"model": TEXT, "router_policy": TEXT, "weights": SHOWN_WEIGHTS}, {"tenant_id": TEXT}
 )
 TUNED_BY_QUERY = (in_query("model_name", required=True), *FILTERS[1:])
 
@@ -446,6 +508,13 @@ DESCRIPTION = Description(
             in_json(OUTPUT),
             needs_body=False,
         ),
+        "POST /reservations/{reservation_id}/report": Operation(
+            "Takes what became of a booked request", {200: OK}, (404, 422), in_json(REPORT)
+        ),
+        "GET /regret": Operation(
+            "Compares what was expected of choices with what was reported",
+            {200: in_json(REGRET)},
+        ),
         "GET /reservations/{reservation_id}": Operation(
             "Shows a booking", {200: in_json(RESERVATION)}, (404,)
         ),
@@ -499,7 +568,8 @@ DESCRIPTION = Description(
                 200: in_json(
                     row(
                         {
-                            "router_policy": POLICY,
+                            "router_policy": TEXT,
+                            "weights": SHOWN_WEIGHTS,
                             "router_policies": array(SHOWN_POLICY),
                             "presets": row(dict.fromkeys(RouterPolicy, SHOWN_WEIGHTS)),
                         }

@@ -5,25 +5,35 @@ What is said of a model holds for all its tenants; what is said of a tenant wins
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
 from kvd.faces.selection.members import mode_of, number, policy_of
 from kvd.http.types import Request, Response
 from kvd.selection.options import THRESHOLDS, RouterMode
-from kvd.selection.policies import ROW, RouterPolicy, weights_of
+from kvd.selection.policies import MEMBERS, Policy, RouterPolicy, weights_of
 from kvd.selection.service import Selections
 from kvd.selection.tuning import Place
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
 OFF = "off"  # of a threshold
+
+
+class PlacedPolicy(NamedTuple):
+    """A policy, and the model, or the model's tenant, that it is of."""
+
+    place: Place
+    policy: Policy
+
+
 MODEL = ("model", "model_name")  # the documented name, and that of the other routes
 
 BUSY = BodyScanner({}, ("model", *bodies.PLACE, *THRESHOLDS))
 MODE = BodyScanner({}, ("model", *bodies.PLACE, "router_mode"))
-POLICY = BodyScanner({}, ("model", *bodies.PLACE, "router_policy"))
+POLICY_MEMBERS = ("model", *bodies.PLACE, "router_policy")
+POLICY = BodyScanner({}, POLICY_MEMBERS)
 
 
 def post_thresholds(request: Request, *, selections: Selections) -> Response:
@@ -79,16 +89,28 @@ def post_policy(request: Request, *, selections: Selections) -> Response:
     members = bodies.scan(POLICY, request.body)
     place = _place(members)
     if members.get("router_policy") is not None:
-        selections.tuning.change(place, policy_of(members).row)
+        policy = policy_of(members, selections.tuning.settings(*place))
+        selections.tuning.change(place, policy.row, whole=MEMBERS)
     return bodies.json_response(_policy(selections, place))
+
+
+def read_policy(body: bytes) -> PlacedPolicy:
+    """Reads a body of `post_policy` that names its policy."""
+    members = bodies.scan(POLICY, body)
+    place = _place(members)
+    bodies.require(members, "router_policy")
+    return PlacedPolicy(place, policy_of(members, None))
 
 
 def list_policies(request: Request, *, selections: Selections) -> Response:
     """Lists the default policy, where another one has been set, and the weights of all."""
     settings = selections.options.settings
     answer = {
-        "router_policy": RouterPolicy.of(settings),
-        "router_policies": [_policy(selections, place) for place in selections.tuning.said(ROW)],
+        "router_policy": str(Policy.of(settings)),
+        "weights": weights_of(settings),
+        "router_policies": [
+            _policy(selections, place) for place in selections.tuning.said(MEMBERS)
+        ],
         "presets": {each: weights_of(settings.replace(**each.row)) for each in RouterPolicy},
     }
     return bodies.json_response(answer)
@@ -96,7 +118,7 @@ def list_policies(request: Request, *, selections: Selections) -> Response:
 
 def delete_policy(request: Request, *, selections: Selections) -> Response:
     place = _named(request)
-    selections.tuning.forget(place, ROW)
+    selections.tuning.forget(place, MEMBERS)
     return bodies.json_response(_policy(selections, place))
 
 
@@ -113,7 +135,7 @@ def _mode(selections: Selections, place: Place) -> dict[str, Any]:
 def _policy(selections: Selections, place: Place) -> dict[str, Any]:
     settings = selections.tuning.settings(*place)
     return _shown(place) | {
-        "router_policy": RouterPolicy.of(settings),
+        "router_policy": str(Policy.of(settings)),
         "weights": weights_of(settings),
     }
 

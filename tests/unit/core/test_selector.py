@@ -549,7 +549,7 @@ def test_the_costs_of_each_policy_by_hand() -> None:
     # n is 96 and 48, P 0 and 70, D 1 and 2, A 1 and 3.
     assert costs == {
         "dynamo": [6.0 + 10, (70 + 96) / 16 - 3 + 12],
-        "kvd": [96 + 96 * 0.1, 48 + 48 * 0.2 + 70],
+        "kvd": [96 + 96 * 0.05, 48 + 48 * (0.05 * 3) + 0.5 * 70],
         "lmetric": [96 * 2, (70 + 48) * 4],
         "ramjet": [96 + 2048, 48 + 0.25 * 70 + 3 * 2048],
         "ramjet-tuned": [
@@ -937,11 +937,13 @@ MODEL_SETTINGS = st.builds(
     weighted=st.booleans(),
     uncached=WEIGHTS,
     hold_up=WEIGHTS,
+    crowding=WEIGHTS,
     queued=WEIGHTS,
     per_request=WEIGHTS,
     per_block=WEIGHTS,
     product=WEIGHTS,
     saturation=THRESHOLDS | st.sampled_from([300.0, 5000.0]),
+    session_bound=THRESHOLDS | st.sampled_from([1.177]),
     track_prefill=st.booleans(),
     track_active_blocks=st.booleans(),
     last_token=st.booleans(),
@@ -993,6 +995,9 @@ def test_selector_equals_model(
         chosen = fleet.pool.choose(chosen_settings, mask, random_, factors)
         assert chosen == model.choose(model_settings, mask, random_, likes)
         assert fleet.pool.refusal(chosen_settings, mask) == min(chosen, 0)
+        wanted = bytes(random_ >> at & 1 for at in range(len(plans)))
+        stay = fleet.pool.stay(chosen_settings, mask, wanted)
+        assert stay == model.stay(model_settings, mask, wanted)
         if chosen >= 0:
             members = fleet.pool.render_choice(chosen, chosen_settings)
             assert b"{" + members + b"}" == compact(model.overlap(chosen, model_settings))
@@ -1017,12 +1022,13 @@ def check_terms(
         )
         if model_settings.weighted:
             expected = weighted_terms(rank, model_settings, model.prompt, least_uncached)
-            assert row[13:25] == (*(0.0, 0.0, 0.0, 0.0), *expected)
+            assert row[13:26] == (*(0.0, 0.0, 0.0, 0.0), *expected)
         else:
             *dynamo, cost = terms(rank, model_settings, model.prompt, least_prefill)
             requests = model_settings.active_request_weight * rank.requests
-            assert row[13:25] == (*dynamo, *(0, 0, 0, 0, requests, 0, 0), cost)
-        assert row[25:] == (
+            assert row[13:26] == (*dynamo, *(0, 0, 0, 0, 0, requests, 0, 0), cost)
+        assert row[26:] == (
+            model.keeps_sessions(i, model_settings, mask),
             mask is None or mask[i] != 0,
             is_overloaded(rank, model_settings),
             is_busy(rank, model_settings),
