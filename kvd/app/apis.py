@@ -73,7 +73,9 @@ class Gateway:
         self.upstreams = Upstreams(
             config.upstreams or (), self.exchanges, selections, dialer, config.upstream_key
         )
-        self.tokens = Tokens(self.exchanges, self.stats, config.gateway_memory_bytes)
+        self.tokens = Tokens(
+            self.exchanges, self.stats, config.gateway_memory_bytes, config.gateway_tokenize_s
+        )
         self._forwarder = Forwarder(
             self.upstreams, selections, self.exchanges, self.stats, self.tokens
         )

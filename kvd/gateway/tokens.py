@@ -30,7 +30,7 @@ from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled
 from kvd_core.selector.selector import Pool
 
-TOKENIZE_S = 0.1  # time for the tokens of a text, whoever says them
+DEFAULT_TOKENIZE_S = 0.1  # time for the tokens of a text, whoever says them
 MAX_ASKED = 2  # engines that are asked for them, one after the other
 RENDER_PATHS = {Api.CHAT: "/v1/chat/completions/render", Api.COMPLETIONS: "/v1/completions/render"}
 # Bytes of an engine's answer to a question for tokens: a million ids.
@@ -97,12 +97,19 @@ class Later:
 class Tokens:
     """Finds the tokens of prompts, and remembers conversations."""
 
-    def __init__(self, exchanges: Exchanges, stats: GatewayStats, memory_bytes: int) -> None:
-        """Remembers nothing with `memory_bytes` 0."""
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        stats: GatewayStats,
+        memory_bytes: int,
+        tokenize_s: float = DEFAULT_TOKENIZE_S,
+    ) -> None:
+        """Remembers nothing with `memory_bytes` 0; engines have `tokenize_s` seconds in all."""
         self.conversations = Conversations(memory_bytes)
         self._exchanges = exchanges
         self._stats = stats
         self._turn = 0
+        self._tokenize_s = tokenize_s
         self._put_later, self._later = trio.open_memory_channel[tuple[Later, Sequence[Upstream]]](
             MAX_LATER
         )
@@ -168,7 +175,7 @@ class Tokens:
         if not engines or asked.api not in RENDER_PATHS:
             return None
         self._turn += 1
-        with trio.move_on_after(TOKENIZE_S):
+        with trio.move_on_after(self._tokenize_s):
             for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
                 try:
                     return await self._ask_engine(asked, body, upstream)

@@ -17,7 +17,8 @@ Confidence is from 0 to 1: it grows with the observations, falls with their scat
 every FADES_S seconds without one. Below CONFIDENT nothing is predicted. When STREAK observations in
 a row lie on one side of the line and far from it, the engine is another one: the older ones go.
 
-Only some requests are observed where there are many (kvd.slots.sampling), which costs the others 0.15 µs.
+Only some requests are observed where there are many (kvd.slots.sampling), which costs the others
+0.15 µs.
 
 Costs: an observation of a line 0.6 µs, a fit 0.2 ms; memory some 5 KB a line, of two lines a rank.
 """
