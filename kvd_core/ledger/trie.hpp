@@ -204,7 +204,7 @@ class Trie {
   uint64_t hash_of(NodeId id) const { return hash_of(nodes_[id].parent, nodes_[id].first); }
 
  private:
-  friend class Verifier;
+  friend class TrieVerifier;
 
   uint64_t hash_of(NodeId parent, uint64_t first) const { return hash_(first, parent); }
 

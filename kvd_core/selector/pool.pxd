@@ -6,13 +6,12 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
 
 from kvd_core.index.prefix_index cimport CIndex, CMatch
-from kvd_core.ledger.ledger cimport CLedger
 from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
 
 
 cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
     cppclass CPool "kvd::selector::Pool":
-        CPool(uint32_t, const CIndex*, const CLedger&) except +
+        CPool(uint32_t, const CIndex*) except +
         void add(const CCandidate&) except +    # ascending by (worker, dp rank)
         size_t size()
         uint32_t block_size()
@@ -21,11 +20,11 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         uint32_t end_of_worker(const CCandidate&)
         const CStanding& standing(size_t)       # of the last look
         CPrompt& prompt()
-        void look(CMatch&) except +
-        void find_loads()                       # the loads of now, in the standings
+        CStanding* standings()                  # of all candidates
+        void find_cached(CMatch&) except +
         # Blocks of the prompt, of those at these positions.
         uint32_t most_cached(const uint32_t*, size_t)
-        void remember() except +                # the loads of now
+        void remember() except +                # the loads found last
         cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
         void set_heard(size_t, cbool)
         void set_reachable(size_t, cbool)
