@@ -100,7 +100,7 @@ cdef inline RankId add_rank(
     cdef RankId id
     cdef Listed entry
     if book.order.size() == book.order.capacity():
-        book.order.reserve(2 * book.order.size() + 1)
+        book.order.reserve(max(<size_t>1, 2 * book.order.size()))
     loads.make_room_for_rank(shared)
     if book.chains.size() < shared.ranks.capacity():
         book.chains.resize(shared.ranks.capacity())

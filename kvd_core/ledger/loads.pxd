@@ -84,7 +84,7 @@ cdef inline int make_room_for_rank(SharedLoads* loads) except -1 nogil:
     if not loads.free.empty():
         return 0
     if loads.ranks.size() == loads.ranks.capacity():
-        loads.ranks.reserve(2 * loads.ranks.size() + 1)
+        loads.ranks.reserve(max(<size_t>1, 2 * loads.ranks.size()))
     loads.free.reserve(loads.ranks.capacity())
     loads.depths.resize(loads.ranks.capacity())
     return 0

@@ -93,7 +93,7 @@ class TrieVerifier {
   void check_shape(NodeId id, const Node& node) {
     require(node.children == children_[id] && node.child_xor == children_xor_[id],
             "5: children are counted");
-    if (node.children != 1 || node.ends != 0) return;
+    if (node.children != 1 || node.ends != 0 || trie_.has_fragments()) return;
     const Node& child = trie_.node(node.child_xor);
     require(node.len + child.len > Trie::kMaxRun || !node.ranks.weighs_like(child.ranks),
             "4: an only child is merged");
