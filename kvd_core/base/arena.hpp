@@ -260,8 +260,7 @@ class ProbeTable {
     } else if (slots_.size() > 64 && count_ * 32ull < slots_.size()) {
       try {
         resize(capacity() / 8, keys);
-      } catch (const std::bad_alloc&) {
-      }
+      } catch (const std::bad_alloc&) {}
     }
   }
 

@@ -18,7 +18,7 @@
 namespace kvd {
 
 #ifdef FUZZING_BUILD_MODE_UNSAFE_FOR_PRODUCTION  // a fuzzer says when the heap is full
-inline uint64_t heap_left = UINT64_MAX;  // how often memory can be had
+inline uint64_t heap_left = UINT64_MAX;          // how often memory can be had
 inline bool heap_is_full() { return heap_left == 0 || heap_left-- == 0; }
 #else
 constexpr bool heap_is_full() { return false; }

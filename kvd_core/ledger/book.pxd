@@ -21,8 +21,7 @@ A call that takes memory either does all it should or, where there is none, rais
 has changed nothing: it makes room first. Calls that take things away never fail.
 
 Costs (blocks n of the prompt, nodes m on its path, ranks p of a node): add, end_request
-O(n + m log p); complete_prefill O(1); output_block O(1), with a fraction O(output blocks + m log p);
-a refused add O(n). See the trie for what a split and a merge cost.
+O(n + m log p), a refused add O(n). See the trie for what a split and a merge cost.
 
 All is inline: there is no module of this name.
 """

@@ -27,7 +27,7 @@ from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
     kAdded, kByAge, kByRank, kExists, kFull, kMaxBlocks, kMaxIdBytes, kMaxOutputs, kMaxRanks,
-    kMaxRequests, kMaxTokens, kOverflow, kRepeated, Rank, Request, Tally
+    kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, Request, Tally
 )
 from kvd_core.ledger.verify cimport verify
 
@@ -255,13 +255,12 @@ cdef class Ledger:
         """
         cdef list ids = []
         cdef RequestId request = self.c.requests.by_age.first
-        cdef Py_ssize_t count
         while len(ids) < limit and request != kNone:
             if not self.c.requests.all[request].admitted < before:
                 break
             ids.append(self.text_of(request))
             request = self.c.requests.all[request].next[<int>kByAge]
-        for count in range(len(ids)):
+        for _ in range(len(ids)):
             books.end_request(self.c, self.c.requests.by_age.first)
         self.expired += len(ids)
         return ids
@@ -335,9 +334,8 @@ cdef class Ledger:
         """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
         cdef Prompt prompt = prompt_of(hashes)
         cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
-        cdef RankId rank
-        cdef RankId end = <RankId>self.c.loads.ranks.size()
-        return {rank: depths[rank] for rank in range(end) if depths[rank] and books.has(self.c, rank)}
+        cdef Listed at
+        return {at.rank: depths[at.rank] for at in self.c.order if depths[at.rank]}
 
     def stats(self):
         """Sizes now and totals since the start.

@@ -35,9 +35,9 @@ its weight as if it became 0, which is the same to the last bit.
 
 Memory is taken by `make_room_for_rank` and `insert`, which change nothing where there is none.
 
-Costs (blocks n of the prompt, nodes m on its path, ranks p of a node, ranks r in all): insert, erase
-O(n + m log p); end_prefill O(1); add_output O(1); decay O(output blocks + m log p); live_depths
-O(n + r + ranks of the skipped nodes' rest).
+Costs (blocks n of the prompt, nodes m on its path, ranks p of a node, ranks r in all): insert,
+erase O(n + m log p); end_prefill O(1); add_output O(1); decay O(output blocks + m log p);
+live_depths O(n + r + ranks of the skipped nodes' rest).
 
 All is inline: there is no module of this name.
 """
@@ -90,7 +90,9 @@ cdef inline int make_room_for_rank(SharedLoads* loads) except -1 nogil:
     return 0
 
 
-cdef inline RankId take_rank(SharedLoads* loads, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+cdef inline RankId take_rank(
+    SharedLoads* loads, uint64_t worker_id, uint32_t dp_rank
+) noexcept nogil:
     # A rank that no ledger has, after make_room_for_rank.
     cdef RankId id
     cdef Rank* rank

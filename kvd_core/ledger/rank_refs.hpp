@@ -111,8 +111,7 @@ class RankRefs {
   void shrink(size_t& bytes) {
     try {
       resize(size_ <= 1 ? 1 : capacity_ / 2, bytes);
-    } catch (const std::bad_alloc&) {
-    }
+    } catch (const std::bad_alloc&) {}
   }
 
   // `capacity` >= size_; 1 means inside.

@@ -119,7 +119,7 @@ cdef inline char* make_room(Requests* requests, string_view id, string_view key)
 cdef inline Request* take(
     Requests* requests, char* text, size_t id_size, size_t key_size, uint64_t hash, Chain* of_rank
 ) noexcept nogil:
-    # A new request, the newest of all and of its rank; what is not said here is the caller's to set.
+    # A new request, the newest of all and of its rank; the rest of it is the caller's to set.
     cdef RequestId number = requests.all.take()
     cdef Request* request = &requests.all[number]
     request.text = text

@@ -367,6 +367,7 @@ class Trie {
 
   void give_back() {
     has_fragments_ = false;
+    children_.shrink(*this);
     while (nodes_.shrink()) {}
   }
 

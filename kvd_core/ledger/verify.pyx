@@ -145,7 +145,7 @@ cdef int check_ranks(SharedLoads* loads, CTrieVerifier* trie, vector[Sums]* sums
             taken += 1
             check_sums(rank, &sums[0][id], trie.held(<RankId>id))
     require(taken + loads.free.size() == loads.ranks.size(), "loads 3: a rank is owned or free")
-    require(loads.free.capacity() >= loads.ranks.size(), "loads 3: there is room for all free ranks")
+    require(loads.free.capacity() >= loads.ranks.size(), "loads 3: all ranks can be free")
     return require(loads.depths.size() >= loads.ranks.size(), "loads: depths have room")
 
 
