@@ -59,6 +59,10 @@ class Engine(ABC):
         self.device_blocks = device_blocks
         self.host_blocks = host_blocks
 
+    def __len__(self) -> int:
+        """Returns how many blocks are on the device."""
+        return len(self._device)
+
     def first_events(self) -> list[Event]:
         """Returns what the engine publishes before it has served anything."""
         return []

@@ -20,6 +20,9 @@ from kvd.faces.conductor import listings as conductor_listings
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
+from kvd.faces.gateway import schemas as gateway_schemas
+from kvd.faces.gateway.metrics import gateway_families
+from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
 from kvd.faces.selection import schemas as selection_schemas
@@ -37,6 +40,11 @@ from kvd.fleet_file.targets import (
     SelectionTarget,
     SlotTrackerTarget,
 )
+from kvd.gateway.exchanges import Exchanges
+from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.stats import GatewayStats
+from kvd.gateway.tokens import Tokens
+from kvd.gateway.upstreams import Upstreams
 from kvd.http.app import WrongPath
 from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
@@ -45,11 +53,41 @@ from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
+from kvd.net.dialing import Dialer
 from kvd.net.recovery import RecoveryStats
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
+
+
+class Gateway:
+    """The gateway's parts; without upstreams it serves nothing."""
+
+    def __init__(self, config: Config, selections: Selections, dialer: Dialer) -> None:
+        self._body_limit = config.gateway_body_bytes
+        self.stats = GatewayStats()
+        self.exchanges = Exchanges(config.relay)
+        self.upstreams = Upstreams(
+            config.upstreams or (), self.exchanges, selections, dialer, config.upstream_key
+        )
+        self.tokens = Tokens(self.exchanges, self.stats, config.gateway_memory_bytes)
+        self._forwarder = Forwarder(
+            self.upstreams, selections, self.exchanges, self.stats, self.tokens
+        )
+
+    async def run(self) -> None:
+        """Moves bytes and follows the engines until it is cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.exchanges.run)
+            nursery.start_soon(self.upstreams.run)
+            nursery.start_soon(self.tokens.run)
+
+    def routes(self) -> tuple[Route, ...]:
+        return gateway_routes(self.upstreams, self._forwarder, self._body_limit)
+
+    def families(self) -> Iterator[Family]:
+        return gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +102,7 @@ class Components:
     slots: SlotTrackers
     selections: Selections
     replicas: Replicas
+    gateway: Gateway
 
 
 class Directory:
@@ -78,6 +117,8 @@ class Directory:
         others = [(face, label) for face, label in found if label is not None]
         if not others:
             return "not found"
+        # Who asks has met a served face, and means one of those as a rule.
+        others = [each for each in others if each[0].addresses()] or others
         faces = " and the ".join(_described(face) for face, _ in others)
         return f"not found: this is the {here.name} face; {others[0][1]} is on the {faces}"
 
@@ -106,11 +147,15 @@ class Apis:
             conductor_schemas.DESCRIPTION,
             Failures(conductor.REASONS, FORMS),
         )
+        self.gateway = ApiServer(
+            "gateway", "kvd_gateway", config, gateway_schemas.DESCRIPTION, OpenAiFailures()
+        )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,
             self.slot_tracker: config.slot_tracker_bind,
             self.selection: config.selection_bind,
             self.conductor: config.conductor_bind,
+            self.gateway: config.gateway_bind,
         }
 
     @property
@@ -152,6 +197,7 @@ class Apis:
                 *of_replicas,
             ),
             self.conductor: conductor.routes(state, known.publishers),
+            self.gateway: known.gateway.routes(),
         }
 
     def _add_sources(
@@ -171,6 +217,7 @@ class Apis:
             partial(booking_families, selections),
             lambda: choice_families(selections, answered, config().metrics_ranks),
         ]
+        self.gateway.sources += [blocks, known.gateway.families]
         self.conductor.sources.append(
             partial(conductor_listings.families, known.state, known.publishers)
         )
@@ -183,7 +230,7 @@ class Apis:
             self.selection: ("selection", SelectionTarget(known.selections.workers)),
             self.conductor: ("conductor", ConductorTarget(known.publishers)),
         }
-        found = dict(targets[face] for face in self.served)
+        found = dict(targets[face] for face in self.served if face in targets)
         if known.replicas.are_on:
             found["replica"] = ReplicaTarget(known.replicas)
         return found

@@ -35,7 +35,7 @@ import trio
 
 from kvd._version import VERSION
 from kvd.app import control
-from kvd.app.apis import Components
+from kvd.app.apis import Components, Gateway
 from kvd.app.index_full_log import IndexFullLog
 from kvd.app.ports import Ports
 from kvd.app.reloading import Reloader, is_reloadable, warn_of_secrets
@@ -222,7 +222,14 @@ class _Daemon:
             with self._stop.gives_up():
                 await self._fleet.read()
             listening.start_soon(self._fleet.run)
-        indexing = config.indexer_bind, config.selection_bind, config.conductor_bind
+        indexing = (
+            config.indexer_bind,
+            config.selection_bind,
+            config.conductor_bind,
+            config.gateway_bind,
+        )
+        if config.gateway_bind is not None:
+            listening.start_soon(self._parts.gateway.run)
         if any(bind is not None for bind in indexing):
             listening.start_soon(self._start_up)
         else:
@@ -384,4 +391,5 @@ def _components(
         slots,
         selections,
         ports.sync.start(listening, context, slots, selections),
+        Gateway(config, selections, ports.dialer),
     )

@@ -21,6 +21,7 @@ from kvd.cli.settings_page import render_page
 from kvd.config import load as config
 from kvd.config import parsers, settings
 from kvd.config.file import render
+from kvd.selection.policies import RouterPolicy
 from kvd.telemetry import logs
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
@@ -31,6 +32,9 @@ DESCRIPTION = "KV-cache index daemon: knows which inference worker holds which p
 EXIT_NOT_DONE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
+
+# Seconds for which a session stays with its engine after its last request, behind the gateway.
+SESSION_TTL_S = 3600
 
 CommandResult = tuple[str, int]  # what a command writes to standard output, and its exit code
 
@@ -118,6 +122,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"kvd {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_gateway(commands)
     add_serve(commands)
     add_indexer(commands)
     add_slot_tracker(commands)
@@ -149,6 +154,28 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
     add_settings(serve, settings.SETTINGS)
     add_without_effect(serve)
     serve.set_defaults(given=serve_settings)
+
+
+def add_gateway(commands: Any) -> None:
+    gateway: Parser = commands.add_parser(
+        "gateway",
+        help="run the gateway in front of engines, with an index and selection of its own",
+        description="Serves OpenAI's API on one address and sends each request to the engine that "
+        "has most of its prompt cached: kvd gateway --upstream http://gpu1:8000 --upstream "
+        "http://gpu2:8000",
+        epilog=WAYS,
+    )
+    add_general(gateway)
+    add_address(gateway, settings.DEFAULT_GATEWAY_BIND)
+    gateway.add_argument(
+        "--upstream",
+        action="append",
+        type=_usage(parsers.parse_upstreams),
+        metavar="URL",
+        help="engine behind the gateway, as http://HOST:PORT; repeat it for each engine",
+    )
+    add_settings(gateway, settings.SETTINGS)
+    gateway.set_defaults(given=gateway_settings)
 
 
 def add_indexer(commands: Any) -> None:
@@ -484,8 +511,26 @@ def add_without_effect(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*names, action=_Noted, nargs="?", help=argparse.SUPPRESS)
 
 
-def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     return {setting.name: getattr(args, setting.name) for setting in settings.SETTINGS}
+
+
+def gateway_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    given = serve_settings(parser, args)
+    if args.upstream is not None:
+        named = [url for each in (given["upstreams"] or (), *args.upstream) for url in each]
+        given["upstreams"] = tuple(dict.fromkeys(named))
+    if (bind := address(args, settings.DEFAULT_GATEWAY_BIND)) is not None:
+        given["gateway_bind"] = bind
+    others = dict.fromkeys(config.FACE_BINDS, parsers.OFF)
+    given[config.DEFAULTS] = others | {
+        "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
+        "session_affinity_ttl_secs": SESSION_TTL_S,
+        "router_policy": RouterPolicy.KVD,
+    }
+    return given
 
 
 def no_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:

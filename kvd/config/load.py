@@ -22,6 +22,7 @@ from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting
 from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
+from kvd.gateway.exchanges import RelayLimits
 from kvd.http.auth import Policy, Token
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
@@ -42,14 +43,26 @@ TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
 Parsed = TypeVar("Parsed")
 Made = TypeVar("Made")
 
-FACE_BINDS = ("indexer_bind", "slot_tracker_bind", "selection_bind", "conductor_bind")
+FACE_BINDS = (
+    "indexer_bind",
+    "slot_tracker_bind",
+    "selection_bind",
+    "conductor_bind",
+    "gateway_bind",
+)
 YES = ("1", "true", "yes", "on")
 
 # Files of TLS, by the names of their settings.
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 
 # Files of secrets, by the names of their settings.
-SECRETS = ("tokens_file", "tls_keyfile", "curve_secret_key_file", "peers_token_file")
+SECRETS = (
+    "tokens_file",
+    "tls_keyfile",
+    "curve_secret_key_file",
+    "peers_token_file",
+    "upstream_key_file",
+)
 
 # The configuration file: what the command line calls it, and its variable.
 CONFIG = "config"
@@ -108,6 +121,12 @@ class Config:
     slot_tracker_bind: Binds | None
     selection_bind: Binds | None
     conductor_bind: Binds | None
+    gateway_bind: Binds | None
+    upstreams: tuple[str, ...] | None  # URLs of the engines behind the gateway
+    upstream_key: bytes = field(repr=False)  # shown to them; empty: none
+    gateway_body_bytes: int
+    gateway_memory_bytes: int
+    relay: RelayLimits
     tls: TlsFiles | None  # of all binds that want it
     unix_rights: UnixRights
     policy: Policy
@@ -259,6 +278,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     faces = [plain[name] for name in FACE_BINDS]
     if not any(faces):
         raise StartError("every face is off")
+    if plain["upstreams"] is not None and plain["gateway_bind"] is None:
+        raise StartError("--upstreams needs --gateway-bind")
     outgoing = EgressPolicy(values["outgoing_allow"])
     policy = _policy(values, environ)
     link = _link(values)
@@ -280,6 +301,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "catalog": _catalog(workers),
         "peers": _peers(values, outgoing),
         "peers_token": read_token("peers_token_file", values["peers_token_file"]),
+        "upstream_key": read_token("upstream_key_file", values["upstream_key_file"]),
+        "relay": _options(RelayLimits, values),
         "http": _options(HttpLimits, values),
         "engine_link": link,
         "replica_link": replace(

@@ -301,6 +301,18 @@ def parse_peers(text: str) -> tuple[str, ...]:
     return urls
 
 
+def parse_upstreams(text: str) -> tuple[str, ...]:
+    """Reads URLs of engines between commas."""
+    urls = parse_list(text)
+    for url in urls:
+        target = parse_url(url)
+        if target.path != "/":
+            raise ValueError("the URL of an engine has no path: expected http://HOST:PORT")
+        if target.tls:
+            raise ValueError("engines are reached by http: only")
+    return tuple(dict.fromkeys(urls))
+
+
 def parse_replica_port(text: str) -> int:
     if (port := parse_port(text)) == 0:
         raise ValueError("expected a port from 1 to 65535, to which replicas connect")

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvd.config import parsers
 from kvd.config.parsers import OFF, Binds, Setting, TcpBind
+from kvd.gateway.exchanges import RelayLimits
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
@@ -38,6 +39,7 @@ DEFAULT_INDEXER_BIND = TcpBind("127.0.0.1", 8090)
 DEFAULT_SLOT_TRACKER_BIND = TcpBind("127.0.0.1", 8091)
 DEFAULT_SELECTION_BIND = TcpBind("127.0.0.1", 8092)
 DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
+DEFAULT_GATEWAY_BIND = TcpBind("127.0.0.1", 8080)
 
 # Dumps under way: replicas that start at once. Each takes 0.2 ms of every pass of the loop, and
 # watches every chain that changes; a client that does not read is closed after 5 s.
@@ -578,6 +580,36 @@ BIND_SETTINGS = section(
     slot_tracker_bind=binds("addresses of the slot tracker", Binds((DEFAULT_SLOT_TRACKER_BIND,))),
     selection_bind=binds("addresses of the selection service", Binds((DEFAULT_SELECTION_BIND,))),
     conductor_bind=binds("addresses of the conductor", Binds((DEFAULT_CONDUCTOR_BIND,))),
+    gateway_bind=binds(f"addresses of the gateway; `kvd gateway` uses {DEFAULT_GATEWAY_BIND}", OFF),
+)
+
+GATEWAY_SETTINGS = section(
+    RelayLimits,
+    "gateway_",
+    upstreams=Setting(
+        parsers.parse_upstreams,
+        "URL,...",
+        "engines behind the gateway, as http://HOST:PORT",
+        common=True,
+    ),
+    upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
+    gateway_body_bytes=Setting(
+        parsers.within(1024, 2**31),
+        "BYTES",
+        "maximum size of a request body of the gateway",
+        64 * 1024 * 1024,
+    ),
+    gateway_memory_bytes=Setting(
+        parsers.within(0, 2**40),
+        "BYTES",
+        "memory for the token blocks of known conversations, whose next turns need no tokenizer; "
+        "0: none",
+        256 * 1024 * 1024,
+    ),
+    gateway_connect_s=seconds("time allowed to connect to an engine"),
+    gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),
+    gateway_client_s=seconds("time a client may take nothing before its connection is closed"),
+    gateway_idle_s=pause("time an idle connection to an engine is kept; engines close after 5 s"),
 )
 
 LOG_SETTINGS = section(
@@ -696,6 +728,7 @@ GROUPS = {
     "Replicas": REPLICA_SETTINGS,
     "Routing": ROUTER_SETTINGS,
     "The conductor": CONDUCTOR_SETTINGS,
+    "The gateway": GATEWAY_SETTINGS,
     "Who may connect": SECURITY_SETTINGS,
     "The fleet file": FLEET_SETTINGS,
     "Outgoing connections": OUTGOING_SETTINGS,

@@ -25,6 +25,7 @@ from kvd.http.context import ServerContext
 from kvd.http.errors import Refusal
 from kvd.http.fast_path import FastPath, Handoff
 from kvd.http.head import HEAD_END, Head, HeadParser
+from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Stream, Transport
@@ -101,6 +102,13 @@ class Service:
             response = await answer(found.route, _request(head, found, body), self.failures)
         shared.stats.handler_timeouts += scope.cancelled_caught
         return self._rendered(shared, head, found, response, started)
+
+    def note_relayed(self, route: Route, head: Head, status: int, seconds: float) -> None:
+        """Counts and logs a request that was answered elsewhere; status 0: not at all."""
+        if self.observe is not None:
+            self.observe(route.path, head.method, status, seconds)
+        if self.access.on:
+            self.access.note(head.method, route.path, status, seconds, 0, head.headers)
 
     def _rendered(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
@@ -331,6 +339,8 @@ class Connection(Transport):
     async def _answer(self, head: Head, found: Found | None, body: bytes) -> bool:
         if found is None or not found.route.hot:
             return await self._serve_app(head, found, body)
+        if found.route.relays is not None:
+            return await self._relay(head, found.route, body)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
         data, persists, undo = self._service.serve(self.shared, head, found, body)
@@ -349,6 +359,19 @@ class Connection(Transport):
         if not here:
             await self.linger()
         return persists
+
+    async def _relay(self, head: Head, route: Route, body: bytes) -> bool:
+        """Has somebody else write the answer."""
+        assert route.relays is not None
+        self.enter(Phase.WORKING)
+        started = perf_counter()
+        request = RelayedRequest(self, head, body)
+        self.shared.stats.connections_waiting += 1
+        try:
+            return await route.relays(request)
+        finally:
+            self.shared.stats.connections_waiting -= 1
+            self._service.note_relayed(route, head, request.status, perf_counter() - started)
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Serves an asynchronous handler, which is cancelled when its client leaves."""

@@ -10,7 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import IntFlag
 from inspect import iscoroutinefunction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvd.http.relayed import RelayedRequest
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -99,6 +102,8 @@ class Admission:
 
 
 Handler = Callable[[Request], Response | Awaitable[Response]]
+# Has a request served on its client's socket; returns whether the connection persists.
+Relays = Callable[["RelayedRequest"], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,8 @@ class Route:
     nobody needs a body: the handler is given none, and what a client sends is not kept.
     `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
     a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
-    it is said, which every route has to that is not a GET.
+    it is said, which every route has to that is not a GET. A route with `relays` has its answers
+    written by somebody else (http/relayed.py); it is hot, and its `handler` is never called.
     """
 
     method: str
@@ -122,6 +128,7 @@ class Route:
     admission: Admission | None = None
     any_type: bool = False
     scope: Scope = None  # type: ignore[assignment]
+    relays: Relays | None = None
     waits: bool = field(init=False)  # the handler may return what has to be awaited
 
     def __post_init__(self) -> None:
@@ -130,6 +137,7 @@ class Route:
                 raise ValueError(f"{self.method} {self.path} states no scope")
             object.__setattr__(self, "scope", Scope.READ)
         waits = iscoroutinefunction(self.handler) or getattr(self.handler, "waits", False)
+        waits = waits or self.relays is not None
         object.__setattr__(self, "waits", waits)
         if self.method in _BODILESS_METHODS:
             object.__setattr__(self, "body_limit", 0)

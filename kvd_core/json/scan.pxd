@@ -55,7 +55,8 @@ cdef class BodyScanner:
     cdef BodyScan core
     cdef tuple array_names  # by position
     cdef tuple elements     # their kinds: "u32", "hash64" or "i64", without question marks
-    cdef tuple field_names  # by position
+    cdef tuple field_names  # by position, those of spans last
+    cdef Py_ssize_t first_span
 
     # The numbers of array `i` of the last body and how many there are, 0 if it had none.
     # They stay until the next scan.

@@ -23,15 +23,16 @@ cdef class BodyScanner:
     `arrays` maps the members that are long arrays of integers to "u32" (0..2^32-1), "hash64"
     (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, the same), with a
     question mark behind it where null is allowed and counts as absent; `fields` names the others
-    that are wanted.
+    that are wanted, and `spans` those of which only the JSON is, as it stands in the body.
     For one thread, and not re-entrant: arrays are good until the next scan. That also gives back
     memory beyond 4 MiB an array (KEPT_BYTES).
     """
 
-    def __cinit__(self, arrays, fields=()):
+    def __cinit__(self, arrays, fields=(), spans=()):
         self.array_names = tuple(arrays)
         self.elements = tuple(element.removesuffix("?") for element in arrays.values())
-        self.field_names = tuple(fields)
+        self.field_names = (*fields, *spans)
+        self.first_span = len(fields)
         names = self.array_names + self.field_names
         if len(set(names)) != len(names):
             raise ValueError("a member is named twice")
@@ -43,7 +44,8 @@ cdef class BodyScanner:
             self.core.add_field(name.encode())
 
     def scan(self, bytes body not None):
-        """Returns the known members of a body: fields as Python values, arrays as their lengths.
+        """Returns the known members of a body: fields as Python values, arrays as their lengths,
+        spans as bytes of JSON.
 
         Other members are checked and skipped; absent ones are not in the dict. In a field, nested
         objects with a repeated key keep its last value.
@@ -113,8 +115,17 @@ cdef class BodyScanner:
             value = &self.core.value(i)
             if value.kind != Kind.absent:
                 name = self.field_names[i]
-                members[name] = python_value(self.core, value[0], name)
+                if i < self.first_span:
+                    members[name] = python_value(self.core, value[0], name)
+                else:
+                    members[name] = json_of(value[0])
         return members
+
+
+cdef bytes json_of(const Value& value):
+    cdef bint quoted = value.kind == Kind.text or value.kind == Kind.escaped
+    cdef const char* begin = <const char*>value.begin - quoted
+    return PyBytes_FromStringAndSize(begin, value.end - value.begin + 2 * quoted)
 
 
 cdef object python_value(BodyScan& core, const Value& value, str name):

@@ -24,7 +24,7 @@ from kvd.cli.main import (
     serve_settings,
     slot_tracker_settings,
 )
-from kvd.config.load import DEFAULTS, load
+from kvd.config.load import DEFAULTS, FACE_BINDS, load
 from kvd.config.parsers import OFF, parse_face_binds
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.platform.descriptors import LEAST
@@ -177,8 +177,12 @@ def check_start_error(
     assert error.count("\n") == 1
 
 
+def all_off_but(bind: str) -> dict[str, object]:
+    return {name: OFF for name in FACE_BINDS if name != bind}
+
+
 def test_the_documented_flags_mean_what_they_say() -> None:
-    alone = {"slot_tracker_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
+    alone = all_off_but("indexer_bind")
     assert given("indexer") == alone
     assert given("indexer", "--port", "8091", "--threads", "4") == alone | {
         "indexer_bind": parse_face_binds("127.0.0.1:8091")
@@ -192,7 +196,7 @@ def test_the_documented_flags_mean_what_they_say() -> None:
 
 
 def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
-    alone = {"indexer_bind": OFF, "selection_bind": OFF, "conductor_bind": OFF}
+    alone = all_off_but("slot_tracker_bind")
     assert given("slot-tracker") == alone
     assert given("slot-tracker", "--port", "1", "--replica-sync-port", "5600") == alone | {
         "slot_tracker_bind": parse_face_binds("127.0.0.1:1"),
@@ -207,7 +211,7 @@ def test_the_flags_of_the_slot_tracker_mean_what_they_say() -> None:
 
 
 def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
-    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "conductor_bind": OFF}
+    alone = all_off_but("selection_bind")
     alone[DEFAULTS] = {setting.name: setting.default for setting in SELECT_SERVICE_SETTINGS}
     assert given("select-service") == alone
     assert given("select-service", "--port", "1", "--threads", "4") == alone | {
@@ -220,7 +224,7 @@ def test_the_flags_of_the_select_service_mean_what_they_say() -> None:
 
 
 def test_the_flags_of_the_conductor_mean_what_they_say() -> None:
-    alone = {"indexer_bind": OFF, "slot_tracker_bind": OFF, "selection_bind": OFF}
+    alone = all_off_but("conductor_bind")
     assert given("conductor") == alone
     assert given("conductor", "--port", "1", "--hash-seed", "42") == alone | {
         "conductor_bind": parse_face_binds("127.0.0.1:1"),

@@ -18,7 +18,7 @@ import zmq
 
 from kvd.cli.main import main
 from kvd.config.load import FACE_BINDS, StartError
-from kvd.config.parsers import TcpBind
+from kvd.config.parsers import OFF, TcpBind
 from kvd.config.settings import SETTINGS
 from kvd.fleet_file import parse as fleetfile
 from kvd.http.limits import HttpLimits
@@ -35,8 +35,10 @@ SOCKET = REPOSITORY / "systemd" / "kvd.socket"
 MOST_EXPOSED = 1.2
 
 DEFAULTS = {each.name: each.default for each in SETTINGS}
+# The faces that `kvd serve` has without a word; the gateway needs to be told of its engines.
+SERVED = [name for name in FACE_BINDS if DEFAULTS[name] is not OFF]
 # By the name of the face: slot-tracker, for example.
-BINDS = {name.removesuffix("_bind").replace("_", "-"): DEFAULTS[name] for name in FACE_BINDS}
+BINDS = {name.removesuffix("_bind").replace("_", "-"): DEFAULTS[name] for name in SERVED}
 FIRST = {face: binds.each[0] for face, binds in BINDS.items()}
 PORTS = {face: bind.port for face, bind in FIRST.items() if isinstance(bind, TcpBind)}
 
@@ -176,7 +178,7 @@ def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -
         )
     assert heard["indexer"] == heard["selection"]  # each listened to once
     binds = dict(re.findall(r'^(\w+_bind) = "0\.0\.0\.0:(\d+)"$', text, re.MULTILINE))
-    assert list(binds) == list(FACE_BINDS)
+    assert list(binds) == SERVED
     assert list(map(int, binds.values())) == list(PORTS.values())
     one = container(manifests["Deployment"])
     mount, secret, map_ = one["volumeMounts"]

@@ -78,7 +78,7 @@ def test_every_option_is_in_the_page_and_the_completions(folder: Path, command: 
     for option in helps()[command]:
         assert option in page
         assert option in known.split()
-        assert re.search(rf'["{{,)]{option}[}},\[]', zsh)
+        assert re.search(rf'["{{,)*]{option}[}},\[]', zsh)
         assert f" -l {option[2:]} " in fish
 
 

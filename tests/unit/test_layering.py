@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.app",),
     ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync"),
     ("kvd.config",),
-    ("kvd.http", "kvd.net"),
+    ("kvd.gateway", "kvd.http", "kvd.net"),
     ("kvd.selection", "kvd.slots", "kvd.index"),
     ("kvd.wire", "kvd.platform", "kvd.telemetry"),
     ("kvd.model", "kvd.errors", "kvd._version"),

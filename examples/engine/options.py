@@ -1,0 +1,41 @@
+"""What a simulated engine pretends to be, and how fast it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Fault(StrEnum):
+    """What goes wrong with one request; each is used up by the next request that generates."""
+
+    CLOSE = "close"  # the connection is reset before a byte of the answer
+    AFTER_HEAD = "after-head"  # closed behind the head
+    AFTER_EVENT = "after-event"  # closed behind the first event, or the first half of the body
+    IN_EVENT = "in-event"  # closed in the middle of the second event
+    AFTER_DONE = "after-done"  # closed between [DONE] and the end of the body
+    SILENCE = "silence"  # no answer at all
+    GARBAGE = "garbage"  # something that is not HTTP
+    ERROR_EVENT = "error-event"  # status 200, and an error as the first event of the stream
+    BYTES = "bytes"  # the answer comes byte by byte
+    REFUSE_429 = "429"
+    REFUSE_500 = "500"
+    REFUSE_503 = "503"
+
+
+@dataclass(slots=True)
+class EngineOptions:
+    """One engine."""
+
+    model: str = "demo"
+    adapters: tuple[str, ...] = ()
+    kind: str = "vllm"  # or sglang
+    blocks: int = 4096  # of its KV cache
+    max_model_len: int = 131_072
+    prefill_s: float = 0.0  # per token that is computed
+    step_s: float = 0.0  # per token that is generated
+    events: bool = True  # it publishes what it caches
+    renders: bool = False  # it has vLLM's render routes
+    idle_s: float = 5.0  # a connection without a request is closed after that
+    faults: deque[Fault] = field(default_factory=deque)

@@ -1,0 +1,335 @@
+"""Serves a simulated engine over HTTP: one task a connection, one request after the other."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httptools
+import trio
+import zmq
+
+from examples.demo.engines import BLOCK_SIZE, Publisher, SglangEngine, VllmEngine
+from examples.engine import api
+from examples.engine.options import EngineOptions, Fault
+from examples.engine.tokenizer import ids_of_messages, ids_of_text
+
+RECEIVE_BYTES = 64 * 1024
+GENERATING = {"/v1/chat/completions": True, "/v1/completions": False}  # by path: is it a chat?
+FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
+
+
+class Hangup(Exception):
+    """The connection ends here, on purpose."""
+
+
+class Request:
+    """One HTTP request as it comes in; `on_` methods are called by httptools."""
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.headers: dict[bytes, bytes] = {}
+        self.body = b""
+        self.whole = False
+
+    def on_url(self, part: bytes) -> None:
+        self.target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.lower()] = value
+
+    def on_body(self, piece: bytes) -> None:
+        self.body += piece
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+
+    @property
+    def path(self) -> str:
+        return self.target.partition(b"?")[0].decode("latin-1")
+
+
+class EngineServer:
+    """One engine: its cache, its publisher, and what its clients see."""
+
+    def __init__(
+        self, options: EngineOptions, context: zmq.Context[zmq.Socket[bytes]] | None = None
+    ) -> None:
+        """Publishes in `context`; without one, or without events, nothing is published."""
+        self.options = options
+        kind = VllmEngine if options.kind == "vllm" else SglangEngine
+        self.cache = kind(options.blocks)
+        self.publisher = Publisher(context) if context is not None and options.events else None
+        self.requests = 0  # that generate, as far as they came
+        self.aborted = 0  # that their clients gave up
+        self.received: list[bytes] = []  # bodies of those, the last first
+        self.heads: list[dict[bytes, bytes]] = []
+        self._computing = trio.Lock()  # one prefill at a time
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        """Serves one connection until either side ends it."""
+        async with stream:
+            try:
+                while await self._serve_request(stream):
+                    pass
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                self.aborted += 1
+            except Hangup:
+                pass
+
+    async def _serve_request(self, stream: trio.SocketStream) -> bool:
+        """Serves one request; returns whether there was one."""
+        request = Request()
+        parser = httptools.HttpRequestParser(request)
+        while not request.whole:
+            with trio.move_on_after(self.options.idle_s):
+                data = await stream.receive_some(RECEIVE_BYTES)
+                if not data:
+                    return False
+                parser.feed_data(bytes(data))
+                continue
+            return False
+        method = parser.get_method().decode()
+        if method == "POST" and request.path in GENERATING:
+            await self._generate(stream, request, chat=GENERATING[request.path])
+        else:
+            status, answer = self._answer(method, request)
+            await send_json(stream, status, answer)
+        return True
+
+    # ---- what costs nothing
+
+    def _answer(self, method: str, request: Request) -> tuple[int, Any]:
+        path = request.path
+        if path in ("/health", "/ready"):
+            return 200, {}
+        if path == "/metrics":
+            return 200, api.metrics(self.options.kind, BLOCK_SIZE, self.options.blocks)
+        if path == "/v1/models":
+            return 200, {"object": "list", "data": self._cards()}
+        if path == "/tokenize" and method == "POST":
+            return self._tokenize(json.loads(request.body))
+        if self.options.kind == "vllm":
+            return self._answer_as_vllm(path, request)
+        if path == "/server_info":
+            return 200, self._server_info()
+        return 404, {"detail": "Not Found"}
+
+    def _answer_as_vllm(self, path: str, request: Request) -> tuple[int, Any]:
+        if path == "/version":
+            return 200, {"version": "0.33.0"}
+        if path == "/kv_event_sources":
+            return 200, self._event_sources()
+        if path == "/reset_prefix_cache":
+            self.reset()
+            return 200, {"success": True}
+        if path.endswith("/render"):
+            return self._render(path, json.loads(request.body))
+        return 404, {"detail": "Not Found"}
+
+    def _render(self, path: str, members: dict[str, Any]) -> tuple[int, Any]:
+        if not self.options.renders:
+            return 403, api.error(403, "start with --enable-scale-out", "PermissionDeniedError")
+        rendered = {"request_id": "r", "token_ids": prompt_of(members), "features": None}
+        return 200, rendered if "chat" in path else [rendered]
+
+    def _cards(self) -> list[dict[str, Any]]:
+        base = self.options.model
+        card = {"id": base, "object": "model", "created": 0, "owned_by": self.options.kind}
+        lengths = {"root": base, "parent": None, "max_model_len": self.options.max_model_len}
+        adapters = [
+            {**card, "id": name, "root": name, "parent": base, "max_model_len": None}
+            for name in self.options.adapters
+        ]
+        return [card | lengths, *adapters]
+
+    def _tokenize(self, members: dict[str, Any]) -> tuple[int, Any]:
+        ids = prompt_of(members)
+        length = self.options.max_model_len
+        return 200, {"count": len(ids), "max_model_len": length, "tokens": ids}
+
+    def _event_sources(self) -> dict[str, Any]:
+        if self.publisher is None:
+            return {}
+        source = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": ""}
+        return {"0": {**source, "endpoint": self.publisher.endpoint, "replay_endpoint": None}}
+
+    def _server_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "version": "0.5.23",
+            "page_size": BLOCK_SIZE,
+            "dp_size": 1,
+            "max_total_num_tokens": self.options.blocks * BLOCK_SIZE,
+            "kv_events": None,
+        }
+        if self.publisher is not None:
+            host, _, port = self.publisher.endpoint.removeprefix("tcp://").rpartition(":")
+            events = {"publisher": "zmq", "endpoint_host": host, "endpoint_port_base": int(port)}
+            info["kv_events"] = {**events, "block_size": BLOCK_SIZE, "dp_size": 1}
+        return info
+
+    def reset(self) -> None:
+        """Forgets all that is cached."""
+        self.cache = type(self.cache)(self.options.blocks)
+        if self.publisher is not None:
+            self.publisher.publish([{"type": "AllBlocksCleared"}], time.time())
+
+    # ---- what generates
+
+    async def _generate(self, stream: trio.SocketStream, request: Request, *, chat: bool) -> None:
+        self.requests += 1
+        self.received.insert(0, request.body)
+        self.heads.insert(0, request.headers)
+        fault = self.options.faults.popleft() if self.options.faults else None
+        if fault is not None:
+            await refuse(stream, fault)
+        members = json.loads(request.body)
+        names = (self.options.model, *self.options.adapters)
+        model = members.get("model") or names[0]
+        if model not in names:
+            text = f"The model `{model}` does not exist."
+            return await send_json(stream, 404, api.error(404, text, "NotFoundError"))
+        ids = prompt_of(members)
+        cached = min(
+            self.cache.held(ids)[0] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        )
+        async with self._computing:
+            await trio.sleep((len(ids) - cached) * self.options.prefill_s)
+            self._publish(self.cache.serve(ids))
+        words = api.words(members.get("max_tokens") or api.DEFAULT_TOKENS)
+        used = api.usage(len(ids), cached, len(words))
+        request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
+        answer = Answer(stream, chat, request_id, model, words, used, fault)
+        if members.get("stream"):
+            options = members.get("stream_options") or {}
+            await answer.stream(self.options.step_s, with_usage=bool(options.get("include_usage")))
+        else:
+            await trio.sleep(len(words) * self.options.step_s)
+            await answer.whole()
+
+    def _publish(self, events: list[dict[str, Any]]) -> None:
+        if self.publisher is not None:
+            self.publisher.publish(events, time.time())
+
+
+class Answer:
+    """One answer on its way to the client."""
+
+    def __init__(
+        self,
+        stream: trio.SocketStream,
+        chat: bool,
+        request_id: str,
+        model: str,
+        text: list[str],
+        used: dict[str, Any],
+        fault: Fault | None,
+    ) -> None:
+        self._stream = stream
+        self._of = chat, request_id, model
+        self._text = text
+        self._used = used
+        self._fault = fault
+
+    async def whole(self) -> None:
+        body = json.dumps(api.whole_answer(*self._of, "".join(self._text), self._used)).encode()
+        head = json_head(200, len(body))
+        if self._fault is Fault.AFTER_HEAD:
+            await hang_up_behind(self._stream, head)
+        if self._fault is Fault.AFTER_EVENT:
+            await hang_up_behind(self._stream, head + body[: len(body) // 2])
+        await self._send(head + body)
+
+    async def stream(self, step_s: float, *, with_usage: bool) -> None:
+        head = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        if self._fault is Fault.AFTER_HEAD:
+            await hang_up_behind(self._stream, head)
+        if self._fault is Fault.ERROR_EVENT:
+            told = api.event(api.error(503, "the queue is full", "Service Unavailable"))
+            return await self._send(head + framed(told + api.DONE) + b"0\r\n\r\n")
+        await self._send(head)
+        for at, (word, first) in enumerate(api.pieces(self._text)):
+            data = framed(api.chunk(*self._of, word, first=first))
+            if at == 1 and self._fault is Fault.AFTER_EVENT:
+                raise Hangup
+            if at == 1 and self._fault is Fault.IN_EVENT:
+                await hang_up_behind(self._stream, data[: len(data) // 2])
+            await self._send(data)
+            if step_s:
+                await trio.sleep(step_s)
+        await self._send(framed(api.chunk(*self._of, None, first=False)))
+        if with_usage:
+            await self._send(framed(api.usage_event(self._of[1], self._of[2], self._used)))
+        await self._send(framed(api.DONE))
+        if self._fault is Fault.AFTER_DONE:
+            raise Hangup
+        await self._send(b"0\r\n\r\n")
+
+    async def _send(self, data: bytes) -> None:
+        if self._fault is not Fault.BYTES:
+            return await self._stream.send_all(data)
+        for at in range(len(data)):
+            await self._stream.send_all(data[at : at + 1])
+
+
+Refusing = Callable[[trio.SocketStream], Awaitable[None]]
+
+
+async def refuse(stream: trio.SocketStream, fault: Fault) -> None:
+    """Plays the faults that come before an answer; raises Hangup if there is none then."""
+    if fault is Fault.CLOSE:
+        stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
+        raise Hangup
+    if fault is Fault.SILENCE:
+        await stream.receive_some(1)  # until the client gives up
+        raise Hangup
+    if fault is Fault.GARBAGE:
+        await hang_up_behind(stream, b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+    if fault in (Fault.REFUSE_429, Fault.REFUSE_500, Fault.REFUSE_503):
+        status = int(fault)
+        await send_json(stream, status, api.error(status, f"simulated {status}"))
+        raise Hangup
+
+
+async def hang_up_behind(stream: trio.SocketStream, data: bytes) -> None:
+    await stream.send_all(data)
+    raise Hangup
+
+
+def prompt_of(members: dict[str, Any]) -> list[int]:
+    """Returns the token ids of a request's prompt."""
+    if "messages" in members:
+        return ids_of_messages(members["messages"])
+    prompt = members.get("prompt", "")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return list(prompt)
+    return ids_of_text(prompt if isinstance(prompt, str) else "".join(prompt))
+
+
+def framed(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def json_head(status: int, length: int, content_type: str = "application/json") -> bytes:
+    head = (
+        f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n"
+    )
+    return head.encode()
+
+
+async def send_json(stream: trio.SocketStream, status: int, answer: Any) -> None:
+    """Sends an answer as JSON, a text as it is."""
+    if isinstance(answer, str):
+        body, kind = answer.encode(), "text/plain"
+    else:
+        body, kind = json.dumps(answer).encode(), "application/json"
+    await stream.send_all(json_head(status, len(body), kind) + body)

@@ -1,0 +1,76 @@
+"""What the gateway's /metrics says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvd.gateway.exchanges import Exchanges
+from kvd.gateway.stats import GatewayStats
+from kvd.gateway.tokens import Tokens
+from kvd.gateway.upstreams import Standing, Upstreams
+from kvd.telemetry.metrics import Family, by_label, counter, gauge
+
+
+def gateway_families(
+    upstreams: Upstreams, exchanges: Exchanges, tokens: Tokens, stats: GatewayStats
+) -> Iterator[Family]:
+    """Yields the metrics of requests, of engines and of the relay."""
+    of_requests = (
+        ("requests", "requests, by how they ended", "outcome", stats.ended),
+        ("errors", "requests that the gateway refused, by code", "code", stats.errors),
+        ("retries", "requests sent to another engine, by cause", "cause", stats.retries),
+        ("prompts", "prompts, by the source of their token ids", "source", stats.rungs),
+        (
+            "tokenize_failures",
+            "questions for token ids that no engine answered in time, by source",
+            "source",
+            stats.rung_failures,
+        ),
+        ("decisions", "choices, by what decided", "by", stats.decisions),
+    )
+    for name, what, label, values in of_requests:
+        help = f"Number of {what}"
+        yield by_label(f"kvd_gateway_{name}_total", "counter", help, label, values)
+    for name, help, value in (
+        ("prompt_tokens", "Number of prompt tokens in requests with known token ids",
+         stats.prompt_tokens),
+        ("matched_tokens", "Number of those tokens expected to be cached at the chosen engine",
+         stats.matched_tokens),
+        ("reported_matched_tokens",
+         "Number of tokens expected to be cached in requests whose engine reported the real number",
+         stats.reported_tokens),
+        ("reported_cached_tokens", "Number of cached tokens that engines reported in their usage",
+         stats.cached_tokens),
+    ):  # fmt: skip
+        yield counter(f"kvd_gateway_{name}_total", help, value)
+    known = tokens.conversations
+    yield gauge("kvd_gateway_conversations", "Number of remembered conversations", len(known))
+    help = "Total size of the remembered conversations in bytes"
+    yield gauge("kvd_gateway_conversations_bytes", help, known.size_bytes)
+    help = "Number of conversations forgotten to make room for others"
+    yield counter("kvd_gateway_conversations_forgotten_total", help, known.forgotten)
+    help = "Number of turns not remembered because too many were waiting for their tokens"
+    yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
+    yield gauge("kvd_gateway_running_requests", "Number of requests under way", stats.running)
+    standings = Counter({standing.value: 0 for standing in Standing})
+    standings.update(upstream.standing.value for upstream in upstreams)
+    help = "Number of engines, by standing"
+    yield by_label("kvd_gateway_upstreams", "gauge", help, "standing", standings)
+    yield from _relay_families(exchanges)
+
+
+_RELAY_HELP = {
+    "begun": "Number of requests sent to engines, the gateway's own questions included",
+    "connected": "Number of connections made to engines",
+    "reused": "Number of requests sent on a kept connection",
+    "sent_again": "Number of requests sent again because the kept connection had closed",
+    "receives": "Number of pieces of answers passed on to clients",
+    "payload_bytes": "Number of bytes of answers passed on to clients",
+    "pauses": "Number of times an engine was not read because its client did not keep up",
+}
+
+
+def _relay_families(exchanges: Exchanges) -> Iterator[Family]:
+    for name, value in exchanges.relay.stats().items():
+        yield counter(f"kvd_gateway_relay_{name}_total", _RELAY_HELP[name], value)

@@ -1,0 +1,15 @@
+"""The gateway: clients' requests on their way to the engine that has most of the prompt cached.
+
+    upstreams   the engines behind the gateway: who they are, whether they are well
+    probing     what an engine says of itself: models, block size, ranks, where its events are
+    asking      what a request wants: model, prompt, session, limits
+    tokens      the prompt's token ids, from the request or from an engine
+    forwarding  one request: a choice, tries, the answer on its way, the booking's end
+    heads       heads of requests and answers, as they go on to the other side
+    exchanges   the relay (kvd_core.relay) for tasks that wait
+    errors      the gateway's own errors, in the form that clients of each API know
+    stats       what has become of requests, counted
+
+Choices are those of kvd.selection, of which every upstream is a worker. Bytes of answers pass from
+engine to client without Python.
+"""

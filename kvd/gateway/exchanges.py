@@ -1,0 +1,134 @@
+"""The relay for tasks: an exchange with an engine, awaited where it begins and where it ends.
+
+One task moves bytes whenever the relay's epoll set is readable; tasks of requests sleep until their
+answer begins and until it has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+import trio
+
+from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, Outcome, Relay
+
+# Time of a row of events before other tasks run.
+TURN_NS = 500_000
+# Pause between two looks for exchanges that take too long.
+SWEEP_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """How long an exchange may take, in seconds."""
+
+    connect_s: float = 2.0
+    silence_s: float = 600.0  # without a byte of the engine's: a long prefill is silent
+    client_s: float = 60.0  # without a byte taken by the client
+    idle_s: float = 3.0  # engines close kept connections after 5 s
+
+
+class ExchangeFailed(Exception):
+    """An engine has not answered a request of the gateway's own."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.name.lower().replace("_", " "))
+        self.outcome = outcome
+
+
+class Exchanges:
+    """All exchanges of a gateway."""
+
+    def __init__(self, limits: RelayLimits) -> None:
+        self.relay = Relay(self._notice)
+        self.relay.set_limits(limits.connect_s, limits.silence_s, limits.client_s, limits.idle_s)
+        self._waiting: dict[int, trio.lowlevel.Task] = {}
+
+    async def run(self) -> None:
+        """Moves bytes until it is cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._sweep)
+            while True:
+                await trio.lowlevel.wait_readable(self.relay.fileno())
+                while self.relay.serve_ready(TURN_NS) == SOME:
+                    await trio.lowlevel.checkpoint()
+
+    async def _sweep(self) -> None:
+        while True:
+            await trio.sleep(SWEEP_S)
+            self.relay.sweep()
+
+    def begin(
+        self, engine: int, head: bytes, body: bytes, hold: int, client_fd: int = NO_CLIENT
+    ) -> Exchange:
+        """Sends a request to an engine; the answer waits, in at most `hold` bytes, to be taken."""
+        return Exchange(self, self.relay.begin(engine, client_fd, head, body, hold))
+
+    async def ask(self, engine: int, head: bytes, body: bytes, limit: int) -> Answer:
+        """Returns the whole answer to a request of the gateway's own; raises ExchangeFailed."""
+        with self.begin(engine, head, body, limit) as exchange:
+            answer = await exchange.begins()
+            if answer is None:
+                raise ExchangeFailed(exchange.ending().outcome)
+            if not answer.whole:
+                raise ExchangeFailed(Outcome.MALFORMED)
+            return answer
+
+    async def changed(self, exchange: int) -> None:
+        """Waits until an exchange is ready or has ended."""
+        if self.relay.ready(exchange) or self.relay.ended(exchange):
+            await trio.lowlevel.checkpoint()
+            return
+        self._waiting[exchange] = trio.lowlevel.current_task()
+
+        def forget(_: object) -> trio.lowlevel.Abort:
+            del self._waiting[exchange]
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(forget)
+
+    def _notice(self, exchange: int) -> None:
+        task = self._waiting.pop(exchange, None)
+        if task is not None:
+            trio.lowlevel.reschedule(task)
+
+
+class Exchange:
+    """One request to an engine; leaving its context aborts it, unless it has ended."""
+
+    __slots__ = ("_all", "_id")
+
+    def __init__(self, exchanges: Exchanges, exchange: int) -> None:
+        self._all = exchanges
+        self._id = exchange
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._all.relay.drop(self._id)
+
+    async def begins(self) -> Answer | None:
+        """Waits for the beginning of the answer; None if the exchange has ended without one."""
+        await self._all.changed(self._id)
+        return self._all.relay.answer(self._id) if self._all.relay.ready(self._id) else None
+
+    def forward(self, head: bytes, *, chunked: bool) -> None:
+        """Sends the answer on to the client, behind this head."""
+        self._all.relay.forward(self._id, head, chunked)
+
+    async def ends(self) -> Ending:
+        """Waits for the end of what is forwarded, and says how it went."""
+        while not self._all.relay.ended(self._id):
+            await self._all.changed(self._id)
+        return self.ending()
+
+    def ending(self) -> Ending:
+        """Returns how an exchange that has ended went."""
+        return self._all.relay.ending(self._id)

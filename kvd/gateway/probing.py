@@ -1,0 +1,230 @@
+"""Asks an engine what it is: models, block size, ranks, where it publishes its KV events.
+
+    GET /version       vLLM, or something else
+    GET /server_info   SGLang, or something else again
+    GET /v1/models     names, context length, adapters
+    vLLM: GET /kv_event_sources (0.31 and later) and the labels of vllm:cache_config_info
+    POST .../render    token ids of a whole request, where the engine has it; else POST /tokenize
+
+Sources: vLLM 0.10 to 0.33 and SGLang 0.5.23, as their packages are published.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import trio
+
+from kvd.gateway.exchanges import Exchanges
+from kvd.gateway.heads import own_head
+from kvd.wire.urls import Target
+from kvd_core.relay.relay import Answer
+
+PROBE_S = 5.0  # time for one question
+PROBE_BYTES = 4 * 1024 * 1024  # of one answer: metrics of an engine with many adapters
+DEFAULT_BLOCK_SIZE = 16  # tokens, of an engine that does not say and publishes nothing
+
+CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class NotAnEngine(Exception):
+    """What was asked is no engine that can be used; the text is for the operator."""
+
+
+class Kind(StrEnum):
+    """Which engine it is."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    OPENAI = "openai"  # some server with OpenAI's API
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A model as an engine lists it."""
+
+    name: str
+    parent: str | None  # of an adapter: its base model
+    max_model_len: int | None  # tokens
+    members: Mapping[str, Any] = field(compare=False)  # the card as it stands in the list
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine has said of itself."""
+
+    kind: Kind
+    version: str
+    models: tuple[Card, ...]  # base models before adapters
+    block_size: int  # tokens
+    blocks: int | None  # of its KV cache, on one rank
+    ranks: range
+    events: Mapping[int, str]  # by rank: where it publishes
+    replays: Mapping[int, str]
+    renders: bool  # it says the tokens of a whole request
+
+    @property
+    def names(self) -> list[str]:
+        return [card.name for card in self.models]
+
+    def serves(self, name: str) -> bool:
+        return any(card.name == name for card in self.models)
+
+
+class Probe:
+    """Questions to one engine."""
+
+    def __init__(self, exchanges: Exchanges, engine: int, target: Target, key: bytes) -> None:
+        self._exchanges = exchanges
+        self._engine = engine
+        self._target = target
+        self._key = key
+
+    async def ask(self) -> Facts:
+        """Returns what the engine says; raises NotAnEngine or ExchangeFailed."""
+        version = await self._json("/version")
+        if isinstance(version, dict) and isinstance(version.get("version"), str):
+            return await self._vllm(version["version"])
+        info = await self._json("/server_info")
+        if isinstance(info, dict) and "page_size" in info:
+            return await self._sglang(info)
+        models = await self._models()
+        return Facts(Kind.OPENAI, "", models, DEFAULT_BLOCK_SIZE, None, range(1), {}, {}, False)
+
+    async def _vllm(self, version: str) -> Facts:
+        models = await self._models()
+        metrics = await self._get("/metrics")
+        caches = cache_configs(metrics.held.decode("utf-8", "replace")) if metrics else []
+        sources = await self._json("/kv_event_sources")
+        events, replays = self._sources(sources if isinstance(sources, dict) else {})
+        ranks = sorted({cache.get("engine", 0) for cache in caches}) or sorted(events) or [0]
+        first = caches[0] if caches else {}
+        return Facts(
+            Kind.VLLM,
+            version,
+            models,
+            first.get("block_size") or DEFAULT_BLOCK_SIZE,
+            first.get("num_gpu_blocks"),
+            range(ranks[0], ranks[0] + len(ranks)),
+            {rank: events[rank] for rank in ranks if rank in events},
+            {rank: replays[rank] for rank in ranks if rank in replays},
+            await self._renders(models[0].name),
+        )
+
+    async def _sglang(self, info: Mapping[str, Any]) -> Facts:
+        page = _positive(info.get("page_size")) or 1
+        size = _positive(info.get("dp_size")) or 1
+        tokens = _positive(info.get("max_total_num_tokens"))
+        block_size = page * (_positive(info.get("dcp_size")) or 1)
+        events: dict[int, str] = {}
+        replays: dict[int, str] = {}
+        told = info.get("kv_events")
+        if isinstance(told, dict) and (base := _positive(told.get("endpoint_port_base"))):
+            host = str(told.get("endpoint_host") or "*")
+            replay = _positive(told.get("replay_endpoint_port_base"))
+            for rank in range(size):
+                events[rank] = self._reachable(f"tcp://{host}:{base + rank}")
+                if replay:
+                    replays[rank] = self._reachable(f"tcp://{host}:{replay + rank}")
+            block_size = _positive(told.get("block_size")) or block_size
+        blocks = tokens // block_size if tokens else None
+        version = str(info.get("version") or "")
+        models = await self._models()
+        return Facts(
+            Kind.SGLANG, version, models, block_size, blocks, range(size), events, replays, False
+        )
+
+    async def _models(self) -> tuple[Card, ...]:
+        answer = await self._get("/v1/models")
+        if answer is None:
+            raise NotAnEngine("/v1/models is not there")
+        if answer.status == 401:
+            raise NotAnEngine("/v1/models wants a key: give --upstream-key-file")
+        listed = _parsed(answer)
+        rows = listed.get("data") if isinstance(listed, dict) else None
+        cards = [
+            Card(row["id"], row.get("parent"), _positive(row.get("max_model_len")), row)
+            for row in rows or ()
+            if isinstance(row, dict) and isinstance(row.get("id"), str)
+        ]
+        if not cards:
+            raise NotAnEngine("/v1/models lists no model")
+        return tuple(sorted(cards, key=lambda card: card.parent is not None))
+
+    def _sources(self, sources: Mapping[str, Any]) -> tuple[dict[int, str], dict[int, str]]:
+        """Returns where each global rank publishes, and where it replays."""
+        events: dict[int, str] = {}
+        replays: dict[int, str] = {}
+        for rank, source in sources.items():
+            if not rank.isdecimal() or not isinstance(source, dict):
+                continue
+            if source.get("enable_kv_cache_events") and source.get("publisher") == "zmq":
+                events[int(rank)] = self._reachable(str(source.get("endpoint")))
+                if source.get("replay_endpoint"):
+                    replays[int(rank)] = self._reachable(str(source["replay_endpoint"]))
+        return events, replays
+
+    def _reachable(self, endpoint: str) -> str:
+        """Returns an endpoint as it is reached from here: `*` is the host of the URL."""
+        parts = urlsplit(endpoint)
+        if parts.hostname not in ("*", "0.0.0.0", "::"):
+            return endpoint
+        host = self._target.host
+        shown = f"[{host}]" if ":" in host else host
+        return urlunsplit((parts.scheme, f"{shown}:{parts.port}", parts.path, "", ""))
+
+    async def _renders(self, model: str) -> bool:
+        """Says whether it renders requests in the form of vLLM 0.18 and later."""
+        body = json.dumps({"model": model, "prompt": "kvd", "max_tokens": 1}).encode()
+        answer = await self._post("/v1/completions/render", body)
+        if answer is None or answer.status != 200:
+            return False
+        rendered = _parsed(answer)
+        first = rendered[0] if isinstance(rendered, list) and rendered else None
+        return isinstance(first, dict) and isinstance(first.get("token_ids"), list)
+
+    async def _json(self, path: str) -> Any:
+        answer = await self._get(path)
+        return _parsed(answer) if answer is not None and answer.status == 200 else None
+
+    async def _get(self, path: str) -> Answer | None:
+        return await self._ask("GET", path, b"")
+
+    async def _post(self, path: str, body: bytes) -> Answer | None:
+        return await self._ask("POST", path, body)
+
+    async def _ask(self, method: str, path: str, body: bytes) -> Answer | None:
+        """Returns the answer, None for a path that the engine does not have."""
+        authority = self._target.authority.encode()
+        head = own_head(method, path, authority, len(body), self._key)
+        with trio.move_on_after(PROBE_S):
+            answer = await self._exchanges.ask(self._engine, head, body, PROBE_BYTES)
+            return None if answer.status == 404 else answer
+        raise NotAnEngine(f"{path} does not answer")
+
+
+def cache_configs(metrics: str) -> list[dict[str, int]]:
+    """Returns the whole numbers in the cache configurations that vLLM's metrics show, by engine."""
+    found = []
+    for line in CACHE_CONFIG.findall(metrics):
+        labels = dict(LABEL.findall(line))
+        found.append({name: int(value) for name, value in labels.items() if value.isdecimal()})
+    return sorted(found, key=lambda cache: cache.get("engine", 0))
+
+
+def _parsed(answer: Answer) -> Any:
+    try:
+        return json.loads(answer.held)
+    except ValueError:
+        return None
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,52 @@
+"""What has become of requests, counted for /metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Ended(StrEnum):
+    """How a request ended."""
+
+    COMPLETE = "complete"
+    CLIENT_GONE = "client_gone"
+    BROKEN = "broken"  # the engine broke off after the client had been sent a part
+    REFUSED = "refused"  # the gateway answered it with an error
+
+
+class Rung(StrEnum):
+    """Where the tokens of a prompt came from."""
+
+    IDS = "ids"  # the request had them
+    MEMORY = "memory"  # the beginning of the conversation was known
+    RENDER = "render"  # an engine rendered the whole request
+    TOKENIZE = "tokenize"  # an engine tokenized the prompt
+    NONE = "none"
+
+
+class Decision(StrEnum):
+    """What decided who serves a request."""
+
+    OVERLAP = "overlap"  # the cached part of its tokens, and load
+    SESSION = "session"
+    LOAD = "load"
+
+
+@dataclass(slots=True)
+class GatewayStats:
+    """Counts since the start."""
+
+    ended: Counter[str] = field(default_factory=Counter)  # by Ended
+    errors: Counter[str] = field(default_factory=Counter)  # the gateway's own, by code
+    retries: Counter[str] = field(default_factory=Counter)  # on another engine, by cause
+    rungs: Counter[str] = field(default_factory=Counter)
+    decisions: Counter[str] = field(default_factory=Counter)
+    rung_failures: Counter[str] = field(default_factory=Counter)  # by rung that gave no tokens
+    prompt_tokens: int = 0  # of requests whose tokens are known
+    matched_tokens: int = 0  # of these, expected to be cached where they were sent
+    cached_tokens: int = 0  # of these, cached as the engine reported
+    reported_tokens: int = 0  # expected, of requests whose engine reported
+    not_remembered: int = 0  # turns beyond MAX_LATER of kvd.gateway.tokens
+    running: int = 0

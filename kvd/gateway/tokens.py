@@ -1,0 +1,231 @@
+"""The tokens of a prompt, by a ladder of which each rung costs more or knows less.
+
+    ids        the request has them
+    memory     a beginning of the conversation was seen before: its blocks are known, and about how
+               many tokens follow
+    render     an engine says the tokens of the whole request (vLLM with --enable-scale-out)
+    tokenize   an engine says those of the prompt or the messages
+    none       who serves is decided by session and load
+
+Engines are asked in turn, each question with a deadline. There are no chat templates here: an
+engine's template is the only one that is always right. A turn that is served from memory is asked
+for afterwards, off its way, so that the next turn is known up to here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from kvd.gateway.asking import CHAT_MEMBERS, PROMPT_MEMBERS, UNTOLD, Api, Asked
+from kvd.gateway.exchanges import ExchangeFailed, Exchanges
+from kvd.gateway.heads import own_head
+from kvd.gateway.probing import Kind
+from kvd.gateway.stats import GatewayStats, Rung
+from kvd.gateway.upstreams import Served, Upstream
+from kvd_core.json.scan import BodyScanner
+from kvd_core.prompts.conversations import Conversations, Recalled
+from kvd_core.selector.selector import Pool
+
+TOKENIZE_S = 0.1  # time for the tokens of a text
+RENDER_PATHS = {Api.CHAT: "/v1/chat/completions/render", Api.COMPLETIONS: "/v1/completions/render"}
+# Bytes of an engine's answer to a question for tokens: a million ids.
+TOKENS_BYTES = 16 * 1024 * 1024
+# Turns whose tokens are still to be asked for off their way; what is beyond is not remembered.
+MAX_LATER = 256
+ASKING_LATER = 2  # at a time
+BYTES_PER_TOKEN = 4  # of messages whose tokens nobody has said, for their weight alone
+
+SCANNER = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
+TOKENS, TOKEN_IDS = 0, 1  # its arrays
+
+
+class PromptTokens(Protocol):
+    """What is known of a prompt's tokens."""
+
+    @property
+    def rung(self) -> Rung: ...
+    @property
+    def count(self) -> int: ...
+
+    def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
+        """Puts the prompt before a pool; raises KvdError for one that is too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaidTokens:
+    """The tokens of a prompt as a JSON object that has them under one of two names."""
+
+    rung: Rung
+    body: bytes
+    count: int
+
+    def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
+        array = TOKENS if "tokens" in SCANNER.scan(self.body) else TOKEN_IDS
+        pool.look_tokens(SCANNER, array, adapter, salt)
+
+
+@dataclass(frozen=True, slots=True)
+class RecalledTokens:
+    """The known beginning of a conversation."""
+
+    recalled: Recalled
+    rung = Rung.MEMORY
+
+    @property
+    def count(self) -> int:
+        return self.recalled.tokens + self.recalled.rest // BYTES_PER_TOKEN
+
+    def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
+        pool.look(self.recalled.local_hashes, self.recalled.sequence_hashes, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A turn whose tokens are asked for off its way."""
+
+    asked: Asked
+    served: Served
+    body: bytes
+    pool: Pool
+
+
+class Tokens:
+    """Finds the tokens of prompts, and remembers conversations."""
+
+    def __init__(self, exchanges: Exchanges, stats: GatewayStats, memory_bytes: int) -> None:
+        """Remembers nothing with `memory_bytes` 0."""
+        self.conversations = Conversations(memory_bytes)
+        self._exchanges = exchanges
+        self._stats = stats
+        self._turn = 0
+        self._put_later, self._later = trio.open_memory_channel[tuple[Later, Sequence[Upstream]]](
+            MAX_LATER
+        )
+
+    async def run(self) -> None:
+        """Asks for the tokens of turns that were served from memory, until it is cancelled."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(ASKING_LATER):
+                nursery.start_soon(self._ask_later)
+
+    async def of(
+        self, asked: Asked, served: Served, body: bytes, engines: Sequence[Upstream]
+    ) -> PromptTokens | None:
+        """Returns what is known of a request's prompt, None if nobody says it in time."""
+        found = self._recall(asked, served) or await self._ask(asked, body, engines)
+        self._stats.rungs[Rung.NONE if found is None else found.rung] += 1
+        return found
+
+    def note(
+        self,
+        asked: Asked,
+        served: Served,
+        body: bytes,
+        tokens: PromptTokens,
+        pool: Pool,
+        engines: Sequence[Upstream],
+    ) -> None:
+        """Remembers a prompt that the pool has just looked at, or has its tokens asked for."""
+        if not remembers(asked):
+            return
+        if tokens.rung is not Rung.MEMORY:
+            self._remember(asked, served, pool, tokens.count)
+            return
+        assert isinstance(tokens, RecalledTokens)
+        if tokens.recalled.rest > 1:  # beyond the bracket at their end
+            try:
+                self._put_later.send_nowait((Later(asked, served, body, pool), engines))
+            except trio.WouldBlock:
+                self._stats.not_remembered += 1
+
+    def _recall(self, asked: Asked, served: Served) -> PromptTokens | None:
+        if not remembers(asked):
+            return None
+        found = self.conversations.recall(context_of(asked, served), asked.messages)
+        return None if found is None else RecalledTokens(found)
+
+    def _remember(self, asked: Asked, served: Served, pool: Pool, count: int) -> None:
+        hashes = pool.hold().local_hashes
+        self.conversations.remember(context_of(asked, served), asked.messages, hashes, count)
+
+    async def _ask_later(self) -> None:
+        async for later, engines in self._later:
+            found = await self._ask(later.asked, later.body, engines)
+            if found is not None:
+                found.look(later.pool, later.served.adapter, None)
+                self._remember(later.asked, later.served, later.pool, found.count)
+
+    async def _ask(
+        self, asked: Asked, body: bytes, engines: Sequence[Upstream]
+    ) -> SaidTokens | None:
+        if (ids := asked.token_ids) is not None:
+            return said_tokens(Rung.IDS, b'{"token_ids":%b}' % ids)
+        if not engines or asked.api not in RENDER_PATHS:
+            return None
+        self._turn += 1
+        upstream = engines[self._turn % len(engines)]
+        assert upstream.facts is not None
+        if upstream.facts.renders:
+            return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], body)
+        if upstream.facts.kind is Kind.OPENAI or not asked.spans.keys().isdisjoint(UNTOLD):
+            return None
+        return await self._question(upstream, Rung.TOKENIZE, "/tokenize", question(asked))
+
+    async def _question(
+        self, upstream: Upstream, rung: Rung, path: str, body: bytes
+    ) -> SaidTokens | None:
+        assert upstream.engine is not None
+        head = own_head("POST", path, upstream.authority, len(body), upstream.key)
+        found = None
+        try:
+            with trio.move_on_after(TOKENIZE_S):
+                answer = await self._exchanges.ask(upstream.engine, head, body, TOKENS_BYTES)
+                if answer.status == 200:
+                    found = said_tokens(rung, unwrapped(answer.held))
+        except ExchangeFailed:
+            pass  # counted below; health checks and requests find out what is wrong with it
+        self._stats.rung_failures[rung] += found is None
+        return found
+
+
+def remembers(asked: Asked) -> bool:
+    """Says whether a conversation can be remembered: one without a salt, which makes it unique."""
+    return asked.api is Api.CHAT and asked.salt is None and "messages" in asked.spans
+
+
+def context_of(asked: Asked, served: Served) -> bytes:
+    """Returns what beside the messages decides about the tokens."""
+    others = (name for name in (*CHAT_MEMBERS, *UNTOLD) if name != "messages")
+    members = (
+        b"%b:%b" % (name.encode(), asked.spans[name]) for name in others if name in asked.spans
+    )
+    return b"\0".join((served.model.encode(), (served.adapter or "").encode(), *members))
+
+
+def question(asked: Asked) -> bytes:
+    """Returns the body for /tokenize: the members that decide about the tokens, as they stand."""
+    names = CHAT_MEMBERS if asked.api is Api.CHAT else PROMPT_MEMBERS
+    parts = [
+        b'"%b":%b' % (name.encode(), asked.spans[name]) for name in names if name in asked.spans
+    ]
+    return b"{%b}" % b",".join(parts)
+
+
+def unwrapped(body: bytes) -> bytes:
+    """Returns the first object of a list of them, as completions are rendered; else the body."""
+    stripped = body.strip()
+    return stripped[1:-1] if stripped.startswith(b"[") else stripped
+
+
+def said_tokens(rung: Rung, body: bytes) -> SaidTokens | None:
+    """Returns the tokens in an object, None if it does not hold the ids of one prompt's."""
+    try:
+        members = SCANNER.scan(body)
+    except (TypeError, ValueError):
+        return None
+    found = members.get("tokens") or members.get("token_ids")
+    return SaidTokens(rung, body, found) if isinstance(found, int) and found else None

@@ -1,0 +1,114 @@
+"""A request whose answer somebody else writes to the client's socket, as a relay does.
+
+    read here ─> handler ─> lent: the socket is written elsewhere ─> back here, or the end
+
+Whoever borrows the socket frames the answer by the head that is made here, so that the connection
+can go on with the next request afterwards. With TLS it borrows one end of a socket pair, whose
+bytes are encrypted on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from kvd.http.head import Head
+from kvd.http.render import CHUNKED_LINE, chunk, response_head, whole_response
+from kvd.http.transport import RECEIVE_BYTES, Phase, Transport
+from kvd.http.types import Headers, Response
+from kvd.http.writer import connection_lines, persists_after
+
+
+class RelayedRequest:
+    """One request, read whole, and the client that waits for its answer."""
+
+    def __init__(self, transport: Transport, head: Head, body: bytes) -> None:
+        self.method = head.method
+        self.target = head.path + (b"?" + head.query if head.query else b"")
+        self.headers = head.headers
+        self.body = body
+        self.status = 0  # of the answer; 0: none has begun
+        self._head = head
+        self._transport = transport
+
+    async def respond(self, response: Response) -> bool:
+        """Sends an answer that is made here; returns whether the connection persists."""
+        assert isinstance(response.body, bytes)
+        shared = self._transport.shared
+        self.status = response.status
+        persists = persists_after(response.status, self._head, shared)
+        lines = connection_lines(self._head, shared, persists)
+        await self._transport.send(whole_response(response, response.body, lines, silent=False))
+        return persists
+
+    def answer_head(
+        self, status: int, headers: Headers, length: int | None
+    ) -> tuple[bytes, bool, bool]:
+        """Returns the head of an answer of `length` bytes, None if that is not known.
+
+        Says also whether its body comes in chunks, and whether the connection persists after it:
+        one of HTTP/1.0 ends with a body of unknown length.
+        """
+        shared = self._transport.shared
+        chunked = length is None and self._head.http11
+        persists = persists_after(status, self._head, shared) and (length is not None or chunked)
+        lines = connection_lines(self._head, shared, persists)
+        if chunked:
+            lines += CHUNKED_LINE
+        self.status = status
+        return response_head(status, b"", headers, length, lines), chunked, persists
+
+    async def send_piece(self, data: bytes, *, chunked: bool) -> None:
+        """Sends a last piece behind what a borrower has sent."""
+        await self._transport.send(chunk(data) if chunked else data)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[int]:
+        """Lends the client's socket, which nobody else touches meanwhile."""
+        transport = self._transport
+        transport.enter(Phase.WORKING)
+        if transport.stream.parks:  # its bytes are the client's
+            yield transport.fd
+            return
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, ours)
+                sent = trio.Event()
+                nursery.start_soon(self._encrypt, ours, sent)
+                yield theirs.fileno()
+                theirs.shutdown(socket.SHUT_WR)
+                await sent.wait()
+                nursery.cancel_scope.cancel()
+
+    async def _encrypt(self, plain: socket.socket, sent: trio.Event) -> None:
+        """Sends what the borrower writes, until it has written all."""
+        try:
+            while True:
+                try:
+                    data = plain.recv(RECEIVE_BYTES)
+                except BlockingIOError:
+                    await trio.lowlevel.wait_readable(plain)
+                    continue
+                if not data:
+                    break
+                await self._transport.send(data)
+                await trio.lowlevel.checkpoint()
+        except OSError:
+            _leave(plain)  # the borrower hears of it as of a client that leaves
+        sent.set()
+
+    async def _watch(self, plain: socket.socket) -> None:
+        if await self._transport.stream.wait_for_end():
+            _leave(plain)
+
+
+def _leave(plain: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has been left already
+        plain.shutdown(socket.SHUT_RDWR)

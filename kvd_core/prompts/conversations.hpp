@@ -1,0 +1,136 @@
+// What the beginnings of conversations are in blocks, so that a next turn needs no tokenizer.
+//
+//   context ──┬─ message 0 ──┬─ message 1 ──┬─ message 2 ──┐      a conversation as it is sent
+//             h0             h1             h2             h3     128 bits each, over all before
+//
+//   known:  h3 ──> local hashes of the whole blocks of context .. message 2, and how many tokens
+//
+//   next turn:   the same, and messages 3 and 4: h5 and h4 are unknown, h3 is known
+//
+// The context is what else decides about the tokens: model, tools, options of the template. Two
+// conversations with the same beginning have the same hashes there, whoever leads them. Only the
+// beginning counts that ends with a message: a template that writes earlier messages anew when
+// others follow makes the last blocks differ, which costs a little of the overlap and nothing else.
+//
+// Invariants
+//   1. `order_` has every entry once, least recently used first; `entries_` finds it by its hash;
+//   2. `bytes_` is what all entries take and is at most `max_bytes_`; entries that do not fit by
+//      themselves are not kept.
+//
+// Costs (messages m, bytes b, blocks n): recall O(b) for the hashes, about 0.1 ns a byte, and m
+// probes from the last message back; remember the same and a copy of n hashes; 8 bytes a block and
+// about 150 an entry.
+#pragma once
+
+#include <xxhash.h>
+
+#include <cstdint>
+#include <list>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/keyed.hpp"
+#include "prompts/messages.hpp"
+
+namespace kvd::prompts {
+
+struct Beginning {
+  uint64_t low = 0;
+  uint64_t high = 0;
+
+  bool operator==(const Beginning& other) const { return low == other.low && high == other.high; }
+};
+
+struct Known {
+  Beginning of;
+  std::vector<uint64_t> local_hashes;  // of its whole blocks
+  uint32_t tokens = 0;
+};
+
+// The beginning of a conversation that is known, and how much follows it.
+struct Recalled {
+  const Known* known = nullptr;  // until the next change; nullptr: nothing is known
+  size_t rest = 0;               // bytes of the messages behind it
+};
+
+class Conversations {
+ public:
+  explicit Conversations(size_t max_bytes) : max_bytes_(max_bytes) {}
+
+  size_t size() const { return entries_.size(); }
+  size_t bytes() const { return bytes_; }
+  uint64_t forgotten() const { return forgotten_; }  // entries that made room for others
+
+  // Finds the longest known beginning of messages (a JSON array), and makes it the last to go.
+  Recalled recall(std::string_view context, std::string_view messages) {
+    read(context, messages);
+    for (size_t i = beginnings_.size(); i-- > 0;) {
+      const auto found = entries_.find(beginnings_[i].first);
+      if (found == entries_.end()) continue;
+      order_.splice(order_.end(), order_, found->second);
+      return {&*found->second,
+              static_cast<size_t>(messages.data() + messages.size() - beginnings_[i].second)};
+    }
+    return {};
+  }
+
+  // Notes what all of the messages are; false if they do not fit.
+  bool remember(std::string_view context, std::string_view messages, const uint64_t* local_hashes,
+                size_t blocks, uint32_t tokens) {
+    read(context, messages);
+    if (beginnings_.empty()) return false;
+    const Beginning of = beginnings_.back().first;
+    if (const auto found = entries_.find(of); found != entries_.end()) forget(found->second);
+    const size_t needed = bytes_of(blocks);
+    if (needed > max_bytes_) return false;
+    while (bytes_ + needed > max_bytes_) {
+      forget(order_.begin());
+      ++forgotten_;
+    }
+    order_.push_back({of, {local_hashes, local_hashes + blocks}, tokens});
+    entries_.emplace(of, std::prev(order_.end()));
+    bytes_ += needed;
+    return true;
+  }
+
+ private:
+  struct Hash {
+    KeyedHash hash;
+    size_t operator()(const Beginning& of) const { return hash(of.low, of.high); }
+  };
+  using Order = std::list<Known>;
+
+  static constexpr size_t kEntryBytes = 152;  // an entry's node, and its place in the table
+
+  static size_t bytes_of(size_t blocks) { return kEntryBytes + blocks * sizeof(uint64_t); }
+
+  void forget(Order::iterator entry) {
+    bytes_ -= bytes_of(entry->local_hashes.size());
+    entries_.erase(entry->of);
+    order_.erase(entry);
+  }
+
+  // Hashes every beginning that ends with a message, each with where it ends.
+  void read(std::string_view context, std::string_view messages) {
+    beginnings_.clear();
+    XXH128_hash_t at = XXH3_128bits(context.data(), context.size());
+    each_element(messages.data(), messages.data() + messages.size(),
+                 [&](const char* begin, const char* end) {
+                   const XXH128_hash_t own = XXH3_128bits(begin, static_cast<size_t>(end - begin));
+                   const XXH128_hash_t both[2] = {at, own};
+                   at = XXH3_128bits(both, sizeof both);
+                   beginnings_.push_back({{at.low64, at.high64}, end});
+                 });
+  }
+
+  size_t max_bytes_;
+  size_t bytes_ = 0;
+  uint64_t forgotten_ = 0;
+  Order order_;
+  std::unordered_map<Beginning, Order::iterator, Hash> entries_;
+  std::vector<std::pair<Beginning, const char*>> beginnings_;  // of the last conversation read
+};
+
+}  // namespace kvd::prompts

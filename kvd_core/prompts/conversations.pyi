@@ -1,0 +1,19 @@
+from typing import NamedTuple
+
+class Recalled(NamedTuple):
+    local_hashes: bytes
+    sequence_hashes: bytes
+    tokens: int
+    rest: int
+
+class Conversations:
+    def __init__(self, max_bytes: int) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def forgotten(self) -> int: ...
+    def recall(self, context: bytes, messages: bytes) -> Recalled | None: ...
+    def remember(
+        self, context: bytes, messages: bytes, local_hashes: bytes, tokens: int
+    ) -> bool: ...

@@ -1,0 +1,87 @@
+# distutils: language = c++
+"""Known beginnings of conversations, for Python; prompts/conversations.hpp has the picture."""
+from collections import namedtuple
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport uint32_t, uint64_t
+from libcpp cimport bool
+from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
+
+from kvd_core.base.hashing cimport c_sequence_hashes
+
+cdef extern from "prompts/conversations.hpp" namespace "kvd::prompts" nogil:
+    struct Known:
+        vector[uint64_t] local_hashes
+        uint32_t tokens
+
+    struct CRecalled "kvd::prompts::Recalled":
+        const Known* known
+        size_t rest
+
+    cppclass CConversations "kvd::prompts::Conversations":
+        CConversations(size_t max_bytes) except +
+        size_t size()
+        size_t bytes()
+        uint64_t forgotten()
+        CRecalled recall(string_view context, string_view messages) except +
+        bool remember(string_view context, string_view messages, const uint64_t* local_hashes,
+                      size_t blocks, uint32_t tokens) except +
+
+# The longest known beginning of a conversation: the local and the sequence hashes of its whole
+# blocks as native u64s, its tokens, and how many bytes of messages follow it.
+Recalled = namedtuple("Recalled", ("local_hashes", "sequence_hashes", "tokens", "rest"))
+
+
+cdef string_view viewed(bytes data):
+    return string_view(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data))
+
+
+cdef class Conversations:
+    """Conversations that were seen, in at most `max_bytes` bytes; the longest unused go first."""
+
+    cdef CConversations* core
+
+    def __cinit__(self, size_t max_bytes):
+        self.core = new CConversations(max_bytes)
+
+    def __dealloc__(self):
+        del self.core
+
+    def __len__(self):
+        return self.core.size()
+
+    @property
+    def size_bytes(self):
+        """What all of them take."""
+        return self.core.bytes()
+
+    @property
+    def forgotten(self):
+        """How many have made room for others."""
+        return self.core.forgotten()
+
+    def recall(self, bytes context not None, bytes messages not None):
+        """Returns the longest known beginning of a JSON array of messages, None without any."""
+        cdef CRecalled found = self.core.recall(viewed(context), viewed(messages))
+        if found.known == NULL:
+            return None
+        cdef const vector[uint64_t]* hashes = &found.known.local_hashes
+        cdef size_t size = hashes.size() * sizeof(uint64_t)
+        cdef bytes local = PyBytes_FromStringAndSize(<const char*>hashes.data(), size)
+        cdef bytes sequence = PyBytes_FromStringAndSize(NULL, size)
+        c_sequence_hashes(
+            hashes.data(), hashes.size(), <uint64_t*>PyBytes_AS_STRING(sequence)
+        )
+        return Recalled(local, sequence, found.known.tokens, found.rest)
+
+    def remember(self, bytes context not None, bytes messages not None,
+                 bytes local_hashes not None, uint32_t tokens):
+        """Notes what all of the messages are; returns False if they do not fit.
+
+        local_hashes: native u64s, one for each whole block; tokens: how many they are in all.
+        """
+        return self.core.remember(
+            viewed(context), viewed(messages), <const uint64_t*>PyBytes_AS_STRING(local_hashes),
+            PyBytes_GET_SIZE(local_hashes) // sizeof(uint64_t), tokens,
+        )

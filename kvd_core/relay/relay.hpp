@@ -1,0 +1,784 @@
+// Carries requests to engines and their answers to clients, without a line of Python per chunk.
+//
+//              head, body as given                     one Exchange per request
+//   client ──────────────────────────────────────────────> engine
+//          <── head, frames ── held, then forwarded <────── recv, decode
+//
+//   connecting ─> sending ─> head ─> holding ─> ready ──(forward)──> forwarding ─> draining ─> END
+//        └───────────┴─────────┴────────┴─────────┴──── END: the engine failed, the client left,
+//                                                        it took too long
+//
+// Nothing reaches the client before Python has seen how the answer begins: the head, and the first
+// event of a stream, or the whole of any other answer up to `hold` bytes. So an engine that dies
+// after its head, or that says in its first event that it is overloaded, costs the client nothing:
+// Python drops the exchange and begins one with another engine. From `forward` on bytes pass from
+// socket to socket: one receive, one send, the frames between chunks drawn anew.
+//
+// A client that does not read stops its engine: when kWindow bytes wait for it, the engine's socket
+// is not read until it has taken them. A client that ends its stream has left.
+//
+// Engine connections are kept for the next request to the same engine, at most `idle_ns` long. One
+// that was kept and ends before it answers a byte had been closed by the engine as the request was
+// on its way: the request is sent again once, on a new connection, without Python's knowledge.
+//
+// Invariants
+//   1. an exchange has its engine's descriptor and only lends the client's: who began it keeps the
+//      client's socket open until END or `drop`;
+//   2. after END nothing is read or written for an exchange, and its engine's descriptor is closed
+//      or kept for others; it stays until `drop`, so that Python can read what became of it;
+//   3. a notice is given at most once per kind: READY, then END;
+//   4. `tail` is the end of the payload that was forwarded, at most 2 x kTail bytes of it.
+//
+// Costs: begin 3 system calls on a kept connection, 5 on a new one; a receive of payload 2, plus
+// its share of an epoll_wait; memory about 400 B an exchange, up to `hold` until it is forwarded,
+// then 2 x kTail, and up to kWindow for a client that does not keep up.
+#pragma once
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "relay/framing.hpp"
+
+namespace kvd::relay {
+
+constexpr size_t kReceive = 64 * 1024;  // bytes of one receive
+constexpr size_t kWindow = 256 * 1024;  // bytes that may wait for a client
+constexpr size_t kTail = 4 * 1024;      // bytes of the payload's end that are kept, at least
+constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head
+constexpr size_t kMaxIdle = 1024;       // kept connections of one engine
+constexpr int kNoSocket = -1;
+
+using ExchangeId = uint64_t;  // generation << 32 | slot
+using EngineId = uint32_t;
+
+enum class Phase : uint8_t {
+  kFree,
+  kConnecting,
+  kSending,
+  kHead,
+  kHolding,
+  kReady,
+  kForwarding,
+  kDraining,
+  kEnded
+};
+
+// What became of an exchange.
+enum class Outcome : uint8_t {
+  kUnderWay,
+  kComplete,
+  kUnreachable,   // no connection
+  kNoAnswer,      // the engine's connection ended before a byte of the answer
+  kBroken,        // it ended within the answer
+  kMalformed,     // what came is no answer
+  kClientGone,    // the client ended its stream or reset it
+  kConnectTime,   // connecting took too long
+  kSilence,       // the engine sent nothing for too long
+  kClientStalled  // the client took nothing for too long
+};
+
+enum class Framing : uint8_t { kAsIs, kChunks };
+
+struct Limits {
+  int64_t connect_ns = 2'000'000'000;
+  int64_t silence_ns = 600'000'000'000;  // without a byte of the engine's, its head too
+  int64_t client_ns = 60'000'000'000;    // without a byte taken by the client
+  int64_t idle_ns = 3'000'000'000;       // engines close after 5 s
+};
+
+struct Stats {
+  uint64_t begun = 0;
+  uint64_t connected = 0;      // new connections to engines
+  uint64_t reused = 0;         // requests sent on a kept connection
+  uint64_t sent_again = 0;     // after a kept connection had ended without a byte
+  uint64_t receives = 0;       // of payload that was forwarded
+  uint64_t payload_bytes = 0;  // forwarded
+  uint64_t pauses = 0;         // engines that were not read because of their client
+};
+
+struct Notice {
+  ExchangeId id;
+  bool ready;  // else it has ended
+};
+
+struct Exchange {
+  uint32_t generation = 0;
+  Phase phase = Phase::kFree;
+  Outcome outcome = Outcome::kUnderWay;
+  Framing framing = Framing::kAsIs;
+  bool was_kept = false;        // the connection had served another request
+  bool engine_watched = false;  // its descriptor is in the epoll set
+  bool client_watched = false;
+  bool completes = false;  // all of the payload is here
+  int engine_fd = kNoSocket;
+  int client_fd = kNoSocket;
+  uint32_t engine_events = 0;
+  uint32_t client_events = 0;
+  EngineId engine = 0;
+  size_t hold = 0;
+  std::string request;         // its head
+  const char* body = nullptr;  // the caller's, until END or drop
+  size_t body_size = 0;
+  size_t sent = 0;       // of both
+  std::string received;  // the head as far as it has come; then the head alone
+  std::string held;      // payload before `forward`
+  AnswerHead head;
+  Body decoder;
+  std::string unsent;  // frames that wait for the client, from `unsent_at`
+  size_t unsent_at = 0;
+  std::string tail;
+  uint64_t forwarded = 0;  // bytes of payload
+  uint64_t receives = 0;
+  int64_t begun_ns = 0;
+  int64_t first_ns = 0;    // when READY was noticed
+  int64_t touched_ns = 0;  // the last progress
+};
+
+inline int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1'000'000'000) + now.tv_nsec;
+}
+
+class Relay {
+ public:
+  Relay() : buffer_(new char[kReceive]), epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+    if (epoll_ < 0) throw std::system_error(errno, std::generic_category());
+  }
+  Relay(const Relay&) = delete;
+  Relay& operator=(const Relay&) = delete;
+  ~Relay() {
+    for (auto& each : exchanges_) {
+      if (each->engine_fd != kNoSocket) ::close(each->engine_fd);
+    }
+    for (EngineId id = 0; id < engines_.size(); ++id) forget_idle(id);
+    ::close(epoll_);
+  }
+
+  Limits limits;
+  Stats stats;
+
+  int fd() const { return epoll_; }
+  size_t live() const { return live_; }
+  const std::vector<Notice>& notices() const { return notices_; }
+  void clear_notices() { notices_.clear(); }
+
+  // Takes the address of an engine: an IP address and a port, or the path of a Unix socket and 0.
+  // Throws std::invalid_argument for any other text.
+  EngineId add_engine(const char* host, uint16_t port) {
+    EngineId id = 0;
+    while (id < engines_.size() && engines_[id].size != 0) ++id;
+    if (id == engines_.size()) engines_.emplace_back();
+    move_engine(id, host, port);
+    return id;
+  }
+
+  // Has the next connections go to another address.
+  void move_engine(EngineId id, const char* host, uint16_t port) {
+    Engine& engine = engines_[id];
+    sockaddr_storage address{};
+    const socklen_t size = read_address(host, port, address);
+    if (size == 0) throw std::invalid_argument("not an address");
+    forget_idle(id);
+    engine.address = address;
+    engine.size = size;
+  }
+
+  // Exchanges under way with it go on.
+  void remove_engine(EngineId id) {
+    forget_idle(id);
+    engines_[id].size = 0;
+  }
+
+  void forget_idle(EngineId id) {
+    for (const Idle& each : engines_[id].idle) ::close(each.fd);
+    engines_[id].idle.clear();
+  }
+
+  size_t idle(EngineId id) const { return engines_[id].idle.size(); }
+
+  // Sends a request to an engine. The answer is held up to `hold` bytes; without a client
+  // (kNoSocket) it is never forwarded. `body` is read until END or `drop`.
+  ExchangeId begin(EngineId engine, int client_fd, const char* head, size_t head_size,
+                   const char* body, size_t body_size, size_t hold) {
+    const ExchangeId id = take();
+    Exchange& x = at(id);
+    x.engine = engine;
+    x.client_fd = client_fd;
+    x.request.assign(head, head_size);
+    x.body = body;
+    x.body_size = body_size;
+    x.hold = hold;
+    now_ = now_ns();
+    x.begun_ns = x.touched_ns = now_;
+    ++stats.begun;
+    if (client_fd != kNoSocket) watch_client(id, EPOLLRDHUP);
+    x.engine_fd = take_idle(engine);
+    x.was_kept = x.engine_fd != kNoSocket;
+    if (x.was_kept) {
+      ++stats.reused;
+      x.phase = Phase::kSending;
+      send_request(id);
+    } else {
+      connect(id);
+    }
+    return id;
+  }
+
+  bool knows(ExchangeId id) const {
+    const uint32_t slot = static_cast<uint32_t>(id);
+    return slot < exchanges_.size() && exchanges_[slot]->generation == id >> 32 &&
+           exchanges_[slot]->phase != Phase::kFree;
+  }
+  const Exchange& exchange(ExchangeId id) const { return *exchanges_[static_cast<uint32_t>(id)]; }
+
+  // Sends the answer on, with a head for the client; true when it has all been taken already.
+  // The exchange is ready.
+  bool forward(ExchangeId id, const char* head, size_t head_size, Framing framing) {
+    Exchange& x = at(id);
+    now_ = now_ns();
+    x.touched_ns = now_;
+    x.framing = framing;
+    x.phase = Phase::kForwarding;
+    x.unsent.assign(head, head_size);
+    x.unsent_at = 0;
+    note_payload(x, x.held.data(), x.held.size());
+    frame(x.unsent, x.held.data(), x.held.size(), framing);
+    std::string().swap(x.held);
+    if (x.completes) {
+      complete(id);
+    } else {
+      flush(id);
+      if (x.phase == Phase::kForwarding) watch_engine(id, EPOLLIN);
+    }
+    return x.phase == Phase::kEnded;
+  }
+
+  // Forgets an exchange, whatever its phase. An engine that has not answered in full is left by
+  // closing its connection, which aborts the request there.
+  void drop(ExchangeId id) {
+    Exchange& x = at(id);
+    leave(x);
+    const uint32_t generation = x.generation;
+    x = Exchange();
+    x.generation = generation + 1;
+    free_.push_back(static_cast<uint32_t>(id));
+    --live_;
+  }
+
+  // Serves what has come, for `budget_ns` nanoseconds at most; true if more may be there.
+  bool turn(int64_t budget_ns) {
+    epoll_event events[kEvents];
+    const int64_t end = now_ns() + budget_ns;
+    for (;;) {
+      const int count = epoll_wait(epoll_, events, kEvents, 0);
+      if (count <= 0) return false;
+      now_ = now_ns();
+      for (int i = 0; i < count; ++i) {
+        const uint64_t tag = events[i].data.u64;
+        const ExchangeId id = tag & ~kClientSide;
+        if (!knows(id)) continue;  // dropped, or ended by an event of the same batch
+        if (tag & kClientSide) {
+          on_client(id, events[i].events);
+        } else {
+          on_engine(id, events[i].events);
+        }
+      }
+      if (now_ns() >= end) return true;
+    }
+  }
+
+  // Ends what has taken too long, and closes connections that were kept for too long.
+  void sweep() {
+    now_ = now_ns();
+    for (uint32_t slot = 0; slot < exchanges_.size(); ++slot) {
+      Exchange& x = *exchanges_[slot];
+      const int64_t waited = now_ - x.touched_ns;
+      const ExchangeId id = id_of(slot);
+      if (x.phase == Phase::kConnecting && waited > limits.connect_ns) {
+        end(id, Outcome::kConnectTime);
+      } else if (x.unsent_at < x.unsent.size()) {
+        if (waited > limits.client_ns && x.phase != Phase::kEnded) {
+          end(id, Outcome::kClientStalled);
+        }
+      } else if (waits_for_engine(x.phase) && waited > limits.silence_ns) {
+        end(id, Outcome::kSilence);
+      }
+    }
+    for (Engine& engine : engines_) {
+      size_t stale = 0;  // the oldest are in front
+      while (stale < engine.idle.size() && now_ - engine.idle[stale].since_ns > limits.idle_ns) {
+        ::close(engine.idle[stale++].fd);
+      }
+      engine.idle.erase(engine.idle.begin(), engine.idle.begin() + static_cast<long>(stale));
+    }
+  }
+
+ private:
+  static constexpr int kEvents = 256;        // taken from the set at once
+  static constexpr int kReceivesInARow = 4;  // of one engine, before others have their turn
+  static constexpr uint64_t kClientSide = UINT64_C(1) << 63;
+
+  struct Idle {
+    int fd;
+    int64_t since_ns;
+  };
+  struct Engine {
+    sockaddr_storage address{};
+    socklen_t size = 0;  // 0: there is no such engine
+    std::vector<Idle> idle;
+  };
+
+  // Returns the size of the address, 0 if the text is none.
+  static socklen_t read_address(const char* host, uint16_t port, sockaddr_storage& address) {
+    auto* v4 = reinterpret_cast<sockaddr_in*>(&address);
+    if (inet_pton(AF_INET, host, &v4->sin_addr) == 1) {
+      v4->sin_family = AF_INET;
+      v4->sin_port = htons(port);
+      return sizeof *v4;
+    }
+    auto* v6 = reinterpret_cast<sockaddr_in6*>(&address);
+    if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
+      v6->sin6_family = AF_INET6;
+      v6->sin6_port = htons(port);
+      return sizeof *v6;
+    }
+    auto* path = reinterpret_cast<sockaddr_un*>(&address);
+    if (*host != '/' || std::strlen(host) >= sizeof path->sun_path) return 0;
+    path->sun_family = AF_UNIX;
+    std::strcpy(path->sun_path, host);
+    return sizeof *path;
+  }
+
+  static bool waits_for_engine(Phase phase) {
+    return phase == Phase::kSending || phase == Phase::kHead || phase == Phase::kHolding ||
+           phase == Phase::kForwarding;
+  }
+
+  Exchange& at(ExchangeId id) { return *exchanges_[static_cast<uint32_t>(id)]; }
+  ExchangeId id_of(uint32_t slot) const {
+    return static_cast<uint64_t>(exchanges_[slot]->generation) << 32 | slot;
+  }
+
+  ExchangeId take() {
+    if (free_.empty()) {
+      exchanges_.push_back(std::make_unique<Exchange>());
+      free_.reserve(exchanges_.size());  // so that `drop` never allocates
+      free_.push_back(static_cast<uint32_t>(exchanges_.size() - 1));
+    }
+    const uint32_t slot = free_.back();
+    free_.pop_back();
+    exchanges_[slot]->generation &= 0x7fffffff;  // the last bit of a tag is its side
+    ++live_;
+    return id_of(slot);
+  }
+
+  // ---- the engine's side
+
+  int take_idle(EngineId id) {
+    std::vector<Idle>& idle = engines_[id].idle;
+    const int64_t now = now_ns();
+    while (!idle.empty()) {
+      const Idle last = idle.back();
+      idle.pop_back();
+      char byte;
+      const ssize_t got = recv(last.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+      if (got < 0 && errno == EAGAIN && now - last.since_ns <= limits.idle_ns) return last.fd;
+      ::close(last.fd);
+    }
+    return kNoSocket;
+  }
+
+  void connect(ExchangeId id) {
+    Exchange& x = at(id);
+    const Engine& engine = engines_[x.engine];
+    x.phase = Phase::kConnecting;
+    x.sent = 0;
+    x.was_kept = false;
+    x.engine_fd = socket(engine.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (x.engine_fd < 0) return end(id, Outcome::kUnreachable);
+    if (engine.address.ss_family != AF_UNIX) {
+      const int on = 1;
+      setsockopt(x.engine_fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    }
+    const auto* address = reinterpret_cast<const sockaddr*>(&engine.address);
+    if (::connect(x.engine_fd, address, engine.size) == 0) {
+      on_connected(id);
+    } else if (errno == EINPROGRESS) {
+      watch_engine(id, EPOLLOUT);
+    } else {
+      end(id, Outcome::kUnreachable);
+    }
+  }
+
+  void on_connected(ExchangeId id) {
+    ++stats.connected;
+    at(id).phase = Phase::kSending;
+    send_request(id);
+  }
+
+  void send_request(ExchangeId id) {
+    Exchange& x = at(id);
+    const size_t total = x.request.size() + x.body_size;
+    while (x.sent < total) {
+      iovec parts[2];
+      int n = 0;
+      if (x.sent < x.request.size()) {
+        parts[n++] = {x.request.data() + x.sent, x.request.size() - x.sent};
+      }
+      const size_t of_body = x.sent > x.request.size() ? x.sent - x.request.size() : 0;
+      if (of_body < x.body_size) {
+        parts[n++] = {const_cast<char*>(x.body) + of_body, x.body_size - of_body};
+      }
+      const ssize_t put = send_parts(x.engine_fd, parts, n);
+      if (put < 0 && errno == EAGAIN) return watch_engine(id, EPOLLOUT | EPOLLIN);
+      if (put < 0) return on_engine_gone(id);
+      x.sent += static_cast<size_t>(put);
+      x.touched_ns = now_;
+    }
+    x.phase = Phase::kHead;
+    watch_engine(id, EPOLLIN);
+  }
+
+  void on_engine(ExchangeId id, uint32_t events) {
+    Exchange& x = at(id);
+    if (x.phase == Phase::kConnecting) {
+      int error = 0;
+      socklen_t size = sizeof error;
+      getsockopt(x.engine_fd, SOL_SOCKET, SO_ERROR, &error, &size);
+      if (error != 0) return end(id, Outcome::kUnreachable);
+      x.touched_ns = now_;
+      return on_connected(id);
+    }
+    if (x.phase == Phase::kSending && (events & EPOLLOUT)) {
+      send_request(id);
+      if (x.phase == Phase::kEnded || x.phase == Phase::kConnecting) return;
+    }
+    if (x.phase == Phase::kReady || x.phase == Phase::kDraining) return watch_engine(id, 0);
+    if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
+    for (int i = 0; i < kReceivesInARow; ++i) {
+      const ssize_t got = recv(x.engine_fd, buffer_.get(), kReceive, MSG_DONTWAIT);
+      if (got < 0 && errno == EAGAIN) return;
+      if (got <= 0) return on_engine_gone(id);
+      x.touched_ns = now_;
+      on_received(id, static_cast<size_t>(got));
+      if (got < static_cast<ssize_t>(kReceive) || !x.engine_watched) return;
+      if (!waits_for_engine(x.phase)) return;
+    }
+  }
+
+  void on_received(ExchangeId id, size_t got) {
+    Exchange& x = at(id);
+    if (x.phase == Phase::kHead || x.phase == Phase::kSending) return on_head(id, got);
+    size_t payload = 0, used = 0;
+    if (!x.decoder.decode(buffer_.get(), got, payload, used)) return end(id, Outcome::kMalformed);
+    if (used < got) x.head.persists = false;  // nobody asked for more
+    on_payload(id, buffer_.get(), payload);
+  }
+
+  void on_head(ExchangeId id, size_t got) {
+    Exchange& x = at(id);
+    x.received.append(buffer_.get(), got);
+    size_t size = 0;
+    for (;;) {
+      const Parsed parsed = parse_head(x.received.data(), x.received.size(), x.head, size);
+      if (parsed == Parsed::kWrong) return end(id, Outcome::kMalformed);
+      if (parsed == Parsed::kPart) {
+        if (x.received.size() > kMaxHead) end(id, Outcome::kMalformed);
+        return;
+      }
+      if (x.head.status == 101) return end(id, Outcome::kMalformed);
+      if (x.head.status >= 200) break;
+      x.received.erase(0, size);  // 1xx: more is to come
+    }
+    if (x.phase == Phase::kSending) {  // the rest of the request is not wanted
+      x.head.persists = false;
+      watch_engine(id, EPOLLIN);
+    }
+    x.decoder.begin(x.head);
+    x.phase = Phase::kHolding;
+    std::string rest = x.received.substr(size);
+    x.received.resize(size);
+    size_t payload = 0, used = 0;
+    if (!x.decoder.decode(rest.data(), rest.size(), payload, used)) {
+      return end(id, Outcome::kMalformed);
+    }
+    if (used < rest.size()) x.head.persists = false;
+    on_payload(id, rest.data(), payload);
+  }
+
+  void on_payload(ExchangeId id, const char* data, size_t n) {
+    Exchange& x = at(id);
+    x.completes = x.decoder.complete();
+    if (x.phase == Phase::kHolding) {
+      x.held.append(data, n);
+      const bool event = x.head.events && first_event(x.held.data(), x.held.size()) != 0;
+      if (x.completes || event || x.held.size() >= x.hold) make_ready(id);
+      return;
+    }
+    if (n != 0) {
+      ++x.receives;
+      ++stats.receives;
+      note_payload(x, data, n);
+      send_frame(id, data, n);
+    }
+    if (x.completes && x.phase == Phase::kForwarding) complete(id);
+  }
+
+  void make_ready(ExchangeId id) {
+    Exchange& x = at(id);
+    x.phase = Phase::kReady;
+    x.first_ns = now_;
+    if (x.completes) release_engine(x);
+    notices_.push_back({id, true});
+  }
+
+  void on_engine_gone(ExchangeId id) {
+    Exchange& x = at(id);
+    const bool silent = x.phase <= Phase::kHead && x.received.empty();
+    if (silent && x.was_kept) {
+      ++stats.sent_again;
+      close_engine(x);
+      return connect(id);
+    }
+    if (silent) return end(id, Outcome::kNoAnswer);
+    if (x.phase <= Phase::kHead || !x.decoder.ends_by_close()) return end(id, Outcome::kBroken);
+    x.completes = true;
+    close_engine(x);
+    if (x.phase == Phase::kHolding) {
+      make_ready(id);
+    } else {
+      complete(id);
+    }
+  }
+
+  // Gives the engine's connection to the next request, or closes it.
+  void release_engine(Exchange& x) {
+    if (x.engine_fd == kNoSocket) return;
+    Engine& engine = engines_[x.engine];
+    if (!x.head.persists || engine.size == 0 || engine.idle.size() >= kMaxIdle) {
+      return close_engine(x);
+    }
+    unwatch(x.engine_fd, x.engine_watched, x.engine_events);
+    engine.idle.push_back({x.engine_fd, now_});
+    x.engine_fd = kNoSocket;
+  }
+
+  void close_engine(Exchange& x) {
+    if (x.engine_fd == kNoSocket) return;
+    ::close(x.engine_fd);  // and leaves the epoll set
+    x.engine_fd = kNoSocket;
+    x.engine_watched = false;
+    x.engine_events = 0;
+  }
+
+  // ---- the client's side
+
+  void on_client(ExchangeId id, uint32_t events) {
+    Exchange& x = at(id);
+    if (x.phase == Phase::kEnded) return;
+    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) return end(id, Outcome::kClientGone);
+    if (events & EPOLLOUT) flush(id);
+  }
+
+  static void frame(std::string& out, const char* data, size_t n, Framing framing) {
+    if (n == 0) return;
+    if (framing == Framing::kAsIs) {
+      out.append(data, n);
+      return;
+    }
+    char line[kChunkLine];
+    out.append(line, chunk_line(line, n));
+    out.append(data, n);
+    out.append("\r\n", 2);
+  }
+
+  static constexpr size_t kChunkLine = 20;
+  static size_t chunk_line(char* line, size_t n) {
+    return static_cast<size_t>(std::snprintf(line, kChunkLine, "%zx\r\n", n));
+  }
+
+  // Sends payload to the client, or keeps what it does not take.
+  void send_frame(ExchangeId id, const char* data, size_t n) {
+    Exchange& x = at(id);
+    if (x.unsent_at < x.unsent.size()) {
+      frame(x.unsent, data, n, x.framing);
+    } else {
+      char line[kChunkLine];
+      iovec parts[3];
+      int count = 0;
+      size_t total = n;
+      if (x.framing == Framing::kChunks) {
+        const size_t size = chunk_line(line, n);
+        parts[count++] = {line, size};
+        total += size + 2;
+      }
+      parts[count++] = {const_cast<char*>(data), n};
+      if (x.framing == Framing::kChunks) parts[count++] = {const_cast<char*>("\r\n"), 2};
+      const ssize_t put = send_parts(x.client_fd, parts, count);
+      if (put < 0 && errno != EAGAIN) return end(id, Outcome::kClientGone);
+      const size_t taken = put < 0 ? 0 : static_cast<size_t>(put);
+      if (taken == total) return;
+      x.unsent.clear();
+      x.unsent_at = 0;
+      size_t skip = taken;
+      for (int i = 0; i < count; ++i) {
+        const size_t over = skip < parts[i].iov_len ? skip : parts[i].iov_len;
+        x.unsent.append(static_cast<const char*>(parts[i].iov_base) + over,
+                        parts[i].iov_len - over);
+        skip -= over;
+      }
+      watch_client(id, EPOLLOUT | EPOLLRDHUP);
+    }
+    pause_if_full(id);
+  }
+
+  void pause_if_full(ExchangeId id) {
+    Exchange& x = at(id);
+    if (x.unsent.size() - x.unsent_at <= kWindow || !x.engine_watched) return;
+    ++stats.pauses;
+    watch_engine(id, 0);
+  }
+
+  // Sends what waits for the client.
+  void flush(ExchangeId id) {
+    Exchange& x = at(id);
+    while (x.unsent_at < x.unsent.size()) {
+      iovec part = {x.unsent.data() + x.unsent_at, x.unsent.size() - x.unsent_at};
+      const ssize_t put = send_parts(x.client_fd, &part, 1);
+      if (put < 0 && errno == EAGAIN) {
+        watch_client(id, EPOLLOUT | EPOLLRDHUP);
+        break;
+      }
+      if (put < 0) return end(id, Outcome::kClientGone);
+      x.unsent_at += static_cast<size_t>(put);
+      x.touched_ns = now_;
+    }
+    if (x.unsent_at == x.unsent.size()) {
+      x.unsent.clear();
+      x.unsent_at = 0;
+      if (x.phase == Phase::kDraining) return end(id, x.outcome);
+      watch_client(id, EPOLLRDHUP);
+    } else if (x.unsent_at >= kWindow) {
+      x.unsent.erase(0, x.unsent_at);
+      x.unsent_at = 0;
+    }
+    const bool room = x.unsent.size() - x.unsent_at <= kWindow / 2;
+    if (x.phase == Phase::kForwarding && room) watch_engine(id, EPOLLIN);
+  }
+
+  void note_payload(Exchange& x, const char* data, size_t n) {
+    x.forwarded += n;
+    stats.payload_bytes += n;
+    if (n >= kTail) {
+      x.tail.assign(data + n - kTail, kTail);
+      return;
+    }
+    if (x.tail.size() + n > 2 * kTail) x.tail.erase(0, x.tail.size() + n - kTail);
+    x.tail.append(data, n);
+  }
+
+  // All of the payload is here.
+  void complete(ExchangeId id) {
+    Exchange& x = at(id);
+    release_engine(x);
+    if (x.framing == Framing::kChunks) x.unsent.append("0\r\n\r\n", 5);
+    x.outcome = Outcome::kComplete;
+    x.phase = Phase::kDraining;
+    flush(id);
+  }
+
+  // ---- ends
+
+  void end(ExchangeId id, Outcome outcome) {
+    Exchange& x = at(id);
+    // A client is told how a broken answer ends only behind what it has been sent.
+    const bool tells = outcome == Outcome::kBroken || outcome == Outcome::kMalformed ||
+                       outcome == Outcome::kSilence;
+    if (tells && x.phase == Phase::kForwarding && x.unsent_at < x.unsent.size()) {
+      close_engine(x);
+      x.outcome = outcome;
+      x.phase = Phase::kDraining;
+      return;
+    }
+    leave(x);
+    x.outcome = outcome;
+    x.phase = Phase::kEnded;
+    notices_.push_back({id, false});
+  }
+
+  // Lets go of both sockets.
+  void leave(Exchange& x) {
+    close_engine(x);
+    if (x.client_fd == kNoSocket) return;
+    unwatch(x.client_fd, x.client_watched, x.client_events);
+    x.client_fd = kNoSocket;
+  }
+
+  // ---- the epoll set
+
+  void watch_engine(ExchangeId id, uint32_t events) {
+    Exchange& x = at(id);
+    watch(x.engine_fd, id, events, x.engine_watched, x.engine_events);
+  }
+
+  void watch_client(ExchangeId id, uint32_t events) {
+    Exchange& x = at(id);
+    watch(x.client_fd, id | kClientSide, events, x.client_watched, x.client_events);
+  }
+
+  // Without events a descriptor leaves the set: a hangup would be told over and over.
+  void watch(int fd, uint64_t tag, uint32_t events, bool& watched, uint32_t& current) {
+    if (events == 0) return unwatch(fd, watched, current);
+    if (watched && current == events) return;
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = tag;
+    if (epoll_ctl(epoll_, watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd, &event) < 0) {
+      throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+    }
+    watched = true;
+    current = events;
+  }
+
+  void unwatch(int fd, bool& watched, uint32_t& current) {
+    if (watched) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+    watched = false;
+    current = 0;
+  }
+
+  static ssize_t send_parts(int fd, iovec* parts, int n) {
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = static_cast<size_t>(n);
+    return sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+
+  std::unique_ptr<char[]> buffer_;
+  int epoll_;
+  int64_t now_ = now_ns();
+  size_t live_ = 0;
+  std::vector<std::unique_ptr<Exchange>> exchanges_;
+  std::vector<uint32_t> free_;
+  std::vector<Engine> engines_;
+  std::vector<Notice> notices_;
+};
+
+}  // namespace kvd::relay

@@ -1,0 +1,308 @@
+"""The relay over real sockets: an engine that says byte by byte what a test wants it to."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from kvd.gateway.exchanges import ExchangeFailed, Exchanges, RelayLimits
+from kvd_core.relay.relay import Outcome
+from tests.support.zmtp_fakes import until
+
+HOLD = 64 * 1024
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: e\r\ncontent-length: 2\r\n\r\n"
+Script = Callable[[trio.SocketStream], Awaitable[None]]
+
+
+class Engine:
+    """Serves connections by the scripts it is given, one each, and notes what it received."""
+
+    def __init__(self, scripts: list[Script]) -> None:
+        self.scripts = scripts
+        self.connections = 0
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        script = self.scripts[self.connections]
+        self.connections += 1
+        async with stream:
+            await script(stream)
+
+
+async def read_request(stream: trio.SocketStream) -> bytes:
+    """Returns a request with its body of two bytes; nothing at the end of the connection."""
+    data = b""
+    while not data.endswith(b"\r\n\r\n{}"):
+        piece = await stream.receive_some()
+        if not piece:
+            return b""
+        data += bytes(piece)
+    return data
+
+
+def answering(*pieces: bytes) -> Script:
+    """Returns a script that answers one request piece by piece and closes."""
+
+    async def script(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        for piece in pieces:
+            await stream.send_all(piece)
+            await trio.lowlevel.checkpoint()
+
+    return script
+
+
+@asynccontextmanager
+async def relaying(
+    *scripts: Script, limits: RelayLimits | None = None
+) -> AsyncIterator[tuple[Exchanges, int, Engine]]:
+    """Yields exchanges, the number of an engine that plays the scripts, and that engine."""
+    engine = Engine(list(scripts))
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, engine.serve, listeners)
+        exchanges = Exchanges(limits or RelayLimits())
+        nursery.start_soon(exchanges.run)
+        port = listeners[0].socket.getsockname()[1]
+        yield exchanges, exchanges.relay.add_engine("127.0.0.1", port), engine
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[tuple[int, trio.SocketStream]]:
+    """Yields the descriptor that the relay writes to, and the client's end of the stream."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours:
+        async with trio.SocketStream(trio.socket.from_stdlib_socket(theirs)) as stream:
+            yield ours.fileno(), stream
+
+
+async def received(stream: trio.SocketStream, end: bytes) -> bytes:
+    data = b""
+    while not data.endswith(end):
+        piece = await stream.receive_some()
+        assert piece, data
+        data += bytes(piece)
+    return data
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunks(*payloads: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in payloads)
+
+
+async def test_a_whole_answer_waits_until_it_is_whole() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 10\r\n\r\n"
+    script = answering(head, b"01234", b"56789")
+    async with relaying(script) as (exchanges, engine, _), client() as (fd, stream):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            answer = await exchange.begins()
+            assert answer is not None
+            assert (answer.status, answer.head, answer.held) == (200, head, b"0123456789")
+            assert (answer.whole, answer.events) == (True, False)
+            exchange.forward(head, chunked=False)
+            ending = await exchange.ends()
+        assert ending.outcome is Outcome.COMPLETE
+        assert ending.forwarded == 10
+        assert ending.tail == b"0123456789"
+        assert await received(stream, b"9") == head + b"0123456789"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+async def test_a_stream_is_held_until_its_first_event_with_data(step: int) -> None:
+    events = [b": hello\n\n", b"data: 1\r\n\r\n", b'data: {"x":2}\n\n', b"data: [DONE]\n\n"]
+    data = STREAM + chunks(*events) + b"0\r\n\r\n"
+    script = answering(*(data[at : at + step] for at in range(0, len(data), step)))
+    async with relaying(script) as (exchanges, engine, _), client() as (fd, stream):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            answer = await exchange.begins()
+            assert answer is not None
+            assert answer.events
+            assert answer.held.startswith(b": hello\n\ndata: 1\r\n")
+            exchange.forward(STREAM, chunked=True)
+            ending = await exchange.ends()
+        assert ending.outcome is Outcome.COMPLETE
+        assert ending.tail == b"".join(events)
+        got = await received(stream, b"0\r\n\r\n")
+        assert got.startswith(STREAM)
+        assert dechunked(got.removeprefix(STREAM)) == b"".join(events)
+
+
+def dechunked(data: bytes) -> bytes:
+    payload = b""
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        if size == b"0":
+            assert data == b"\r\n"
+            return payload
+        n = int(size, 16)
+        payload += data[:n]
+        assert data[n : n + 2] == b"\r\n"
+        data = data[n + 2 :]
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        (b"", Outcome.NO_ANSWER),
+        (b"HTTP/1.1 200 OK\r\n", Outcome.BROKEN),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n12", Outcome.BROKEN),
+        (STREAM + b"5\r\ndata:\r\n", Outcome.BROKEN),
+        (STREAM + b"5x\r\n", Outcome.MALFORMED),
+        (STREAM + b"\r\n", Outcome.MALFORMED),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n", Outcome.MALFORMED),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
+            Outcome.MALFORMED,
+        ),
+        (b"HTTP/1.1 101 Switching\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, Outcome.MALFORMED),
+    ],
+)
+async def test_an_engine_that_breaks_off_costs_the_client_nothing(
+    said: bytes, outcome: Outcome
+) -> None:
+    async with relaying(answering(said)) as (exchanges, engine, _), client() as (fd, stream):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            assert await exchange.begins() is None
+            assert exchange.ending().outcome is outcome
+        with trio.move_on_after(0):
+            pytest.fail(f"the client was sent {await stream.receive_some()!r}")
+
+
+async def test_nobody_there_is_an_end_at_once() -> None:
+    async with relaying() as (exchanges, _, _engine):
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            engine = exchanges.relay.add_engine("127.0.0.1", bound.getsockname()[1])
+            with pytest.raises(ExchangeFailed, match="unreachable"):
+                await exchanges.ask(engine, REQUEST, b"{}", HOLD)
+
+
+async def test_a_connection_is_kept_and_used_again() -> None:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+    async def twice(stream: trio.SocketStream) -> None:
+        while await read_request(stream):
+            await stream.send_all(answer)
+
+    async with relaying(twice) as (exchanges, engine, played):
+        for _ in range(3):
+            assert (await exchanges.ask(engine, REQUEST, b"{}", HOLD)).held == b"ok"
+        assert played.connections == 1
+        assert exchanges.relay.idle(engine) == 1
+        stats = exchanges.relay.stats()
+        assert (stats["connected"], stats["reused"], stats["sent_again"]) == (1, 2, 0)
+
+
+async def test_a_kept_connection_that_closes_under_a_request_is_replaced_unnoticed() -> None:
+    """The engine closes as the request is on its way: it answers the first, reads the second."""
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+    async def once(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        await stream.send_all(answer)
+        await read_request(stream)
+
+    async with relaying(once, once) as (exchanges, engine, played):
+        for _ in range(2):
+            assert (await exchanges.ask(engine, REQUEST, b"{}", HOLD)).held == b"ok"
+        assert played.connections == 2
+        assert exchanges.relay.stats()["sent_again"] == 1
+
+
+async def test_a_client_that_leaves_aborts_its_engine() -> None:
+    left = trio.Event()
+
+    async def endless(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        await stream.send_all(STREAM + chunks(b"data: 1\n\n"))
+        assert not await stream.receive_some()
+        left.set()
+
+    async with relaying(endless) as (exchanges, engine, _), client() as (fd, stream):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            assert await exchange.begins() is not None
+            exchange.forward(STREAM, chunked=True)
+            await received(stream, b"data: 1\n\n\r\n")
+            await stream.aclose()
+            assert (await exchange.ends()).outcome is Outcome.CLIENT_GONE
+            await left.wait()
+
+
+async def test_an_engine_waits_for_a_client_that_does_not_read() -> None:
+    """What neither the client nor the window takes stays in the engine's socket."""
+    piece = b"x" * 65536
+    sent = 0
+
+    async def flood(stream: trio.SocketStream) -> None:
+        nonlocal sent
+        await read_request(stream)
+        await stream.send_all(STREAM + chunks(b"data: 1\n\n"))
+        for _ in range(400):
+            await stream.send_all(chunks(piece))
+            sent += len(piece)
+        await stream.send_all(b"0\r\n\r\n")
+
+    async with relaying(flood) as (exchanges, engine, _), client() as (fd, stream):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            assert await exchange.begins() is not None
+            exchange.forward(STREAM, chunked=True)
+            await until(lambda: exchanges.relay.stats()["pauses"] > 0)
+            assert sent < 400 * len(piece)
+            got = await received(stream, b"0\r\n\r\n")
+            ending = await exchange.ends()
+        assert ending.outcome is Outcome.COMPLETE
+        assert dechunked(got.removeprefix(STREAM)) == b"data: 1\n\n" + piece * 400
+        assert ending.forwarded == 9 + 400 * len(piece)
+        assert len(ending.tail) <= 8192
+
+
+async def test_what_was_sent_before_an_engine_broke_reaches_the_client_first() -> None:
+    script = answering(STREAM + chunks(b"data: 1\n\n", b"data: 2\n\n"), b"3\r\nda")
+    async with relaying(script) as (exchanges, engine, _), client() as (fd, stream):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            assert await exchange.begins() is not None
+            exchange.forward(STREAM, chunked=True)
+            assert (await exchange.ends()).outcome is Outcome.BROKEN
+        assert b"data: 2\n\n" in await received(stream, b"da\r\n")
+
+
+async def test_silence_ends_an_exchange() -> None:
+    async def silent(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        await stream.receive_some()
+
+    limits = RelayLimits(silence_s=0.05)
+    async with relaying(silent, limits=limits) as (exchanges, engine, _):
+        with pytest.raises(ExchangeFailed, match="silence"):
+            await exchanges.ask(engine, REQUEST, b"{}", HOLD)
+
+
+async def test_a_body_ends_with_the_connection_where_nothing_else_says_so() -> None:
+    script = answering(b"HTTP/1.0 200 OK\r\n\r\n", b"abc", b"def")
+    async with relaying(script) as (exchanges, engine, _):
+        answer = await exchanges.ask(engine, REQUEST, b"{}", HOLD)
+        assert (answer.held, answer.whole) == (b"abcdef", True)
+        assert exchanges.relay.idle(engine) == 0
+
+
+async def test_an_answer_before_the_request_is_sent_counts() -> None:
+    """An engine that refuses a long body answers before it has read it."""
+
+    async def early(stream: trio.SocketStream) -> None:
+        await stream.send_all(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
+        await trio.sleep_forever()
+
+    body = b"x" * (32 * 1024 * 1024)
+    async with relaying(early) as (exchanges, engine, _):
+        answer = await exchanges.ask(engine, REQUEST, body, HOLD)
+        assert (answer.status, answer.held) == (413, b"no")
+        assert exchanges.relay.idle(engine) == 0

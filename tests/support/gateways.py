@@ -1,0 +1,165 @@
+"""Simulated engines in the test's own process, and a gateway in front of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import trio
+import zmq
+
+from examples.engine.options import EngineOptions
+from examples.engine.server import EngineServer
+from tests.support.ports import find_free_port
+from tests.support.processes import Server
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S
+
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Running:
+    """An engine on a port of its own, which can end and come back."""
+
+    server: EngineServer
+    nursery: trio.Nursery
+    port: int
+    scope: trio.CancelScope | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self.scope = await self.nursery.start(self._run)
+
+    def end(self) -> None:
+        """Ends it at once, with all of its connections."""
+        assert self.scope is not None
+        self.scope.cancel()
+
+    async def _run(self, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                listeners = await trio.open_tcp_listeners(self.port, host="127.0.0.1")
+                nursery.start_soon(trio.serve_listeners, self.server.serve, listeners)
+                task_status.started(scope)
+
+
+@asynccontextmanager
+async def engines(*options: EngineOptions) -> AsyncIterator[list[Running]]:
+    """Yields running engines."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        async with trio.open_nursery() as nursery:
+            started = [
+                Running(EngineServer(each, context), nursery, find_free_port()) for each in options
+            ]
+            for each in started:
+                await each.start()
+            yield started
+            nursery.cancel_scope.cancel()
+    finally:
+        context.destroy(linger=0)
+
+
+@dataclass
+class Answered:
+    """What a client saw of an answer."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytes
+    clean: bool  # the answer ended as it should
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        found = [line[6:] for line in self.body.decode().splitlines() if line.startswith("data: ")]
+        return [each if each == "[DONE]" else json.loads(each) for each in found]
+
+    @property
+    def text(self) -> str:
+        """The text of a streamed chat."""
+        choices = [each["choices"][0] for each in self.events if each != "[DONE]"]
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+class Client:
+    """A client of a gateway."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answered:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"content-type": "application/json", **(headers or {})}
+        data = b""
+        async with self.http.stream("POST", path, content=content, headers=sent) as response:
+            try:
+                async for piece in response.aiter_raw():
+                    data += piece
+                clean = True
+            except httpx.RemoteProtocolError:
+                clean = False
+            return Answered(response.status_code, response.headers, data, clean)
+
+    async def chat(
+        self, *texts: str, headers: dict[str, str] | None = None, **more: Any
+    ) -> Answered:
+        messages = [{"role": "user", "content": text} for text in texts]
+        members = {"model": "demo", "max_tokens": 4, "messages": messages, **more}
+        return await self.post(CHAT, members, headers)
+
+    async def get(self, path: str) -> Answered:
+        response = await self.http.get(path)
+        return Answered(response.status_code, response.headers, response.content, True)
+
+    async def metrics(self) -> dict[str, float]:
+        """Returns the gateway's metrics by name and labels."""
+        lines = (await self.get("/metrics")).body.decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+
+@asynccontextmanager
+async def serving(
+    start: Callable[..., Server], *options: EngineOptions, flags: Sequence[str] = ()
+) -> AsyncIterator[tuple[Client, list[Running]]]:
+    """Yields a client of a gateway that serves all of these engines, and the engines."""
+    async with engines(*options) as running:
+        named = [part for each in running for part in ("--upstream", each.url)]
+        server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
+        async with httpx.AsyncClient(
+            base_url=server.base_url, trust_env=False, verify=False, timeout=60
+        ) as http:
+            client = Client(http)
+            await wait_serving(client, len(running))
+            yield client, running
+
+
+async def wait_serving(client: Client, count: int) -> None:
+    """Waits until so many engines serve, and their events are heard."""
+    with trio.fail_after(NOT_MY_FAULT_S):
+        while (await client.get("/ready")).json["serving"] != count:  # noqa: ASYNC110 - another process
+            await trio.sleep(0.02)
+
+
+async def wait_heard(client: Client, running: list[Running]) -> None:
+    """Waits until the index holds what the engines cache."""
+    cached = sum(len(each.server.cache) for each in running)
+    await wait_metric(client, 'kvd_blocks{tier="device"}', cached)
+
+
+async def wait_metric(client: Client, name: str, value: float) -> None:
+    """Waits until one of the gateway's metrics has this value."""
+    with trio.fail_after(NOT_MY_FAULT_S):
+        while (await client.metrics())[name] != value:  # noqa: ASYNC110 - another process
+            await trio.sleep(0.01)

@@ -1,0 +1,227 @@
+"""`kvd gateway` in front of simulated engines: where requests go, and what faults cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions, Fault
+from tests.support.gateways import serving, wait_heard, wait_metric, wait_serving
+from tests.support.processes import Server
+from tests.support.zmtp_fakes import until
+
+Start = Callable[..., Server]
+PROMPT = " ".join(f"w{number}" for number in range(100))
+
+
+async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> None:
+    three = (EngineOptions(), EngineOptions(), EngineOptions())
+    flags = ("--gateway-memory-bytes", "0")
+    async with serving(kvd_process, *three, flags=flags) as (client, running):
+        said, places = [PROMPT], set()
+        for turn in range(5):
+            answered = await client.chat(*said)
+            assert answered.status == 200
+            details = answered.json["usage"]["prompt_tokens_details"]
+            matched = int(answered.headers["x-kvd-matched-tokens"])
+            assert matched == details["cached_tokens"]
+            assert (matched > 0) == (turn > 0)
+            assert answered.headers["x-kvd-tokens"] == "tokenize"
+            places.add(answered.headers["x-kvd-endpoint"])
+            said.append(f"{PROMPT} {turn}")
+            await wait_heard(client, running)
+        assert len(places) == 1
+
+
+async def test_a_next_turn_needs_no_tokenizer(kvd_process: Start) -> None:
+    three = (EngineOptions(), EngineOptions(), EngineOptions())
+    async with serving(kvd_process, *three) as (client, running):
+        said, sources, places = [PROMPT], [], set()
+        for turn in range(4):
+            answered = await client.chat(*said)
+            sources.append(answered.headers["x-kvd-tokens"])
+            places.add(answered.headers["x-kvd-endpoint"])
+            if turn:
+                # All but the last turn, which was not there when its tokens were asked for.
+                details = answered.json["usage"]["prompt_tokens_details"]
+                matched = int(answered.headers["x-kvd-matched-tokens"])
+                assert 0 < matched <= details["cached_tokens"]
+            said.append(f"{PROMPT} {turn}")
+            await wait_heard(client, running)
+            await wait_metric(client, "kvd_gateway_conversations", turn + 1)
+        assert sources == ["tokenize", "memory", "memory", "memory"]
+        assert len(places) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fault", [Fault.CLOSE, Fault.AFTER_HEAD, Fault.GARBAGE, Fault.REFUSE_429, Fault.REFUSE_503]
+)
+async def test_a_fault_before_the_answer_costs_the_client_nothing(
+    kvd_process: Start, fault: Fault, stream: bool
+) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(fault)
+        running[1].server.options.faults.clear()
+        for _ in range(4):  # one of them meets the fault
+            answered = await client.chat(PROMPT, stream=stream)
+            assert (answered.status, answered.clean) == (200, True)
+        assert sum(each.server.requests for each in running) in (4, 5)
+
+
+async def test_an_error_as_the_first_event_is_tried_elsewhere(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(Fault.ERROR_EVENT)
+        running[1].server.options.faults.clear()
+        for _ in range(4):
+            answered = await client.chat(PROMPT, stream=True)
+            assert answered.text == " word0 word1 word2 word3"
+
+
+@pytest.mark.parametrize("fault", [Fault.AFTER_EVENT, Fault.IN_EVENT])
+async def test_a_stream_that_breaks_off_is_seen_cut(kvd_process: Start, fault: Fault) -> None:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
+        running[0].server.options.faults.append(fault)
+        answered = await client.chat(PROMPT, stream=True)
+        assert answered.status == 200
+        assert not answered.clean
+        assert b'"code": "upstream_failed"' in answered.body.rpartition(b"\n\ndata: ")[2]
+        await wait_serving(client, 1)
+        assert (await client.chat(PROMPT, stream=True)).clean
+
+
+async def test_a_500_is_passed_on_and_met_by_one_engine_only(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(Fault.REFUSE_500)
+        answered = await client.chat(PROMPT)
+        assert answered.status == 500
+        assert answered.json["error"]["message"] == "simulated 500"
+        assert sum(each.server.requests for each in running) == 1
+
+
+async def test_all_refuse(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        for each in running:
+            each.server.options.faults.append(Fault.REFUSE_503)
+        answered = await client.chat(PROMPT)
+        assert answered.status == 503
+        assert answered.json["error"]["message"] == "simulated 503"
+        assert answered.headers["retry-after"] == "1"
+        assert sum(each.server.requests for each in running) == 2
+
+
+async def test_an_answer_byte_by_byte_is_the_same(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
+        plain = await client.chat(PROMPT, stream=True, headers={"x-request-id": "same"})
+        running[0].server.options.faults.append(Fault.BYTES)
+        slow = await client.chat(PROMPT, stream=True, headers={"x-request-id": "same"})
+        assert slow.clean
+        assert slow.body == plain.body
+        assert plain.headers["x-request-id"] == "same"
+
+
+async def test_a_client_that_leaves_aborts_its_request(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(step_s=0.05)) as (client, running):
+        body = b'{"model":"demo","max_tokens":1000,"stream":true,"prompt":"a b c"}'
+        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
+        async with stream:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            await stream.send_all(head % len(body) + body)
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
+        await until(lambda: running[0].server.aborted == 1)
+
+
+async def test_an_engine_that_ends_is_left_and_taken_again(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        running[0].end()
+        for _ in range(6):
+            answered = await client.chat(PROMPT)
+            assert answered.status == 200
+            assert answered.headers["x-kvd-endpoint"] == running[1].url
+        await wait_serving(client, 1)
+        await running[0].start()
+        await wait_serving(client, 2)
+
+
+async def test_nobody_left(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
+        running[0].end()
+        answered = await client.chat(PROMPT)
+        assert answered.status == 502
+        assert answered.json["error"]["code"] == "upstream_failed"
+        answered = await client.chat(PROMPT)
+        assert answered.status == 503
+        assert answered.json["error"]["code"] == "no_upstream"
+        assert answered.headers["retry-after"] == "1"
+        messages = {"model": "demo", "max_tokens": 4, "messages": []}
+        answered = await client.post("/v1/messages", messages)
+        assert answered.json["error"]["type"] == "overloaded_error"
+
+
+async def test_what_the_gateway_refuses(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
+        for body, status, code in (
+            (b"{", 400, "invalid_json"),
+            (b"[]", 400, "invalid_json"),
+            (b'{"model":"other","messages":[]}', 404, "model_not_found"),
+            (b'{"model":7,"messages":[]}', 400, "invalid_json"),
+            (b'{"model":"demo","kv_transfer_params":{}}', 400, "forbidden_parameter"),
+        ):
+            answered = await client.post("/v1/chat/completions", body)
+            assert (answered.status, answered.json["error"]["code"]) == (status, code)
+        answered = await client.post("/v1/images", {})
+        assert (answered.status, answered.json["error"]["code"]) == (404, "unknown_url")
+        assert running[0].server.requests == 0
+
+
+async def test_bodies_and_headers_go_on_as_they_are(kvd_process: Start) -> None:
+    body = b'{ "model":"demo" ,"max_tokens":1, "prompt":[1,2,3],"x":1.00 }'
+    sent = {
+        "authorization": "Bearer secret",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "x-data-parallel-rank": "7",
+        "x-kvd-endpoint": "me",
+        "connection": "close, x-hop",
+        "x-hop": "1",
+    }
+    async with serving(kvd_process, EngineOptions()) as (client, running):
+        answered = await client.post("/v1/completions", body, sent)
+        assert answered.status == 200
+        assert answered.headers["x-kvd-tokens"] == "ids"
+        server = running[0].server
+        assert server.received[0] == body
+        head = server.heads[0]
+        assert head[b"authorization"] == b"Bearer secret"
+        assert head[b"traceparent"] == sent["traceparent"].encode()
+        assert head.keys().isdisjoint({b"x-data-parallel-rank", b"x-kvd-endpoint", b"x-hop"})
+        assert head[b"host"] == running[0].url.removeprefix("http://").encode()
+
+
+async def test_models_are_the_union_of_all_engines(kvd_process: Start) -> None:
+    async with serving(
+        kvd_process,
+        EngineOptions(adapters=("poet",), max_model_len=1000),
+        EngineOptions(max_model_len=500),
+    ) as (client, running):
+        cards = (await client.get("/v1/models")).json["data"]
+        assert {card["id"]: card["max_model_len"] for card in cards} == {
+            "demo": 500,
+            "poet": None,
+        }
+        for _ in range(3):
+            answered = await client.chat(PROMPT, model="poet")
+            assert answered.headers["x-kvd-endpoint"] == running[0].url
+        assert (await client.get("/v1/models/poet")).status == 200
+        assert (await client.get("/v1/models/nobody")).status == 404
+
+
+async def test_sglang_is_known_by_what_it_says(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(kind="sglang")) as (client, _):
+        shown = (await client.get("/status")).json["upstreams"][0]
+        assert (shown["engine"], shown["block_size"]) == ("sglang", 16)
+        assert (await client.chat(PROMPT)).status == 200
