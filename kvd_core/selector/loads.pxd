@@ -7,46 +7,51 @@ Costs: O(candidates), and what `live_depths` takes. All is inline, as in `cost.p
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t
 
-from kvd_core.ledger.loads cimport decode_blocks, decoding, is_of, live_depths
+from kvd_core.ledger.loads cimport decode_blocks, decoding, live_depths
 from kvd_core.ledger.trie cimport RankId
-from kvd_core.ledger.types cimport Book, Rank, SharedLoads
+from kvd_core.ledger.types cimport Book, Rank
 from kvd_core.selector.pool cimport CPool
 from kvd_core.selector.types cimport CCandidate, CStanding
 
 
 cdef inline void find_live(CPool* pool, Book* book) noexcept nogil:
     # Blocks of the pool's prompt that are in use.
-    cdef SharedLoads* loads = book.loads
     cdef const uint32_t* depths = live_depths(
-        loads, pool.prompt().sequence.data(), pool.prompt().sequence.size()
+        book.loads, pool.prompt().sequence.data(), pool.prompt().sequence.size()
     )
+    cdef const CCandidate* candidates = pool.candidates()
     cdef CStanding* standings = pool.standings()
-    cdef size_t ranks = loads.ranks.size(), i
+    cdef size_t ranks = book.loads.ranks.size(), i
     cdef RankId rank
     for i in range(pool.size()):
-        rank = pool.candidate(i).booked
+        rank = candidates[i].booked
         standings[i].live = depths[rank] if rank < ranks else 0
 
 
 cdef inline void find_loads(CPool* pool, Book* book) noexcept nogil:
     # The loads of this moment; whoever has left the ledger or is unreachable is not present.
-    cdef SharedLoads* loads = book.loads
-    cdef CStanding* standing = pool.standings()
+    cdef const CCandidate* candidates = pool.candidates()
+    cdef CStanding* standings = pool.standings()
+    cdef Rank* ranks = book.loads.ranks.data()
+    cdef size_t known = book.loads.ranks.size(), i
     cdef const CCandidate* candidate
+    cdef CStanding* standing
     cdef Rank* rank
-    cdef size_t i
     for i in range(pool.size()):
-        candidate = &pool.candidate(i)
-        standing[i].present = False
-        if not is_of(loads, candidate.booked, book.bit):
+        candidate = &candidates[i]
+        standing = &standings[i]
+        standing.present = False
+        if candidate.booked >= known:
             continue
-        rank = &loads.ranks[candidate.booked]
-        standing[i].present = (
+        rank = &ranks[candidate.booked]
+        if rank.owners & book.bit == 0:
+            continue
+        standing.present = (
             candidate.reachable
             and rank.worker_id == candidate.worker_id
             and rank.dp_rank == candidate.dp_rank
         )
-        standing[i].prefill_tokens = rank.prefill_tokens
-        standing[i].decode_blocks = decode_blocks(rank)
-        standing[i].requests = rank.requests
-        standing[i].decoding = decoding(rank) & 0xffffff
+        standing.prefill_tokens = rank.prefill_tokens
+        standing.decode_blocks = decode_blocks(rank)
+        standing.requests = rank.requests
+        standing.decoding = decoding(rank) & 0xffffff

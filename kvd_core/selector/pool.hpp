@@ -73,6 +73,7 @@ class Pool {
   void set_reachable(size_t at, bool reachable) { candidates_[at].reachable = reachable; }
 
   // All of them, for whoever finds out what the ledger has.
+  const Candidate* candidates() const { return candidates_.data(); }
   CandidateState* standings() { return standings_.data(); }
 
   // Finds out what all candidates cache of the prompt; `scratch` is free to be used by others

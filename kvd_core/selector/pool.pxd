@@ -20,6 +20,7 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         uint32_t end_of_worker(const CCandidate&)
         const CStanding& standing(size_t)       # of the last look
         CPrompt& prompt()
+        const CCandidate* candidates()          # all of them
         CStanding* standings()                  # of all candidates
         void find_cached(CMatch&) except +
         # Blocks of the prompt, of those at these positions.
