@@ -10,5 +10,6 @@ pool.hpp, types.hpp   a look at the index; the state of every candidate; pool.px
 loads.pxd             a look at the ledger
 choice_counts         sums over choices, for metrics
 
-What people change is Cython, what walks trees is C++. The other .pxd files hold inline functions, as C++ headers do: a pass over the candidates calls nothing.
+What people change is Cython, what walks trees is C++. choice.pxd, cost.pxd, loads.pxd and rows.pxd
+hold inline functions, as C++ headers do: a pass over the candidates calls nothing.
 """
