@@ -249,11 +249,9 @@ class _Daemon:
 
     async def _sweep(self) -> None:
         """Takes back memory of ranks that have gone, and writes lines of the log that wait."""
-        states = {self._parts.state, self._parts.selections.state}
         while True:
             logs.flush()
-            more = [state.sweep(SWEEP_STEPS) for state in states]
-            if any(more):
+            if self._parts.state.sweep(SWEEP_STEPS):
                 await trio.lowlevel.checkpoint()
             else:
                 await trio.sleep(SWEEP_PAUSE_S)

@@ -535,12 +535,8 @@ HTTP_SETTINGS = section(
     http_connections=Setting(
         parsers.parse_positive, "N", "maximum number of HTTP connections per listener", live=True
     ),
-    http_idle_s=seconds(
-        "time after which an idle HTTP connection is closed", field="idle_seconds", live=True
-    ),
-    http_graceful_s=seconds(
-        "time allowed for open requests to finish at shutdown", field="graceful_seconds", live=True
-    ),
+    http_idle_s=seconds("time after which an idle HTTP connection is closed", live=True),
+    http_graceful_s=seconds("time allowed for open requests to finish at shutdown", live=True),
     http_body_bytes=Setting(
         parsers.at_least(DEFAULT_BODY_LIMIT),
         "BYTES",
@@ -561,17 +557,12 @@ HTTP_SETTINGS = section(
     http_url_bytes=Setting(
         parsers.at_least(LEAST_HEAD_BYTES), "BYTES", "maximum length of the request target"
     ),
-    http_head_s=seconds("time allowed to receive a request head", field="head_seconds"),
-    http_body_s=seconds("time allowed to receive a request body", field="body_seconds"),
-    http_handler_s=seconds(
-        "time allowed until the answer to a waiting request begins", field="handler_seconds"
-    ),
-    http_send_s=seconds(
-        "time allowed without the client reading a byte of the answer", field="send_seconds"
-    ),
+    http_head_s=seconds("time allowed to receive a request head"),
+    http_body_s=seconds("time allowed to receive a request body"),
+    http_handler_s=seconds("time allowed until the answer to a waiting request begins"),
+    http_send_s=seconds("time allowed without the client reading a byte of the answer"),
     http_linger_s=seconds(
         "time a refused client may keep sending before its connection is closed",
-        field="linger_seconds",
     ),
 )
 

@@ -6,12 +6,14 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
 
 from kvd_core.index.prefix_index cimport CIndex, CMatch
+from kvd_core.index.predictions cimport CPredicted
 from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
 
 
 cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
     cppclass CPool "kvd::selector::Pool":
-        CPool(uint32_t, const CIndex*) except +
+        # Without predictions of its own, NULL, it uses the index's.
+        CPool(uint32_t, const CIndex*, CPredicted*) except +
         void add(const CCandidate&) except +    # ascending by (worker, dp rank)
         size_t size()
         uint32_t block_size()
@@ -23,6 +25,7 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         const CCandidate* candidates()          # all of them
         CStanding* standings()                  # of all candidates
         void find_cached(CMatch&) except +
+        void predict(size_t, double) except +   # notes the prompt as cached by a candidate
         # Blocks of the prompt, of those at these positions.
         uint32_t most_cached(const uint32_t*, size_t)
         void remember() except +                # the loads found last

@@ -90,7 +90,7 @@ def request_of(
 def check_booking(ask: SelectRequest | None, reservation_id: str | None) -> None:
     """Raises what keeps a selection from being booked under an id, if one is given."""
     if ask is not None and ask.advisory:
-        raise BadRequest("advisory: nothing can be booked by a question")
+        raise BadRequest("advisory: an advisory request cannot book")
     longest = MAX_REQUEST_ID_BYTES
     if ask is not None and ask.phase is Phase.BOTH:  # books twice
         longest -= len(PREFILL_SUFFIX)
@@ -196,7 +196,7 @@ def _weight(weights: bodies.Members, taint: str) -> float:
     except (Invalid, OverflowError):
         weight = math.inf
     if not math.isfinite(weight):
-        raise Invalid("preferred_taints: a weight is no number, or out of range")
+        raise Invalid("preferred_taints: a weight is not a number or is out of range")
     return weight
 
 
