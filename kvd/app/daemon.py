@@ -347,7 +347,7 @@ class _Daemon:
         help = "Total size of the unapplied messages of engines and replicas in bytes"
         yield gauge("kvd_queued_bytes", help, space.size_bytes)
         yield from self._heaps.metrics()
-        help = "Number of log lines dropped because stderr could not take them"
+        help = "Number of log lines dropped because the reader of stderr was too slow"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
         help = "Number of outgoing addresses refused, by stage"
         stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}

@@ -205,10 +205,10 @@ class Fleet:
         return None if all(mask) else mask
 
     def factors(self, preferred: Mapping[str, float] | None) -> bytes | None:
-        """Returns what the costs of the pool's ranks are multiplied with; None: 1.
+        """Returns the factors of the costs of the pool's ranks; None: all are 1.
 
-        The weights of a worker's taints add up to a factor between 1/e and e, below 1 for those
-        that are liked.
+        The preferences for a worker's taints add up to a factor between 1/e and e, below 1 where
+        they are positive.
         """
         if not preferred:
             return None

@@ -9,7 +9,7 @@
     never made                       counts             yes, or for `unconnected_s` if that is set
 
 1. Each rank is judged by itself, whatever the others of its worker do.
-2. A connection that is made again has its rank back in the same step; a pool is not made anew.
+2. A rank can be chosen again in the step that makes its connection again; the pool stays.
 3. Who waits is looked at whenever a rank goes or comes back.
 
 A connection is evidence that the engine runs: engines publish from the process that serves. A

@@ -45,7 +45,7 @@ OVERRIDES = {
     "overlap_score_credit": "device_credit",
     "router_temperature": "temperature",
 }
-# Those of them that only Dynamo's function has: who gives one means that function.
+# Those that only Dynamo's cost has: a request with one of them is for that cost.
 OF_DYNAMO = OVERRIDES.keys() - {"router_temperature"}
 
 
@@ -175,7 +175,7 @@ def _affinity(members: bodies.Members) -> tuple[int, int | None] | None:
 
 
 def _taints(members: bodies.Members) -> tuple[frozenset[str], dict[str, float] | None]:
-    """Returns the taints that a worker must have, and by how much others are liked."""
+    """Returns the taints that a worker must have, and the weights of preferred ones."""
     value = optional_object(members, "routing_constraints") or {}
     required = frozenset[str]()
     if value.get("required_taints") is not None:

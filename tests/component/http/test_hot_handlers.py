@@ -20,7 +20,7 @@ from kvd.selection.options import RouterOptions
 from kvd.slots.trackers import SlotTrackers
 from kvd_core.selector.settings import Settings
 from tests.support.selecting import Service, worker
-from tests.support.serving import Client, Reply, serving
+from tests.support.serving import Client, Reply, eventually, serving
 
 FORMS = ["whole", "in pieces", "chunked", "with a query"]
 ADD = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 0, "sequence_hashes": [1]}
@@ -154,3 +154,22 @@ async def test_random_numbers_are_drawn_alike_on_every_way() -> None:
         drawn.append((said, service.selections.draws.next()))
         assert [status for status, _ in said].count(200) >= 8
     assert drawn == [drawn[0]] * len(FORMS)
+
+
+async def test_a_selection_whose_client_has_sent_more_and_left_gives_up_its_place(
+    layers: str,
+) -> None:
+    service = Service(RouterOptions(Settings(queue_threshold=1.0)))
+    await service.selections.workers.put(worker(1, max_num_batched_tokens=100))
+    service.reserve("a", (1, 0), [901], 101)
+    body = json.dumps(PROMPT).encode()
+    head = b"POST /select HTTP/1.1\r\nhost: kvd\r\ncontent-type: application/json\r\n"
+    async with serving(routes=selection_routes(service.selections)) as running:
+        async with running.client() as client:
+            await client.send(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            await eventually(lambda: service.selections.scheduler.held == 1)
+            await client.send(b"P")
+            for _ in range(20):  # the front looks at it
+                await trio.lowlevel.checkpoint()
+        await eventually(lambda: service.selections.scheduler.held == 0)
+        assert not len(service.fleet().queue)

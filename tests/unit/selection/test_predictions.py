@@ -6,7 +6,6 @@ from array import array
 from itertools import count
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
