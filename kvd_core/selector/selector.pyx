@@ -263,8 +263,11 @@ cdef class Pool:
         else:
             self.c.find_cached(self.index.match_scratch)
         find_live(self.c, self.ledger.c)
-        find_loads(self.c, self.ledger.c)
+        self.look_at_loads()
         return 0
+
+    cdef void look_at_loads(self) noexcept:
+        find_loads(self.c, self.ledger.c)
 
     # ---- who is there
 
@@ -360,7 +363,7 @@ cdef class Pool:
 
     def remember(self):
         """Remembers the loads of this moment, for `changed`. O(candidates)."""
-        find_loads(self.c, self.ledger.c)
+        self.look_at_loads()
         self.c.remember()
 
     def changed(self):
@@ -369,7 +372,7 @@ cdef class Pool:
         None where nothing is remembered. O(candidates).
         """
         cdef bytes changed = PyBytes_FromStringAndSize(NULL, self.c.size())
-        find_loads(self.c, self.ledger.c)
+        self.look_at_loads()
         return changed if self.c.changed(<uint8_t*>PyBytes_AS_STRING(changed)) else None
 
     def find(self, uint64_t worker_id, uint32_t dp_rank):
@@ -521,7 +524,7 @@ cdef class Pool:
 
     cdef int64_t refusal_now(self, const CSettings* settings, const uint8_t* mask) noexcept:
         cdef Scale scale = self.scale(settings)
-        find_loads(self.c, self.ledger.c)
+        self.look_at_loads()
         return find_open(&self.choice, &scale, mask)
 
     cdef void take_back(self) noexcept:
