@@ -7,7 +7,8 @@ from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Text
 from kvd_core.base.draws cimport Draws
-from kvd_core.ledger.ledger cimport Ledger, RequestId
+from kvd_core.ledger.ledger cimport Ledger
+from kvd_core.ledger.types cimport RequestId
 from kvd_core.selector.choice_counts cimport ChoiceCounts
 from kvd_core.selector.selector cimport Pool
 from kvd_core.selector.settings cimport Settings
