@@ -143,6 +143,9 @@ async def serving(
         ) as http:
             client = Client(http)
             await wait_serving(client, len(running))
+            for each in running:
+                if each.server.publisher is not None:
+                    await each.server.publisher.subscribed()
             yield client, running
 
 
