@@ -6,8 +6,8 @@
 //
 // Only what the relay must know is read: the status, how the body is delimited, whether it is a
 // stream of events and whether the connection persists. The head goes to Python as it came. What
-// two readers could take for different things (two lengths, a length beside chunks, a bare line
-// feed in a chunk's size) is refused.
+// two readers could take for different things (two lengths, a length beside chunks, another coding
+// than chunks, a bare line feed in a chunk's size, a bare carriage return) is refused.
 //
 // Costs: a head O(bytes) once; a body O(bytes) without copies but for the closing of gaps between
 // chunks that came in one receive.
@@ -46,14 +46,28 @@ inline bool begins_with(const char* at, const char* end, const char* word) {
   return static_cast<size_t>(end - at) >= size && is_word(at, at + size, word);
 }
 
-// The last element of a comma-separated list.
-inline const char* last_element(const char* at, const char* end) {
-  const char* found = at;
-  for (; at < end; ++at) {
-    if (*at == ',') found = at + 1;
+// Says whether a comma-separated list has `word`, which is in lower case, among its elements.
+inline bool has_element(const char* at, const char* end, const char* word) {
+  while (at < end) {
+    const char* stop = static_cast<const char*>(std::memchr(at, ',', end - at));
+    if (stop == nullptr) stop = end;
+    const char* last = stop;
+    while (at < last && (*at == ' ' || *at == '\t')) ++at;
+    while (last > at && (last[-1] == ' ' || last[-1] == '\t')) --last;
+    if (is_word(at, last, word)) return true;
+    at = stop + 1;
   }
-  while (found < end && (*found == ' ' || *found == '\t')) ++found;
-  return found;
+  return false;
+}
+
+// Says whether [at, end) can be a field's name: not empty, and without blanks and controls, by which
+// readers differ in what they take for the name (obs-fold, a blank before the colon).
+inline bool is_name(const char* at, const char* end) {
+  if (at == end) return false;
+  for (; at < end; ++at) {
+    if (*at <= ' ' || *at > '~') return false;
+  }
+  return true;
 }
 
 // Reads a length of at most 18 digits; false for anything else.
@@ -81,14 +95,16 @@ inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& s
     if (data[i] < '0' || data[i] > '9') return Parsed::kWrong;
     head.status = head.status * 10 + (data[i] - '0');
   }
-  if (head.status < 100) return Parsed::kWrong;
+  if (head.status < 100 || (data[12] != ' ' && data[12] != '\r')) return Parsed::kWrong;
   bool has_length = false, coded = false;
   const char* line = static_cast<const char*>(std::memchr(data, '\n', size)) + 1;
   while (line < end) {
     const char* stop = static_cast<const char*>(std::memchr(line, '\n', end - line));
     if (stop == nullptr || stop[-1] != '\r') return Parsed::kWrong;
+    if (std::memchr(line, '\r', stop - 1 - line) != nullptr) return Parsed::kWrong;
+    if (std::memchr(line, '\0', stop - line) != nullptr) return Parsed::kWrong;
     const char* colon = static_cast<const char*>(std::memchr(line, ':', stop - line));
-    if (colon == nullptr || colon == line || *line == ' ' || *line == '\t') return Parsed::kWrong;
+    if (colon == nullptr || !is_name(line, colon)) return Parsed::kWrong;
     const char *value = colon + 1, *value_end = stop - 1;
     while (value < value_end && (*value == ' ' || *value == '\t')) ++value;
     while (value_end > value && (value_end[-1] == ' ' || value_end[-1] == '\t')) --value_end;
@@ -99,12 +115,10 @@ inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& s
       has_length = true;
       head.length = length;
     } else if (is_word(line, colon, "transfer-encoding")) {
-      if (coded || !is_word(last_element(value, value_end), value_end, "chunked")) {
-        return Parsed::kWrong;
-      }
+      if (coded || !is_word(value, value_end, "chunked")) return Parsed::kWrong;
       coded = true;
     } else if (is_word(line, colon, "connection")) {
-      if (is_word(value, value_end, "close")) head.persists = false;
+      if (has_element(value, value_end, "close")) head.persists = false;
     } else if (is_word(line, colon, "content-type")) {
       head.events = begins_with(value, value_end, "text/event-stream");
     }

@@ -27,7 +27,8 @@
 //   2. after END nothing is read or written for an exchange, and its engine's descriptor is closed
 //      or kept for others; it stays until `drop`, so that Python can read what became of it;
 //   3. a notice is given at most once per kind: READY, then END;
-//   4. `tail` is the end of the payload that was forwarded, at most 2 x kTail bytes of it.
+//   4. a connection is kept only for the address that it was made to;
+//   5. `tail` is the end of the payload that was forwarded, at most 2 x kTail bytes of it.
 //
 // Costs: begin 3 system calls on a kept connection, 5 on a new one; a receive of payload 2, plus
 // its share of an epoll_wait; memory about 400 B an exchange, up to `hold` until it is forwarded,
@@ -132,6 +133,7 @@ struct Exchange {
   uint32_t engine_events = 0;
   uint32_t client_events = 0;
   EngineId engine = 0;
+  uint64_t era = 0;  // of the engine's address
   size_t hold = 0;
   std::string request;         // its head
   const char* body = nullptr;  // the caller's, until END or drop
@@ -197,6 +199,7 @@ class Relay {
     const socklen_t size = read_address(host, port, address);
     if (size == 0) throw std::invalid_argument("not an address");
     forget_idle(id);
+    ++engine.era;
     engine.address = address;
     engine.size = size;
   }
@@ -204,6 +207,7 @@ class Relay {
   // Exchanges under way with it go on.
   void remove_engine(EngineId id) {
     forget_idle(id);
+    ++engines_[id].era;
     engines_[id].size = 0;
   }
 
@@ -221,6 +225,7 @@ class Relay {
     const ExchangeId id = take();
     Exchange& x = at(id);
     x.engine = engine;
+    x.era = engines_[engine].era;
     x.client_fd = client_fd;
     x.request.assign(head, head_size);
     x.body = body;
@@ -294,7 +299,7 @@ class Relay {
       for (int i = 0; i < count; ++i) {
         const uint64_t tag = events[i].data.u64;
         const ExchangeId id = tag & ~kClientSide;
-        if (!knows(id)) continue;  // dropped, or ended by an event of the same batch
+        if (!knows(id)) continue;  // never: nobody drops while a batch is served
         if (tag & kClientSide) {
           on_client(id, events[i].events);
         } else {
@@ -343,6 +348,7 @@ class Relay {
   struct Engine {
     sockaddr_storage address{};
     socklen_t size = 0;  // 0: there is no such engine
+    uint64_t era = 0;    // counts the addresses that this number has stood for
     std::vector<Idle> idle;
   };
 
@@ -410,6 +416,7 @@ class Relay {
     Exchange& x = at(id);
     const Engine& engine = engines_[x.engine];
     x.phase = Phase::kConnecting;
+    x.touched_ns = now_;
     x.sent = 0;
     x.was_kept = false;
     x.engine_fd = socket(engine.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -449,7 +456,8 @@ class Relay {
       }
       const ssize_t put = send_parts(x.engine_fd, parts, n);
       if (put < 0 && errno == EAGAIN) return watch_engine(id, EPOLLOUT | EPOLLIN);
-      if (put < 0) return on_engine_gone(id);
+      // What it has said before it stopped reading is to be received yet; else its end is.
+      if (put < 0) return watch_engine(id, EPOLLIN);
       x.sent += static_cast<size_t>(put);
       x.touched_ns = now_;
     }
@@ -459,6 +467,7 @@ class Relay {
 
   void on_engine(ExchangeId id, uint32_t events) {
     Exchange& x = at(id);
+    if (x.engine_fd == kNoSocket) return;  // closed by an event of the same batch
     if (x.phase == Phase::kConnecting) {
       int error = 0;
       socklen_t size = sizeof error;
@@ -469,7 +478,6 @@ class Relay {
     }
     if (x.phase == Phase::kSending && (events & EPOLLOUT)) {
       send_request(id);
-      if (x.phase == Phase::kEnded || x.phase == Phase::kConnecting) return;
     }
     if (x.phase == Phase::kReady || x.phase == Phase::kDraining) return watch_engine(id, 0);
     if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
@@ -553,7 +561,7 @@ class Relay {
   void on_engine_gone(ExchangeId id) {
     Exchange& x = at(id);
     const bool silent = x.phase <= Phase::kHead && x.received.empty();
-    if (silent && x.was_kept) {
+    if (silent && x.was_kept && x.era == engines_[x.engine].era) {
       ++stats.sent_again;
       close_engine(x);
       return connect(id);
@@ -573,7 +581,7 @@ class Relay {
   void release_engine(Exchange& x) {
     if (x.engine_fd == kNoSocket) return;
     Engine& engine = engines_[x.engine];
-    if (!x.head.persists || engine.size == 0 || engine.idle.size() >= kMaxIdle) {
+    if (!x.head.persists || engine.era != x.era || engine.idle.size() >= kMaxIdle) {
       return close_engine(x);
     }
     unwatch(x.engine_fd, x.engine_watched, x.engine_events);

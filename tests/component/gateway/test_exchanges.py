@@ -163,6 +163,15 @@ def dechunked(data: bytes) -> bytes:
             Outcome.MALFORMED,
         ),
         (b"HTTP/1.1 101 Switching\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 2000 OK\r\ncontent-length: 0\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\ncontent-length : 0\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: 1\r\n folded: 2\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: 1\rset-cookie: 2\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: 1\0\r\n\r\n", Outcome.MALFORMED),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+            Outcome.MALFORMED,
+        ),
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, Outcome.MALFORMED),
     ],
 )

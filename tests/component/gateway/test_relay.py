@@ -1,0 +1,147 @@
+"""The relay alone, turn by turn: what several events of one batch do, and whose connections are kept."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvd_core.relay.relay import SOME, Outcome, Relay
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S
+
+HOLD = 64 * 1024
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: e\r\ncontent-length: 2\r\n\r\n"
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Turns:
+    """A relay whose turns a test takes itself."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.noticed: list[int] = []
+        self.relay = Relay(self.noticed.append)
+
+    def engine(self) -> tuple[socket.socket, int]:
+        """Returns the listening socket of a new engine, and its number."""
+        listener = self.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener.settimeout(NOT_MY_FAULT_S)
+        return listener, self.relay.add_engine(*listener.getsockname())
+
+    def client(self) -> tuple[socket.socket, socket.socket]:
+        """Returns what the relay writes to, and the client's end of it."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        return self.stack.enter_context(ours), self.stack.enter_context(theirs)
+
+    def accept(self, listener: socket.socket) -> socket.socket:
+        return self.stack.enter_context(listener.accept()[0])
+
+    def serve(self) -> None:
+        """Serves what is there now."""
+        while self.relay.serve_ready(1_000_000) == SOME:
+            pass
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            assert select.select([self.relay.fileno()], [], [], NOT_MY_FAULT_S)[0]
+            self.serve()
+
+
+@pytest.fixture
+def turns() -> Iterator[Turns]:
+    with ExitStack() as stack:
+        yield Turns(stack)
+
+
+def received(stream: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while not data.endswith(end):
+        piece = stream.recv(65536)
+        assert piece, data
+        data += piece
+    return data
+
+
+def test_a_client_that_leaves_as_its_engine_speaks_has_left_once(turns: Turns) -> None:
+    """The end of the one and the bytes of the other come in one batch."""
+    relay = turns.relay
+    listener, engine = turns.engine()
+    ours, theirs = turns.client()
+    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
+    turns.until(lambda: relay.stats()["connected"] == 1)
+    stream = turns.accept(listener)
+    received(stream, b"{}")
+    stream.sendall(STREAM + b"9\r\ndata: 1\n\n\r\n")
+    turns.until(lambda: relay.ready(exchange))
+    relay.forward(exchange, STREAM, True)
+    turns.noticed.clear()
+    theirs.close()
+    stream.sendall(b"9\r\ndata: 2\n\n\r\n")
+    turns.serve()
+    assert turns.noticed == [exchange]
+    assert relay.ending(exchange).outcome is Outcome.CLIENT_GONE
+    relay.drop(exchange)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_connection_is_kept_for_no_other_engine(turns: Turns, moved: bool) -> None:
+    """An engine's number has come to stand for another one while a request was under way."""
+    relay = turns.relay
+    first, engine = turns.engine()
+    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    stream = turns.accept(first)
+    if moved:
+        second = turns.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        relay.move_engine(engine, *second.getsockname())
+    else:
+        relay.remove_engine(engine)
+        _, again = turns.engine()
+        assert again == engine
+    stream.sendall(OK)
+    turns.until(lambda: relay.ready(exchange))
+    assert relay.answer(exchange).held == b"ok"
+    assert relay.idle(engine) == 0
+    relay.drop(exchange)
+
+
+def test_a_request_is_sent_again_to_no_other_engine(turns: Turns) -> None:
+    relay = turns.relay
+    first, engine = turns.engine()
+    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    stream = turns.accept(first)
+    stream.sendall(OK)
+    turns.until(lambda: relay.ready(exchange))
+    relay.drop(exchange)
+    received(stream, b"{}")
+    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    assert relay.stats()["reused"] == 1
+    relay.remove_engine(engine)
+    turns.engine()
+    received(stream, b"{}")
+    stream.close()
+    turns.until(lambda: relay.ended(exchange))
+    assert relay.ending(exchange).outcome is Outcome.NO_ANSWER
+    relay.drop(exchange)
+
+
+def test_an_answer_is_heard_behind_which_the_engine_resets(turns: Turns) -> None:
+    """An engine that refuses a long body closes without reading it, so that sending fails."""
+    relay = turns.relay
+    listener, engine = turns.engine()
+    body = b"x" * (32 * 1024 * 1024)
+    exchange = relay.begin(engine, -1, REQUEST, body, HOLD)
+    turns.until(lambda: relay.stats()["connected"] == 1)
+    stream = turns.accept(listener)
+    stream.sendall(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
+    stream.close()
+    turns.until(lambda: relay.ready(exchange) or relay.ended(exchange))
+    assert relay.ready(exchange), relay.ending(exchange)
+    answer = relay.answer(exchange)
+    assert (answer.status, answer.held) == (413, b"no")
+    assert relay.idle(engine) == 0
+    relay.drop(exchange)
