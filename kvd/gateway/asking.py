@@ -19,7 +19,7 @@ from kvd_core.json.scan import BodyScanner
 
 # Longest session key that is kept as it is; of a longer one only a digest counts.
 MAX_SESSION_BYTES = 256
-I64_MAX = 2**63 - 1
+U32_MAX = 2**32 - 1  # of priorities and expected lengths, as of the selection face
 
 
 class Api(Enum):
@@ -123,7 +123,10 @@ class Asked:
 
 def longest(prompts: bytes) -> bytes | None:
     """Returns the longest of several prompts of token ids: it decides who serves all of them."""
-    each = json.loads(prompts)
+    try:
+        each = json.loads(prompts)
+    except ValueError:  # a number of more digits than Python reads: the engine will say so
+        return None
     if not each or not all(isinstance(prompt, list) for prompt in each):
         return None
     return json.dumps(max(each, key=len)).encode()
@@ -200,7 +203,7 @@ def _hints(members: Mapping[str, object]) -> Mapping[str, Any]:
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= I64_MAX:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= U32_MAX:
         return value
     return None
 

@@ -169,7 +169,8 @@ class Forwarder:
             return None
         reservation_id = f"{self._prefix}-{next(self._counter)}"
         key = PartitionKey(served.model, DEFAULT_TENANT)
-        everybody = len(allowed) == len(self._selections.fleets[key].workers)
+        fleet = self._selections.fleets.get(key)  # none while its only worker is made anew
+        everybody = fleet is not None and allowed == fleet.workers.keys()
         selection = SelectRequest(
             key,
             self._selections.settings(key),
@@ -190,7 +191,12 @@ class Forwarder:
         except KvdError as error:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
         answer = json.loads(rendered)
-        return self._chosen(attempt, usable, answer, reservation_id)
+        # Engines may have come and gone while the request was queued.
+        upstream = self._upstreams.each.get(answer["worker_id"])
+        if upstream is None:
+            self._free(reservation_id)
+            raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
+        return self._chosen(attempt, upstream, answer, reservation_id)
 
     def _session(self, attempt: Attempt) -> str | None:
         """Returns the session that binds a request: only where nothing better is known of it."""
@@ -211,12 +217,11 @@ class Forwarder:
     def _chosen(
         self,
         attempt: Attempt,
-        usable: Mapping[int, Upstream],
+        upstream: Upstream,
         answer: Mapping[str, Any],
         reservation_id: str,
     ) -> Chosen:
         tokens = attempt.tokens
-        upstream = usable[answer["worker_id"]]
         decision = _decision(upstream, tokens)
         self._stats.decisions[decision] += 1
         return Chosen(
@@ -249,15 +254,19 @@ class Forwarder:
             with begin(client_fd) as exchange:
                 answer = await exchange.begins()
                 if answer is None:
-                    self._note_not_begun(attempt, upstream, exchange.ending())
-                    return None
-                self._prefilled(chosen.reservation_id)
-                if (refusal := _refuses(answer)) is not None and attempt.refused is None:
-                    self._stats.retries[refusal] += 1
-                    attempt.refused = answer
-                    return None
-                chunked, persists = _forward(request, attempt, chosen, exchange, answer)
-                ending = await exchange.ends()
+                    ending = exchange.ending()
+                else:
+                    self._prefilled(chosen.reservation_id)
+                    if (refusal := _refuses(answer)) is not None and attempt.refused is None:
+                        self._stats.retries[refusal] += 1
+                        attempt.refused = answer
+                        return None
+                    chunked, persists = _forward(request, attempt, chosen, exchange, answer)
+                    ending = await exchange.ends()
+        # Raised here, where no nursery of a lent socket makes a group of it.
+        if answer is None:
+            self._note_not_begun(attempt, upstream, ending)
+            return None
         return await self._end(request, attempt, chosen, answer, ending, chunked, persists)
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
@@ -379,7 +388,7 @@ def event_error(held: bytes) -> int | None:
         if line.startswith(b"data:"):
             try:
                 told = json.loads(line[5:])
-            except ValueError:
+            except (ValueError, RecursionError):  # whatever it is, it is no error
                 return None
             error = told.get("error") if isinstance(told, dict) else None
             code = error.get("code") if isinstance(error, dict) else None

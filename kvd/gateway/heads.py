@@ -108,7 +108,9 @@ def read_head(head: bytes) -> EngineHead:
         headers.append((name.lower(), value.strip(b" \t")))
     dropped = NOT_RETURNED | _named_by_connection(headers)
     length = next((int(value) for name, value in headers if name == b"content-length"), None)
-    passed = [each for each in headers if each[0] not in dropped]
+    passed = [
+        each for each in headers if each[0] not in dropped and not each[0].startswith(b"x-kvd-")
+    ]
     return EngineHead(int(first[9:12]), passed, length)
 
 

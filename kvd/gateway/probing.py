@@ -32,6 +32,8 @@ DEFAULT_BLOCK_SIZE = 16  # tokens, of an engine that does not say and publishes 
 
 CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
+WHOLE = re.compile(r"[0-9]{1,18}")
+MAX_RANKS = 4096  # of one engine, by what it says
 
 
 class NotAnEngine(Exception):
@@ -121,6 +123,8 @@ class Probe:
     async def _sglang(self, info: Mapping[str, Any]) -> Facts:
         page = _positive(info.get("page_size")) or 1
         size = _positive(info.get("dp_size")) or 1
+        if size > MAX_RANKS:
+            raise NotAnEngine(f"it says that it has {size} ranks; {MAX_RANKS} are the limit")
         tokens = _positive(info.get("max_total_num_tokens"))
         block_size = page * (_positive(info.get("dcp_size")) or 1)
         events: dict[int, str] = {}
@@ -149,9 +153,11 @@ class Probe:
             raise NotAnEngine("/v1/models wants a key: give --upstream-key-file")
         listed = _parsed(answer)
         rows = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(rows, list):
+            raise NotAnEngine("/v1/models lists no model")
         cards = [
             Card(row["id"], row.get("parent"), _positive(row.get("max_model_len")), row)
-            for row in rows or ()
+            for row in rows
             if isinstance(row, dict) and isinstance(row.get("id"), str)
         ]
         if not cards:
@@ -173,12 +179,16 @@ class Probe:
 
     def _reachable(self, endpoint: str) -> str:
         """Returns an endpoint as it is reached from here: `*` is the host of the URL."""
-        parts = urlsplit(endpoint)
+        try:
+            parts = urlsplit(endpoint)
+            port = parts.port
+        except ValueError as error:
+            raise NotAnEngine(f"it publishes at {endpoint!r}: {error}") from None
         if parts.hostname not in ("*", "0.0.0.0", "::"):
             return endpoint
         host = self._target.host
         shown = f"[{host}]" if ":" in host else host
-        return urlunsplit((parts.scheme, f"{shown}:{parts.port}", parts.path, "", ""))
+        return urlunsplit((parts.scheme, f"{shown}:{port}", parts.path, "", ""))
 
     async def _renders(self, model: str) -> bool:
         """Says whether it renders requests in the form of vLLM 0.18 and later."""
@@ -215,14 +225,15 @@ def cache_configs(metrics: str) -> list[dict[str, int]]:
     found = []
     for line in CACHE_CONFIG.findall(metrics):
         labels = dict(LABEL.findall(line))
-        found.append({name: int(value) for name, value in labels.items() if value.isdecimal()})
+        numbers = {name: value for name, value in labels.items() if WHOLE.fullmatch(value)}
+        found.append({name: int(value) for name, value in numbers.items()})
     return sorted(found, key=lambda cache: cache.get("engine", 0))
 
 
 def _parsed(answer: Answer) -> Any:
     try:
         return json.loads(answer.held)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

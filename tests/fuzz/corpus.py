@@ -20,6 +20,19 @@ BODIES = (
     b'{"h":[' + b", ".join(b"%d" % (i << 55) for i in range(100)) + b"]}",
     b' { "t" : [ 1 , 2 ] } ',
 )
+# Answers of engines and beginnings of streams, as fuzz_framing.cpp takes them.
+ANSWERS = (
+    b"\x06\0HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: a, close\r\n\r\nhello and more",
+    b"\x02\0HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"9;x=y\r\ndata: 1\n\n\r\n5\r\nhello\r\n0\r\nx: trailer\r\n\r\n",
+    b"\0\0HTTP/1.0 204 No Content\r\n\r\n",
+    b"\x20\0HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n\r\nto the end",
+    b"\0\1: hello\r\n\r\nevent: x\n\ndata: {}\r\n\r\ndata: 2\n\n",
+)
+MESSAGES = (
+    b' [ {"role":"user","content":"a, \\"b\\" ]"} , {"role":"assistant","content":[1,[2]]} ] ',
+    b'["\\\\",1,null,{"a":{"b":[]}}]',
+)
 # Where msgpack has another form of a number or a text.
 EDGES = (
     json.dumps([2**bits + by for bits in (7, 8, 16, 32, 64) for by in (-1, 0)]).encode(),
@@ -79,3 +92,5 @@ if __name__ == "__main__":
     write(root / "trie", noise())
     write(root / "ledger", noise())
     write(root / "conductor", noise(2000))
+    write(root / "framing", iter(ANSWERS))
+    write(root / "messages", iter(MESSAGES))

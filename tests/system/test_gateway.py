@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
+import httpx
 import pytest
 import trio
 
 from examples.engine.options import EngineOptions, Fault
-from tests.support.gateways import serving, wait_heard, wait_metric, wait_serving
-from tests.support.processes import Server
+from tests.support.gateways import Client, serving, wait_heard, wait_metric, wait_serving
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
 from tests.support.zmtp_fakes import until
 
 Start = Callable[..., Server]
@@ -183,6 +188,55 @@ async def test_what_the_gateway_refuses(kvd_process: Start) -> None:
         answered = await client.post("/v1/images", {})
         assert (answered.status, answered.json["error"]["code"]) == (404, "unknown_url")
         assert running[0].server.requests == 0
+
+
+async def test_extreme_numbers_are_the_engines_to_judge(kvd_process: Start) -> None:
+    """Whatever a client says, its connection is answered and the next request served."""
+    async with serving(kvd_process, EngineOptions()) as (client, _):
+        for more in (
+            b'"prompt":[[4294967296]]',
+            b'"prompt":"a","nvext":{"agent_hints":{"osl":4294967296,"priority":4294967296}}',
+            b'"prompt":"a","nvext":{"agent_hints":{"osl":9223372036854775807}}',
+            b'"prompt":"a","nvext":{"agent_hints":{"osl":4294967295,"priority":4294967295}}',
+        ):
+            body = b'{"model":"demo","max_tokens":1,%b}' % more
+            assert (await client.post("/v1/completions", body)).status in (200, 400)
+        assert (await client.chat(PROMPT)).status == 200
+
+
+@pytest.mark.parametrize("fault", [Fault.GARBAGE, Fault.SILENCE, Fault.IN_EVENT])
+async def test_faults_are_told_to_clients_of_tls_too(
+    tmp_path: Path, certificate: Path, fault: Fault
+) -> None:
+    plain, port = find_free_port(), find_free_port()
+
+    def start(*flags: str, face: str) -> Server:
+        files = [f"--tls-{kind}file={certificate}/{kind}.pem" for kind in ("cert", "key")]
+        bind = f"--gateway-bind=127.0.0.1:{plain},tls:127.0.0.1:{port}"
+        command = [sys.executable, "-m", "kvd", face, bind, *files, *flags]
+        server = Server(command, tmp_path, plain, clean_environment())
+        stack.callback(server.stop)
+        server.wait_healthy()
+        return server
+
+    flags = "--gateway-silence-s", "0.2"
+    with ExitStack() as stack:
+        async with (
+            serving(start, EngineOptions(), flags=flags) as (client, running),
+            httpx.AsyncClient(
+                base_url=f"https://127.0.0.1:{port}", trust_env=False, verify=False, timeout=60
+            ) as http,
+        ):
+            running[0].server.options.faults.append(fault)
+            answered = await Client(http).chat(PROMPT, stream=True)
+            status = {Fault.GARBAGE: 502, Fault.SILENCE: 504, Fault.IN_EVENT: 200}[fault]
+            assert answered.status == status
+            if fault is Fault.IN_EVENT:
+                assert not answered.clean
+            else:
+                assert answered.json["error"]["message"]
+            await wait_serving(client, 1)
+            assert (await Client(http).chat(PROMPT, stream=True)).clean
 
 
 async def test_bodies_and_headers_go_on_as_they_are(kvd_process: Start) -> None:

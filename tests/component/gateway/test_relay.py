@@ -1,4 +1,4 @@
-"""The relay alone, turn by turn: what several events of one batch do, and whose connections are kept."""
+"""The relay alone, turn by turn: several events of one batch, and whose connections are kept."""
 
 from __future__ import annotations
 
