@@ -1010,6 +1010,13 @@ def check_terms(
     least_uncached = model.least_uncached(model_settings, mask)
     rows = pool.explain(s, mask)
     assert [pool.explained(i, s, mask) for i in range(len(rows))] == rows
+    cached = sorted(
+        (-blocks, rank.worker_id, rank.dp_rank)
+        for rank in model.ranks
+        if (blocks := rank.device + rank.host + rank.disk)
+    )
+    for limit in (0, 2, len(rows)):
+        assert pool.deepest(limit) == [(*rank, -less) for less, *rank in cached[:limit]]
     for i, (row, rank) in enumerate(zip(rows, model.ranks, strict=True)):
         assert row[:10] == (
             *(rank.worker_id, rank.dp_rank, rank.device, rank.host, rank.disk, rank.live),
