@@ -20,7 +20,7 @@ QUICK   := --quick
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
-.PHONY: run test check soak lint build clean
+.PHONY: run test check soak lint ruff cython-lint clang-format mypy build clean
 
 run: $(CORE) $(VENV)/.run
 	@exec $(VENV)/bin/python -m examples.demo
@@ -34,11 +34,21 @@ check: lint
 soak: lint
 	@KVD_TEST_BUDGET=30 $(PYTEST)
 
+# All linters at once, each with its lines together.
 lint: $(CORE) $(VENV)/.test
+	@$(MAKE) --no-print-directory -j4 -O ruff cython-lint clang-format mypy
+
+ruff:
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+
+cython-lint:
 	@PATH="$(VENV)/bin:$$PATH" cython-lint kvd kvd_core
+
+clang-format:
 	@$(VENV)/bin/clang-format --dry-run -Werror $(HEADERS)
+
+mypy:
 	@$(VENV)/bin/mypy
 
 build: $(CORE)

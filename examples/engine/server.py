@@ -6,7 +6,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
 from typing import Any
 
 import httptools
@@ -19,6 +19,7 @@ from examples.engine.options import EngineOptions, Fault
 from examples.engine.tokenizer import ids_of_messages, ids_of_text
 
 RECEIVE_BYTES = 64 * 1024
+KEPT = 16  # requests of which it remembers what they said
 GENERATING = {"/v1/chat/completions": True, "/v1/completions": False}  # by path: is it a chat?
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
@@ -66,8 +67,9 @@ class EngineServer:
         self.publisher = Publisher(context) if context is not None and options.events else None
         self.requests = 0  # that generate, as far as they came
         self.aborted = 0  # that their clients gave up
-        self.received: list[bytes] = []  # bodies of those, the last first
-        self.heads: list[dict[bytes, bytes]] = []
+        # Bodies and headers of the last of those, the last first.
+        self.received: deque[bytes] = deque(maxlen=KEPT)
+        self.heads: deque[dict[bytes, bytes]] = deque(maxlen=KEPT)
         self._computing = trio.Lock()  # one prefill at a time
 
     async def serve(self, stream: trio.SocketStream) -> None:
@@ -182,8 +184,8 @@ class EngineServer:
 
     async def _generate(self, stream: trio.SocketStream, request: Request, *, chat: bool) -> None:
         self.requests += 1
-        self.received.insert(0, request.body)
-        self.heads.insert(0, request.headers)
+        self.received.appendleft(request.body)
+        self.heads.appendleft(request.headers)
         fault = self.options.faults.popleft() if self.options.faults else None
         if fault is not None:
             await refuse(stream, fault)
@@ -277,9 +279,6 @@ class Answer:
             return await self._stream.send_all(data)
         for at in range(len(data)):
             await self._stream.send_all(data[at : at + 1])
-
-
-Refusing = Callable[[trio.SocketStream], Awaitable[None]]
 
 
 async def refuse(stream: trio.SocketStream, fault: Fault) -> None:

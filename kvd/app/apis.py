@@ -194,7 +194,7 @@ class Apis:
             ),
             self.selection: (
                 *selection_routes(known.selections),
-                indexer.dump_route(known.selections.state, dumps),
+                indexer.dump_route(state, dumps),
                 *of_replicas,
             ),
             self.conductor: conductor.routes(state, known.publishers),

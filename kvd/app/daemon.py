@@ -262,11 +262,9 @@ class _Daemon:
 
     async def _sweep(self) -> None:
         """Takes back memory of ranks that have gone, and writes lines of the log that wait."""
-        states = {self._parts.state, self._parts.selections.state}
         while True:
             logs.flush()
-            more = [state.sweep(SWEEP_STEPS) for state in states]
-            if any(more):
+            if self._parts.state.sweep(SWEEP_STEPS):
                 await trio.lowlevel.checkpoint()
             else:
                 await trio.sleep(SWEEP_PAUSE_S)
@@ -364,7 +362,7 @@ class _Daemon:
         help = "Total size of the unapplied messages of engines and replicas in bytes"
         yield gauge("kvd_queued_bytes", help, space.size_bytes)
         yield from self._heaps.metrics()
-        help = "Number of log lines dropped because stderr could not take them"
+        help = "Number of log lines dropped because the reader of stderr was too slow"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
         help = "Number of outgoing addresses refused, by stage"
         stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}

@@ -147,7 +147,7 @@ WAYS = (
 def add_serve(commands: Any) -> None:  # argparse does not export the type of subparsers
     serve: Parser = commands.add_parser(
         "serve",
-        help="run all faces in one process",
+        help="run the indexer, slot tracker, selection service and conductor in one process",
         description="Runs the KV indexer, the slot tracker, the selection service and the "
         "conductor in one process. It needs no option.",
         epilog=WAYS,
@@ -161,7 +161,7 @@ def add_serve(commands: Any) -> None:  # argparse does not export the type of su
 def add_gateway(commands: Any) -> None:
     gateway: Parser = commands.add_parser(
         "gateway",
-        help="run the gateway in front of engines, with an index and selection of its own",
+        help="serve OpenAI's API and send each request to the engine that has its prompt cached",
         description="Serves OpenAI's API on one address and sends each request to the engine that "
         "has most of its prompt cached: kvd gateway --upstream http://gpu1:8000 --upstream "
         "http://gpu2:8000",

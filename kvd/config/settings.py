@@ -164,13 +164,15 @@ ROUTER_SETTINGS = section(
     active_prefill_tokens_threshold_frac=cost(
         parsers.parse_threshold,
         "BATCHES",
-        "prefill load, in batches, above which a worker gets no new requests",
+        "prefill tokens, as a multiple of the worker's max_num_batched_tokens, above which the "
+        "worker gets no new requests",
         OFF,
     ),
     router_conditional_disagg_prefill_busy_threshold=Setting(
         parsers.parse_threshold,
         "BATCHES",
-        "prefill load, in batches, above which advisory answers mark a worker prefill_busy",
+        "prefill tokens, as a multiple of the worker's max_num_batched_tokens, above which "
+        "advisory answers mark the worker prefill_busy",
         OFF,
         field="prefill_busy",
         env=DYN,
@@ -200,8 +202,8 @@ ROUTER_SETTINGS = section(
     router_kv_overlap_score_credit_decay=cost(
         parsers.parse_weight,
         "DECAY",
-        "decay of the overlap credit while a worker prefills more than the others; 1 "
-        "halves the credit at one prompt more",
+        "decay of the overlap credit with the prefill tokens of a worker beyond the least loaded "
+        "one; at 1, as many tokens as the prompt has halve the credit",
         field="credit_decay",
     ),
     router_decode_active_request_weight=cost(
@@ -230,7 +232,8 @@ ROUTER_SETTINGS = section(
     router_queue_threshold=cost(
         parsers.parse_threshold,
         "BATCHES",
-        "prefill load, in batches, above which a worker is busy; off: a worker is never busy",
+        "prefill tokens, as a multiple of the worker's max_num_batched_tokens, above which the "
+        "worker is busy; off: a worker is never busy",
     ),
     router_queue_policy=Setting(
         parsers.one_of(QueuePolicy),
@@ -402,7 +405,7 @@ SECURITY_SETTINGS = section(
     allowed_hosts=Setting(
         parsers.parse_hosts,
         "NAME,...",
-        "further names of this machine that clients on its loopback interface may use",
+        "further names, in the Host header, that kvd accepts on the loopback interface",
         live=True,
     ),
     allowed_origins=Setting(
@@ -536,12 +539,8 @@ HTTP_SETTINGS = section(
     http_connections=Setting(
         parsers.parse_positive, "N", "maximum number of HTTP connections per listener", live=True
     ),
-    http_idle_s=seconds(
-        "time after which an idle HTTP connection is closed", field="idle_seconds", live=True
-    ),
-    http_graceful_s=seconds(
-        "time allowed for open requests to finish at shutdown", field="graceful_seconds", live=True
-    ),
+    http_idle_s=seconds("time after which an idle HTTP connection is closed", live=True),
+    http_graceful_s=seconds("time allowed for open requests to finish at shutdown", live=True),
     http_body_bytes=Setting(
         parsers.at_least(DEFAULT_BODY_LIMIT),
         "BYTES",
@@ -562,17 +561,12 @@ HTTP_SETTINGS = section(
     http_url_bytes=Setting(
         parsers.at_least(LEAST_HEAD_BYTES), "BYTES", "maximum length of the request target"
     ),
-    http_head_s=seconds("time allowed to receive a request head", field="head_seconds"),
-    http_body_s=seconds("time allowed to receive a request body", field="body_seconds"),
-    http_handler_s=seconds(
-        "time allowed until the answer to a waiting request begins", field="handler_seconds"
-    ),
-    http_send_s=seconds(
-        "time allowed without the client reading a byte of the answer", field="send_seconds"
-    ),
+    http_head_s=seconds("time allowed to receive a request head"),
+    http_body_s=seconds("time allowed to receive a request body"),
+    http_handler_s=seconds("time allowed for a handler to begin its answer"),
+    http_send_s=seconds("time allowed without the client reading a byte of the answer"),
     http_linger_s=seconds(
         "time a refused client may keep sending before its connection is closed",
-        field="linger_seconds",
     ),
 )
 
@@ -655,7 +649,7 @@ DAEMON_SETTINGS = section(
     min_initial_workers=Setting(
         parsers.parse_u32,
         "N",
-        "number of instances that must register before kvd subscribes to any of them",
+        "number of instances that must register before kvd applies any events",
         0,
         env="DYN_ROUTER_MIN_INITIAL_WORKERS",
         empty_is_wrong=True,

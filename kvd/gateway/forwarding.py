@@ -11,6 +11,7 @@ answer of 500 is passed on: a prompt that breaks an engine must not meet the nex
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ MAX_TRIES = 3  # engines that one request is sent to
 HOLD_BYTES = 64 * 1024
 # Statuses with which an engine says that it has done nothing, and another one may.
 NOT_DONE = frozenset((429, 502, 503, 504))
+# In the usage of an answer; an engine that keeps it for itself says null.
+CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
 # Outcomes of which another engine knows nothing.
 NOT_BEGUN = frozenset(
     (
@@ -175,7 +178,7 @@ class Forwarder:
             strict_priority=asked.priority,
             expected_output_tokens=asked.expected_output_tokens,
             lora_name=served.adapter,
-            session_id=None if self._selections.affinity is None else asked.session,
+            session_id=self._session(attempt),
         )
         try:
             look = partial(self._look, attempt, list(usable.values()))
@@ -188,6 +191,12 @@ class Forwarder:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
         answer = json.loads(rendered)
         return self._chosen(attempt, usable, answer, reservation_id)
+
+    def _session(self, attempt: Attempt) -> str | None:
+        """Returns the session that binds a request: only where nothing better is known of it."""
+        if attempt.tokens is not None or self._selections.affinity is None:
+            return None
+        return attempt.asked.session
 
     def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
         """Puts the prompt before a pool, and has it remembered, the first time."""
@@ -207,11 +216,14 @@ class Forwarder:
         reservation_id: str,
     ) -> Chosen:
         tokens = attempt.tokens
+        upstream = usable[answer["worker_id"]]
+        decision = _decision(upstream, tokens)
+        self._stats.decisions[decision] += 1
         return Chosen(
-            usable[answer["worker_id"]],
+            upstream,
             answer["dp_rank"],
             reservation_id,
-            Decision.LOAD if tokens is None else Decision.OVERLAP,
+            decision,
             0 if tokens is None else tokens.count - answer["effective_prefill_tokens"],
         )
 
@@ -273,6 +285,7 @@ class Forwarder:
         """Takes note of how an answer has ended; says whether the client's connection persists."""
         if ending.outcome is Outcome.COMPLETE:
             self._stats.ended[Ended.COMPLETE] += 1
+            self._note_cached(attempt, chosen, ending.tail)
             return persists
         if ending.outcome in (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED):
             raise ConnectionResetError("the client left during its answer")
@@ -284,6 +297,17 @@ class Forwarder:
             ended = ending.tail.endswith((b"\n\n", b"\r\n\r\n"))
             await request.send_piece(told if ended else b"\n\n" + told, chunked=chunked)
         return False  # without the end of the answer, so that the client sees it cut
+
+    def _note_cached(self, attempt: Attempt, chosen: Chosen, tail: bytes) -> None:
+        """Counts what was expected to be cached, beside what the engine says if it does."""
+        if attempt.tokens is None:
+            return
+        self._stats.prompt_tokens += attempt.tokens.count
+        self._stats.matched_tokens += chosen.matched_tokens
+        cached = cached_tokens(tail)
+        if cached is not None:
+            self._stats.reported_matched_tokens += chosen.matched_tokens
+            self._stats.reported_cached_tokens += cached
 
     async def _pass_refusal(
         self, request: RelayedRequest, answer: Answer, request_id: bytes
@@ -301,6 +325,13 @@ class Forwarder:
     def _free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above
             self._selections.reservations.free(reservation_id)
+
+
+def _decision(upstream: Upstream, tokens: PromptTokens | None) -> Decision:
+    assert upstream.facts is not None
+    if tokens is None:
+        return Decision.LOAD
+    return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED
 
 
 def _forward(
@@ -328,6 +359,12 @@ def _paced(said: EngineHead) -> Headers:
     """Returns the headers of an answer; one that refuses for now says when to come again."""
     paced = said.status not in (429, 503) or any(name == b"retry-after" for name, _ in said.headers)
     return said.headers if paced else [*said.headers, (b"retry-after", b"1")]
+
+
+def cached_tokens(tail: bytes) -> int | None:
+    """Returns the cached tokens in the usage at the end of an answer, None if it has none."""
+    found = CACHED_TOKENS.findall(tail)
+    return int(found[-1]) if found else None
 
 
 def event_error(held: bytes) -> int | None:

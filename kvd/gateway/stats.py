@@ -30,6 +30,7 @@ class Decision(StrEnum):
     """What decided who serves a request."""
 
     OVERLAP = "overlap"  # the cached part of its tokens, and load
+    PREDICTED = "predicted"  # the same, by what the engine was sent before: it tells no events
     SESSION = "session"
     LOAD = "load"
 
@@ -46,7 +47,8 @@ class GatewayStats:
     rung_failures: Counter[str] = field(default_factory=Counter)  # by rung that gave no tokens
     prompt_tokens: int = 0  # of requests whose tokens are known
     matched_tokens: int = 0  # of these, expected to be cached where they were sent
-    cached_tokens: int = 0  # of these, cached as the engine reported
-    reported_tokens: int = 0  # expected, of requests whose engine reported
+    # The same expectation for requests whose engine reported what was cached, and that.
+    reported_matched_tokens: int = 0
+    reported_cached_tokens: int = 0
     not_remembered: int = 0  # turns beyond MAX_LATER of kvd.gateway.tokens
     running: int = 0

@@ -271,6 +271,8 @@ def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
         total_kv_blocks=facts.blocks,
     )
     events: Mapping[int, str] = facts.events
+    if len(events) < len(facts.ranks):  # what it caches is predicted from what it is sent
+        return replace(record, without_kv_events=True)
     if len(facts.ranks) == 1:
         rank = facts.ranks.start
         return replace(

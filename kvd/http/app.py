@@ -67,7 +67,7 @@ def build_app(
     app.url_map.converters["segment"] = Segment
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["MAX_CONTENT_LENGTH"] = max(route.body_limit for route in routes)
-    app.config["BODY_TIMEOUT"] = limits.body_seconds
+    app.config["BODY_TIMEOUT"] = limits.body_s
     app.config["RESPONSE_TIMEOUT"] = None  # the servers bound each send; a dump may take long
     for route in routes:
         rule = re.sub(r"{(\w+)}", r"<segment:\1>", route.path)

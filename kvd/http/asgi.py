@@ -39,7 +39,7 @@ AsgiApp = Callable[[HTTPScope, Receive, Send], Awaitable[None]]
 
 
 class AsgiExchange:
-    """One request and response; the application has `handler_seconds` between its messages."""
+    """One request and response; the application has `handler_s` between its messages."""
 
     def __init__(
         self, transport: Transport, head: Head, found: Found | None, body: bytes, *, known: bool
@@ -81,7 +81,7 @@ class AsgiExchange:
         raise Refusal(500, INTERNAL_ERROR)
 
     def _extend(self) -> None:
-        self._scope.deadline = trio.current_time() + self._transport.shared.limits.handler_seconds
+        self._scope.deadline = trio.current_time() + self._transport.shared.limits.handler_s
 
     def _request(self) -> HTTPScope:
         head = self._head

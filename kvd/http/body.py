@@ -61,7 +61,7 @@ async def read_body(transport: Transport, head: Head, limit: int) -> bytes:
 async def _receive_rest(transport: Transport, body: ChunkedBody | CountedBody) -> None:
     source = _Source(transport)
     try:
-        with transport.within(Phase.BODY, transport.shared.limits.body_seconds):
+        with transport.within(Phase.BODY, transport.shared.limits.body_s):
             while wanted := body.wanted:
                 body.feed(await source.receive(wanted))
                 if body.yields or source.reads % YIELD_READS == 0:

@@ -95,10 +95,10 @@ class Service:
     async def serve_waiting(
         self, shared: Shared, head: Head, found: Found, body: bytes
     ) -> tuple[bytes, bool, Undo]:
-        """Does the same for an asynchronous handler, which has `handler_seconds`."""
+        """Does the same for an asynchronous handler, which has `handler_s`."""
         started = perf_counter()
         response = self._too_long
-        with trio.move_on_after(shared.limits.handler_seconds) as scope:
+        with trio.move_on_after(shared.limits.handler_s) as scope:
             response = await answer(found.route, _request(head, found, body), self.failures)
         shared.stats.handler_timeouts += scope.cancelled_caught
         return self._rendered(shared, head, found, response, started)
@@ -111,6 +111,16 @@ class Service:
             self.access.note(head.method, route.path, status, seconds, 0, head.headers)
 
     def _rendered(
+        self, shared: Shared, head: Head, found: Found, response: Response, started: float
+    ) -> tuple[bytes, bool, Undo]:
+        try:
+            return self._told(shared, head, found, response, started)
+        except BaseException:  # a bug: the client will never hear of what was done
+            if response.undo is not None:
+                response.undo()
+            raise
+
+    def _told(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
     ) -> tuple[bytes, bool, Undo]:
         status = response.status
@@ -139,7 +149,7 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_outcome", "_retired", "_service", "_task", "checks_host")
+    __slots__ = ("_outcome", "_owed", "_retired", "_service", "_task", "checks_host")
 
     def __init__(self, stream: Stream, shared: Shared, service: Service, checks_host: bool) -> None:
         super().__init__(stream, shared)
@@ -147,6 +157,7 @@ class Connection(Transport):
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
+        self._owed = False  # a part of a body that nobody reads is still to come
         self._retired = False
 
     def retire(self) -> None:
@@ -174,7 +185,7 @@ class Connection(Transport):
             self._service.fast_path.add(self.fd)
             return True
         try:
-            with self.within(Phase.HANDSHAKE, self.shared.limits.head_seconds):
+            with self.within(Phase.HANDSHAKE, self.shared.limits.head_s):
                 await self.stream.open()
         except trio.TooSlowError:
             return False
@@ -229,7 +240,7 @@ class Connection(Transport):
             while await self._fill() and await self._serve_request(await self._read_head()):
                 self.enter(Phase.IDLE)
                 await trio.lowlevel.checkpoint()
-            if self._unread():  # sent by a client that did not expect this to be the end
+            if self._owed or self._unread():  # its client did not expect this end
                 await self.linger()
         except Refusal as refusal:
             await self._refuse(refusal)
@@ -290,7 +301,7 @@ class Connection(Transport):
         """Reads a head that is not all there, and refuses it at its first wrong byte."""
         self.buffer = b""
         try:
-            with self.within(Phase.HEAD, self.shared.limits.head_seconds):
+            with self.within(Phase.HEAD, self.shared.limits.head_s):
                 return await self._read_pieces(piece)
         except trio.TooSlowError:
             raise Refusal(408, "the request head took too long") from None
@@ -355,10 +366,8 @@ class Connection(Transport):
         here = 0 < head.length <= len(self.buffer)
         self.buffer = self.buffer[head.length :] if here else b""
         head.keep_alive = head.keep_alive and here
-        persists = await self._answer(head, found, b"")
-        if not here:
-            await self.linger()
-        return persists
+        self._owed = not here
+        return await self._answer(head, found, b"")
 
     async def _relay(self, head: Head, route: Route, body: bytes) -> bool:
         """Has somebody else write the answer."""
@@ -411,9 +420,9 @@ class Connection(Transport):
             raise
 
     async def _watch_client(self, serving: trio.CancelScope) -> None:
-        """Cancels `serving` when the client's end of the stream is there, and nothing before it."""
-        if await self.stream.wait_for_end():
-            serving.cancel()
+        """Cancels `serving` when the client's end of the stream is there."""
+        await self.stream.wait_for_end()
+        serving.cancel()
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""

@@ -20,7 +20,7 @@ cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
         size_t length       # of the body
         cbool json          # which is announced as exactly application/json
         cbool keyed         # there is an Idempotency-Key
-        Claims claims       # of who asks
+        Claims claims       # of the client
 
     cbool read_plain_head(const char* data, size_t n, PlainHead& head)
     bint host_is_named "kvd::names_host" (const Text& text)
@@ -42,6 +42,7 @@ cdef class FastPath:
     cdef int _serve_ready(self, int64_t budget_ns) except -1
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
+    cdef bytes _told(self, connection, route, int status, double seconds, bytes response)
     cdef _serve_other(self, connection, int fd, route, Text captured, error)
     cdef bint _granted(self, connection, route)
     cdef _find(self, Text* captured)

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Serves the common request of the common client without waking a task.
+"""Serves plain requests of hot routes without waking a task.
 
                      ┌──────── readable ─────────┐
                      v                           │
@@ -150,7 +150,7 @@ def has_left(int fd):
 
 
 def names_host(bytes value not None):
-    """Says whether a `Host` is one for every reader (http/plain_head.hpp)."""
+    """Says whether every reader takes a value for the same host (http/plain_head.hpp)."""
     return host_is_named(as_text(value))
 
 
@@ -165,7 +165,7 @@ cdef class FastPath:
 
     def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None,
                   log not None, wake not None, PermitRules permits not None):
-        """Takes hot routes by the beginning of their requests (`POST /query`), and who serves them.
+        """Takes hot routes by the beginning of their requests (`POST /query`).
 
         `patterns` are those with a placeholder: what their requests begin with before it, what
         follows it, and the route. A route has `body_limit` (bytes), `handler`, `scope` and `waits`.
@@ -217,7 +217,7 @@ cdef class FastPath:
             raise OSError(errno, os.strerror(errno))
 
     def park(self, connection, int fd):
-        """Takes over a connection whose task has nothing to do; None, or why not.
+        """Takes over a connection whose task is idle; returns None, or what to wake it with.
 
         What has come already is served first, a few requests at most.
         """
@@ -335,18 +335,26 @@ cdef class FastPath:
             if response is None:
                 return _LEFT
             seconds = (_now_ns() - started) * 1e-9
-            self._note(connection, route, handler.status, seconds)
-            lines = self.created_lines if handler.status == kCreated else self.lines
-            if self.logged:
-                size = PyBytes_GET_SIZE(response)
-                headers = headers_of(self._head)
-                lines += self._log(connection, route, handler.status, seconds, size, headers)
+            try:
+                lines = self._told(connection, route, handler.status, seconds, response)
+            except BaseException:
+                _undo(handler)
+                raise
             return self._send_answer(fd, lines, response, handler)
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error
 
+    cdef bytes _told(self, connection, route, int status, double seconds, bytes response):
+        """Tells of an answer that is about to be sent; returns the lines of its head."""
+        self._note(connection, route, status, seconds)
+        lines = self.created_lines if status == kCreated else self.lines
+        if self.logged:
+            size = PyBytes_GET_SIZE(response)
+            lines += self._log(connection, route, status, seconds, size, headers_of(self._head))
+        return lines
+
     cdef _serve_other(self, connection, int fd, route, Text captured, error):
-        """Has `serve` answer, with what the handler raised or by calling it; then sends that."""
+        """Has `serve` make the answer, or word what the handler has raised, and sends it."""
         cdef bytes response
         response, persists, undo = self._serve(
             connection,
@@ -401,6 +409,14 @@ cdef class FastPath:
         sent = max(sent, 0)
         unsent = PyBytes_FromStringAndSize(data + sent, size - sent)
         return Handoff(b"", unsent, persists, undo if unsent else None)
+
+
+cdef int _undo(HotHandler handler) except -1:
+    """Takes back what a handler's last answer has done, if that can be undone."""
+    undo = handler.undoing() if handler.books else None
+    if undo is not None:
+        undo()
+    return 0
 
 
 def serve_between(list fast_paths not None, int others, runnable not None, double seconds,

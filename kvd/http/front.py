@@ -52,11 +52,11 @@ class Front(Server[Connection]):
         super().__init__(limits)
         self._service = Service(RouteTable(routes), app, context)
         self._busy_body = context.failures.body(503, "too many connections")
-        self._shared = Shared(limits, self.stats, limits.tick_seconds())
+        self._shared = Shared(limits, self.stats, limits.tick_s())
 
     def set_limits(self, limits: HttpLimits) -> None:
         super().set_limits(limits)
-        self._shared.limits, self._shared.tick = limits, limits.tick_seconds()
+        self._shared.limits, self._shared.tick = limits, limits.tick_s()
 
     def _connect(self, sock: socket.socket) -> Connection:
         loopback = sock.family != socket.AF_UNIX and is_local(sock)
@@ -104,7 +104,7 @@ class Front(Server[Connection]):
         if not shared.stopping:
             fast_path.lines = start_lines(200, JSON) + shared.date_line
             fast_path.created_lines = start_lines(201, JSON) + shared.date_line
-        soonest = shared.now - min(self.limits.head_seconds, self.limits.idle_seconds)
+        soonest = shared.now - min(self.limits.head_s, self.limits.idle_s)
         for connection in self._running:
             if connection.since < soonest:
                 connection.end_if_idle_for_long()

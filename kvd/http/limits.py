@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kvd.http.types import LONG_BODY_LIMIT
 
 # Longest pause between two sweeps over idle connections, so that none stays longer than that.
-MAX_TICK_SECONDS = 0.5
-MIN_TICK_SECONDS = 0.0025  # shortest pause between two sweeps over idle connections
+MAX_TICK_S = 0.5
+MIN_TICK_S = 0.0025  # shortest pause between two sweeps over idle connections
 # Sweeps in the shortest time that a connection may be idle: it ends a quarter of that late at most.
 TICKS_PER_DEADLINE = 4
 
@@ -23,18 +23,18 @@ class HttpLimits:
     connections: int = 1024  # but those that wait in a handler, which has its own bound
     body_bytes: int = LONG_BODY_LIMIT  # 1.6 million token ids
     bodies_bytes: int = 512 * 1024 * 1024  # being received at once: 64 of the longest queries
-    head_seconds: float = 5.0  # from the first byte (or the connect) to the end of the head
-    body_seconds: float = 10.0  # 8 MiB at 7 Mbit/s; a body comes from the same data centre
-    handler_seconds: float = 30.0  # asynchronous handlers: to the first byte, then between chunks
-    send_seconds: float = 5.0  # without one byte of progress; as much buffers a client's pause
-    idle_seconds: float = 100.0  # above the 90 s of common client pools, which end first then
-    linger_seconds: float = 2.0  # to read away what a refused client is still sending
-    graceful_seconds: float = 10.0  # systemd's TimeoutStopSec is 20
+    head_s: float = 5.0  # from the first byte (or the connect) to the end of the head
+    body_s: float = 10.0  # 8 MiB at 7 Mbit/s; a body comes from the same data centre
+    handler_s: float = 30.0  # asynchronous handlers: to the first byte, then between chunks
+    send_s: float = 5.0  # without one byte of progress; as much buffers a client's pause
+    idle_s: float = 100.0  # above the 90 s of common client pools, which end first then
+    linger_s: float = 2.0  # to read away what a refused client is still sending
+    graceful_s: float = 10.0  # systemd's TimeoutStopSec is 20
 
-    def tick_seconds(self) -> float:
+    def tick_s(self) -> float:
         """Returns the seconds between two sweeps over idle connections."""
-        shortest = min(self.head_seconds, self.idle_seconds)
-        return min(MAX_TICK_SECONDS, max(MIN_TICK_SECONDS, shortest / TICKS_PER_DEADLINE))
+        shortest = min(self.head_s, self.idle_s)
+        return min(MAX_TICK_S, max(MIN_TICK_S, shortest / TICKS_PER_DEADLINE))
 
 
 GAUGES = frozenset(("connections_open", "connections_waiting"))  # of HttpStats

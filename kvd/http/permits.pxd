@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Data sheet of the rules who may ask (permits.pyx)."""
+"""Data sheet of the rules of authorization (permits.pyx)."""
 from libcpp cimport bool as cbool
 
 

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""The rules who may ask, as a fast path and everybody else asks them; see http/permits.hpp."""
+"""The rules of authorization, for fast paths and tasks alike; see http/permits.hpp."""
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
 MAX_TOKEN_BYTES = 128  # longest token that a request may carry
@@ -16,10 +16,10 @@ cdef Text as_text(bytes data):
 
 
 cdef class PermitRules:
-    """Tokens and names; none at first."""
+    """Tokens and host names; empty at first."""
 
     def replace(self, list tokens not None, list hosts not None, list origins not None):
-        """Goes on with these: (token, bits of its scopes), and names in lower case."""
+        """Replaces the tokens (token, bits of its scopes) and the names, in lower case."""
         cdef bytes text
         if any(not 0 < len(text) <= MAX_TOKEN_BYTES for text, _ in tokens):
             raise ValueError(f"a token is 1 to {MAX_TOKEN_BYTES} bytes long")

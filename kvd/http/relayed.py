@@ -105,8 +105,8 @@ class RelayedRequest:
         sent.set()
 
     async def _watch(self, plain: socket.socket) -> None:
-        if await self._transport.stream.wait_for_end():
-            _leave(plain)
+        await self._transport.stream.wait_for_end()
+        _leave(plain)
 
 
 def _leave(plain: socket.socket) -> None:

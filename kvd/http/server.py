@@ -78,7 +78,7 @@ class Server(ABC, Generic[C]):
 
         After `stop` no connection is accepted, idle ones end at once, new ones after they had
         YOUNG_SECONDS for a request, and busy ones after their response. What is left
-        `graceful_seconds` later is cut off.
+        `graceful_s` later is cut off.
         """
         for listener in listeners:
             _set_options(listener)
@@ -180,7 +180,7 @@ class Server(ABC, Generic[C]):
             self.stats.connections_open -= 1
 
     async def _cut_off(self, serving: trio.CancelScope) -> None:
-        await trio.sleep(self.limits.graceful_seconds)
+        await trio.sleep(self.limits.graceful_s)
         self.stats.cut_at_stop += len(self._running)
         serving.cancel()
 

@@ -156,13 +156,6 @@ class TlsStream(Stream):
             return True
         return not self._ahead
 
-    async def wait_for_end(self) -> bool:
-        while not self._ahead:
-            await trio.lowlevel.wait_readable(self.sock)
-            if self.has_left():
-                return True
-        return False
-
     def has_more(self) -> bool:
         return bool(self._ahead) or self._is_pending()
 

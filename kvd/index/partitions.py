@@ -362,7 +362,7 @@ class State:
         """Adds an empty partition, which no face with workers knows yet."""
         if len(self.sized) >= self.max_partitions:
             self.refused_partitions += 1
-            raise Unavailable(f"there are {self.max_partitions} models and tenants already")
+            raise Unavailable(f"the limit of {self.max_partitions} models and tenants is reached")
         index = PrefixIndex(block_size, self.ingest, budget=self.budget)
         partition = Partition(key, index, Conductor(index, self._hash_seed))
         if self._hash_seed != DEFAULT_SEED:

@@ -2,10 +2,11 @@
 
     Selections                                                      service
       ├ workers: worker id ──> record, lifecycle, reasons           the catalog, and its changes
-      ├ scheduler: select, wait, stop                               who serves, at once or later
+      ├ scheduler: select, wait, stop                               chooses ranks, at once or later
       ├ reservations: reservation id ──> Fleet                      ids are unique service-wide
       └ fleets: (model, tenant) ──> Fleet                           shared by the three
-                                     ├ pool     kvd_core: the ranks that can be chosen
+                                     ├ pool     kvd_core: the ranks that can be chosen, and what
+                                     │          they are thought to cache (kvd_core.index)
                                      ├ ledger   kvd_core: their live requests
                                      └ queue    selections that wait, all their ranks being busy
 
@@ -23,7 +24,6 @@ atomic step: between choosing a rank and booking it nothing is awaited.
     workers, worker_record, admission
                                the catalog; a worker's record; what keeps one from being scheduled
     candidates, streams        a fleet's ranks that can be chosen; those whose engine has gone
-    predictions                blocks thought to be cached where engines publish no events
     affinity, sessions         sessions and the ranks that they are bound to
     options, tuning            settings; what operators change at run time
     policies                   costs by name, each a row of weights

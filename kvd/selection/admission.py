@@ -34,7 +34,7 @@ class Entry:
 
 
 class Admission:
-    """What there is, as far as it decides who may join. Changes nothing."""
+    """Judges records against the workers that are there; changes nothing."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Admission:
     def check_addresses(self, record: WorkerRecord) -> None:
         """Raises BadRequest on addresses that may not be connected to; malformed ones are reasons.
 
-        Where nobody listens to workers, their addresses are only texts.
+        Without KV events the addresses are never connected to, and any text will do.
         """
         if not self._options.uses_kv_events:
             return
@@ -94,7 +94,7 @@ class Admission:
             staying = [one for id_, one in fleet.workers.items() if id_ not in leaving]
             ranks += sum(len(record.ranks) for record in staying)
         if ranks > ledger.MAX_RANKS:
-            raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
+            raise Unavailable(f"the limit of {ledger.MAX_RANKS} ranks would be exceeded")
         if self._options.uses_kv_events and block_size is not None:
             addresses: dict[RankKey, Addresses] = {
                 RankKey(key, record.worker_id, dp_rank): found
@@ -107,7 +107,9 @@ class Admission:
     def check_fleets(self) -> None:
         """Raises Unavailable if there are too many models and tenants for another one."""
         if len(self._fleets) >= self._options.max_fleets:
-            raise Unavailable(f"there are {self._options.max_fleets} models and tenants already")
+            raise Unavailable(
+                f"the limit of {self._options.max_fleets} models and tenants is reached"
+            )
 
     def check_all(self, records: list[WorkerRecord], gone: Fleet | None) -> None:
         """Raises what keeps any of the records from being scheduled, once a fleet has gone."""
@@ -125,4 +127,4 @@ class Admission:
         """Raises Unavailable if there are too many workers for these."""
         new = {record.worker_id for record in records} - self._entries.keys()
         if len(self._entries) + len(new) > MAX_WORKERS:
-            raise Unavailable(f"there are {MAX_WORKERS} workers already")
+            raise Unavailable(f"the limit of {MAX_WORKERS} workers is reached")

@@ -1,8 +1,8 @@
 """Sessions of the selection service: their requests go where those before them went.
 
-A session is bound by a booking, and followed by selections. Who says himself where his request may
-go is heard first: a pinned worker and an affinity target leave sessions alone, constraints that
-keep a request from its session's rank do so for this once.
+A booking binds its session to a rank, and later selections follow the binding. A pinned worker or
+an affinity target comes before the session and leaves it as it is; constraints that exclude the
+session's rank hold for that request alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schedulable workers of one model and tenant, with what they run and who waits for them."""
+"""The schedulable workers of one model and tenant, their live requests, and waiting selections."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping
+from operator import and_
 from typing import Any, NamedTuple
 
-from kvd.index.partitions import State
+from kvd.index.partitions import Partition, State
 from kvd.model import PartitionKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.phases import Phase, serves
-from kvd.selection.predictions import Predictions
 from kvd.selection.queue import SelectionQueue
-from kvd.selection.requests import Constraints, QueuedRequest
+from kvd.selection.requests import Constraints, QueuedRequest, Ranks
 from kvd.selection.stats import Outcome, Unserved
 from kvd.selection.worker_record import WorkerRecord
-from kvd_core.base.hashing import sequence_hashes
+from kvd_core.index.predictions import Predictions
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
 
-# Predicted blocks forgotten between two checkpoints where no events come.
-FORGET_SLICE = 64
-# Predicted blocks beside events forgotten between two checkpoints, some 0.1 µs each.
+# Predicted blocks forgotten between two checkpoints, some 0.1 µs each.
 PREDICTED_SLICE = 4096
 
 
@@ -47,7 +45,7 @@ class Fleet:
         self.settings = settings  # of requests that override nothing
         self._state = state
         self.ledger = Ledger()
-        self.ledger_block_size: int | None = None  # tokens; None: nobody has been there yet
+        self.ledger_block_size: int | None = None  # tokens; None: no worker has joined yet
         self.workers: dict[int, WorkerRecord] = {}
         self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
         self.queue: SelectionQueue[QueuedRequest] = SelectionQueue(options.queue_policy)
@@ -56,14 +54,11 @@ class Fleet:
         self._masks: dict[Phase | None, bytes | None] = {}
         self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
         self._silent: int | None = None
-        # By candidate, once needed: the members of an answer that say who was chosen, as JSON.
+        # By candidate, once needed: the members of an answer that name the chosen rank, as JSON.
         self.pieces: list[bytes | None] = []
         self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
-        self.predictions: Predictions[tuple[int, int]] | None = None  # without KV events
-        if not options.uses_kv_events:
-            self.predictions = Predictions(
-                options.ttl_s, options.max_tree_size, options.prune_target_ratio
-            )
+        # Of what workers without KV events cache; None while there are none.
+        self.predictions: Predictions | None = None
 
     @property
     def block_size(self) -> int | None:
@@ -89,7 +84,7 @@ class Fleet:
             _mark(self._pool, place, absence)
 
     def lacks(self, eligible: bytes | None) -> bool:
-        """Says whether a rank of the pool's mask cannot be chosen because nobody is there."""
+        """Says whether a rank of the pool's mask cannot be chosen because its engine has gone."""
         places = [place for place, absence in self.absent.items() if not absence.reachable]
         found = [self.pool.find(*place) for place in places]
         return any(at is not None and (eligible is None or eligible[at] != 0) for at in found)
@@ -113,7 +108,7 @@ class Fleet:
         block_size = self.block_size
         if block_size is None:
             return Pool(None, self.ledger, 1)
-        partition = self._state.partitions.get(self.key)
+        partition = self._partition()
         known = {} if partition is None else partition.workers
         candidates = [
             Candidate(
@@ -127,11 +122,24 @@ class Fleet:
             for record in self.workers.values()
             for dp_rank in record.ranks
         ]
+        if self.predictions is None and any(map(self._is_predicted, self.workers.values())):
+            options = self._options
+            self.predictions = Predictions(
+                options.ttl_s, options.max_tree_size, options.prune_target_ratio
+            )
         index = None if partition is None else partition.index
         if index is not None and self._options.predicted_ttl_s is not None:
             bounds = self._options.max_tree_size, self._options.prune_target_ratio
             index.predict(self._options.predicted_ttl_s, *bounds)
-        return Pool(index, self.ledger, block_size, candidates)
+        return Pool(index, self.ledger, block_size, candidates, self.predictions)
+
+    def _is_predicted(self, record: WorkerRecord) -> bool:
+        """Says whether what a worker caches is only predicted."""
+        return bool(record.without_kv_events) or not self._options.uses_kv_events
+
+    def _partition(self) -> Partition | None:
+        """Returns what events tell of its workers, None without events."""
+        return self._state.partitions.get(self.key) if self._options.uses_kv_events else None
 
     def piece(self, chosen: int) -> bytes:
         """Returns the members that name a candidate in an answer, a comma behind them."""
@@ -160,13 +168,23 @@ class Fleet:
             sum(waiting),
         )
 
+    def ranks(
+        self,
+        constraints: Constraints | None,
+        phase: Phase | None,
+        preferred: Mapping[str, float] | None,
+    ) -> Ranks:
+        """Returns the ranks there are now, as a request of these members sees them."""
+        return Ranks(self.pool, self.eligible(constraints, phase), self.factors(preferred))
+
     def eligible(self, constraints: Constraints | None, phase: Phase | None = None) -> bytes | None:
         """Returns the pool's mask of the ranks that may serve a phase; None: all of them."""
         pool = self.pool
+        if phase not in self._masks:
+            self._masks[phase] = self._mask(pool, phase)
+        serving = self._masks[phase]
         if constraints is None:
-            if phase not in self._masks:
-                self._masks[phase] = self._mask(pool, phase)
-            return self._masks[phase]
+            return serving
         named: Iterable[int] = self.workers
         dp_rank = None
         if constraints.pinned is not None:
@@ -177,20 +195,20 @@ class Fleet:
             worker_id
             for worker_id in named
             if (record := self.workers.get(worker_id)) is not None
-            and serves(record.role, phase)
             and constraints.admits(record, dp_rank or 0)
         )
-        return pool.mask(admitted, dp_rank)
+        mask = pool.mask(admitted, dp_rank)
+        return mask if serving is None else bytes(map(and_, mask, serving))
 
     def _mask(self, pool: Pool, phase: Phase | None) -> bytes | None:
         mask = bytes(serves(self.workers[each.worker_id].role, phase) for each in pool.candidates)
         return None if all(mask) else mask
 
     def factors(self, preferred: Mapping[str, float] | None) -> bytes | None:
-        """Returns what the costs of the pool's ranks are multiplied with; None: 1.
+        """Returns the factors of the costs of the pool's ranks; None: all are 1.
 
-        The weights of a worker's taints add up to a factor between 1/e and e, below 1 for those
-        that are liked.
+        The preferences for a worker's taints add up to a factor between 1/e and e, below 1 where
+        they are positive.
         """
         if not preferred:
             return None
@@ -213,35 +231,19 @@ class Fleet:
         )
         return mask if any(mask) else None
 
-    def predict(self, chosen: int, now: float) -> None:
-        """Notes the prompt that the pool has looked at as cached by a candidate.
-
-        Where nobody tells what is cached it is stored, else predicted, if that is wanted.
-        """
-        candidate = self.pool.candidates[chosen]
-        if self.predictions is None:
-            self.pool.predict(chosen, now)
-            return
-        if candidate.worker is None:
-            return
-        locals_ = array("Q", self.pool.hold().local_hashes)
-        names = sequence_hashes(locals_)
-        rank = candidate.worker_id, candidate.dp_rank
-        known = self.predictions.add(rank, names, now)
-        if known < len(names):
-            parent = names[known - 1] if known else None
-            candidate.worker.store(candidate.dp_rank, names[known:], locals_[known:], parent)
+    def predicted(self) -> int:
+        """Returns how many blocks are thought to be cached because prompts were booked."""
+        partition = self._partition()
+        beside_events = 0 if partition is None else partition.index.predicted()
+        return beside_events + (0 if self.predictions is None else len(self.predictions))
 
     def forget_predictions(self, now: float) -> bool:
         """Forgets some predictions that are too old or too many; True while there may be more."""
-        if self.predictions is None:
-            partition = self._state.partitions.get(self.key)
-            return partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
-        gone = self.predictions.outdated(now, FORGET_SLICE)
-        workers = self._state.partitions[self.key].workers if gone else {}
-        for (worker_id, dp_rank), name in gone:
-            workers[worker_id].drop(dp_rank, [name])
-        return len(gone) == FORGET_SLICE
+        partition = self._partition()
+        more = partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
+        return (
+            self.predictions is not None and self.predictions.prune(now, PREDICTED_SLICE)
+        ) or more
 
 
 def _mark(pool: Pool, place: tuple[int, int], absence: Absence | None) -> None:

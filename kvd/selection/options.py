@@ -30,13 +30,13 @@ DEFAULT_PRUNE_TARGET_RATIO = 0.8
 
 
 class RouterMode(StrEnum):
-    """Who is chosen among the workers that may serve a request."""
+    """How a worker is chosen among those that may serve a request."""
 
     KV = "kv"  # the lowest cost
     ROUND_ROBIN = "round-robin"  # each in turn
     RANDOM = "random"
     LEAST_LOADED = "least-loaded"  # the fewest requests
-    DIRECT = "direct"  # whom the request names
+    DIRECT = "direct"  # the worker that the request names
 
     @property
     def core(self) -> int:
@@ -67,7 +67,7 @@ THRESHOLDS = (
 
 @dataclass(slots=True)
 class RouterOptions:
-    """What the flags say. Its parts share one, so that a reload reaches all of them."""
+    """The settings of the service. All parts share one object, so a reload reaches all of them."""
 
     settings: Settings = field(
         default_factory=lambda: Settings(queue_threshold=DEFAULT_QUEUE_THRESHOLD)
@@ -83,7 +83,7 @@ class RouterOptions:
     session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
     disconnected_s: float | None = DEFAULT_DISCONNECTED_S  # None: lost connections change nothing
     unconnected_s: float | None = None  # the same of those that were never made
-    prefill_busy: float | None = None  # batches; None: advisory answers do not say who is
+    prefill_busy: float | None = None  # batches; None: advisory answers omit it
     max_held: int = MAX_WAITING
     max_wait_s: float = DEFAULT_MAX_WAIT_S
     max_fleets: int = MAX_PARTITIONS

@@ -1,4 +1,4 @@
-"""The phases of a request in disaggregated serving: who serves each, and how that is weighed.
+"""The phases of a request in disaggregated serving: which roles serve each, by which cost.
 
     phase        served by roles                weighed by                         booked
     none         all but prefill                everything                         blocks and tokens
@@ -6,8 +6,8 @@
     decode       all but prefill                blocks in use                      blocks
     both         one of each of the last two, in one step
 
-A worker that has not said its role serves whole requests: it can decode, but nobody has said that
-it can hand over what it has prefilled.
+A worker without a role serves whole requests: it can decode, but it is not known to hand over
+what it has prefilled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def serves(role: Role | None, phase: Phase | None) -> bool:
 
 @lru_cache(SETTINGS_KEPT)
 def in_phase(settings: Settings, phase: Phase | None) -> Settings:
-    """Returns how candidates for one phase are weighed; who prefills takes turns in that alone."""
+    """Returns the settings for one phase; prefill has a rotation of its own."""
     if phase is Phase.PREFILL:
         return settings.replace(track_active_blocks=False, line=1)
     if phase is Phase.DECODE:  # which nothing that is being prefilled holds up

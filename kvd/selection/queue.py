@@ -1,6 +1,6 @@
 """Selections that wait because every rank they may go to is busy.
 
-    lane (who may serve them)      waiting, best first
+    lane (ranks they may go to)     waiting, best first
     anyone                         [s7 s3 s9]      a heap by (strict priority, score, arrival)
     {worker 1}                     [s4]
     {worker 2, worker 5}           [s8 s6]
@@ -10,8 +10,9 @@
 2. A lane that cannot move blocks no other one. (On the original, requests with constraints share
    one line, and its head holds up those behind it whose workers are idle.)
 3. A lane without waiting selections does not exist.
-4. A lane sleeps once its first has been told to wait, and says for whom. It is awake when one of
-   those has changed, or its first is another one: who sleeps would be told the same again.
+4. A lane sleeps once its first selection has been told to wait, and keeps the ranks that it waits
+   for. It is awake when one of those has changed or another selection is first; until then the
+   answer would be the same.
 
 Costs: push and remove O(log n); wake 0.1 us a lane; release O(log n) for each lane that is awake
 and each selection that is released. Removed ones leave their place in the heap empty until it comes
@@ -33,22 +34,22 @@ ANYONE = -1  # the bits of all that may be waited for
 
 
 class QueuePolicy(StrEnum):
-    """What decides among selections of the same strict priority."""
+    """The order among selections of the same strict priority."""
 
-    FCFS = "fcfs"  # who came first, a jump counting as so many seconds earlier
+    FCFS = "fcfs"  # in order of arrival; a jump counts as seconds of earlier arrival
     WSPT = "wspt"  # the shortest uncached prompt, weighted by the jump
 
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """What a selection's place in the queue depends on, beside its arrival."""
+    """The members of a request that decide its place in the queue, beside its arrival."""
 
     strict_priority: int = 0  # higher ones go first, whatever the policy says
     priority_jump: float = 0.0  # seconds under FCFS, a weight under WSPT; below 0 counts as 0
     uncached_tokens: int = 0  # of the prompt, on the worker that has most of it
 
     def score(self, policy: QueuePolicy, arrival: float) -> float:
-        """Returns what is compared among equals in strict priority; higher goes first."""
+        """Returns the score among selections of equal strict priority; higher goes first."""
         jump = max(0.0, self.priority_jump)
         if policy is QueuePolicy.FCFS:
             return jump - arrival
@@ -57,7 +58,7 @@ class Urgency:
 
 @dataclass(slots=True, eq=False)
 class Waiting(Generic[T]):
-    """One waiting selection; `entry` is whatever its owner wants to find again."""
+    """One waiting selection; `entry` is the value that its owner has pushed."""
 
     lane: Hashable
     entry: T
@@ -104,7 +105,7 @@ class SelectionQueue(Generic[T]):
         return self._length
 
     def __iter__(self) -> Iterator[T]:
-        """Yields all that wait, in no order."""
+        """Yields all waiting selections, in no order."""
         for lane in self._lanes.values():
             yield from (waiting.entry for waiting in lane.heap if waiting.queued)
 
@@ -113,7 +114,7 @@ class SelectionQueue(Generic[T]):
         return lane in self._lanes
 
     def reorder(self, policy: QueuePolicy) -> None:
-        """Has another policy decide, also among those that wait. O(n)."""
+        """Orders all selections by another policy, also those that wait already. O(n)."""
         self.policy = policy
         for lane in self._lanes.values():
             for waiting in lane.heap:
@@ -125,7 +126,7 @@ class SelectionQueue(Generic[T]):
         return -urgency.strict_priority, -urgency.score(self.policy, arrival), number
 
     def push(self, lane: Hashable, entry: T, urgency: Urgency, now: float) -> Waiting[T]:
-        """Adds a selection; `lane` names its constraints, None for none of them."""
+        """Adds a selection; `lane` names its constraints, None if it has none."""
         number = next(self._arrivals)
         place = self._place(urgency, now, number)
         waiting = Waiting(lane, entry, urgency, now, number, place)
@@ -152,7 +153,7 @@ class SelectionQueue(Generic[T]):
         return True
 
     def wake(self, changed: int = ANYONE) -> None:
-        """Says that those of these bits have changed, as far as it decides who can be served."""
+        """Wakes the lanes that wait for ranks of these bits, whose loads have changed."""
         self._awake.update(name for name, lane in self._lanes.items() if lane.awaits & changed)
 
     def release(self, serve: Callable[[T], int]) -> Iterator[T]:
@@ -160,7 +161,7 @@ class SelectionQueue(Generic[T]):
 
         Else it returns the bits of those that must change before it would. It books each before it
         is asked for the next, so that a lane is asked again with what it has made busy. A lane that
-        has said no is not asked again: booking makes nobody idle.
+        has said no is not asked again: a booking makes no rank idle.
         """
         heads = [self._lanes[name].first() for name in self._awake]
         heapq.heapify(heads)

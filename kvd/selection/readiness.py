@@ -1,4 +1,4 @@
-"""Whether selections should be asked for, and what they wait for at the start.
+"""Whether the service is ready for selections, and what it waits for at its start.
 
 A service without workers is never ready. With workers it is ready once it has asked its peers for
 their index, and once as many workers have been there as were to be waited for: those may leave.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Recovery(StrEnum):
-    """How far taking the index from a peer has come."""
+    """The state of recovery from a peer."""
 
     OFF = "off"  # there are no peers
     RUNNING = "running"
@@ -20,7 +20,7 @@ class Recovery(StrEnum):
 
 
 class Readiness:
-    """The start of one service."""
+    """The readiness of one service."""
 
     def __init__(self, min_initial_workers: int = 0, peers: int = 0) -> None:
         self.min_initial_workers = min_initial_workers
@@ -30,11 +30,11 @@ class Readiness:
         self.enough = min_initial_workers == 0  # have been there at once
 
     def note(self, schedulable: int) -> None:
-        """Takes note of how many workers there are; called with every change of that."""
+        """Notes the number of schedulable workers, at every change of it."""
         self.enough = self.enough or schedulable >= self.min_initial_workers
 
     def reasons(self, schedulable: int, gone: int) -> list[str]:
-        """Says what is waited for; [] if nothing is. `gone` workers have lost their engines."""
+        """Returns why the service is not ready; `gone` workers have lost their engines."""
         reasons = []
         if self.recovery is Recovery.RUNNING:
             reasons.append("recovery from a peer is in progress")
@@ -51,6 +51,6 @@ class Readiness:
         return reasons
 
     def shown(self) -> dict[str, Any]:
-        """Returns what is the same for any number of workers."""
+        """Returns the members that do not depend on the number of workers."""
         recovery = {"state": self.recovery, "peers": self.peers, "blocks": self.recovered_blocks}
         return {"min_initial_workers": self.min_initial_workers, "recovery": recovery}

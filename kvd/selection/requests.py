@@ -1,10 +1,10 @@
-"""What is asked of the selection service: who may serve, how to choose, where it waits."""
+"""A request of the selection service: the ranks it may go to, its settings, its place in line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -22,7 +22,7 @@ Look = Callable[[Pool], None]  # puts a prompt before a pool
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Who may serve a request."""
+    """The workers that may serve a request."""
 
     allowed: frozenset[int] | None = None
     pinned: tuple[int, int] | None = None  # worker, dp rank
@@ -58,25 +58,29 @@ class SelectRequest:
     retry: Retry | None = None  # set: the answer to the same request is given once more
 
     def constraints_in(self, phase: Phase | None) -> Constraints | None:
-        """Returns who may serve one phase: of both, the pinned worker is the one who decodes."""
+        """Returns the constraints of one phase; of both phases, a pinned worker decodes."""
         if phase is Phase.PREFILL and self.phase is Phase.BOTH and self.constraints is not None:
             return replace(self.constraints, pinned=None)
         return self.constraints
 
-    @property
-    def lane(self) -> Hashable:
-        """Names who may serve it: those of one lane wait for the same workers."""
-        return self.constraints if self.phase is None else (self.constraints, self.phase)
+
+class Ranks(NamedTuple):
+    """The ranks of a pool, as one phase of a request sees them; a byte or a double for each."""
+
+    pool: Pool
+    eligible: bytes | None  # those that may serve it, None: all of them
+    factors: bytes | None  # what their costs are multiplied with, None: 1
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A candidate, and how it was weighed."""
 
-    at: int  # in the fleet's pool
+    at: int  # in the pool of `ranks`
+    ranks: Ranks
     settings: Settings
     phase: Phase | None
-    best: int  # blocks cached by whoever of those who could be chosen caches most
+    best: int  # blocks of the prompt cached by the eligible rank that caches most
 
 
 @dataclass(slots=True, eq=False)

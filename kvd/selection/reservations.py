@@ -86,7 +86,7 @@ class Reservations(LiveRequests[Fleet]):
     def book_both(
         self, fleet: Fleet, ask: SelectRequest, reservation_id: str, decode: Choice, prefill: Choice
     ) -> Receipt[Fleet]:
-        """Does the same for two phases, or neither: prefill has an id of its own."""
+        """Books both phases or neither; the prefill phase has an id of its own."""
         now, prefill_id = self._clock(), reservation_id + PREFILL_SUFFIX
         tokens = self._add(fleet, ask, prefill_id, prefill, now)
         try:
@@ -102,8 +102,9 @@ class Reservations(LiveRequests[Fleet]):
         self, fleet: Fleet, ask: SelectRequest, reservation_id: str, chosen: Choice, now: float
     ) -> int:
         """Returns the tokens that the booking counts."""
-        tokens = booked_tokens(fleet.pool, chosen.settings, chosen.at)
-        outcome = fleet.pool.book(
+        pool = chosen.ranks.pool
+        tokens = booked_tokens(pool, chosen.settings, chosen.at)
+        outcome = pool.book(
             reservation_id,
             chosen.at,
             tokens,
@@ -123,13 +124,15 @@ class Reservations(LiveRequests[Fleet]):
         tokens: int,
         now: float,
     ) -> None:
-        candidate = fleet.pool.candidates[chosen.at]
+        pool = chosen.ranks.pool
+        candidate = pool.candidates[chosen.at]
         rank = candidate.worker_id, candidate.dp_rank
-        fleet.predict(chosen.at, now)
+        pool.predict(chosen.at, now)
         blocks = chosen.phase is not Phase.PREFILL
         if self._affinity is not None and blocks:
             self._affinity.booked(fleet, ask, reservation_id, rank)
-        hashes = partial(_hashes, fleet.pool, blocks)
+        self.live[reservation_id] = fleet
+        hashes = partial(_hashes, pool, blocks)
         extra = ask.expected_output_tokens, ask.lora_name
         self.begun(fleet, reservation_id, rank, hashes, tokens, *extra)
 
@@ -155,21 +158,23 @@ class Reservations(LiveRequests[Fleet]):
         """
         fleet = schedulable(self._fleets, key)
         worker_id, dp_rank = rank
-        candidate = fleet.pool.find(worker_id, dp_rank)
+        pool = fleet.pool
+        candidate = pool.find(worker_id, dp_rank)
         if candidate is None:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
         self.check_new(reservation_id)
-        look(fleet.pool)
+        look(pool)
         now = self._clock()
         tokens = 0 if phase is Phase.DECODE else tokens
         blocks = phase is not Phase.PREFILL
-        outcome = fleet.pool.book(
+        outcome = pool.book(
             reservation_id, candidate, tokens, now, expected_output=expected, blocks=blocks
         )
         _admitted(outcome, reservation_id)
         if predicts:
-            fleet.predict(candidate, now)
-        hashes = partial(_hashes, fleet.pool, blocks)
+            pool.predict(candidate, now)
+        self.live[reservation_id] = fleet
+        hashes = partial(_hashes, pool, blocks)
         self.begun(fleet, reservation_id, rank, hashes, tokens, expected)
         return fleet.workers[worker_id], Receipt(fleet, reservation_id, now)
 
@@ -248,7 +253,7 @@ def _hashes(pool: Pool, blocks: bool) -> bytes:
 
 
 def _decayed(fleet: Fleet, reservation_id: str) -> float | None:
-    """Returns what a reservation's output blocks weigh with one more; None if nobody knows."""
+    """Returns what a reservation's output blocks weigh with one more; None if that is unknown."""
     live = fleet.ledger.request(reservation_id)
     if live is None or live.expected_output_tokens is None:
         return None
@@ -261,6 +266,6 @@ def _admitted(outcome: int, reservation_id: str) -> None:
     if outcome == ledger.EXISTS:
         raise Conflict(f"reservation {reservation_id} already exists")
     if outcome == ledger.OVERFLOW:
-        raise Invalid("isl_tokens: the rank cannot count so many tokens")
+        raise Invalid("isl_tokens: the tokens of the rank would exceed what can be counted")
     if outcome != ledger.ADDED:
         raise Unavailable("the limit of live reservations is reached")

@@ -1,4 +1,4 @@
-"""Answers of bookings that came with an Idempotency-Key, for clients that ask once more.
+"""Answers of bookings that came with an Idempotency-Key, kept for retries.
 
     (reservation id as given, key) ──> what was asked, what was answered, which booking
 
@@ -16,7 +16,7 @@ Name = tuple[str | None, str]  # the reservation id as given, the key
 
 
 class Retries:
-    """The answers that can be had again."""
+    """The answers that are kept for retries."""
 
     def __init__(self, max_answers: int = MAX_RETRIES) -> None:
         self._max_answers = max_answers
@@ -28,7 +28,7 @@ class Retries:
         return len(self._answers)
 
     def find(self, retry: Retry | None) -> SelectReply | None:
-        """Returns the answer that the same request has had, while what it booked lives.
+        """Returns the answer that the same request got, while its booking lives.
 
         Raises Conflict for another request under the same key.
         """
@@ -42,13 +42,13 @@ class Retries:
                 del self._answers[retry.name]
             return None
         if content != retry.content:
-            raise Conflict("the idempotency-key belongs to another request")
+            raise Conflict("the Idempotency-Key was used for a different request")
         self.repeated += 1
         answered.receipt.clients += 1
         return answered
 
     def rest(self, retry: Retry | None) -> str | None:
-        """Returns what is left of the same request's booking that has ended, as `Receipt.left`."""
+        """Returns what is left of the ended booking of the same request, as `Receipt.left` does."""
         known = None if retry is None else self._answers.get(retry.name)
         if retry is None or known is None or known[0] != retry.content:
             return None

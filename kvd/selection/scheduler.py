@@ -1,11 +1,11 @@
-"""Chooses who serves a prompt, now or when somebody can.
+"""Chooses the rank that serves a prompt, at once or when one is free.
 
 Between choosing a rank and booking it nothing is awaited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,24 @@ from kvd.selection.options import RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
 from kvd.selection.policies import Policy
 from kvd.selection.queue import ANYONE, Urgency
-from kvd.selection.requests import Choice, Look, QueuedRequest, SelectReply, SelectRequest
+from kvd.selection.requests import (
+    Choice,
+    Constraints,
+    Look,
+    QueuedRequest,
+    Ranks,
+    SelectReply,
+    SelectRequest,
+)
 from kvd.selection.reservations import Reservations
 from kvd.selection.serving import opening
 from kvd.selection.stats import Outcome, Tally, Unserved
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
-from kvd_core.selector.selector import Explained
+from kvd_core.selector.selector import Explained, Pool
 from kvd_core.selector.settings import DIRECT, Settings
 
-# By phase: why nobody has been chosen.
+# By phase: why no rank has been chosen.
 _NOBODY: dict[Phase | None, str] = {
     None: "no endpoints available to route work",
     Phase.PREFILL: "no prefill worker is available",
@@ -65,7 +73,7 @@ class Scheduler:
         registry: Registry,
         affinity: Affinity | None = None,
     ) -> None:
-        """There are descriptors for the clients of `max_waiting` selections that wait."""
+        """At most `max_waiting` selections wait: there are descriptors for that many clients."""
         self.held = 0
         self._max_waiting = max_waiting
         self._registry = registry
@@ -92,27 +100,29 @@ class Scheduler:
             raise
 
     def _select(self, ask: SelectRequest, look: Look) -> SelectReply | QueuedRequest:
-        if (rest := self._reservations.retries.rest(ask.retry)) is not None:
-            self._reservations.free(rest)  # its other worker has left, and it is booked anew
-        if (again := self._again(ask)) is not None:
-            return again
+        if ask.retry is not None:
+            if (rest := self._reservations.retries.rest(ask.retry)) is not None:
+                self._reservations.free(rest)  # its other worker has left, and it is booked anew
+            if (again := self._again(ask)) is not None:
+                return again
         fleet = schedulable(self._fleets, ask.key)
+        pool = fleet.pool
         _check_constraints(ask)
         self._check_new(ask)  # before it waits for that
-        look(fleet.pool)
-        # Who names the worker, or only asks, waits for nobody.
+        look(pool)
+        # A request that names its worker, or books nothing, waits for no other.
         direct = ask.settings.members["mode"] == DIRECT
-        if direct or ask.advisory or not fleet.queue.waits(ask.lane):
+        if direct or ask.advisory or not fleet.queue.waits(_lane(ask)):
             answered = self._serve_one(fleet, ask)
             if answered is not None:
                 return answered
-        return self._hold(fleet, ask)
+        return self._hold(fleet, pool, ask)
 
     async def wait(self, held: QueuedRequest) -> bytes:
-        """Returns the answer of a selection that is held, once there is one; raises as `select`.
+        """Waits for the answer of a held selection; raises as `select` does.
 
         Whatever ends the wait, the selection is in no queue afterwards. What was booked with an
-        answer that nobody will see is given back.
+        answer that no client will see is given back.
         """
         since = self._clock()
         try:
@@ -139,20 +149,20 @@ class Scheduler:
         return held.answer
 
     def take_back(self, held: QueuedRequest) -> None:
-        """Ends what is booked with an answer that its client cannot be given."""
+        """Ends the booking of an answer that its client cannot be sent."""
         if held.receipt is not None:
             self._reservations.take_back(held.receipt)
 
-    def _hold(self, fleet: Fleet, ask: SelectRequest) -> QueuedRequest:
+    def _hold(self, fleet: Fleet, pool: Pool, ask: SelectRequest) -> QueuedRequest:
         if self._stopping:
             raise Unserved(Outcome.STOPPING, _STOPPING)
         if self.held >= min(self._options.max_held, self._max_waiting):
-            text = f"{self.held} selections are already waiting"
+            text = f"{self.held} selections are waiting already, which is the limit"
             raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
-        held = QueuedRequest(ask, fleet.pool.hold(), fleet.pool.block_size)
-        least = fleet.pool.least_prefill_tokens(ask.settings, None)
+        held = QueuedRequest(ask, pool.hold(), pool.block_size)
+        least = pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
-        held.waiting = fleet.queue.push(ask.lane, held, urgency, self._clock())
+        held.waiting = fleet.queue.push(_lane(ask), held, urgency, self._clock())
         fleet.ledger.loads.on_eased(partial(self.drain_queue, fleet))  # for what other faces end
         self.held += 1
         self._tally.held(ask)
@@ -172,30 +182,30 @@ class Scheduler:
             answered = self._serve_phase(fleet, ask, ask.phase)
         if answered is None:
             return None
-        self._tally.served(ask, fleet.pool)
-        if answered.receipt is not None:
+        if answered.receipt is not None and ask.retry is not None:
             self._reservations.retries.note(ask.retry, answered)
         return answered
 
     def _serve_phase(
         self, fleet: Fleet, ask: SelectRequest, phase: Phase | None, more: bytes = b""
     ) -> SelectReply | None:
-        chosen = self._choose(fleet, ask, phase)
+        chosen = self._choose(fleet, ask, phase, ask.constraints)
         if chosen is None:
             return None
         receipt = None
         if ask.reservation_id is not None:
             receipt = self._reservations.book(fleet, ask, ask.reservation_id, chosen)
-        self._tally.chosen(fleet.pool, chosen)
+        self._tally.served(ask, chosen.ranks.pool, chosen)
         return SelectReply(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
 
     def _serve_both(self, fleet: Fleet, ask: SelectRequest) -> SelectReply | None:
-        """Does the same for both phases: a decode worker's answer with a prefill worker's in it.
+        """Serves both phases; the answer of the decode worker contains that of the prefill worker.
 
-        Without a prefill worker the one who decodes serves all of it, and the answer says why.
+        Without a prefill worker the decode worker serves all of it, and the answer says why.
         """
         try:
-            prefill = self._choose(fleet, ask, Phase.PREFILL)
+            prefill_by = ask.constraints_in(Phase.PREFILL)
+            prefill = self._choose(fleet, ask, Phase.PREFILL, prefill_by)
         except Unserved as error:
             fallback = {"prefill": None, "fallback": f"decode only: {error}"}
             answered = self._serve_phase(fleet, ask, None, members_json(fallback))
@@ -203,31 +213,36 @@ class Scheduler:
             return answered
         if prefill is None:
             return None
-        decode = self._choose(fleet, ask, Phase.DECODE)
+        decode = self._choose(fleet, ask, Phase.DECODE, ask.constraints)
         if decode is None:
             return None
         prefill_id = receipt = None
         if ask.reservation_id is not None:
             prefill_id = ask.reservation_id + PREFILL_SUFFIX
             receipt = self._reservations.book_both(fleet, ask, ask.reservation_id, decode, prefill)
-        for chosen in (prefill, decode):
-            self._tally.chosen(fleet.pool, chosen)
+        self._tally.served(ask, decode.ranks.pool, prefill, decode)
         inner = b'"prefill":%b,' % self._answer(fleet, ask, prefill, prefill_id)
         return SelectReply(self._answer(fleet, ask, decode, ask.reservation_id, inner), receipt)
 
-    def _choose(self, fleet: Fleet, ask: SelectRequest, phase: Phase | None) -> Choice | None:
+    def _choose(
+        self,
+        fleet: Fleet,
+        ask: SelectRequest,
+        phase: Phase | None,
+        constraints: Constraints | None,
+    ) -> Choice | None:
         """Chooses for the prompt that the pool has looked at; None if all are busy."""
         settings = in_phase(ask.settings, phase)
-        eligible = fleet.eligible(ask.constraints_in(phase), phase)
-        factors = fleet.factors(ask.preferred)
+        ranks = fleet.ranks(constraints, phase, ask.preferred)
+        pool, eligible, factors = ranks
         chosen = selector.NONE
         if phase is not Phase.PREFILL:  # a session is where its requests decode
-            chosen = self._choose_bound(fleet, ask, settings, eligible)
+            chosen = self._choose_bound(fleet, ask, settings, ranks)
         affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
         if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
-            chosen = fleet.pool.choose(settings, wanted, self._draws.next())
-        if chosen < 0:  # who is liked best is not waited for
-            chosen = fleet.pool.choose(settings, eligible, self._draws.next(), factors)
+            chosen = pool.choose(settings, wanted, self._draws.next())
+        if chosen < 0:  # none that the request would like best can serve it now
+            chosen = pool.choose(settings, eligible, self._draws.next(), factors)
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
@@ -236,28 +251,30 @@ class Scheduler:
             raise Unserved(Outcome.NOT_ELIGIBLE, _NOBODY[phase])
         if chosen == selector.OVERLOADED:
             raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
-        return Choice(chosen, settings, phase, fleet.pool.best(settings, eligible))
+        return Choice(chosen, ranks, settings, phase, pool.best(settings, eligible))
 
     def _choose_bound(
-        self, fleet: Fleet, ask: SelectRequest, settings: Settings, eligible: bytes | None
+        self, fleet: Fleet, ask: SelectRequest, settings: Settings, ranks: Ranks
     ) -> int:
         """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
 
-        Once one is not busy the session's is taken, busy or not, as on the original, unless it has
-        more requests than the bound of the policy allows.
+        Unless all ranks are busy the session's rank is taken, busy or not, as on the original; but
+        not if it has more requests than the policy's `session_bound` allows.
         """
         bound = None if self._affinity is None else self._affinity.target(ask)
-        wanted = None if bound is None else fleet.targets(bound, eligible)
+        wanted = None if bound is None else fleet.targets(bound, ranks.eligible)
         if wanted is not None:
-            wanted = fleet.pool.stay(settings, eligible, wanted)
+            wanted = ranks.pool.stay(settings, ranks.eligible, wanted)
         if wanted is None:
             return selector.NONE
-        return fleet.pool.choose(settings.replace(queue_threshold=None), wanted, self._draws.next())
+        settings = settings.replace(queue_threshold=None)
+        return ranks.pool.choose(settings, wanted, self._draws.next())
 
     def _check_new(self, ask: SelectRequest) -> None:
-        self._reservations.check_new(ask.reservation_id)
-        if ask.phase is Phase.BOTH and ask.reservation_id is not None:
-            self._reservations.check_new(ask.reservation_id + PREFILL_SUFFIX)
+        if ask.reservation_id is not None:
+            self._reservations.check_new(ask.reservation_id)
+            if ask.phase is Phase.BOTH:
+                self._reservations.check_new(ask.reservation_id + PREFILL_SUFFIX)
 
     def _answer(
         self,
@@ -267,28 +284,22 @@ class Scheduler:
         reservation_id: str | None,
         more: bytes = b"",
     ) -> bytes:
-        members = fleet.piece(chosen.at) + more
+        pool, eligible, factors = chosen.ranks
+        members = (fleet.pieces[chosen.at] or fleet.piece(chosen.at)) + more
         if ask.explain:
-            rows = fleet.pool.explain(
-                chosen.settings,
-                fleet.eligible(ask.constraints_in(chosen.phase), chosen.phase),
-                fleet.factors(ask.preferred),
-            )
-            members += members_json(
-                {
-                    "router_policy": str(Policy.of(ask.settings)),
-                    "candidates": [self._explained(fleet, ask, row) for row in rows],
-                }
-            )
+            rows = pool.explain(chosen.settings, eligible, factors)
+            explained = [self._explained(fleet, ask, row) for row in rows]
+            policy = str(Policy.of(ask.settings))
+            members += members_json({"router_policy": policy, "candidates": explained})
         if ask.advisory:
             load = _load(fleet, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
         phase = None if chosen.phase is None else chosen.phase.value
         begin = opening(ask.selection_id, reservation_id, phase)
-        return fleet.pool.render_answer(begin, members, chosen.at, chosen.settings)
+        return pool.render_answer(begin, members, chosen.at, chosen.settings)
 
     def _explained(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
-        """Returns the terms of a rank's cost, and how far its stream can be believed."""
+        """Returns the terms of a rank's cost, its session, and the health of its stream."""
         listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
         stream = None if listener is None else listener.health(self._clock())
         bound = None if self._affinity is None else self._affinity.target(ask)
@@ -296,26 +307,26 @@ class Scheduler:
         return row._asdict() | {"has_session": has, "stream": stream}
 
     def stop(self) -> None:
-        """Answers those that wait, now and from now on, that nobody will serve them."""
+        """Refuses all selections that wait, and from now on all that would wait."""
         self._stopping = True
         self.ask_all()
 
     # ---- what moves those that wait
 
     def ask_all(self) -> None:
-        """Serves all that can be served now, whatever it is that has changed."""
+        """Serves all waiting selections that can be served now; anything may have changed."""
         for fleet in self._fleets.values():
             fleet.queue.wake()
         self.drain_queues()
 
     def drain_queues(self) -> None:
-        """Serves all that changes of workers and loads have made servable."""
+        """Serves waiting selections of all fleets whose ranks have changed."""
         if self.held:
             for fleet in self._fleets.values():
                 self.drain_queue(fleet)
 
     def drain_queue(self, fleet: Fleet) -> None:
-        """Does so in one fleet, in the order of those that wait."""
+        """Serves waiting selections of one fleet whose ranks have changed, in order."""
         if not len(fleet.queue):
             return
         changed = fleet.pool.changed()
@@ -327,7 +338,7 @@ class Scheduler:
         fleet.pool.remember()
 
     def _end_hashed(self, fleet: Fleet) -> None:
-        """Ends selections that came hashed by a block size that is not the workers' any more."""
+        """Ends selections that came hashed by another block size than the workers have now."""
         if not fleet.workers:
             return
         for held in list(fleet.queue):
@@ -339,7 +350,7 @@ class Scheduler:
                 held.resolve(error)
 
     def _serve(self, fleet: Fleet, held: QueuedRequest) -> int:
-        """Settles a selection and returns 0, or says which of the pool's ranks it waits for."""
+        """Answers a selection and returns 0, or returns the bits of the ranks that it waits for."""
         ask = held.ask
         try:
             if self._stopping:
@@ -371,18 +382,18 @@ class Scheduler:
         self._tally.rehashed += 1
 
     def _all_busy(self, fleet: Fleet, ask: SelectRequest) -> bool:
-        """Says so where no look at the prompt is needed, which costs a walk of the index."""
+        """Says whether all ranks are busy, which needs no look at the prompt."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = fleet.eligible(ask.constraints_in(phase), phase)
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
 
 
 def _load(fleet: Fleet, chosen: Choice, busy: float | None) -> dict[str, int | None]:
-    """Returns what a chosen rank works on, and what its worker has room for; None is unknown.
+    """Returns the load of a chosen rank and the capacity of its worker; None is unknown.
 
     Says whether it prefills more than so many batches, if that is given.
     """
-    row = fleet.pool.explained(chosen.at, chosen.settings)
+    row = chosen.ranks.pool.explained(chosen.at, chosen.settings)
     record = fleet.workers[row.worker_id]
     tokens, capacity = row.active_prefill_tokens, record.max_num_batched_tokens
     load = {
@@ -404,6 +415,11 @@ def _awaited(fleet: Fleet, ask: SelectRequest) -> int:
             return ANYONE
         awaited |= int.from_bytes(eligible, "little")
     return awaited
+
+
+def _lane(ask: SelectRequest) -> Hashable:
+    """Names the ranks that may serve a selection: those of one lane wait for the same ones."""
+    return ask.constraints if ask.phase is None else (ask.constraints, ask.phase)
 
 
 def _check_constraints(ask: SelectRequest) -> None:

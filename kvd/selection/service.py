@@ -1,4 +1,4 @@
-"""The selection service as a whole; see the package for what its parts are."""
+"""The selection service as a whole; the package describes its parts."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ class Selections:
         self.options = options
         self.clock = clock
         self.draws = Draws(random)
-        # Predicted blocks are nobody else's business.
-        self.state = state if options.uses_kv_events else State()
         self.fleets: dict[PartitionKey, Fleet] = {}
-        self.writer_id = random.randrange(1, 2**64)  # of this process among replicas; 0 is nobody
+        self.writer_id = random.randrange(1, 2**64)  # of this process among replicas; 0 means none
         self.affinity: Affinity | None = None
         if options.session_affinity_ttl_s is not None:
             ttl_s = options.session_affinity_ttl_s
@@ -84,7 +82,7 @@ class Selections:
         self.streams = Streams(self.fleets, registry, options, clock, self.scheduler.drain_queue)
         self.workers = Workers(
             self.fleets,
-            self.state,
+            state,
             registry,
             options,
             self.reservations,
@@ -99,7 +97,7 @@ class Selections:
         self.scheduler.drain_queues()
 
     def run_due(self, now: float) -> Iterator[None]:
-        """Does what is due; rests at every yield."""
+        """Expires bookings and judges streams and workers again; rests at every yield."""
         yield from self.reservations.expire(now)
         yield from self.streams.look_again()
         while self.workers.reconsider():
@@ -111,7 +109,7 @@ class Selections:
         return self.options.settings if fleet is None else fleet.settings
 
     def reload(self, options: RouterOptions, expiry_s: float) -> None:
-        """Goes on with other weights, thresholds, policy, expiry and bounds of waiting and fleets.
+        """Applies other weights, thresholds, policy, expiry and bounds of waiting and fleets.
 
         The rest stays as it is. Selections that wait have the weights and thresholds they came
         with.

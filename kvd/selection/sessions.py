@@ -1,11 +1,11 @@
-"""Which rank a session's requests go to, so that they find what those before them have cached.
+"""Sessions bound to ranks, so that requests find what earlier ones of the session have cached.
 
     held     sessions with requests under way          kept as long as these are
     idle     sessions without, the next to end first    kept for the time to live since the last
 
 1. A request of a session that is bound nowhere binds it to the rank it is booked on, and leases the
    binding; so does every later one that goes there. When a lease ends, the time to live begins.
-2. A binding has a version: when it was made, and by whom. Of two the larger is right, everywhere.
+2. A binding has a version: its time and the process that made it. Every replica keeps the larger.
    Times are those of a wall clock, but never before what has been seen.
 3. A lease is of one binding: what has been bound anew meanwhile is not touched by its end.
 
@@ -63,7 +63,7 @@ class Sessions(Generic[Key]):
         return idle if idle is not None and idle.expiry > now else None
 
     def bind(self, key: Key, worker_id: int, dp_rank: int, writer_id: int, wall_ns: int) -> Binding:
-        """Binds a session anew, and leases that to the one who does so."""
+        """Binds a session anew, with one lease for the caller."""
         self._sequence = max(self._sequence + 1, wall_ns)
         binding = Binding(worker_id, dp_rank, Version(self._sequence, writer_id))
         self._put(key, binding, 0.0)
@@ -90,7 +90,7 @@ class Sessions(Generic[Key]):
     def apply(
         self, key: Key, worker_id: int, dp_rank: int | None, version: Version, now: float
     ) -> bool:
-        """Takes what a replica says; False if there is a newer binding."""
+        """Takes a replica's binding; False if there is a newer one."""
         self._sequence = max(self._sequence, version.sequence)
         known = self.find(key, now)
         if known is not None and version < known.version:
@@ -104,7 +104,7 @@ class Sessions(Generic[Key]):
         return True
 
     def expire(self, now: float, limit: int) -> bool:
-        """Forgets at most `limit` bindings whose time is up; True while there may be more."""
+        """Forgets at most `limit` bindings that are too old; True while there may be more."""
         old: list[Key] = []
         for key, binding in self._idle.items():
             if len(old) == limit or binding.expiry > now:

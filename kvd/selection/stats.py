@@ -1,4 +1,4 @@
-"""What has become of every selection, for /metrics: outcomes, waits, and what was chosen.
+"""The outcome of every selection, its wait and its choice, counted for /metrics.
 
 A selection that could be read has one outcome in the end. Hot handlers count what they serve into
 the same `ChoiceCounts` (kvd/faces/selection/handlers.pyx).
@@ -39,7 +39,7 @@ POSITIONS = {phase: position for position, phase in enumerate(PHASES)}
 
 
 class Unserved(Unavailable):
-    """A selection is refused for a reason that is counted."""
+    """A refused selection; the reason is counted."""
 
     def __init__(self, outcome: Outcome, text: str, retry_after_s: int | None = None) -> None:
         super().__init__(text, retry_after_s)
@@ -55,14 +55,12 @@ class Tally:
         self.fallbacks = 0  # requests for both phases that one worker serves
         self.rehashed = 0  # prompts that waited until the block size was another one
 
-    def served(self, ask: SelectRequest, pool: Pool) -> None:
-        """Counts one as served, with the prompt that the pool has looked at."""
+    def served(self, ask: SelectRequest, pool: Pool, *choices: Choice) -> None:
+        """Counts one as served by these choices, with the prompt that the pool has looked at."""
         self.counts.serve(ask.settings, POSITIONS[ask.phase], pool)
-
-    def chosen(self, pool: Pool, chosen: Choice) -> None:
-        """Counts a choice for the prompt that the pool has looked at."""
-        phase = POSITIONS[chosen.phase]
-        self.counts.choose(pool, chosen.settings, chosen.at, chosen.best, phase)
+        for each in choices:
+            phase = POSITIONS[each.phase]
+            self.counts.choose(pool, each.settings, each.at, each.best, phase)
 
     def held(self, ask: SelectRequest) -> None:
         self.counts.hold(ask.settings, POSITIONS[ask.phase])

@@ -9,11 +9,11 @@
     never made                       counts             yes, or for `unconnected_s` if that is set
 
 1. Each rank is judged by itself, whatever the others of its worker do.
-2. A connection that is made again has its rank back in the same step; a pool is not made anew.
+2. A rank can be chosen again in the step that makes its connection again; the pool stays.
 3. Who waits is looked at whenever a rank goes or comes back.
 
-A connection is evidence of the process that has made it: engines publish from the process that
-serves. One that was never made is none: the address may be wrong, or the way to it closed.
+A connection is evidence that the engine runs: engines publish from the process that serves. A
+connection that was never made says nothing: its address may be wrong, or a firewall may block it.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ class Streams:
 
     def _reason(self, key: RankKey, absence: Absence) -> str:
         for_s = max(0, round(self._clock() - absence.since))
-        what = f"not connected in {for_s} s" if absence.heard else f"lost {for_s} s ago"
+        what = (
+            f"has not been connected for {for_s} s" if absence.heard else f"was lost {for_s} s ago"
+        )
         listener = self._registry.find_listener(key)
         error = None if listener is None else listener.link.last_error
         why = f": {error}" if error else ""
-        return f"the event connection of dp_rank {key.dp_rank} was {what}{why}"
+        return f"the event connection of dp_rank {key.dp_rank} {what}{why}"

@@ -62,7 +62,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """One worker as it was described; None is what nobody has said."""
+    """One worker as it was described; None is what was not given."""
 
     worker_id: int
     model_name: str = DEFAULT_MODEL
@@ -78,6 +78,7 @@ class WorkerRecord:
     total_kv_blocks: int | None = None
     stable_routing_id: str | None = None
     is_eagle: bool | None = None
+    without_kv_events: bool | None = None  # it publishes none: what it caches is predicted
     role: Role | None = None
     taints: tuple[str, ...] = ()
     topology_domains: Mapping[str, str] = field(default_factory=dict)
@@ -108,9 +109,9 @@ class WorkerRecord:
         return named
 
     def addresses(self, dp_rank: int) -> Addresses | None:
-        """Returns where a rank is heard, None if nobody has said."""
+        """Returns the address of a rank's KV events, None if none was given."""
         endpoint = self.events_endpoint(dp_rank)
-        if endpoint is None:
+        if endpoint is None or self.without_kv_events:
             return None
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
@@ -130,8 +131,8 @@ class WorkerRecord:
         if not self.ranks:
             yield "data_parallel_size must be greater than 0"
         elif len(self.ranks) > MAX_DP_SIZE or self.ranks[-1] > U32_MAX:
-            yield f"data_parallel_size must be at most {MAX_DP_SIZE} within 32 bits"
-        elif uses_events:
+            yield f"data_parallel_size must be at most {MAX_DP_SIZE}, and each dp_rank below 2^32"
+        elif uses_events and not self.without_kv_events:
             yield from self._events_reasons()
 
     def _events_reasons(self) -> Iterator[str]:
@@ -172,13 +173,14 @@ class WorkerRecord:
             row["router_hint_source_control_endpoints"] = {
                 str(rank): _shown(text) for rank, text in hints
             }
-        if self.curve_server_key is not None:  # a member of ours
-            row["curve_server_key"] = self.curve_server_key
+        for name in ("curve_server_key", "without_kv_events"):  # members of ours
+            if (value := getattr(self, name)) is not None:
+                row[name] = value
         if reasons:
             row["not_schedulable_reasons"] = reasons
         return row
 
 
 def _shown(endpoint: str | None) -> str | None:
-    """Returns an address for all who may read: without the user and the password it may have."""
+    """Returns an address without the user and the password it may have."""
     return endpoint and masked(endpoint)

@@ -38,7 +38,7 @@ RECONSIDERED = 64
 
 
 class Workers:
-    """The workers that the selection service was told of."""
+    """The registered workers of the selection service."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Workers:
         streams: Streams,
         on_change: Callable[[], None],
     ) -> None:
-        """Calls `on_change` after every change, when selections that wait may have got somebody."""
+        """Calls `on_change` after every change, when waiting selections may have got a rank."""
         self.entries: dict[int, Entry] = {}
         self._fleets = fleets
         self._state = state
@@ -64,11 +64,11 @@ class Workers:
         self._admission = Admission(self.entries, fleets, registry, options)
         self._changing = trio.Lock()
         self._blocked: set[int] = set()  # incomplete through no fault of their own
-        self._due: deque[int] = deque()  # of these, who is to be judged again
+        self._due: deque[int] = deque()  # of these, those to be judged again
         registry.departures.subscribe(self._obstacle_gone)
 
     async def put(self, record: WorkerRecord, *, new: bool = False) -> Entry:
-        """Describes a worker anew; with `new` a known one is a Conflict.
+        """Replaces the record of a worker; with `new` a known one is a Conflict.
 
         Raises Conflict if a schedulable one would not be any more, BadRequest on an address that
         may not be connected to.
@@ -81,7 +81,7 @@ class Workers:
             entry = self._admission.judged(record)
             if known is not None and not known.reasons and entry.reasons:
                 raise Conflict(
-                    f"worker {record.worker_id} is schedulable and would not be: "
+                    f"worker {record.worker_id} would become unschedulable: "
                     + "; ".join(entry.reasons)
                 )
             self._admission.check_room([record])
@@ -90,7 +90,7 @@ class Workers:
             return entry
 
     async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
-        """Changes what is said of a worker; it may become incomplete.
+        """Changes the record of a worker, which may become incomplete.
 
         Raises NotFound, and BadRequest as `put` does.
         """
@@ -103,7 +103,7 @@ class Workers:
             return entry
 
     async def delete(self, worker_id: int) -> Entry:
-        """Forgets a worker with its bookings and blocks; returns what was known of it."""
+        """Removes a worker with its bookings and blocks; returns its last entry."""
         async with self._changing:
             known = self._entry(worker_id)
             await self._replace(known, None)
@@ -111,7 +111,7 @@ class Workers:
             return known
 
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
-        """Makes these the workers of a model and tenant; all of them must be schedulable.
+        """Replaces all workers of a model and tenant by these, which must be schedulable.
 
         Those that stay serve all the while, unless the block size changes. Raises Invalid, what
         `_check_join` does, or BadRequest as `put` does; nothing has changed then.
@@ -141,25 +141,25 @@ class Workers:
             return entries
 
     def _changed(self) -> None:
-        """Ends a change: whoever was in the way of others may have gone."""
+        """Ends a change: what kept other workers from joining may have gone."""
         self._due = deque(sorted(self._blocked))
         self._reconsider()
         self._on_change()
 
     def _obstacle_gone(self) -> None:
-        """Takes note that another face has unregistered something."""
+        """Judges blocked workers again after another face has unregistered something."""
         if self._blocked:
             self._due = deque(sorted(self._blocked))
             self.reconsider()
 
     def reconsider(self) -> bool:
-        """Judges some of those again whose obstacle may have gone; True while there are more."""
+        """Judges some blocked workers again; True while there are more."""
         if self._due and not self._changing.locked() and self._reconsider():
             self._on_change()
         return bool(self._due) and not self._changing.locked()
 
     def _reconsider(self) -> bool:
-        """Does it, atomically; says whether anybody has joined."""
+        """Judges a slice of blocked workers in one step; says whether any has joined."""
         joined = False
         for _ in range(min(RECONSIDERED, len(self._due))):
             known = self.entries.get(self._due.popleft())
@@ -185,11 +185,11 @@ class Workers:
             self._blocked.discard(worker_id)
 
     def absent(self, entry: Entry) -> dict[int, str]:
-        """Says what is wrong with the event connections of a worker, by dp rank."""
+        """Returns what is wrong with the event connections of a worker, by dp rank."""
         return self._streams.reasons(entry.record.key, entry.record.worker_id)
 
     def listeners(self, entry: Entry) -> dict[int, EventStream]:
-        """Returns who listens to a worker, by dp rank."""
+        """Returns the event streams of a worker, by dp rank."""
         record = entry.record
         found = {
             dp_rank: self._registry.find_listener(RankKey(record.key, record.worker_id, dp_rank))
@@ -202,7 +202,7 @@ class Workers:
         return self._state.partitions.get(entry.record.key)
 
     def lifecycle(self, entry: Entry) -> Lifecycle:
-        """Says whether a worker can be selected: not once none of its ranks is there."""
+        """Returns the lifecycle of a worker: unschedulable once all its engines have gone."""
         fleet = self._fleets.get(entry.record.key)
         if not entry.reasons and fleet is not None and fleet.absent:
             absent = (
@@ -229,7 +229,7 @@ class Workers:
         return entry
 
     async def _replace(self, old: Entry | None, new: Entry | None) -> Entry:
-        """Takes a worker out of its fleet as far as it changes, and puts it in anew.
+        """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
         That is one step, after the listeners that it has no more have ended. Those that wait are
         not looked at.
@@ -256,7 +256,7 @@ class Workers:
         return new or old  # type: ignore[return-value]
 
     async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
-        """Returns when the listeners have ended that a worker has and will not have."""
+        """Returns once the listeners have ended that the changed worker will not have."""
         leaving = [
             dp_rank
             for dp_rank, heard in self._registry.addresses_of(
@@ -281,15 +281,14 @@ class Workers:
             fleet.absent.pop((record.worker_id, dp_rank), None)
         fleet.changed()
         leaving = [each for each in record.ranks if not _stays(record, after, each)]
-        if fleet.predictions is not None:
-            fleet.predictions.forget({(record.worker_id, dp_rank) for dp_rank in leaving})
         for dp_rank in leaving:
             self._drop_rank(fleet, record, dp_rank)
 
     def _drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int) -> None:
         rank = record.worker_id, dp_rank
-        if fleet.predictions is not None and fleet.ledger.rank_of(*rank) is not None:
-            self._state.remove_rank(RankKey(record.key, *rank))
+        number = fleet.ledger.rank_of(*rank)
+        if fleet.predictions is not None and number is not None:
+            fleet.predictions.forget(number)
         self._reservations.drop_rank(fleet, rank, record.block_size or 0)
 
     def _join(self, record: WorkerRecord) -> None:
@@ -311,11 +310,6 @@ class Workers:
                     self._registry.register(
                         rank, endpoint, record.block_size, replay, OWNER, server_key
                     )
-        elif record.block_size is not None:
-            for dp_rank in record.ranks:
-                if fleet.ledger.rank_of(record.worker_id, dp_rank) is None:
-                    rank = RankKey(record.key, record.worker_id, dp_rank)
-                    self._state.add_rank(rank, record.block_size)
         for dp_rank in record.ranks:
             fleet.ledger.add_rank(record.worker_id, dp_rank)
         fleet.workers[record.worker_id] = record
@@ -326,7 +320,7 @@ class Workers:
 
 
 def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:
-    """Says whether a worker's rank keeps its bookings when it is described anew."""
+    """Says whether a rank keeps its bookings when the record of its worker is replaced."""
     return (
         after is not None
         and (after.key, after.block_size) == (record.key, record.block_size)

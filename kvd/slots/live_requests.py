@@ -3,7 +3,7 @@
     LiveRequests                    one a face: SlotTrackers, and Reservations of the selection
       ├ owners: (model, tenant) ──> Tracker or Fleet: a ledger, its block size, its workers
       ├ steps    ──> replicas       each step that a client has taken here
-      ├ moments  ──> observers      each step, with its time, whoever has taken it
+      ├ moments  ──> observers      each step with its time, from any source
       └ early                       ends that replicas told of before the beginnings
 
     client   booking ──> prefill complete ──> free              told to replicas and observers
@@ -12,7 +12,7 @@
                           its rank is removed                   told to replicas and observers
 
 A face books in its own way and says so by `begun`; the rest of a request's life is here. Compiled
-handlers book, complete and free in the ledger themselves where nobody is to be told
+handlers book, complete and free in the ledger themselves where no one has subscribed
 (kvd/faces/*/handlers.pyx).
 
 One thread owns all of it and no method awaits: each call is one atomic change.
@@ -116,7 +116,7 @@ class LiveRequests(Generic[Owner]):
         return False
 
     def _enter(self, owner: Owner, request_id: str) -> None:
-        """Takes note of a request that its owner's ledger has from now on."""
+        """Takes note of a replica's request that its owner's ledger has from now on."""
 
     def _forget(self, request_id: str) -> None:
         """Takes note of the end of a request, which its owner's ledger has no more."""
@@ -137,11 +137,10 @@ class LiveRequests(Generic[Owner]):
         expected_output_tokens: int | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Takes note of a request that has been booked on a rank (worker id, dp rank).
+        """Tells of a request that the face has booked on a rank (worker id, dp rank).
 
         `hashes` returns its sequence hashes as native u64s, and is called if replicas are told.
         """
-        self._enter(owner, request_id)
         if self.steps.subscribers:
             content = hashes(), tokens, expected_output_tokens, lora_name
             self._tell(owner.key, owner.block_size, request_id, rank, Step.ADD, *content)
@@ -165,7 +164,7 @@ class LiveRequests(Generic[Owner]):
         return True
 
     def end(self, owner: Owner, request_id: str) -> None:
-        """Ends a request; one that is unknown is none to end."""
+        """Ends a request; an unknown one is no error."""
         live = self._shown(owner, request_id)
         if owner.ledger.free(request_id):
             self._took(owner, request_id, Step.FREE, live)
@@ -173,7 +172,7 @@ class LiveRequests(Generic[Owner]):
         ease(owner.ledger)
 
     def _shown(self, owner: Owner, request_id: str) -> LiveRequest | None:
-        """Returns a request if there is anyone to tell of it."""
+        """Returns a request if anyone has subscribed."""
         if self.steps.subscribers or self.moments.subscribers:
             return owner.ledger.request(request_id)
         return None
@@ -183,7 +182,7 @@ class LiveRequests(Generic[Owner]):
         if live is not None:
             rank = live.worker_id, live.dp_rank
             self._tell(owner.key, owner.block_size, request_id, rank, step)
-            self._observe(owner, request_id, step, self._clock(), live)
+            self._observe(owner, request_id, step, None, live)
 
     def _tell(
         self,
@@ -203,9 +202,11 @@ class LiveRequests(Generic[Owner]):
             self.steps.tell(Lifecycle(*where, step, *of_add, self.face))
 
     def _observe(
-        self, owner: Owner, request_id: str, step: Step, at: float, live: LiveRequest | None
+        self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
     ) -> None:
+        """Tells observers of a step, which is taken now unless `at` says when."""
         if self.moments.subscribers:
+            at = self._clock() if at is None else at
             self.moments.tell(Moment(at, step, owner.key, request_id, live))
 
     # ---- bookings whose clients have left
@@ -222,7 +223,7 @@ class LiveRequests(Generic[Owner]):
             self.given_back += 1
             self._end_booking(receipt.owner, left)
 
-    # ---- ends that nobody asked for
+    # ---- ends that no client asked for
 
     def expire(self, now: float) -> Iterator[None]:
         """Drops what is older than the expiry age; rests at every yield.
@@ -261,7 +262,7 @@ class LiveRequests(Generic[Owner]):
         for request_id in owner.ledger.remove_rank(number):
             self.removed += 1
             self._tell(owner.key, block_size, request_id, rank, Step.FREE)
-            self._observe(owner, request_id, Step.FREE, self._clock(), None)
+            self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)
 
     # ---- steps of replicas
@@ -318,6 +319,6 @@ class LiveRequests(Generic[Owner]):
 
 
 def ease(of: Ledger) -> None:
-    """Says that ranks of a ledger may have less to do, if a selection waits for that."""
+    """Wakes selections that wait for ranks of a ledger to have less load."""
     if of.loads.eased is not None:
         of.loads.eased()

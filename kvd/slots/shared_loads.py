@@ -1,4 +1,4 @@
-"""The ledgers of all faces: each has its own, and those of the same ranks share what these work on.
+"""The ledgers of all faces: each has its own, and those of the same ranks share their loads.
 
     slot tracker ──> Ledger: its ranks, its requests ──┐
                                                        ├──> Loads of (model, tenant), block size

@@ -115,7 +115,7 @@ class SlotTrackers(LiveRequests[Tracker]):
                 f"tenant_id={key.tenant_id}"
             )
         if tracker.ledger.stats()["ranks"] + dp_size > ledger.MAX_RANKS:
-            raise Unavailable(f"there would be more than {ledger.MAX_RANKS} ranks")
+            raise Unavailable(f"the limit of {ledger.MAX_RANKS} ranks would be exceeded")
         self.trackers[key] = tracker
         tracker.workers[worker_id] = range(dp_start, dp_start + dp_size)
         for dp_rank in tracker.workers[worker_id]:
@@ -124,7 +124,7 @@ class SlotTrackers(LiveRequests[Tracker]):
     def _new(self, key: PartitionKey, block_size: int) -> Tracker:
         if len(self.trackers) >= self.max_trackers:
             self.refused_trackers += 1
-            raise Unavailable(f"there are {self.max_trackers} models and tenants already")
+            raise Unavailable(f"the limit of {self.max_trackers} models and tenants is reached")
         return Tracker(key, block_size, self._ledgers.open(key, block_size))
 
     def unregister(self, key: PartitionKey, worker_id: int) -> None:
@@ -204,7 +204,7 @@ class SlotTrackers(LiveRequests[Tracker]):
 
 def _refusal(outcome: int) -> Exception:
     if outcome == ledger.OVERFLOW:
-        return Invalid("new_isl_tokens: the rank cannot count so many tokens")
+        return Invalid("new_isl_tokens: the tokens of the rank would exceed what can be counted")
     return Unavailable("the limit of live requests is reached")
 
 

@@ -20,6 +20,7 @@ cdef class Draws:
         """Takes a random.Random, or what has its `randbytes`."""
         self.random = random
         self.drawn = b""
+        self.marked = -1
 
     def next(self):
         """Draws a u64."""
@@ -35,17 +36,29 @@ cdef class Draws:
 
     cdef uint64_t peek(self, Py_ssize_t at) except? 0:
         cdef uint64_t number
+        cdef Py_ssize_t used
         cdef Py_ssize_t begin = (self.taken + at) * <Py_ssize_t>sizeof(uint64_t)
         if begin + <Py_ssize_t>sizeof(uint64_t) > PyBytes_GET_SIZE(self.drawn):
-            left = self.drawn[self.taken * sizeof(uint64_t) :]
+            used = self.taken if self.marked < 0 else self.marked
+            left = self.drawn[used * sizeof(uint64_t) :]
             self.drawn = left + <bytes?>self.random.randbytes(kBulk * sizeof(uint64_t))
-            self.taken = 0
-            begin = at * <Py_ssize_t>sizeof(uint64_t)
+            self.taken -= used
+            self.marked = min(self.marked, 0)
+            begin = (self.taken + at) * <Py_ssize_t>sizeof(uint64_t)
         memcpy(&number, PyBytes_AS_STRING(self.drawn) + begin, sizeof(number))
         return number
 
     cdef void take(self, Py_ssize_t count) noexcept:
         self.taken += count
+
+    cdef void mark(self) noexcept:
+        self.marked = self.taken
+
+    cdef void rewind(self) noexcept:
+        self.taken = self.marked
+
+    cdef void unmark(self) noexcept:
+        self.marked = -1
 
     cdef str peek_uuid(self, Py_ssize_t at):
         cdef uint64_t halves[2]

@@ -9,7 +9,8 @@ index.hpp, types.hpp         the rules that join the three
 store.hpp, remove.hpp, retire.hpp, parked.hpp
                              what a store, a removal, a clear and an unknown parent do
 sequence.hpp                 blocks by sequence hash
-predicted.hpp                blocks that are thought to be cached
+predicted.hpp                blocks that are thought to be cached, beside events
+predictions                  `Predictions`: the same where there are no events
 stream.hpp, cache_groups.hpp
                              from the events of one worker to operations
 match.hpp, answer.hpp, tiered_answer.hpp

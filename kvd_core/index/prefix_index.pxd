@@ -10,6 +10,7 @@ from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
+from kvd_core.index.predictions cimport CPredicted
 from kvd_core.json.scan cimport BodyScanner
 
 
@@ -67,12 +68,6 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint64_t parent             # the rank's name of the block before the first
         LayerId layer
         uint64_t term               # inherited part of the local hashes' seed, 0 without
-
-    cppclass CPredicted "kvd::Predicted":
-        uint32_t size()
-        # Notes a prompt's local hashes as cached by a rank, at a time in seconds.
-        void add(RankId, const uint64_t*, size_t, double) except +
-        cbool prune(double, size_t)    # ends at most so many that are too old, or too many
 
     cppclass CTree "kvd::Tree":
         uint32_t node_count()

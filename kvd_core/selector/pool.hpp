@@ -35,9 +35,11 @@ namespace kvd::selector {
 
 class Pool {
  public:
-  // `index` may be null: nobody caches anything.
-  Pool(uint32_t block_size, const Index* index, const ledger::Ledger& ledger)
-      : index_(index), ledger_(ledger), block_size_(block_size) {}
+  // `index` may be null: nobody caches anything but what `predicted` says, if that is not null. That
+  // is of candidates without events, and names ranks as the ledger does; predictions of the others
+  // are the index's, which names ranks itself.
+  Pool(uint32_t block_size, const Index* index, const ledger::Ledger& ledger, Predicted* predicted)
+      : index_(index), ledger_(ledger), block_size_(block_size), own_(predicted) {}
 
   // Candidates come in ascending order of (worker, dp rank).
   void add(Candidate candidate) {
@@ -66,6 +68,15 @@ class Pool {
   }
   // The candidates of the same worker are those from its `first` up to here.
   uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
+  // Notes the prompt as cached by a candidate, if predictions are kept.
+  void predict(size_t at, double now) {
+    const Candidate& c = candidates_[at];
+    Predicted* predicted = c.caches == nullptr ? own_ : index_->predicted();
+    if (predicted == nullptr) return;
+    const uint32_t rank = rank_in_predictions(c);
+    if (rank != kNone) predicted->add(rank, prompt_.used().data(), prompt_.used().size(), now);
+  }
+
   Prompt& prompt() { return prompt_; }
   const Prompt& prompt() const { return prompt_; }
 
@@ -143,19 +154,25 @@ class Pool {
       standings_[i].disk = depth.disk - depth.host;
       overlaps_[i] = static_cast<int32_t>(depth.disk);
     }
-    if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted());
+    if (own_ != nullptr) foresee(*own_, false);
+    if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted(), true);
   }
 
   static const Worker* caches(const Candidate& c) { return c.heard ? c.caches : nullptr; }
 
-  // What a rank is thought to cache goes on where its events end.
-  void foresee(const Predicted& predicted) {
+  static uint32_t rank_in_predictions(const Candidate& c) {
+    return c.caches == nullptr ? c.booked : c.caches->find(c.dp_rank);
+  }
+
+  // What a rank is thought to cache goes on where its events end, if it has any.
+  void foresee(const Predicted& predicted, bool beside_events) {
     if (predicted.size() == 0) return;
     const std::vector<uint64_t>& locals = prompt_.used();
     predicted.chain(locals.data(), locals.size(), chained_);
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Worker* worker = caches(candidates_[i]);
-      const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
+      const Candidate& c = candidates_[i];
+      if (!c.heard || (c.caches != nullptr) != beside_events) continue;
+      const uint32_t id = rank_in_predictions(c);
       if (id == kNone) continue;
       CandidateState& at = standings_[i];
       const uint32_t host = at.device + at.host, disk = host + at.disk;
@@ -188,6 +205,7 @@ class Pool {
   const Index* index_;
   const ledger::Ledger& ledger_;
   uint32_t block_size_;
+  Predicted* own_;  // of candidates without events; null: there are none
 
   struct Seen {
     explicit Seen(const CandidateState& at)

@@ -6,13 +6,15 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
 
 from kvd_core.index.prefix_index cimport CIndex, CMatch
+from kvd_core.index.predictions cimport CPredicted
 from kvd_core.ledger.ledger cimport CLedger
 from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
 
 
 cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
     cppclass CPool "kvd::selector::Pool":
-        CPool(uint32_t, const CIndex*, const CLedger&) except +
+        # Without predictions of its own, NULL, it uses the index's.
+        CPool(uint32_t, const CIndex*, const CLedger&, CPredicted*) except +
         void add(const CCandidate&) except +    # ascending by (worker, dp rank)
         size_t size()
         uint32_t block_size()
@@ -21,6 +23,7 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         uint32_t end_of_worker(const CCandidate&)
         const CStanding& standing(size_t)       # of the last look
         CPrompt& prompt()
+        void predict(size_t, double) except +   # notes the prompt as cached by a candidate
         void look(CMatch&) except +
         void find_loads()                       # the loads of now, in the standings
         # Blocks of the prompt, of those at these positions.

@@ -6,6 +6,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp.vector cimport vector
 
 from kvd_core.index.prefix_index cimport CMatch, PrefixIndex
+from kvd_core.index.predictions cimport Predictions
 from kvd_core.ledger.ledger cimport Ledger
 from kvd_core.selector.choice cimport Choice
 from kvd_core.selector.cost cimport Scale
@@ -35,6 +36,7 @@ cdef class Prompt:
 cdef class Pool:
     cdef CPool* c
     cdef PrefixIndex index
+    cdef Predictions predictions    # beside no index, None: the index's
     cdef Ledger ledger
     cdef CMatch no_match            # for pools without an index
     cdef Choice choice
@@ -61,7 +63,6 @@ cdef class Pool:
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings)
     # Notes the prompt as cached by a candidate, if its index keeps predictions.
-    cdef int foretell(self, size_t candidate, double now) except -1
     cdef Others others(self, const CSettings* settings, const uint8_t* mask) noexcept
     cdef row(self, size_t candidate, const CSettings* settings, const uint8_t* mask,
              const double* factors, Others others)

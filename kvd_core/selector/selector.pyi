@@ -1,6 +1,7 @@
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from kvd_core.index.predictions import Predictions
 from kvd_core.index.prefix_index import PrefixIndex, Worker
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import Ledger
@@ -73,6 +74,7 @@ class Pool:
         ledger: Ledger,
         block_size: int,
         candidates: Iterable[Candidate] = ...,
+        predictions: Predictions | None = ...,
     ) -> None: ...
     def __len__(self) -> int: ...
     @property

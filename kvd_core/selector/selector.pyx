@@ -21,7 +21,8 @@ from cython.operator cimport dereference as deref
 from libc.string cimport memset
 from libcpp.string_view cimport string_view
 
-from kvd_core.index.prefix_index cimport CIndex, Worker, kNone
+from kvd_core.index.predictions cimport CPredicted
+from kvd_core.index.prefix_index cimport CIndex, Worker
 from kvd_core.json.scan cimport BodyScanner
 from kvd_core.ledger.ledger cimport Ledger, RankId
 from kvd_core.selector.choice cimport (
@@ -133,25 +134,31 @@ cdef class Pool:
     """
 
     def __cinit__(
-        self, PrefixIndex index, Ledger ledger not None, uint32_t block_size, candidates=()
+        self, PrefixIndex index, Ledger ledger not None, uint32_t block_size, candidates=(),
+        Predictions predictions=None,
     ):
         """Takes Candidates in any order, which are `candidates` in ascending order from then on.
 
-        `index` None, or a Candidate's `worker` None: caches nothing. ValueError for an index of
-        another block size, a worker of another index, or a rank that comes twice; KeyError for a
-        rank that is not in the ledger under this id. O(candidates log candidates).
+        `index` None, or a Candidate's `worker` None: caches nothing but what `predictions` say.
+        ValueError for an index of another block size, a worker of another index, or a rank that
+        comes twice; KeyError for a rank that is not in the ledger under this id.
+        O(candidates log candidates).
         """
         cdef Worker worker
         cdef CCandidate c
         cdef const CIndex* blocks = NULL
+        cdef CPredicted* predicted = NULL
         if block_size == 0 or (index is not None and index.c.block_size() != block_size):
             raise ValueError(f"not the block size of the index: {block_size}")
         self.index = index
+        self.predictions = predictions
         self.ledger = ledger
         self.candidates = tuple(sorted(candidates, key=lambda each: each[:2]))
         if index is not None:
             blocks = index.c
-        self.c = new CPool(block_size, blocks, deref(ledger.c))
+        if predictions is not None:
+            predicted = predictions.c
+        self.c = new CPool(block_size, blocks, deref(ledger.c), predicted)
         previous = None
         for each in self.candidates:
             if each[:2] == previous:
@@ -424,19 +431,8 @@ cdef class Pool:
         return self.ledger.add(request_id, rank, sequence, tokens, now, key, expected_output)
 
     def predict(self, Py_ssize_t candidate, double now):
-        """Notes the prompt as cached by a candidate, if its index keeps predictions. O(blocks)."""
-        self.foretell(self.at(candidate), now)
-
-    cdef int foretell(self, size_t candidate, double now) except -1:
-        cdef const CCandidate* c = &self.c.candidate(candidate)
-        if self.index is None or self.index.c.predicted() == NULL or c.caches == NULL:
-            return 0
-        cdef RankId rank = c.caches.find(c.dp_rank)
-        if rank != kNone:
-            self.index.c.predicted().add(
-                rank, self.c.prompt().used().data(), self.c.prompt().used().size(), now
-            )
-        return 0
+        """Notes the prompt as cached by a candidate, if predictions are kept. O(blocks)."""
+        self.c.predict(self.at(candidate), now)
 
     def explain(self, Settings settings not None, bytes eligible=None, bytes factors=None):
         """All terms of the cost of all candidates, as Explained; blocks unless named otherwise.

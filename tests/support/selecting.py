@@ -126,16 +126,19 @@ class Service:
         assert held == selections.scheduler.held
         if not held:
             assert all(f.ledger.loads.eased is None for f in selections.fleets.values())
-        for partition in selections.state.partitions.values():
+        for partition in self.state.partitions.values():
             partition.index.verify()
 
     def check_pool(self, fleet: Fleet) -> None:
         """A pool's candidates are what the catalog says, and cache where the state has them."""
-        partition = self.selections.state.partitions.get(fleet.key)
+        partition = self.state.partitions.get(fleet.key)
         for each in fleet.pool.candidates:
             record = fleet.workers[each.worker_id]
             assert each.max_num_batched_tokens == (record.max_num_batched_tokens or 0)
             assert each.total_kv_blocks == (record.total_kv_blocks or 0)
+            if not self.options.uses_kv_events:
+                assert each.worker is None
+                continue
             assert partition is not None and each.worker is partition.workers[each.worker_id]
             assert partition.has_rank(each.worker_id, each.dp_rank)
         if fleet.workers:

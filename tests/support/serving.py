@@ -31,7 +31,7 @@ from tests.support.narrow import narrow_stream
 
 # A test shortens the one deadline that it waits for: another one would end what is to be seen, as
 # soon as the machine is busy.
-PATIENT = HttpLimits(linger_seconds=0.1, graceful_seconds=0.5)
+PATIENT = HttpLimits(linger_s=0.1, graceful_s=0.5)
 SOON = 0.15  # seconds, of that one deadline
 PUBLIC = Policy(allowed_hosts=("kvd",))
 TEST_SECONDS = 60  # for any one of these tests, most of which take milliseconds on an idle machine

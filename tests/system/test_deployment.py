@@ -57,7 +57,7 @@ def test_the_socket_unit_has_the_default_address_of_every_face() -> None:
 
 def test_the_service_grants_what_the_daemon_wants() -> None:
     (stop,), (files,) = said(SERVICE, "TimeoutStopSec"), said(SERVICE, "LimitNOFILE")
-    assert int(stop) > HttpLimits().graceful_seconds
+    assert int(stop) > HttpLimits().graceful_s
     assert int(files) >= ENOUGH
     assert said(SERVICE, "WatchdogSignal") == ["SIGABRT"]  # which leaves a stack in the journal
     (start,) = said(SERVICE, "ExecStart")
@@ -190,7 +190,7 @@ def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -
 def test_stopping_gets_the_time_it_needs(manifests: dict[str, Any]) -> None:
     pods = manifests["Pod"]["spec"], manifests["Deployment"]["spec"]["template"]["spec"]
     for pod in pods:
-        assert pod["terminationGracePeriodSeconds"] > HttpLimits().graceful_seconds
+        assert pod["terminationGracePeriodSeconds"] > HttpLimits().graceful_s
 
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")

@@ -13,11 +13,11 @@ import pytest
 from kvd.config.load import StartError, load
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
+from tests.conformance.engine import Engine
 from tests.conformance.failure import wait_until
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 
-PREDICTING = {"DYN_ROUTER_USE_KV_EVENTS": "false"}
 LONGEST = MAX_REQUEST_ID_BYTES - len(PREFILL_SUFFIX)  # of a reservation of both phases
 PROMPT = {"block_hashes": [1, 2], "sequence_hashes": [3, 4], "isl_tokens": 8}
 
@@ -339,6 +339,16 @@ def test_as_many_workers_as_were_asked_for_are_waited_for(tmp_path: Path) -> Non
 
 
 @contextmanager
+def publishing() -> Iterator[Engine]:
+    engine = Engine("e")
+    engine.bind()
+    try:
+        yield engine
+    finally:
+        engine.unbind()
+
+
+@contextmanager
 def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[httpx.Client]:
     environ = {"KVD_RECOVERY_DELAY_S": str(delay_s)}
     flags = ("--indexer-peers", peer)
@@ -358,12 +368,15 @@ def test_recovery_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["done", "empty"])
 def test_ready_tells_of_recovery(state: str, tmp_path: Path) -> None:
     with (
-        running_kvd(tmp_path, face="select-service", environ=PREDICTING) as peer,
+        running_kvd(tmp_path, face="select-service") as peer,
         httpx.Client(base_url=peer.base_url, trust_env=False, verify=False) as other,
+        publishing() as engine,
     ):
         if state == "done":
-            register(other, 1, "m")
-            select(other, "m", "/select_and_reserve")  # and so something is thought to be cached
+            register(other, 1, "m", kv_events_endpoint=engine.endpoint("pub"))
+            stored = ["BlockStored", [11, 12], None, list(range(8)), 4, None]
+            engine.publish({"seq": 0, "batch": [1.5, [stored], None]})
+            wait_until(lambda: None if other.get("/dump").json() else "not stored yet", 10)
         with recovering(tmp_path, peer.base_url, delay_s=0) as client:
             register(client, 1, "m")
             wait_until(lambda: None if readiness(client)[0] == 200 else "not ready", 10)

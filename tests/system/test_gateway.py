@@ -33,6 +33,12 @@ async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> No
             said.append(f"{PROMPT} {turn}")
             await wait_heard(client, running)
         assert len(places) == 1
+        metrics = await client.metrics()
+        matched = metrics["kvd_gateway_matched_tokens_total"]
+        assert 0 < matched < metrics["kvd_gateway_prompt_tokens_total"]
+        for name in ("reported_matched_tokens", "reported_cached_tokens"):
+            assert metrics[f"kvd_gateway_{name}_total"] == matched
+        assert metrics['kvd_gateway_decisions_total{by="overlap"}'] == 5
 
 
 async def test_a_next_turn_needs_no_tokenizer(kvd_process: Start) -> None:
@@ -225,3 +231,37 @@ async def test_sglang_is_known_by_what_it_says(kvd_process: Start) -> None:
         shown = (await client.get("/status")).json["upstreams"][0]
         assert (shown["engine"], shown["block_size"]) == ("sglang", 16)
         assert (await client.chat(PROMPT)).status == 200
+
+
+async def test_a_session_stays_where_tokens_are_not_known(kvd_process: Start) -> None:
+    three = (EngineOptions(), EngineOptions(), EngineOptions())
+    async with serving(kvd_process, *three) as (client, _):
+        for name in ("x-session-id", "x-claude-code-session-id", "session_id"):
+            places = set()
+            for _ in range(6):
+                answered = await client.post(
+                    "/v1/chat/completions",
+                    {"model": "demo", "messages": [], "documents": [], "max_tokens": 1},
+                    {name: f"s-{name}"},
+                )
+                assert answered.headers["x-kvd-tokens"] == "none"
+                places.add(answered.headers["x-kvd-endpoint"])
+            assert len(places) == 1
+
+
+async def test_engines_without_events_are_chosen_by_what_they_were_sent(kvd_process: Start) -> None:
+    three = (EngineOptions(events=False), EngineOptions(events=False), EngineOptions())
+    flags = ("--gateway-memory-bytes", "0")
+    async with serving(kvd_process, *three, flags=flags) as (client, running):
+        for number in range(6):
+            said = [f"{number} {PROMPT}"]
+            first = await client.chat(*said)
+            await wait_heard(client, [each for each in running if each.server.publisher])
+            second = await client.chat(*said, "more")
+            place = first.headers["x-kvd-endpoint"]
+            assert second.headers["x-kvd-endpoint"] == place
+            told = place == running[2].url
+            assert second.headers["x-kvd-decision"] == ("overlap" if told else "predicted")
+            assert int(second.headers["x-kvd-matched-tokens"]) > 0
+        shown = (await client.get("/status")).json["upstreams"]
+        assert [bool(each["events"]) for each in shown] == [False, False, True]

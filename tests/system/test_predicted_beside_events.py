@@ -132,12 +132,10 @@ async def test_they_are_no_part_of_the_index() -> None:
     index.verify()
 
 
-@pytest.mark.parametrize("options", [RouterOptions(), RouterOptions(uses_kv_events=False)])
-async def test_without_the_option_none_are_kept(options: RouterOptions) -> None:
-    service = await ready(options)
+async def test_without_the_option_none_are_kept() -> None:
+    service = await ready(RouterOptions())
     service.select([1, 2], reservation_id="r")
-    index = service.selections.state.partitions[M].index
-    assert index.predicted() == 0
+    assert service.state.partitions[M].index.predicted() == service.fleet().predicted() == 0
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -140,7 +140,7 @@ def test_an_advisory_selection_never_waits_and_shows_the_load(client: httpx.Clie
         assert held.result().status_code == 200
     answer = reserve(client, "no", advisory=True)
     assert answer.status_code == 400
-    assert answer.json() == {"error": "advisory: nothing can be booked by a question"}
+    assert answer.json() == {"error": "advisory: an advisory request cannot book"}
 
 
 def test_the_context_of_a_session_says_whose_it_is(client: httpx.Client) -> None:
@@ -312,7 +312,10 @@ def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: httpx.Client) -> N
     (row,) = client.post("/potential_loads", json={"token_ids": tokens}).json()
     assert row["potential_decode_blocks"] == 4
     salted = {"token_ids": tokens, "is_eagle": True, "cache_salt": "s"}
-    assert scores(**salted) == (2, 2)  # no stream has told salts
+    assert scores(**salted) == (2, 0)  # engines do not share blocks between salts
+    client.delete("/reservations/a").raise_for_status()
+    assert reserve(client, "b", **salted).status_code == 200
+    assert scores(**salted) == (2, 2)
 
 
 def test_a_worker_beside_others_of_another_kind_is_not_chosen(client: httpx.Client) -> None:

@@ -374,7 +374,7 @@ def test_the_selection_face_shows_why_a_worker_is_not_chosen_and_its_streams(
         assert (row(1)["questions"], row(1)["lifecycle"]) == (0, "schedulable")
         error = f"cannot connect: Connection refused: {away}"
         (reason,) = row(2)["not_schedulable_reasons"]
-        assert reason.startswith("the event connection of dp_rank 0 was not connected in ")
+        assert reason.startswith("the event connection of dp_rank 0 has not been connected for ")
         assert reason.endswith(f" s: {error}")
         ready = fleet.client.get("/ready")  # one is enough
         lifecycles = {"schedulable": 1, "unschedulable": 1, "incomplete": 1}

@@ -36,11 +36,11 @@ from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, worker
         ({"data_parallel_size": 0}, ["data_parallel_size must be greater than 0"]),
         (
             {"data_parallel_size": MAX_DP_SIZE + 1},
-            [f"data_parallel_size must be at most {MAX_DP_SIZE} within 32 bits"],
+            [f"data_parallel_size must be at most {MAX_DP_SIZE}, and each dp_rank below 2^32"],
         ),
         (
             {"data_parallel_start_rank": 2**32 - 1, "data_parallel_size": 2},
-            [f"data_parallel_size must be at most {MAX_DP_SIZE} within 32 bits"],
+            [f"data_parallel_size must be at most {MAX_DP_SIZE}, and each dp_rank below 2^32"],
         ),
         ({"data_parallel_start_rank": 2**32 - 2, "data_parallel_size": 2}, []),
         (
@@ -99,7 +99,7 @@ async def test_without_events_nobody_is_listened_to() -> None:
     service.check()
     await service.selections.workers.delete(1)
     service.check()
-    assert not service.selections.state.partitions
+    assert not service.state.partitions
 
 
 async def test_a_block_size_is_that_of_the_others() -> None:

@@ -145,10 +145,10 @@ class Face:
 
     def sessions(self) -> Any:
         """What sessions are bound to, and what is predicted."""
-        affinity, state = self.selections.affinity, self.selections.state
+        affinity, fleets = self.selections.affinity, self.selections.fleets
         held = [affinity and affinity.sessions.find((M, session), NOW) for session in IDS]
         bound = [each and (each.worker_id, each.dp_rank, each.leases) for each in held]
-        return bound, [each.index.predicted() for each in state.partitions.values()]
+        return bound, [fleet.predicted() for fleet in fleets.values()]
 
     def change(self, kind: str, what: Any) -> None:
         """What operators, engines and the slot tracker do between two requests."""
@@ -422,7 +422,7 @@ def test_who_comes_behind_others_waits() -> None:
     assert isinstance(held, QueuedRequest)
     busy = [name for name, key in face.state()[0][0].items() if key == place]
     face.selections.fleets[place].ledger.prefill_complete(busy[0])
-    assert "1 selections are already waiting" in str(
+    assert "1 selections are waiting already, which is the limit" in str(
         face.answered(SELECT, usual(model_name='"busy"', isl_tokens="12"))
     )
     assert face.answered(SELECT, usual()) and face.answered(FREE, b"a") == (200, OK)
@@ -467,7 +467,7 @@ def test_sessions_that_are_followed_stay_on_their_ranks() -> None:
 def test_predictions_are_made_of_what_is_booked_at_once() -> None:
     face = Face(predicted_ttl_s=10.0)
     assert face.answered(RESERVE, BOOKED)
-    assert face.selections.state.partitions[M].index.predicted() == 3
+    assert face.selections.fleets[M].predicted() == 3
 
 
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
@@ -495,7 +495,7 @@ def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
         (SELECT, usual(model_name='"over"'), "all workers are overloaded"),
         (RESERVE, usual(reservation_id='"a"'), "reservation a already exists"),
         (RESERVE, usual(reservation_id=f'"{LONGEST_ID}x"'), "reservation_id: longer than"),
-        (RESERVE, usual(advisory="true"), "advisory: nothing can be booked by a question"),
+        (RESERVE, usual(advisory="true"), "advisory: an advisory request cannot book"),
         (RESERVE, usual(model_name='"full"'), "the limit of live reservations is reached"),
         (COMPLETE, b"z", "reservation z not found"),
         (FREE, b"z", "reservation z not found"),

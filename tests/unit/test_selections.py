@@ -726,17 +726,21 @@ async def test_what_is_booked_counts_as_cached() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_predictions_and_the_index_agree(seed: int) -> None:
+async def test_predictions_are_those_of_ranks_that_are_there(seed: int) -> None:
     """Whatever is booked, expires, is pruned or goes with its worker."""
     rng = Random(seed)
     options = RouterOptions(uses_kv_events=False, ttl_s=20.0, max_tree_size=30)
     service = await ready(worker(1, data_parallel_size=2), worker(2), options=options)
+    booked: dict[tuple[int, int, tuple[int, ...]], float] = {}  # may be cached, and until when
     for number in range(300):
         kind = rng.random()
+        prompt = [rng.choice((1, 2)) for _ in range(rng.randrange(8))]
         if kind < 0.6:
-            prompt = [rng.choice((1, 2)) for _ in range(rng.randrange(8))]
             if service.fleet().workers:
-                service.select(prompt, reservation_id=str(number))
+                chosen = service.select(prompt, reservation_id=str(number))
+                rank = chosen["worker_id"], chosen["dp_rank"]
+                for depth in range(1, len(prompt) + 1):
+                    booked[(*rank, tuple(prompt[:depth]))] = service.now + options.ttl_s
         elif kind < 0.9:
             service.now += rng.choice((0.0, 1.0, 10.0))
             service.expire()
@@ -747,10 +751,15 @@ async def test_predictions_and_the_index_agree(seed: int) -> None:
         else:
             await service.selections.workers.put(worker(2))
         service.check()
-        predictions = service.fleet().predictions
-        assert predictions is not None
-        partition = service.selections.state.partitions[M]
-        held = partition.index.stats()["held"]
-        assert sum(held.values()) == len(predictions)
-        if 0.6 <= kind < 0.9:
-            assert len(predictions) <= 30
+        fleet = service.fleet()
+        assert fleet.predicted() <= 30
+        there = {(each.worker_id, each.dp_rank) for each in fleet.pool.candidates}
+        booked = {
+            key: until
+            for key, until in booked.items()
+            if key[:2] in there and until > service.now - (0 if 0.6 <= kind < 0.9 else 20)
+        }
+        look(prompt)(fleet.pool)
+        for each in fleet.pool.explain(options.settings):
+            depth = each.device_blocks
+            assert not depth or (each.worker_id, each.dp_rank, tuple(prompt[:depth])) in booked

@@ -102,7 +102,7 @@ cdef class QuestionReader(BodyReader):
 
 
 cdef class QueryHandler(HotHandler):
-    """Says what every instance holds of a prompt given as token ids."""
+    """Returns what every instance holds of a prompt given as token ids."""
 
     ARRAYS = {"token_ids": "u32?"}
 
@@ -134,7 +134,7 @@ cdef class QueryHandler(HotHandler):
 
 
 cdef class HashQueryHandler(QueryHandler):
-    """Says what every instance holds of a prompt given as its rolling sequence hashes.
+    """Returns what every instance holds of a prompt given as its sequence hashes.
 
     The first question to a partition waits until its blocks have theirs.
     """
@@ -142,7 +142,7 @@ cdef class HashQueryHandler(QueryHandler):
     ARRAYS = dict.fromkeys(reading.HASHES, "hash64?")
 
     def __init__(self, dict partitions, packed, sequence not None):
-        """Takes besides what has the sequence hashes of a Conductor made: that is awaited."""
+        """Takes also the function that makes sequence hashes of a Conductor and is awaited."""
         super().__init__(partitions, packed)
         self.sequence = sequence
         self.waits = True

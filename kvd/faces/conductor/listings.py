@@ -219,7 +219,7 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
             outcomes[name] += said[name]
         if number % BREATH == 0:
             yield None
-    help = "Number of events of registered publishers not simply applied, by outcome"
+    help = "Number of events of registered publishers, by outcome other than applied"
     yield by_label("kvd_conductor_events", "gauge", help, "outcome", outcomes)
     help = "Number of blocks of publishers by rank and medium; waiting: not indexed yet"
     yield by_label("kvd_conductor_blocks", "gauge", help, "state", held)

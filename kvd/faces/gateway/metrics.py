@@ -39,9 +39,9 @@ def gateway_families(
          stats.matched_tokens),
         ("reported_matched_tokens",
          "Number of tokens expected to be cached in requests whose engine reported the real number",
-         stats.reported_tokens),
+         stats.reported_matched_tokens),
         ("reported_cached_tokens", "Number of cached tokens that engines reported in their usage",
-         stats.cached_tokens),
+         stats.reported_cached_tokens),
     ):  # fmt: skip
         yield counter(f"kvd_gateway_{name}_total", help, value)
     known = tokens.conversations

@@ -26,7 +26,7 @@ FIELDS = ("model_name", "tenant_id", "routing_group", "cache_salt", "streams", "
 
 
 cdef class QueryHandler(HotHandler):
-    """Says how much of a prompt, given as token ids, each rank caches."""
+    """Returns how much of a prompt, given as token ids, each rank caches."""
 
     ARRAY = {"token_ids": "u32"}
     FIELDS = FIELDS
@@ -55,7 +55,7 @@ cdef class QueryHandler(HotHandler):
 
 
 cdef class HashQueryHandler(QueryHandler):
-    """Says how much of a prompt, given as local hashes, each rank caches.
+    """Returns how much of a prompt, given as local hashes, each rank caches.
 
     Local hashes carry adapter and salt already, so a salt given beside them changes nothing.
     """
@@ -75,7 +75,7 @@ cdef class HashQueryHandler(QueryHandler):
 
 
 cdef class TieredQueryHandler(QueryHandler):
-    """Says the same rank by rank and tier by tier, to selectors that keep no index of their own.
+    """Returns what each rank caches on each tier, for selectors without an index of their own.
 
     Such a selector fails or forgets all overlap where it gets no answer: a model and tenant whose
     workers have only just gone has no matches, rather than no answer.
@@ -105,6 +105,6 @@ cdef class TieredQueryHandler(QueryHandler):
 
 
 cdef bytes with_streams(bytes answer, partition, registry):
-    """Adds how far each registered rank's stream can be believed, in the form of the scores."""
+    """Adds the state of each registered rank's stream, in the form of the scores."""
     streams = streams_of(partition, registry, trio.current_time())
     return answer[: len(answer) - 1] + b',"streams":' + streams + b"}"

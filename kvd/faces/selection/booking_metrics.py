@@ -35,9 +35,9 @@ def booking_families(selections: Selections) -> Iterator[Family | None]:
         yield counter("kvd_selection_sessions_dropped_total", help, sessions.dropped)
     predicted = 0
     for number, key in enumerate(list(selections.fleets), 1):
-        partition = selections.state.partitions.get(key)
-        predicted += 0 if partition is None else partition.index.predicted()
+        fleet = selections.fleets.get(key)
+        predicted += 0 if fleet is None else fleet.predicted()
         if number % BREATH == 0:
             yield None
-    help = "Number of blocks predicted to be cached in addition to KV events"
+    help = "Number of blocks predicted to be cached"
     yield gauge("kvd_selection_predicted_blocks", help, predicted)

@@ -1,4 +1,4 @@
-"""What /metrics says of selections: how they ended, what was chosen, who waits, who is loaded.
+"""Metrics of selections: their outcomes, choices and waits, and the loads of ranks.
 
 Families named dynamo_* are those of Dynamo's router that a service beside the request path can
 fill: it sees prompts and choices, not the tokens that come back.

@@ -45,7 +45,7 @@ OVERRIDES = {
     "overlap_score_credit": "device_credit",
     "router_temperature": "temperature",
 }
-# Those of them that only Dynamo's function has: who gives one means that function.
+# Those that only Dynamo's cost has: a request with one of them is for that cost.
 OF_DYNAMO = OVERRIDES.keys() - {"router_temperature"}
 
 
@@ -90,7 +90,7 @@ def request_of(
 def check_booking(ask: SelectRequest | None, reservation_id: str | None) -> None:
     """Raises what keeps a selection from being booked under an id, if one is given."""
     if ask is not None and ask.advisory:
-        raise BadRequest("advisory: nothing can be booked by a question")
+        raise BadRequest("advisory: an advisory request cannot book")
     longest = MAX_REQUEST_ID_BYTES
     if ask is not None and ask.phase is Phase.BOTH:  # books twice
         longest -= len(PREFILL_SUFFIX)
@@ -175,7 +175,7 @@ def _affinity(members: bodies.Members) -> tuple[int, int | None] | None:
 
 
 def _taints(members: bodies.Members) -> tuple[frozenset[str], dict[str, float] | None]:
-    """Returns the taints that a worker must have, and by how much others are liked."""
+    """Returns the taints that a worker must have, and the weights of preferred ones."""
     value = optional_object(members, "routing_constraints") or {}
     required = frozenset[str]()
     if value.get("required_taints") is not None:
@@ -196,7 +196,7 @@ def _weight(weights: bodies.Members, taint: str) -> float:
     except (Invalid, OverflowError):
         weight = math.inf
     if not math.isfinite(weight):
-        raise Invalid("preferred_taints: a weight is no number, or out of range")
+        raise Invalid("preferred_taints: a weight is not a number or is out of range")
     return weight
 
 

@@ -54,7 +54,7 @@ cdef class SelectHandler(PromptHandler):
     cdef Draws draws
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
-    cdef list replicas, observers  # who is told of steps (kvd.slots.live_requests)
+    cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
@@ -64,6 +64,7 @@ cdef class SelectHandler(PromptHandler):
     cdef object booked_in    # the fleet where it was booked at once, and when; None: it was not
     cdef double booked_at
 
+    cdef bytes answered(self, const char* body, size_t size, request)
     cdef bint is_usual(self) noexcept
     cdef tuple usual_members(self)
     cdef object asked(self, place, usual, members)

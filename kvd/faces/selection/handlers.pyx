@@ -1,15 +1,15 @@
 # distutils: language = c++
 """The selection service's hot handlers.
 
-A selection that wants nothing unusual is chosen and booked here, in one go:
+A selection without unusual members is chosen and booked here, in one go:
 
-    body ──> PromptReader ──> usual, nobody before it in the queue, nobody to be told?
+    body ──> PromptReader ──> usual, none before it in the queue, no replica to tell?
                                 │ yes              │ no
                                 v                  v
-                              served ── nobody ──> kvd.selection.scheduler ──> answer, or a wait
+                              served ── no rank ─> kvd.selection.scheduler ──> answer, or a wait
 
 The scheduler serves what needs more than the choice and the ledger: constraints, phases, sessions,
-explanations, replicas, Idempotency-Keys, the queue. It also words why nobody can be chosen. Both
+explanations, replicas, Idempotency-Keys, the queue. It also words why no rank can be chosen. Both
 ways have the body read once, by the same reader and `choosing.request_of`; they choose by the same
 Pool, and count and word a booking by kvd.selection.serving. On the fast path, a selection for the
 scheduler is left to its task, as it may have to wait.
@@ -181,7 +181,7 @@ cdef class PromptReader(BodyReader):
         return pool.look_at_prompt()
 
     def put_again(self, bytes body not None):
-        """Returns what looks at the body's tokens anew, by any block size; None without any."""
+        """Returns a function that hashes the body's tokens anew for a pool; None without tokens."""
         if not self.by_tokens:
             return None
         said = self.lora_name, self.cache_salt, self.unique, self.eagle
@@ -189,7 +189,7 @@ cdef class PromptReader(BodyReader):
 
 
 cdef class PromptHandler(HotHandler):
-    """What the handlers of questions about a prompt have in common."""
+    """The base of handlers of questions about a prompt."""
 
     FIELDS = PROMPT_FIELDS
 
@@ -214,7 +214,7 @@ cdef class PromptHandler(HotHandler):
 
 
 cdef class PotentialLoadsHandler(PromptHandler):
-    """Says what every rank would be working on with one more prompt."""
+    """Returns the load that every rank would have with one more prompt."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
@@ -229,7 +229,7 @@ cdef class PotentialLoadsHandler(PromptHandler):
 
 
 cdef class OverlapScoresHandler(PromptHandler):
-    """Says how many blocks of a prompt every rank caches."""
+    """Returns how many blocks of a prompt every rank caches."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
@@ -243,7 +243,7 @@ cdef class OverlapScoresHandler(PromptHandler):
 
 
 cdef class SelectHandler(PromptHandler):
-    """Says which rank should serve a prompt, and books it there if it `books`.
+    """Chooses the rank that should serve a prompt, and books it there if it `books`.
 
     It may wait until a rank is not busy.
     """
@@ -263,6 +263,17 @@ cdef class SelectHandler(PromptHandler):
         self.waits = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        # A task that the request is left to asks once more, and must draw what was drawn here.
+        self.draws.mark()
+        try:
+            answer = self.answered(body, size, request)
+            if answer is None and request is None:
+                self.draws.rewind()
+            return answer
+        finally:
+            self.draws.unmark()
+
+    cdef bytes answered(self, const char* body, size_t size, request):
         self.receipt = self.booked_in = None
         self.looked_at = False
         self.body.read(body, size)
@@ -300,7 +311,7 @@ cdef class SelectHandler(PromptHandler):
         return choosing.request_of(self.selections, PartitionKey(*place), members, *usual)
 
     cdef object read_booking(self, ask, request):
-        """Reads under which id to book, and returns what a repetition has in common, or None."""
+        """Reads the id to book under; returns the Retry of a request with an Idempotency-Key."""
         given = self.body.optional_text(kReservationId)
         if ask is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
             choosing.check_booking(ask, given)
@@ -312,7 +323,7 @@ cdef class SelectHandler(PromptHandler):
         return retry
 
     cdef bytes scheduled(self, ask, retry, request):
-        """Has the scheduler answer; None if it has the request wait."""
+        """Has the scheduler answer; None if the request waits."""
         if self.books:
             ask = replace(ask, reservation_id=self.reservation_id, retry=retry)
         look = has_looked if self.looked_at else self.body.put_before
@@ -343,15 +354,11 @@ cdef class SelectHandler(PromptHandler):
         return self.body.is_unset(kOverride)
 
     cdef object at_once(self, place):
-        """Returns the fleet that can serve the selection here and now, None for the scheduler."""
+        """Returns the fleet if the selection can be served here, None if the scheduler has to."""
         fleet = self.fleets.get(place)
         if fleet is None or not fleet.workers:
             return None
-        if self.books and (
-            self.replicas
-            or fleet.predictions is not None
-            or self.reservation_id in self.live
-        ):
+        if self.books and (self.replicas or self.reservation_id in self.live):
             return None
         if self.session_id is not None and self.selections.affinity is not None:
             return None
@@ -364,7 +371,7 @@ cdef class SelectHandler(PromptHandler):
         cdef Pool pool = fleet.pool
         cdef Settings settings = fleet.settings
         cdef int64_t candidate
-        if settings.c.mode == kDirect:  # nobody is named
+        if settings.c.mode == kDirect:  # the request names no rank
             return None
         self.body.put_before(pool)
         self.looked_at = True
@@ -399,7 +406,7 @@ cdef class SelectHandler(PromptHandler):
         admission.expected = self.expected
         if pool.ledger.c.add(admission) != kAdded:
             return False
-        pool.foretell(candidate, admission.now)
+        pool.c.predict(candidate, admission.now)
         self.live[self.reservation_id] = fleet
         self.booked_in, self.booked_at = fleet, admission.now
         if self.observers:
@@ -408,7 +415,7 @@ cdef class SelectHandler(PromptHandler):
 
 
 cdef class ReservationHandler(HotHandler):
-    """What the handlers of steps of reservations have in common."""
+    """The base of handlers of steps of reservations."""
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
@@ -470,7 +477,7 @@ cdef class FreeHandler(ReservationHandler):
 
 
 cdef class LoadsHandler(HotHandler):
-    """Says what every rank works on, and what waits, by model and tenant; the query narrows it."""
+    """Returns the load of every rank and the queues, by model and tenant; the query narrows it."""
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
@@ -483,7 +490,7 @@ cdef class LoadsHandler(HotHandler):
 
 
 def has_looked(pool):
-    """Puts nothing before a pool that has looked at the prompt just now."""
+    """Does nothing: the pool has looked at the prompt already."""
 
 
 cdef string_view utf8(str text) except *:

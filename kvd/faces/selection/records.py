@@ -120,6 +120,7 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "total_kv_blocks": u64,
     "stable_routing_id": _name,
     "is_eagle": flag,
+    "without_kv_events": flag,
     "role": _role,
     "taints": texts,
     "topology_domains": _map,

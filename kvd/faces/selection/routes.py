@@ -80,7 +80,7 @@ def _step(path: str, handler: Handler, body_limit: int = LONG_BODY_LIMIT) -> Rou
 
 
 def _admin(method: str, path: str, handler: Handler, body_limit: int = DEFAULT_BODY_LIMIT) -> Route:
-    """Returns the route of a change to who serves, or how it is chosen."""
+    """Returns the route of a change to workers or to routing."""
     return Route(method, path, handler, body_limit=body_limit, scope=Scope.ADMIN)
 
 

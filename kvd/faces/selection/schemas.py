@@ -97,6 +97,7 @@ DESCRIBED = optional(
     total_kv_blocks=U64,
     stable_routing_id=NAME,
     is_eagle=FLAG,
+    without_kv_events=FLAG,
     role=one_of(*Role),
     taints=array(NAME),
     topology_domains=by_name(NAME) | {"propertyNames": NAME},

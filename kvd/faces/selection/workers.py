@@ -20,7 +20,7 @@ WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
 
 
 def ready(request: Request, *, selections: Selections) -> Response:
-    """Answers 200 once a worker can be selected; with all workers, if who asks may list them."""
+    """Answers 200 once a worker can be selected; lists all workers where the client may."""
     entries = selections.workers.listed(None, None)
     lifecycles = Counter(selections.workers.lifecycle(entry) for entry in entries)
     count = lifecycles[Lifecycle.SCHEDULABLE]

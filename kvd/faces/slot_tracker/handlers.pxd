@@ -10,7 +10,7 @@ cdef class SlotHandler(HotHandler):
     cdef BodyReader body
     cdef object slots   # kvd.slots.trackers.SlotTrackers
     cdef dict trackers  # its trackers by (model, tenant); each has a Ledger as `ledger`
-    cdef list replicas, observers  # who is told of steps (kvd.slots.live_requests)
+    cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
 
     # The tracker that the body names; raises NotFound.
     cdef object tracker(self)

@@ -47,7 +47,7 @@ cdef bytes OK = b'{"status":"ok"}'
 
 
 cdef class SlotHandler(HotHandler):
-    """What handlers that are asked of one tracker have in common."""
+    """The base of handlers of requests to one tracker."""
 
     ARRAYS = {}
     FIELDS = STEP
@@ -74,7 +74,7 @@ cdef class AddHandler(SlotHandler):
     FIELDS = (*STEP, "worker_id", "dp_rank", "new_isl_tokens")
 
     def __init__(self, slots, clock not None):
-        """Takes besides a function that returns the time in seconds."""
+        """Takes also a function that returns the time in seconds."""
         super().__init__(slots)
         self.clock = clock
         self.books = True
@@ -138,7 +138,7 @@ cdef class PrefillCompleteHandler(SlotHandler):
 
 
 cdef class FreeHandler(SlotHandler):
-    """Ends a request; one that is unknown is none to end."""
+    """Ends a request; an unknown one is no error."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
@@ -155,7 +155,7 @@ cdef class FreeHandler(SlotHandler):
 
 
 cdef class PotentialLoadsHandler(SlotHandler):
-    """Says what every rank of a tracker would be working on with one more prompt."""
+    """Returns the load that every rank of a tracker would have with one more prompt."""
 
     ARRAYS = {"sequence_hashes": "hash64"}
     FIELDS = (*PLACE, "new_isl_tokens")
@@ -168,7 +168,7 @@ cdef class PotentialLoadsHandler(SlotHandler):
 
 
 cdef class LoadsHandler(HotHandler):
-    """Says what every rank is working on; parameters of the query narrow it."""
+    """Returns the load of every rank; parameters of the query narrow it."""
 
     def __init__(self, slots not None):
         """Takes the daemon's slot trackers."""
@@ -181,7 +181,7 @@ cdef class LoadsHandler(HotHandler):
 
 
 cdef int ease(Ledger ledger) except -1:
-    """Says that ranks have less to do, if anyone waits for that."""
+    """Wakes selections that wait for ranks with less load."""
     if ledger.loads.eased is not None:
         ledger.loads.eased()
     return 0
@@ -192,5 +192,5 @@ cdef str id_text(string_view request_id):
 
 
 cdef uint64_t new_tokens(BodyReader body, int field) except? 0xfffffffffffffffe:
-    """Returns a count of tokens, 0 if there is none."""
+    """Returns a count of tokens, 0 if the member is absent."""
     return 0 if body.core.value(field).kind == Kind.absent else body.uint(field, kMaxTokens)

@@ -217,7 +217,7 @@ async def test_a_head_over_a_limit_is_refused_and_the_limit_accepted(pieces: int
 
 
 async def test_a_slow_head_is_refused_at_its_deadline() -> None:
-    async with serving(head_seconds=SOON) as running, running.client() as slow:
+    async with serving(head_s=SOON) as running, running.client() as slow:
         await slow.send(b"GET /health HTTP/1.1\r\n")
         start = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -238,7 +238,7 @@ async def _drip(client: Client) -> None:
 
 @pytest.mark.parametrize("head", [b"content-length: 100\r\n", b"transfer-encoding: chunked\r\n"])
 async def test_a_slow_body_is_refused_at_its_deadline(head: bytes) -> None:
-    async with serving(body_seconds=SOON) as running, running.client() as slow:
+    async with serving(body_s=SOON) as running, running.client() as slow:
         await slow.send(b"POST /echo HTTP/1.1\r\n" + head + b"\r\n1")
         reply = await slow.read_reply()
         assert (reply.status, reply.persists()) == (408, False)
@@ -248,7 +248,7 @@ async def test_a_slow_body_is_refused_at_its_deadline(head: bytes) -> None:
 
 async def test_a_connection_that_says_nothing_is_closed_silently() -> None:
     async with (
-        serving(head_seconds=SOON) as running,
+        serving(head_s=SOON) as running,
         running.client() as idle,
         running.client() as silent,
     ):
@@ -260,7 +260,7 @@ async def test_a_connection_that_says_nothing_is_closed_silently() -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/app/health"])
 async def test_a_connection_that_says_nothing_more_is_closed_silently(path: str) -> None:
-    async with serving(idle_seconds=SOON) as running, running.client() as idle:
+    async with serving(idle_s=SOON) as running, running.client() as idle:
         await idle.request("GET", path)
         assert await idle.read_to_end() == b""
         assert running.front.stats.idle_timeouts == 1
@@ -268,7 +268,7 @@ async def test_a_connection_that_says_nothing_more_is_closed_silently(path: str)
 
 @pytest.mark.parametrize("path", ["/big", "/app/big"])
 async def test_a_client_that_does_not_read_is_cut_off(path: str) -> None:
-    async with serving(send_seconds=SOON) as running, running.narrow_client() as deaf:
+    async with serving(send_s=SOON) as running, running.narrow_client() as deaf:
         await deaf.send(f"GET {path} HTTP/1.1\r\n\r\n".encode())
         await running.until(send_timeouts=1)
         await running.until_empty()
@@ -278,7 +278,7 @@ async def test_a_client_that_does_not_read_is_cut_off(path: str) -> None:
 
 async def test_a_client_that_reads_slowly_is_served() -> None:
     deadline_s = 0.5
-    async with serving(send_seconds=deadline_s) as running, running.narrow_client() as slow:
+    async with serving(send_s=deadline_s) as running, running.narrow_client() as slow:
         await slow.send(b"GET /big HTTP/1.1\r\n\r\n")
         received, start = 0, trio.current_time()
         while trio.current_time() - start < 2 * deadline_s:
@@ -289,7 +289,7 @@ async def test_a_client_that_reads_slowly_is_served() -> None:
 
 
 async def test_an_asynchronous_handler_has_a_deadline() -> None:
-    async with serving(handler_seconds=0.5) as running, running.client() as client:
+    async with serving(handler_s=0.5) as running, running.client() as client:
         assert (await client.request("GET", "/slow?1")).body == b"late"
         reply = await client.request("GET", "/slow?60000")
         assert (reply.status, reply.persists()) == (503, False)
@@ -365,7 +365,7 @@ SEEDS = [
 async def test_mutated_requests_never_hurt_the_server(layers: str) -> None:
     chance = random.Random(20)
     # Some wait for more of what they announce.
-    async with serving(head_seconds=SOON, body_seconds=SOON) as running:
+    async with serving(head_s=SOON, body_s=SOON) as running:
         await _check_alive(running)
         await running.until_empty()
         before = open_descriptors()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 from collections import Counter
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 
 import pytest
 import trio
@@ -254,6 +254,19 @@ async def test_a_body_that_nobody_needs_is_not_waited_for(what: str, layers: str
                     await client.stream.send_eof()
                     assert await client.read_to_end() == b""
         assert running.front._shared.body_bytes == 0
+
+
+async def test_a_client_that_goes_on_with_such_a_body_is_lingered_for_once() -> None:
+    head = b"GET /describe HTTP/1.1\r\nhost: kvd\r\ncontent-length: 100000000\r\n\r\n"
+    async with serving(linger_s=0.1) as running, running.client() as client:
+        await client.send(head)
+        await client.read_reply()
+        with suppress(trio.BrokenResourceError):
+            while True:
+                await client.send(b"x")
+                await trio.lowlevel.checkpoint()
+        await running.until_empty()
+        assert running.front.stats.linger_timeouts == 1
 
 
 @pytest.mark.parametrize("what", NEEDS_NONE)

@@ -159,7 +159,7 @@ async def test_a_body_must_be_announced_as_json(prefix: str) -> None:
 
 @PREFIXES
 async def test_the_body_limit_itself_is_accepted(prefix: str) -> None:
-    async with serving(linger_seconds=30.0) as running:  # a long body may take long to be sent
+    async with serving(linger_s=30.0) as running:  # a long body may take long to be sent
         async with running.client() as client:
             body = b"x" * QUERY_LIMIT
             reply = await client.request("POST", f"{prefix}/query", body)

@@ -20,7 +20,7 @@ async def _end(running: Running) -> None:
 
 async def test_idle_connections_do_not_delay_a_stop() -> None:
     async with (
-        serving(graceful_seconds=NOT_WAITED_FOR_S) as running,
+        serving(graceful_s=NOT_WAITED_FOR_S) as running,
         running.client() as fresh,
         running.client() as used,
     ):
@@ -34,7 +34,7 @@ async def test_idle_connections_do_not_delay_a_stop() -> None:
 
 async def test_a_request_under_way_is_answered_and_its_connection_closed() -> None:
     async with (
-        serving(graceful_seconds=NOT_WAITED_FOR_S) as running,
+        serving(graceful_s=NOT_WAITED_FOR_S) as running,
         running.client() as client,
     ):
         async with trio.open_nursery() as nursery:
@@ -94,13 +94,13 @@ async def test_what_does_not_end_is_cut_off_at_the_graceful_deadline(path: str) 
         await running.until(requests=1)
         start = trio.current_time()
         await _end(running)
-        assert trio.current_time() - start >= PATIENT.graceful_seconds
+        assert trio.current_time() - start >= PATIENT.graceful_s
         assert running.front.stats.cut_at_stop == 1
 
 
 async def test_a_cancelled_server_ends_at_once() -> None:
     async with (
-        serving(graceful_seconds=NOT_WAITED_FOR_S) as running,
+        serving(graceful_s=NOT_WAITED_FOR_S) as running,
         running.client() as client,
         running.client() as busy,
     ):

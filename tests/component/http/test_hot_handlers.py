@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,21 +11,29 @@ import pytest
 import trio
 
 from kvd.faces.indexer.handlers import QueryHandler
+from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker.routes import routes as slot_routes
 from kvd.http.types import Route, Scope
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey
+from kvd.selection.options import RouterOptions
 from kvd.slots.trackers import SlotTrackers
-from tests.support.serving import Client, Reply, serving
+from kvd_core.selector.settings import Settings
+from tests.support.selecting import Service, worker
+from tests.support.serving import Client, Reply, eventually, serving
 
 FORMS = ["whole", "in pieces", "chunked", "with a query"]
 ADD = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 0, "sequence_hashes": [1]}
 
 
-def tracked() -> tuple[Route, ...]:
+def tracking() -> SlotTrackers:
     slots = SlotTrackers(expiry_s=300)
     slots.register(PartitionKey("m", DEFAULT_TENANT), 7, 16, 0, 1)
-    return slot_routes(slots, lambda: 0.0)
+    return slots
+
+
+def tracked() -> tuple[Route, ...]:
+    return slot_routes(tracking(), lambda: 0.0)
 
 
 async def post(client: Client, form: str, path: str, body: bytes) -> Reply:
@@ -89,3 +98,78 @@ async def test_a_bug_in_a_handler_is_answered_with_500(form: str, layers: str) -
         assert b"TypeError" not in reply.body
         assert running.front.stats.handler_bugs == 1
         assert running.observed == [("POST", "/query", 500)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_what_is_booked_is_undone_where_the_answer_cannot_be_told_of(
+    form: str, layers: str
+) -> None:
+    slots = tracking()
+
+    def broken(*answer: object) -> None:
+        raise RuntimeError("a bug in what counts answers")
+
+    async with serving(routes=slot_routes(slots, lambda: 0.0)) as running:
+        running.front._service.observe = broken
+        async with running.client() as client:
+            with suppress(trio.EndOfChannel, trio.BrokenResourceError):  # it just ends
+                await post(client, form, "/add", json.dumps(ADD).encode())
+            await running.until(bugs=1)
+        assert slots.given_back == 1
+        assert slots.tracker("m", DEFAULT_TENANT).ledger.stats()["requests"] == 0
+        assert running.front.stats.bugs == 1
+        running.front.stats.bugs = 0  # it was meant
+
+
+PROMPT = {"model_name": "m", "tenant_id": "t", "token_ids": list(range(12))}
+ODD = {"worker_id": 9, "dp_rank": 0}
+DRAWING: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "explained": {"explain": True},
+    "for somebody unknown": {"pinned_worker": ODD},
+    "of its own": {"router_config_override": {"assume_kv_reuse": False}},
+    "without a model": {"model_name": "x"},
+    "in both phases": {"phase": "both"},
+    "not one": {"token_ids": "x"},
+}
+
+
+async def test_random_numbers_are_drawn_alike_on_every_way() -> None:
+    """The fast path leaves some requests to their task, which asks the handler once more."""
+    drawn = []
+    for form in FORMS:
+        service = Service(RouterOptions(Settings(temperature=1.0)))
+        for number in (1, 2, 3):
+            await service.selections.workers.put(worker(number))
+        for _ in range(500):  # the handlers will need more than are kept of those drawn in bulk
+            service.selections.draws.next()
+        said = []
+        routes = selection_routes(service.selections)
+        async with serving(routes=routes) as running, running.client() as client:
+            for path in ("/select", "/select_and_reserve"):
+                for change in DRAWING.values():
+                    body = json.dumps(PROMPT | change).encode()
+                    reply = await post(client, form, path, body)
+                    said.append((reply.status, json.loads(reply.body)))
+        drawn.append((said, service.selections.draws.next()))
+        assert [status for status, _ in said].count(200) >= 8
+    assert drawn == [drawn[0]] * len(FORMS)
+
+
+async def test_a_selection_whose_client_has_sent_more_and_left_gives_up_its_place(
+    layers: str,
+) -> None:
+    service = Service(RouterOptions(Settings(queue_threshold=1.0)))
+    await service.selections.workers.put(worker(1, max_num_batched_tokens=100))
+    service.reserve("a", (1, 0), [901], 101)
+    body = json.dumps(PROMPT).encode()
+    head = b"POST /select HTTP/1.1\r\nhost: kvd\r\ncontent-type: application/json\r\n"
+    async with serving(routes=selection_routes(service.selections)) as running:
+        async with running.client() as client:
+            await client.send(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            await eventually(lambda: service.selections.scheduler.held == 1)
+            await client.send(b"P")
+            for _ in range(20):  # the front looks at it
+                await trio.lowlevel.checkpoint()
+        await eventually(lambda: service.selections.scheduler.held == 0)
+        assert not len(service.fleet().queue)

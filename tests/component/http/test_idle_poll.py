@@ -27,9 +27,7 @@ REQUEST = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
 MANY = 300
 
 # No deadline of a front comes in between.
-CALM: dict[str, float] = dict.fromkeys(
-    ("head_seconds", "body_seconds", "send_seconds", "idle_seconds", "linger_seconds"), 1000.0
-)
+CALM: dict[str, float] = dict.fromkeys(("head_s", "body_s", "send_s", "idle_s", "linger_s"), 1000.0)
 
 
 class Passes(trio.abc.Instrument):

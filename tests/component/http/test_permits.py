@@ -244,7 +244,7 @@ def test_loopback() -> None:
 
 
 async def test_slow_requests_are_ended_as_ever(tmp_path: Path) -> None:
-    async with serving(policy=HELD, head_seconds=SOON, body_seconds=SOON) as running:
+    async with serving(policy=HELD, head_s=SOON, body_s=SOON) as running:
         async with running.client() as slow:
             await slow.send(b"GET /describe HTTP/1.1\r\nauthorization: Bea")
             assert (await slow.read_reply()).status == 408

@@ -66,7 +66,7 @@ async def _check_alive(running: Running) -> None:
     ids=["http/2", "long head", "zeros", "pipelined", "no body", "nothing"],
 )
 async def test_bad_clients_leave_nothing_behind(data: bytes) -> None:
-    async with serving(head_seconds=0.5) as running:
+    async with serving(head_s=0.5) as running:
         await _check_alive(running)
         await running.until_empty()
         before = open_descriptors()
@@ -101,7 +101,7 @@ async def test_what_follows_the_last_request_takes_nothing_from_its_answer() -> 
 async def test_who_goes_on_sending_hears_why_he_is_refused(head: bytes) -> None:
     body = b"x" * (20 * 1024 * 1024)
     text = b"POST /query HTTP/1.1\r\n%b\r\ncontent-length: %d\r\n\r\n" % (head, len(body))
-    async with serving(linger_seconds=60) as running, running.client() as client:
+    async with serving(linger_s=60) as running, running.client() as client:
         await client.send(text + body)
         assert (await client.read_reply()).status in (403, 421, 431)
         await client.stream.send_eof()
@@ -129,7 +129,7 @@ async def test_a_stream_ends_as_tls_has_it() -> None:
 
 
 async def test_a_handshake_has_a_deadline_however_slowly_it_comes() -> None:
-    async with serving(head_seconds=SOON) as running:
+    async with serving(head_s=SOON) as running:
         async with await trio.open_tcp_stream(*running.address) as silent:
             assert await silent.receive_some() == b""
         async with await trio.open_tcp_stream(*running.address) as slow:
@@ -143,7 +143,7 @@ async def test_a_handshake_has_a_deadline_however_slowly_it_comes() -> None:
 
 async def test_one_handshake_waits_for_no_other() -> None:
     async with (
-        serving(head_seconds=60, graceful_seconds=60) as running,
+        serving(head_s=60, graceful_s=60) as running,
         await trio.open_tcp_stream(*running.address) as begun,
     ):
         await begun.send_all(b"\x16\x03\x01")
@@ -218,7 +218,7 @@ async def test_keys_may_be_changed_but_not_for_ever() -> None:
                 assert client.ask(HEALTH).startswith(b"HTTP/1.1 200")
             return all(client.update() for _ in range(stop))
 
-    async with serving(idle_seconds=60) as running:
+    async with serving(idle_s=60) as running:
         assert await trio.to_thread.run_sync(change, 100)
         await running.until_empty()
         # As many as no buffer holds.
@@ -234,7 +234,7 @@ async def test_there_is_no_second_handshake() -> None:
             assert client.ask(HEALTH).startswith(b"HTTP/1.1 200")
             return client.renegotiate()
 
-    async with serving(idle_seconds=60) as running:
+    async with serving(idle_s=60) as running:
         assert not await trio.to_thread.run_sync(renegotiate)
         await running.until_empty()
 

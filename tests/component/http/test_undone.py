@@ -84,7 +84,7 @@ async def test_who_is_answered_keeps_what_is_booked(pieces: str, waits: bool, la
 async def test_what_cannot_be_sent_whole_is_undone(pieces: str, waits: bool, layers: str) -> None:
     booked = Booked()
     booked.size = 64 << 20
-    limits = {"send_seconds": 0.05}
+    limits = {"send_s": 0.05}
     routes = (booked.route(waits=waits),)
     async with serving(routes=routes, **limits) as running, running.client() as client:
         await client.send(PIECES[pieces])

@@ -83,6 +83,28 @@ async def test_a_client_that_leaves_takes_its_request_along(reset: bool) -> None
         assert held.undone == 0  # it has not come so far
 
 
+@pytest.mark.parametrize(
+    "behind", [b"G", b"GET /now HTTP/1.1\r\n\r\n"], ids=["a byte", "a request"]
+)
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+async def test_what_a_client_has_sent_behind_its_request_does_not_hide_that_it_left(
+    reset: bool, behind: bytes
+) -> None:
+    held = Held()
+    async with serving(routes=held.routes(), handler_s=3600.0) as running:
+        async with running.client() as client:
+            await client.send(b"GET /held/a HTTP/1.1\r\n\r\n")
+            await eventually(lambda: held.holding == 1)
+            await client.send(behind)
+            for _ in range(20):  # it comes, and the front has looked at it
+                await trio.lowlevel.checkpoint()
+            if reset:
+                client.reset()
+        await eventually(lambda: held.left == 1)
+        await running.until(client_gone=1)
+        assert running.front.stats.handler_bugs == 0
+
+
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 async def test_what_is_answered_to_nobody_is_undone(reset: bool) -> None:
     """The client leaves while its answer is being made: before anybody could notice."""
@@ -110,7 +132,7 @@ async def test_what_cannot_be_sent_whole_is_undone() -> None:
 
     routes = (Route("GET", "/large", handle, hot=True),)
     async with (
-        serving(routes=routes, send_seconds=0.05) as running,
+        serving(routes=routes, send_s=0.05) as running,
         running.narrow_client() as client,
     ):
         await client.send(b"GET /large HTTP/1.1\r\n\r\n")
@@ -119,7 +141,7 @@ async def test_what_cannot_be_sent_whole_is_undone() -> None:
 
 
 async def test_a_handler_that_waits_too_long_is_given_up() -> None:
-    async with serving(handler_seconds=0.05) as running, running.client() as client:
+    async with serving(handler_s=0.05) as running, running.client() as client:
         reply = await client.request("GET", "/waiting?60000")
         assert (reply.status, reply.body) == (503, b'{"error": "the request took too long"}')
         assert running.front.stats.handler_timeouts == 1

@@ -1,137 +1,165 @@
-"""Predicted blocks against a list that is searched anew for every question."""
+"""Predicted blocks where no events come, against a list that is searched for every question."""
 
 from __future__ import annotations
 
+from array import array
+from itertools import count
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.selection.predictions import Predictions
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.index.predictions import Predictions
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.selector import Candidate, Pool
+from kvd_core.selector.settings import Settings
+from tests.support.budget import scaled
 
-TTL = 10.0
+TTL_S = 10.0
 MAX_BLOCKS = 12
 RATIO = 0.5
-RANKS = ("a", "b")
+DEFAULTS = Settings()
+RANKS = (0, 1)
 
-# Prompts as paths: a block is named by the whole of its prefix.
 PATHS = st.lists(st.integers(1, 2), max_size=5)
 STEPS = st.one_of(
-    st.tuples(st.just("add"), st.sampled_from(RANKS), PATHS),
+    st.tuples(st.just("book"), st.sampled_from(RANKS), PATHS),
     st.tuples(st.just("wait"), st.sampled_from([0.0, 1.0, 4.0, 10.0])),
-    st.tuples(st.just("outdated"), st.integers(1, 6)),
-    st.tuples(st.just("forget"), st.sets(st.sampled_from(RANKS))),
+    st.tuples(st.just("prune"), st.integers(1, 6)),
+    st.tuples(st.just("forget"), st.sampled_from(RANKS)),
 )
 
 
-def names(path: list[int]) -> list[int]:
-    """Rolling names of a path's blocks, the root's first."""
-    rolling = [0]
-    for step in path:
-        rolling.append(rolling[-1] * 3 + step)
-    return rolling[1:]
+class Fleet:
+    """Workers 0 and 1 with one rank each, and nobody who tells what they cache."""
+
+    def __init__(self, ttl_s: float = TTL_S, max_blocks: int = MAX_BLOCKS) -> None:
+        self.predictions = Predictions(ttl_s, max_blocks, RATIO)
+        ledger = Ledger()
+        for _ in range(7):  # so that ranks and workers have other numbers
+            ledger.add_rank(100, _)
+        self.ranks = [ledger.add_rank(worker, 0) for worker in RANKS]
+        candidates = [Candidate(worker, 0, None, self.ranks[worker]) for worker in RANKS]
+        self.pool = Pool(None, ledger, 4, candidates, self.predictions)
+
+    def look(self, path: list[int]) -> None:
+        rolling = array("Q", sequence_hashes(array("Q", path)))
+        self.pool.look(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
+
+    def book(self, rank: int, path: list[int], now: float) -> None:
+        self.look(path)
+        self.pool.predict(rank, now)
+
+    def reach(self, path: list[int]) -> list[int]:
+        self.look(path)
+        return [each.device_blocks for each in self.pool.explain(DEFAULTS)]
 
 
 class Model:
-    """Blocks as (rank, name, expiry), in order of booking, the deepest of each booking first."""
+    """Blocks as (rank, path, expiry), in order of booking, the deepest of each booking first."""
 
     def __init__(self) -> None:
-        self.blocks: list[tuple[str, int, float]] = []
+        self.blocks: list[tuple[int, tuple[int, ...], float]] = []
         self.excess = 0
+        self.gone = count(100)  # names of ranks that are forgotten
 
-    def known(self, rank: str) -> set[int]:
-        return {name for of, name, _ in self.blocks if of == rank}
-
-    def add(self, rank: str, path: list[int], now: float) -> int:
-        known = len(self.known(rank).intersection(path))
-        self.blocks = [
-            block for block in self.blocks if not (block[0] == rank and block[1] in path)
-        ]
-        self.blocks += [(rank, name, now + TTL) for name in reversed(path)]
-        return known
-
-    def outdated(self, now: float, limit: int) -> list[tuple[str, int]]:
+    def book(self, rank: int, path: list[int], now: float) -> None:
+        depths = [tuple(path[:depth]) for depth in range(1, min(len(path), MAX_BLOCKS) + 1)]
+        self.blocks = [each for each in self.blocks if each[0] != rank or each[1] not in depths]
+        self.blocks += [(rank, depth, now + TTL_S) for depth in reversed(depths)]
         if len(self.blocks) > MAX_BLOCKS:
             self.excess = len(self.blocks) - int(MAX_BLOCKS * RATIO)
+        self.prune(now, 2 * len(depths))
+
+    def prune(self, now: float, limit: int) -> bool:
         due = max(sum(expiry <= now for *_, expiry in self.blocks), self.excess)
-        gone = self.blocks[: min(due, limit)]
-        self.blocks = self.blocks[len(gone) :]
-        self.excess = max(0, self.excess - len(gone))
-        return [(rank, name) for rank, name, _ in gone]
+        gone = min(due, limit)
+        self.blocks = self.blocks[gone:]
+        self.excess = max(0, self.excess - gone)
+        return due > gone
 
-    def forget(self, ranks: set[str]) -> None:
-        self.blocks = [block for block in self.blocks if block[0] not in ranks]
-        self.excess = min(self.excess, max(0, len(self.blocks) - int(MAX_BLOCKS * RATIO)))
+    def forget(self, rank: int) -> None:
+        name = next(self.gone)
+        self.blocks = [(name if of == rank else of, *rest) for of, *rest in self.blocks]  # type: ignore[misc]
+
+    def reach(self, path: list[int]) -> list[int]:
+        known = {(rank, of) for rank, of, _ in self.blocks}
+        depths = range(len(path))
+        missing = [
+            [depth for depth in depths if (rank, tuple(path[: depth + 1])) not in known]
+            for rank in RANKS
+        ]
+        return [min(each, default=len(path)) for each in missing]
 
 
+@settings(max_examples=scaled(150))
 @given(st.lists(STEPS, max_size=40))
-def test_any_row_of_steps_goes_as_with_a_list(steps: list[tuple[Any, ...]]) -> None:
-    predictions: Predictions[str] = Predictions(TTL, MAX_BLOCKS, RATIO)
-    model = Model()
-    now = 100.0
-    for kind, *rest in steps:
-        if kind == "add":
-            path = names(rest[1])
-            assert predictions.add(rest[0], path, now) == model.add(rest[0], path, now)
+def test_they_are_what_the_model_says(steps: list[tuple[Any, ...]]) -> None:
+    fleet, model, now = Fleet(), Model(), 100.0
+    asked: list[list[int]] = [[]]
+    for kind, *what in steps:
+        if kind == "book":
+            fleet.book(*what, now)
+            model.book(*what, now)
+            asked = [*asked, what[1] + [1], what[1][:2]]
         elif kind == "wait":
-            now += rest[0]
-        elif kind == "outdated":
-            assert predictions.outdated(now, rest[0]) == model.outdated(now, rest[0])
+            now += what[0]
+        elif kind == "prune":
+            assert fleet.predictions.prune(now, what[0]) == model.prune(now, what[0])
         else:
-            predictions.forget(rest[0])
-            model.forget(rest[0])
-        assert len(predictions) == len(model.blocks)
-        for rank in RANKS:
-            check_prefixes(model.known(rank))
+            fleet.predictions.forget(fleet.ranks[what[0]])
+            model.forget(what[0])
+        assert len(fleet.predictions) == len(model.blocks)
+        for path in asked:
+            assert fleet.reach(path) == model.reach(path)
 
 
-def check_prefixes(known: set[int]) -> None:
-    """Of every block that is known all before it are."""
-    assert all((name - 1) // 3 in known for name in known if name > 2)
-
-
-def all_outdated(predictions: Predictions[str], now: float, limit: int = 64) -> list[int]:
-    gone = [name for _, name in predictions.outdated(now, limit)]
-    assert predictions.outdated(now, limit) == [] or len(gone) == limit
-    return gone
-
-
-def test_blocks_live_as_long_as_they_are_sent_again() -> None:
-    predictions: Predictions[str] = Predictions(10.0, 100, 0.8)
-    assert predictions.add("a", [1, 2, 3], 0.0) == 0
-    assert predictions.add("a", [1, 2], 6.0) == 2
-    assert all_outdated(predictions, 9.9) == []
-    assert all_outdated(predictions, 10.0) == [3]
-    assert all_outdated(predictions, 15.9) == []
-    assert all_outdated(predictions, 16.0) == [2, 1]
-
-
-def test_too_many_go_down_to_the_ratio_and_the_deepest_first() -> None:
-    predictions: Predictions[str] = Predictions(10.0, 10, 0.8)
-    predictions.add("a", list(range(10)), 0.0)
-    assert all_outdated(predictions, 1.0) == []
-    predictions.add("b", [0], 0.0)
-    assert all_outdated(predictions, 1.0) == [9, 8, 7]
-    assert len(predictions) == 8
-
-
-def test_what_is_too_much_goes_in_slices() -> None:
-    predictions: Predictions[str] = Predictions(10.0, 10, 0.5)
-    predictions.add("a", list(range(11)), 0.0)
-    slices = [len(predictions.outdated(1.0, 4)) for _ in range(3)]
-    assert slices == [4, 2, 0] and len(predictions) == 5
-
-
-def test_a_rank_that_goes_takes_its_excess_along() -> None:
-    predictions: Predictions[str] = Predictions(10.0, 10, 0.5)
-    predictions.add("a", list(range(8)), 0.0)
-    predictions.add("b", list(range(5)), 0.0)
-    assert len(predictions.outdated(1.0, 1)) == 1  # of eight
-    predictions.forget({"a"})
-    assert predictions.outdated(1.0, 64) == [] and len(predictions) == 5
+def test_of_a_prompt_known_in_part_a_prefix_is_known() -> None:
+    fleet = Fleet(max_blocks=4)
+    fleet.book(0, [1, 2, 3], 0.0)
+    fleet.book(0, [7, 8], 1.0)  # one too many: two stay
+    assert len(fleet.predictions) == 2
+    assert [fleet.reach(path)[0] for path in ([1, 2, 3], [7, 8])] == [0, 2]
 
 
 def test_a_time_to_live_of_zero_keeps_nothing() -> None:
-    predictions: Predictions[str] = Predictions(0.0, 10, 0.5)
-    predictions.add("a", [1, 2], 5.0)
-    assert all_outdated(predictions, 5.0) == [2, 1]
+    fleet = Fleet(ttl_s=0.0)
+    fleet.book(0, [1, 2], 5.0)
+    assert fleet.reach([1, 2]) == [0, 0] and len(fleet.predictions) == 0
+
+
+def test_a_rank_that_is_not_heard_caches_nothing_until_it_is() -> None:
+    fleet = Fleet()
+    fleet.book(0, [1, 2], 5.0)
+    for heard, depth in ((False, 0), (True, 2)):
+        fleet.pool.set_heard(0, heard)
+        assert fleet.reach([1, 2]) == [depth, 0]
+
+
+def test_workers_with_and_without_events_stand_side_by_side() -> None:
+    """What one tells and what the other is thought to cache; nothing is predicted of the first."""
+    index, ledger = PrefixIndex(4, IngestCounters()), Ledger()
+    predictions = Predictions(TTL_S, MAX_BLOCKS, RATIO)
+    told, silent = index.add_worker(1), None
+    told.register(0)
+    told.store(0, [1, 2], [1, 2])
+    ranks = [ledger.add_rank(worker, 0) for worker in (1, 2)]
+    candidates = [Candidate(1, 0, told, ranks[0]), Candidate(2, 0, silent, ranks[1])]
+    pool = Pool(index, ledger, 4, candidates, predictions)
+
+    def reach(path: list[int]) -> list[int]:
+        rolling = array("Q", sequence_hashes(array("Q", path)))
+        pool.look(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
+        return [each.device_blocks for each in pool.explain(DEFAULTS)]
+
+    assert reach([1, 2, 3]) == [2, 0]
+    for candidate in (0, 1):
+        pool.predict(candidate, 5.0)
+    assert reach([1, 2, 3]) == [2, 3]
+    assert len(predictions) == 3
+    index.predict(TTL_S, MAX_BLOCKS, RATIO)  # from now on also beside events
+    pool.predict(0, 6.0)
+    assert reach([1, 2, 3, 4]) == [3, 3]
+    assert (len(predictions), index.predicted()) == (3, 3)

@@ -1,0 +1,19 @@
+# cython: language_level=3
+"""Data sheet of predictions: blocks thought to be cached (predictions.pyx)."""
+from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t, uint64_t
+from libcpp cimport bool as cbool
+
+
+cdef extern from "index/predicted.hpp" namespace "kvd" nogil:
+    cppclass CPredicted "kvd::Predicted":
+        CPredicted(double, uint32_t, uint32_t) except +  # seconds, entries, entries
+        uint32_t size()
+        # Notes a prompt's local hashes as cached by a rank, at a time in seconds.
+        void add(uint32_t, const uint64_t*, size_t, double) except +
+        void forget(uint32_t) except +  # all that a rank is thought to cache
+        cbool prune(double, size_t)     # ends at most so many that are too old, or too many
+
+
+cdef class Predictions:
+    cdef CPredicted* c
