@@ -64,6 +64,7 @@ DYNAMO_WEIGHTS = (
 )
 CAN_BE_OFF = ("saturation", "session_bound")
 OFF = "off"  # of those, in a text
+SHOWN = 40  # characters of a wrong weight that its error shows
 
 # The settings that a policy is a row of: its name, which cost, then weights of the weighted one.
 ROW = ("policy", "weighted", *WEIGHTS)
@@ -109,10 +110,10 @@ class Policy:
         if name not in set(RouterPolicy):
             raise ValueError(f"expected one of {', '.join(RouterPolicy)}")
         preset = RouterPolicy(name)
-        for unknown in weights.keys() - set(preset.weights):
-            known = ", ".join(preset.weights)
-            raise ValueError(f"{unknown}: no such weight of {preset}, which has {known}")
         for each, value in weights.items():
+            if each not in preset.weights:
+                known = ", ".join(preset.weights)
+                raise ValueError(f"{each[:SHOWN]}: no such weight of {preset}, which has {known}")
             if value is None and each not in CAN_BE_OFF:
                 raise ValueError(f"{each}: expected a number")
         held = Settings(**{**preset.row, **weights}).members  # which checks them
@@ -130,7 +131,7 @@ class Policy:
             try:
                 weights[weight] = None if value == OFF else float(value)
             except ValueError:
-                raise ValueError(f"{pair}: expected WEIGHT=NUMBER") from None
+                raise ValueError(f"{pair[:SHOWN]}: expected WEIGHT=NUMBER") from None
         return cls.named(name.lower(), weights)
 
     def with_weights(self, weights: Mapping[str, float | None]) -> Policy:
