@@ -221,6 +221,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="in Mooncake's form")
     parser.add_argument("--policy", action="append", metavar="NAME", help="as of kvd replay")
     parser.add_argument("--windows", type=Windows, choices=list(Windows), default=Windows.EVEN)
+    parser.add_argument("--window", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     base = str(chosen[0])
     held = {}
     for path in given.traces:
-        traffic = Traffic(path, windows=given.windows)
+        traffic = Traffic(path, windows=given.windows, window_s=given.window)
         for kind, cells in (
             ("fleets", fleets(traffic, chosen[0])),
             ("workloads", workloads(traffic, chosen[0])),
