@@ -125,4 +125,6 @@ def facts(
     }
     if recording.left_out:
         found["left out"] = f"{recording.left_out:,} requests of other models or tenants"
+    if recording.damaged:
+        found["damaged"] = f"{recording.damaged:,} lines, which are left out"
     return [f"- {name}: {fact}" for name, fact in found.items()]
