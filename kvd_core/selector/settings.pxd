@@ -27,6 +27,7 @@ cdef struct CSettings:
     double uncached                       # of a token that is not cached; the weighted cost
     double hold_up                        # the same, of each request that decodes meanwhile
     double crowding                       # the same, of each request that the rank has
+    double crowding_limit                 # tokens, infinite: off
     double queued                         # of a token that is being prefilled
     double per_request                    # in tokens, of a request that the rank has
     double per_block                      # of a token of the blocks in use
