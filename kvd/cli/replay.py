@@ -34,7 +34,7 @@ DESCRIPTION = (
     "(decision_log in the settings)."
 )
 EPILOG = (
-    "Example: kvd replay trace.jsonl --policy dynamo --policy kvd --policy kvd,hold_up=0.2 "
+    "Example: kvd replay trace.jsonl --policy dynamo --policy kvd --policy kvd,queued=1 "
     "--engines 16 --speed-up 2 --rounds 3 --plot policies.svg"
 )
 
