@@ -36,8 +36,8 @@ The weighted one, in tokens, is a sum of terms by the weights of the settings:
                those with the others
     uncached   uncached x n
     hold_up    uncached x n x (hold_up x D): what it keeps those from that decode
-    crowding   uncached x n x (crowding x A), of n at most `crowding_limit`: what it keeps those from
-               that follow the rank's requests
+    crowding   uncached x n x (crowding x A), with n of at most `crowding_limit`: what it keeps
+               those from that follow the rank's requests
     queued     queued x P
     requests   per_request x A
     blocks     per_block x (blocks in use x block size)
