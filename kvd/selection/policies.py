@@ -3,8 +3,8 @@
 `dynamo` is Dynamo's function with the weights that operators and requests give it. The others are
 rows of the weighted cost, in tokens (kvd_core/selector/cost.pxd):
 
-    cost = uncached n (1 + hold_up D + crowding A) + queued P + per_request A + per_block U
-           + product max(1, P + n) (A + 1)
+    cost = uncached n (1 + hold_up D) + crowding A min(n, crowding_limit) + queued P
+           + per_request A + per_block U + product max(1, P + n) (A + 1)
 
 with n tokens of the prompt to compute on the rank, P tokens being prefilled there, D requests that
 decode, A live ones, U tokens of the blocks in use; n counts at most `saturation` more than for

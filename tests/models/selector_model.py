@@ -158,7 +158,7 @@ def weighted_terms(
     each = (
         s.uncached * n,
         s.uncached * n * (s.hold_up * float(rank.decoding)),
-        s.uncached * crowded * (s.crowding * float(rank.requests)),
+        crowded * (s.crowding * float(rank.requests)),
         s.queued * queued,
         s.per_request * float(rank.requests),
         s.per_block * (blocks * float(prompt.block_size)),
