@@ -56,6 +56,7 @@ from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import LEAST, listeners_within, raise_limit, waiting_within
 from kvd.platform.memory import Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
+from kvd.selection.decisions import DecisionLog
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
 from kvd.slots.shared_loads import Ledgers
@@ -63,6 +64,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry import logs
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge
+from kvd.telemetry.rotating import RotatingWriter
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
@@ -73,6 +75,8 @@ SWEEP_STEPS = 8192
 SWEEP_PAUSE_S = 0.05  # pause between two sweeps when nothing is left to free
 
 EXPIRY_PAUSE_S = 1.0  # pause between two looks for requests that are too old
+
+DECISION_LOG_CLOSE_S = 2.0  # that the disk has at the end, to write what waits
 
 # Little here is cyclic garbage, and a full collection looks at all that listeners are made of:
 # 40 ms at 400 of them. Allocations for a small collection, small ones for a middle one, and those
@@ -154,8 +158,9 @@ async def _open_and_serve(
         if stop.is_asked:
             return
         warn_of_secrets(config)
+        decisions = _open_decision_log(config, opened)
         async with trio.open_nursery() as background, trio.open_nursery() as listening:
-            daemon = _Daemon(config, reader, bounds, ports, context, listening, stop)
+            daemon = _Daemon(config, reader, bounds, ports, context, listening, stop, decisions)
             daemon.run_in(background, reloads)
             await daemon.serve(listening)
             listening.cancel_scope.cancel()
@@ -174,6 +179,7 @@ class _Daemon:
         context: Context,
         listening: trio.Nursery,
         stop: Stop,
+        decisions: RotatingWriter | None,
     ) -> None:
         self._stop = stop
         self._ports = ports
@@ -192,6 +198,14 @@ class _Daemon:
             space=ports.space,
         )
         self._parts = _components(config, bounds, ports, self._listeners, context, listening)
+        self._decisions: DecisionLog | None = None  # None: none is written
+        if decisions is not None:
+            selections, shares_blocks = self._parts.selections, config.router.assumes_kv_reuse
+            self._decisions = DecisionLog(
+                selections.fleets, decisions, time.time_ns, shares_blocks=shares_blocks
+            )
+            selections.reservations.moments.subscribe(self._decisions.note)
+            selections.reservations.sample.take_all()
         self._fleet: FleetFileFollower | None = None  # None: no file is set
         if config.fleet_file is not None:
             targets = ports.apis.targets(self._parts)
@@ -338,7 +352,9 @@ class _Daemon:
     def _sources(self) -> list[Source]:
         """Returns what /metrics of every face says of the process."""
         followers = () if self._fleet is None else (self._fleet.families,)
-        return [self._reloader.families, self._families, self._ports.sync.families, *followers]
+        decisions = () if self._decisions is None else (self._decisions.families,)
+        own = self._reloader.families, self._families, self._ports.sync.families
+        return [*own, *followers, *decisions]
 
     def _families(self) -> Iterator[Family]:
         space, outgoing = self._ports.space, self._ports.outgoing
@@ -391,3 +407,17 @@ def _components(
         ports.sync.start(listening, context, slots, selections),
         Gateway(config, selections, ports.dialer),
     )
+
+
+def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:
+    """Opens the decision log if one is set and there are decisions; raises StartError."""
+    path = config.decision_log
+    if path is None or (config.selection_bind is None and config.gateway_bind is None):
+        return None
+    try:
+        writer = RotatingWriter(path, config.decision_log_bytes, config.decision_log_files)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartError(f"decision_log: cannot write {path}: {reason}") from None
+    opened.callback(writer.close, DECISION_LOG_CLOSE_S)
+    return writer

@@ -21,7 +21,6 @@ from kvd.cli.settings_page import render_page
 from kvd.config import load as config
 from kvd.config import parsers, settings
 from kvd.config.file import render
-from kvd.selection.policies import RouterPolicy
 from kvd.telemetry import logs
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
@@ -132,6 +131,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add_config(commands)
     add_status(commands)
     add_reload(commands)
+    add_replay(commands)
     return parser
 
 
@@ -394,6 +394,24 @@ def reload(given: Mapping[str, object]) -> CommandResult:
     return text, 0
 
 
+def add_replay(commands: Any) -> None:
+    from kvd.cli import replay
+
+    parser = commands.add_parser(
+        "replay",
+        help="replay recorded requests under other routing policies",
+        description=replay.DESCRIPTION,
+        epilog=replay.EPILOG,
+    )
+    parser.usage = "%(prog)s [options] TRACE"
+    replay.add_options(parser, _usage)
+    parser.set_defaults(given=replay_options, config=None, command=replay.run)
+
+
+def replay_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {"options": args}
+
+
 def add_general(parser: Parser) -> None:
     """Adds what every command with settings has beside them."""
     # A usage with every flag fills a screen, and the common ones are not found below it.
@@ -529,7 +547,6 @@ def gateway_settings(
     given[config.DEFAULTS] = others | {
         "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
         "session_affinity_ttl_secs": SESSION_TTL_S,
-        "router_policy": RouterPolicy.KVD,
     }
     return given
 

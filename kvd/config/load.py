@@ -127,6 +127,7 @@ class Config:
     upstream_key: bytes = field(repr=False)  # shown to them; empty: none
     gateway_body_bytes: int
     gateway_memory_bytes: int
+    gateway_tokenize_s: float
     relay: RelayLimits
     tls: TlsFiles | None  # of all binds that want it
     unix_rights: UnixRights
@@ -163,6 +164,9 @@ class Config:
     curve: Curve
     log_level: str
     log_format: str
+    decision_log: Path | None
+    decision_log_bytes: int
+    decision_log_files: int
     access_log: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
     values: Mapping[str, Any]  # of all settings, by name: what this was made of

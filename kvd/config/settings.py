@@ -14,6 +14,7 @@ from typing import Any
 from kvd.config import parsers
 from kvd.config.parsers import OFF, Binds, Setting, TcpBind
 from kvd.gateway.exchanges import RelayLimits
+from kvd.gateway.tokens import DEFAULT_TOKENIZE_S
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
@@ -27,6 +28,7 @@ from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.policies import Policy, RouterPolicy
 from kvd.selection.queue import QueuePolicy
 from kvd.telemetry.logs import FORMS, LEVELS
+from kvd.telemetry.rotating import MAX_FILES
 from kvd.wire import egress
 from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import DEFAULT_SEED
@@ -600,6 +602,13 @@ GATEWAY_SETTINGS = section(
         "0: none",
         256 * 1024 * 1024,
     ),
+    gateway_tokenize_s=Setting(
+        parsers.parse_seconds,
+        "SECONDS",
+        "time engines have to tell the token ids of a prompt; without them the request goes by "
+        "session and load",
+        DEFAULT_TOKENIZE_S,
+    ),
     gateway_connect_s=seconds("time allowed to connect to an engine"),
     gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),
     gateway_client_s=seconds("time a client may take nothing before its connection is closed"),
@@ -623,6 +632,25 @@ LOG_SETTINGS = section(
         live=True,
     ),
     access_log=switch("whether kvd logs every HTTP request", False, live=True),
+)
+
+DECISION_SETTINGS = section(
+    decision_log=file(
+        "file for a line about each booked choice of the selection service and the end of its "
+        "request, without prompts; `kvd replay` reads it (default: none is written)"
+    ),
+    decision_log_bytes=Setting(
+        parsers.within(64 * 1024, 2**40),
+        "BYTES",
+        "size at which the decision log goes on in another file",
+        64 * 1024 * 1024,
+    ),
+    decision_log_files=Setting(
+        parsers.within(1, MAX_FILES),
+        "N",
+        "number of files of the decision log; the oldest is removed",
+        8,
+    ),
 )
 
 DAEMON_SETTINGS = section(
@@ -732,6 +760,7 @@ GROUPS = {
     "Engines and replays": ENGINE_SETTINGS,
     "The index": INDEX_SETTINGS,
     "HTTP limits": HTTP_SETTINGS,
+    "The decision log": DECISION_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }
 SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)

@@ -27,5 +27,6 @@ atomic step: between choosing a rank and booking it nothing is awaited.
     affinity, sessions         sessions and the ranks that they are bound to
     options, tuning            settings; what operators change at run time
     policies                   costs by name, each a row of weights
+    decisions                  the decision log: a line a booked choice, without prompts
     readiness, stats           is it worth asking; what has become of every selection
 """

@@ -18,7 +18,7 @@ from tests.support.processes import REPOSITORY
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__", "kvd.cli"),
     ("kvd.app",),
-    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync"),
+    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay"),
     ("kvd.config",),
     ("kvd.gateway", "kvd.http", "kvd.net"),
     ("kvd.selection", "kvd.slots", "kvd.index"),
@@ -142,7 +142,8 @@ def test_pure_packages_stay_pure(package: str) -> None:
 def test_who_knows_the_wall_clock() -> None:
     """Deadlines, expiry and backoff must not follow a clock that somebody sets.
 
-    Log lines show it. Versions of session bindings begin with it; the daemon passes it on for them.
+    Log lines show it. Versions of session bindings begin with it, and lines of the decision log;
+    the daemon passes it on for them.
     """
     wall = re.compile(
         r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
@@ -150,7 +151,8 @@ def test_who_knows_the_wall_clock() -> None:
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
     assert using == {"kvd.telemetry.logs", "kvd.app.daemon"}
     daemon = MODULES["kvd.app.daemon"].read_text()
-    assert len(wall.findall(daemon)) == 1 and "time.time_ns,\n" in daemon  # to Selections
+    assert wall.findall(daemon) == ["_ns"] * 2  # to Selections and to the decision log
+    assert "time.time_ns,\n" in daemon and "decisions, time.time_ns, " in daemon
 
 
 def test_the_examples_use_kvd_from_outside() -> None:

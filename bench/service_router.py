@@ -4,6 +4,8 @@ Engines' events go out on real PUB sockets, requests over HTTP. Before each sele
 asked for the prompt's overlaps until they are what the engines really hold: so it has applied all
 events that concern the choice, and has applied them right. kvd's core follows its choices, and
 counts those that cost no more than any other would have.
+
+Blocks are published with made-up tokens, so that services hash them as they hash an engine's.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from struct import pack
 from typing import Any
 
+import msgpack
 import zmq
 from errors import BenchError
 from servers import Server
 
-from bench.replay.core_router import CoreRouter
-from bench.replay.trace import BLOCK_SIZE, Prompts, Request
+from kvd.replay.cache import Event, Stored
+from kvd.replay.recording import Request
+from kvd.replay.routers import CoreRouter
+from kvd.replay.simulation import Fleet
+from kvd_core.base.hashing import local_hashes, sequence_hashes
 
 TOPIC = b"kv-events"
 PATIENCE_S = 20.0  # until events have been applied, or an engine has a subscriber
@@ -32,16 +39,15 @@ Json = dict[str, Any]
 class ServiceRouter:
     """A fleet registered with kvd's selection service, or with Dynamo's."""
 
-    def __init__(
-        self, engines: int, server: Server, prompts: Prompts, follower: CoreRouter
-    ) -> None:
+    def __init__(self, fleet: Fleet, server: Server, follower: CoreRouter) -> None:
         self.choices = self.cheapest = 0
         self._follower = follower
-        self._prompts = prompts
+        self._block_size = fleet.block_size
+        self._local: dict[int, int] = {}  # local hashes by block
         self._http = http.client.HTTPConnection(server.address, timeout=PATIENCE_S)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = [self._engine(number) for number in range(engines)]
-        self._sent = [0] * engines
+        self._sockets = [self._engine(number) for number in range(fleet.engines)]
+        self._sent = [0] * fleet.engines
         for socket in self._sockets:
             if not socket.poll(int(PATIENCE_S * 1000)):
                 raise BenchError(f"{server.name} does not subscribe to an engine")
@@ -50,26 +56,27 @@ class ServiceRouter:
         self._http.close()
         self._context.destroy(linger=0)
 
-    def hear(self, engine: int, batch: bytes) -> None:
+    def hear(self, engine: int, event: Event, now: float) -> None:
+        batch = msgpack.packb([now, [self._published(event)], 0])
         self._sockets[engine].send_multipart([TOPIC, pack(">Q", self._sent[engine]), batch])
         self._sent[engine] += 1
-        self._follower.hear(engine, batch)
+        self._follower.hear(engine, event, now)
 
-    def route(self, request: Request, held: Sequence[int], now: float) -> int:
-        local, rolling = self._prompts.both(request.blocks)
+    def route(self, request: Request, held: Callable[[], list[int]], now: float) -> int:
+        local = array("Q", map(self._local_hash, request.blocks))
         prompt = {
             **MODEL,
             "block_hashes": _signed(local),
-            "sequence_hashes": _signed(rolling),
+            "sequence_hashes": _signed(sequence_hashes(local)),
             "isl_tokens": request.input_tokens,
         }
-        self._wait_applied(prompt, list(held))
+        self._wait_applied(prompt, held())
         # One of the names is Dynamo 1.6.1's.
         names = {"reservation_id": request.name, "selection_id": request.name}
         answer = self._ask("POST", "/select_and_reserve", {**prompt, **names})
         chosen: int = answer["worker_id"]
         self.choices += 1
-        self.cheapest += self._follower.follow(request, chosen, now)
+        self.cheapest += self._follower.judge(request, chosen, now)
         return chosen
 
     def prefill_complete(self, request: Request) -> None:
@@ -80,6 +87,24 @@ class ServiceRouter:
         self._ask("DELETE", f"/reservations/{request.name}")
         self._follower.finished(request)
 
+    def _published(self, event: Event) -> list[Any]:
+        """Returns an event in vLLM's positional form."""
+        if not isinstance(event, Stored):
+            return ["BlockRemoved", list(event.blocks), "GPU"]
+        tokens = [token for block in event.blocks for token in self._tokens(block)]
+        stored = list(event.blocks), event.parent, tokens, self._block_size, None, "GPU"
+        return ["BlockStored", *stored]
+
+    def _tokens(self, block: int) -> list[int]:
+        """Returns made-up tokens for a block; small ones, which are short on the wire."""
+        digits = [block >> shift & 127 for shift in range(0, 64, 7)]
+        return digits + [0] * (self._block_size - len(digits))
+
+    def _local_hash(self, block: int) -> int:
+        if block not in self._local:
+            (self._local[block],) = local_hashes(self._tokens(block), self._block_size)
+        return self._local[block]
+
     def _engine(self, number: int) -> zmq.Socket[bytes]:
         """Registers an engine; returns the socket that its events go out on."""
         socket = self._context.socket(zmq.XPUB)  # a PUB that tells when it has a subscriber
@@ -89,7 +114,7 @@ class ServiceRouter:
             **MODEL,
             "worker_id": number,
             "endpoint": f"http://engine-{number}:8000",
-            "block_size": BLOCK_SIZE,
+            "block_size": self._block_size,
             "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{port}"},
         }
         record = self._ask("POST", "/workers", worker)

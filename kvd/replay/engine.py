@@ -3,11 +3,11 @@
     arrivals ──> waiting ──> prefilling ──────────────> decoding (batch) ──> done
                   FIFO       chunks of a step's budget    one token a step
 
-A step takes  step_s + step_s_per_request * batch + step_s_per_block * blocks in use,  as decoding
-reads all of these, and  chunk / prefill_tokens_per_s  more while a prefill is under way, of which
-it does one chunk. Between two events none of that changes, so progress is linear and nothing is
-computed step by step. A token to prefill costs the same at the end of a long prompt as at its
-start.
+A step takes  step_s + step_s_per_request * batch + step_s_per_token * tokens of the blocks in use,
+as decoding reads all of these, and  chunk / prefill_tokens_per_s  more while a prefill is under
+way, of which it does one chunk. Between two events none of that changes, so progress is linear and
+nothing is computed step by step. A token to prefill costs the same at the end of a long prompt as
+at its start.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from bench.replay.cache import Cache, Lease
-from bench.replay.trace import BLOCK_SIZE, Request
+from kvd.replay.cache import Cache, Lease
+from kvd.replay.recording import Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Speed:
     """What an engine can do."""
 
@@ -30,8 +30,18 @@ class Speed:
     chunk_tokens: int = 2048  # prefilled in a step that decodes, too
     step_s: float = 0.015
     step_s_per_request: float = 0.0001
-    step_s_per_block: float = 0.00001  # 170 MB of a large model, at 16 TB/s
+    step_s_per_token: float = 0.00001 / 512  # in use: 330 kB of a large model, at 16 TB/s
     max_batch: int = 256  # requests
+
+    def times(self, factor: float) -> Speed:
+        """Returns the speed of an engine that does everything so many times as fast."""
+        return replace(
+            self,
+            prefill_tokens_per_s=self.prefill_tokens_per_s * factor,
+            step_s=self.step_s / factor,
+            step_s_per_request=self.step_s_per_request / factor,
+            step_s_per_token=self.step_s_per_token / factor,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +57,12 @@ class Job:
     lease: Lease | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Engine:
     """Serves jobs in order of arrival; all times are simulated seconds."""
 
     cache: Cache
+    block_size: int  # tokens
     speed: Speed
     prefilled: Callable[[Job], None]  # told when a prompt's first token is there
     finished: Callable[[Job], None]
@@ -98,7 +109,7 @@ class Engine:
         speed, step_s = self.speed, 0.0
         if batch:
             step_s = speed.step_s + speed.step_s_per_request * batch
-            step_s += speed.step_s_per_block * self.cache.in_use
+            step_s += speed.step_s_per_token * self.block_size * self.cache.in_use
         if self.prefilling is not None:
             step_s += speed.chunk_tokens / speed.prefill_tokens_per_s
         return step_s
@@ -133,9 +144,9 @@ class Engine:
             return
         job = self.waiting[0]
         request = job.request
-        usable = request.blocks[: (request.input_tokens - 1) // BLOCK_SIZE]
+        usable = request.blocks[: (request.input_tokens - 1) // self.block_size]
         cached = usable[: self.cache.held(usable)]
-        blocks = -(-(request.input_tokens + request.output_tokens) // BLOCK_SIZE)
+        blocks = -(-(request.input_tokens + request.output_tokens) // self.block_size)
         job.lease = self.cache.lease(cached, blocks - len(cached), self.now)
         if job.lease is None:
             if not self.decoding:
@@ -143,7 +154,7 @@ class Engine:
             return
         self.waiting.popleft()
         job.prefill_starts_s = self.now
-        job.hit_tokens = len(cached) * BLOCK_SIZE
+        job.hit_tokens = len(cached) * self.block_size
         job.to_prefill = request.input_tokens - job.hit_tokens
         self.prefilled_tokens += request.input_tokens - job.hit_tokens
         self.prefilling = job

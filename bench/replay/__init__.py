@@ -1,1 +1,0 @@
-"""A trace of requests replayed in simulated time against engines with prefix caches."""

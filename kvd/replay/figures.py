@@ -1,0 +1,138 @@
+"""What a replay has shown, and what several have on average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from math import ceil, nan
+from statistics import fmean
+
+from kvd.replay.recording import Recorded, ReplayError, Request
+from kvd.replay.simulation import Outcome
+
+LONG_PROMPT = 32_768  # tokens from which prompts of a replay have a figure of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One replay; times are simulated seconds, not-a-number where nobody was asked."""
+
+    cached: float  # share of all prompt tokens, cached where they were sent
+    ttft_mean: float  # from the arrival to the first token
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    ttft_p90_long: float  # of prompts of LONG_PROMPT tokens or more
+    token_interval: float  # between the tokens of a request, the mean of their means
+    whole: float  # from the arrival to the last token, mean
+    prefilled: float  # tokens of the engine that had most, by the mean
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How a figure is named and shown."""
+
+    name: str  # of the member of Figures
+    title: str
+    form: str  # of its value
+    more_is_better: bool = False
+
+
+ROWS = (
+    Row("cached", "cached", ".1%", more_is_better=True),
+    Row("ttft_mean", "TTFT mean, s", ".2f"),
+    Row("ttft_p50", "TTFT p50, s", ".2f"),
+    Row("ttft_p90", "TTFT p90, s", ".2f"),
+    Row("ttft_p99", "TTFT p99, s", ".2f"),
+    Row("ttft_p90_long", "TTFT p90 of ≥ 32k, s", ".2f"),
+    Row("token_interval", "per token, s", ".4f"),
+    Row("whole", "request, s", ".2f"),
+    Row("prefilled", "prefilled, max / mean", ".2f"),
+)
+
+
+def measure(outcome: Outcome, counts: Callable[[Request], bool] = lambda request: True) -> Figures:
+    """Returns the figures of the requests that count."""
+    jobs = [job for job in outcome.jobs if counts(job.request)]
+    if not jobs:
+        raise ReplayError("no request is of the windows that count")
+    prefilled = [0] * len(outcome.engines)
+    for job, engine in zip(outcome.jobs, outcome.placed, strict=True):
+        if counts(job.request):
+            prefilled[engine] += job.request.input_tokens - job.hit_tokens
+    return _figures(
+        [job.request for job in jobs],
+        [job.hit_tokens for job in jobs],
+        [job.first_token_s - job.request.arrival_s for job in jobs],
+        [
+            (job.done_s - job.first_token_s) / (job.request.output_tokens - 1)
+            for job in jobs
+            if job.request.output_tokens > 1
+        ],
+        [job.done_s - job.request.arrival_s for job in jobs],
+        max(prefilled) / fmean(prefilled) if any(prefilled) else nan,
+    )
+
+
+def measure_recorded(requests: Sequence[Request], recorded: Sequence[Recorded]) -> Figures:
+    """Returns what was really seen, of a decision log: cached tokens are those foreseen."""
+    known = [each.first_token_s if each.first_token_s is not None else nan for each in recorded]
+    intervals = [
+        (each.end_s - each.first_token_s) / (request.output_tokens - 1)
+        for request, each in zip(requests, recorded, strict=True)
+        if each.end_s is not None and each.first_token_s is not None and request.output_tokens > 1
+    ]
+    return _figures(
+        requests,
+        [each.cached_tokens for each in recorded],
+        known,
+        intervals,
+        [each.end_s for each in recorded if each.end_s is not None],
+        nan,
+    )
+
+
+def _figures(
+    requests: Sequence[Request],
+    cached: Sequence[int],
+    first: Sequence[float],
+    intervals: Sequence[float],
+    whole: Sequence[float],
+    prefilled: float,
+) -> Figures:
+    prompts = [request.input_tokens for request in requests]
+    long = [s for s, tokens in zip(first, prompts, strict=True) if tokens >= LONG_PROMPT]
+    ranked = sorted(s for s in first if s == s)
+    return Figures(
+        sum(cached) / sum(prompts),
+        fmean(ranked) if ranked else nan,
+        _percentile(ranked, 50),
+        _percentile(ranked, 90),
+        _percentile(ranked, 99),
+        _percentile(sorted(s for s in long if s == s), 90),
+        fmean(intervals) if intervals else nan,
+        fmean(whole) if whole else nan,
+        prefilled,
+    )
+
+
+def _percentile(ranked: Sequence[float], share: int) -> float:
+    """Returns the smallest that at least so many of a hundred do not exceed."""
+    return ranked[ceil(share * len(ranked) / 100) - 1] if ranked else nan
+
+
+def means(rounds: Sequence[Figures]) -> Figures:
+    return Figures(*(fmean(column) for column in zip(*map(astuple, rounds), strict=True)))
+
+
+def ratios(rounds: Sequence[Figures], base: Sequence[Figures]) -> list[Figures]:
+    """Returns each round's figures by those of the same round of another policy."""
+    return [
+        Figures(
+            *(
+                own / other if other else nan
+                for own, other in zip(astuple(each), astuple(its), strict=True)
+            )
+        )
+        for each, its in zip(rounds, base, strict=True)
+    ]

@@ -1,0 +1,43 @@
+"""A bar on standard error that says how far a command is, where a person reads it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+WIDTH = 30  # of the bar, in characters
+REDRAWN_S = 0.1  # pause between two drawings of the bar
+
+
+class Bar:
+    """How much of a known amount is done; draws nothing unless `to` is a terminal."""
+
+    def __init__(self, total: int, to: TextIO = sys.stderr) -> None:
+        self._total = max(1, total)
+        self._to = to
+        self._shown = to.isatty()
+        self._done = 0
+        self._began = self._drawn = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if self._shown and now - self._drawn >= REDRAWN_S:
+            self._drawn = now
+            self._to.write("\r" + line(self._done / self._total, now - self._began))
+            self._to.flush()
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._shown:
+            self._to.write("\r\x1b[K")
+            self._to.flush()
+
+
+def line(share: float, elapsed_s: float) -> str:
+    """Returns the bar of a share between 0 and 1."""
+    share = min(1.0, share)
+    full = round(share * WIDTH)
+    left = f"{elapsed_s / share - elapsed_s:,.0f} s left" if share > 0 else ""
+    return f"replaying [{'#' * full}{'.' * (WIDTH - full)}] {share:4.0%}  {left:<14}"

@@ -1,0 +1,96 @@
+"""What a file of recorded requests holds, whatever its form.
+
+An id of a block stands for the block and all that is before it, so equal ids are equal prefixes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class ReplayError(Exception):
+    """Nothing can be replayed as it was asked for; the text says why."""
+
+
+class Request(NamedTuple):
+    name: str
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]  # the full ones, by id
+    hashes: bytes  # the ids as native u64s
+
+
+class Recorded(NamedTuple):
+    """What became of a request when it was recorded; None is unknown."""
+
+    cached_tokens: int
+    first_token_s: float | None  # seconds after the arrival, as is the next
+    end_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a file holds."""
+
+    requests: Sequence[Request]  # by arrival, the first at 0
+    block_size: int  # tokens
+    spread_s: float  # how exact arrivals are
+    engines: int | None = None  # candidates of the largest choice, where choices are recorded
+    recorded: Sequence[Recorded] = ()  # of each request, or nothing
+    left_out: int = 0  # requests of other models and tenants
+
+
+class Windows(StrEnum):
+    """Whose requests count, by when they were recorded; all are replayed."""
+
+    ALL = "all"
+    ODD = "odd"  # the first, the third...
+    EVEN = "even"
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a file's lines; raises ReplayError."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _row(path, number, line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReplayError(f"{path}: {error}") from None
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ReplayError(f"{path}, line {number}: {error}") from None
+    if not isinstance(row, dict):
+        raise ReplayError(f"{path}, line {number}: not a JSON object")
+    return row
+
+
+def from_zero(requests: Sequence[Request]) -> list[Request]:
+    """Returns requests as many seconds earlier as make the first arrive at 0."""
+    begin = requests[0].arrival_s if requests else 0.0
+    return [request._replace(arrival_s=request.arrival_s - begin) for request in requests]
+
+
+def reusable_share(requests: Sequence[Request], block_size: int) -> float:
+    """Returns the share of prompt tokens that one cache without bounds would have had."""
+    seen: set[int] = set()
+    hits = 0
+    for request in requests:
+        # The last token is always computed: its output is wanted.
+        usable = (request.input_tokens - 1) // block_size
+        for block in request.blocks[:usable]:
+            if block not in seen:
+                break
+            hits += block_size
+        seen.update(request.blocks)
+    return hits / sum(request.input_tokens for request in requests)

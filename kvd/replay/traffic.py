@@ -1,0 +1,95 @@
+"""Which recorded requests are replayed, and what is made of them.
+
+trace in Mooncake's form ─┐
+                          ├─> Recording ── spread, speed-up, output scale, unique prompts ─┐
+kvd's decision log ───────┘                                                                │
+                                                list[Request], by arrival  <───────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+
+from kvd.replay import decision_log, mooncake
+from kvd.replay.mooncake import mixed
+from kvd.replay.recording import Recording, ReplayError, Request, Windows, rows
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests of a file, and what is made of them."""
+
+    path: Path
+    limit: int | None = None  # requests
+    model: str | None = None  # of a decision log: the most frequent one
+    windows: Windows = Windows.ALL
+    window_s: float = 300.0  # as recorded
+    spread_s: float | None = None  # as the recording says
+    speed_up: float = 1.0
+    output_scale: float = 1.0
+    unique_prompts: bool = False  # no prompt shares anything with another
+
+    def requests(self, seed: int) -> list[Request]:
+        """Returns the requests of one round; rounds differ in arrivals that are not exact."""
+        held = _spread(self.recording(), self.spread_s, Random(seed))
+        return [self._changed(number, request) for number, request in enumerate(held)]
+
+    def counts(self, request: Request) -> bool:
+        """Says whether a request is of the windows that count."""
+        if self.windows is Windows.ALL:
+            return True
+        number = int(request.arrival_s * self.speed_up // self.window_s)
+        return number % 2 == (self.windows is Windows.EVEN)
+
+    def recording(self) -> Recording:
+        return read(self.path, self.limit, self.model)
+
+    def _changed(self, number: int, request: Request) -> Request:
+        request = request._replace(
+            arrival_s=request.arrival_s / self.speed_up,
+            output_tokens=max(1, round(request.output_tokens * self.output_scale)),
+        )
+        if not self.unique_prompts:
+            return request
+        own = array("Q", (mixed(number << 24 | depth) for depth in range(len(request.blocks))))
+        return request._replace(blocks=tuple(own), hashes=own.tobytes())
+
+
+@lru_cache(maxsize=4)  # rounds and policies replay the same
+def read(path: Path, limit: int | None = None, model: str | None = None) -> Recording:
+    """Returns what a file holds, in either form; raises ReplayError."""
+    first = next(rows(path), None)
+    if first is None:
+        raise ReplayError(f"{path}: the file is empty")
+    if decision_log.is_line(first):
+        return decision_log.read(path, limit, model)
+    if model is not None:
+        raise ReplayError(f"{path}: only decision logs name models")
+    return mooncake.read(path, limit)
+
+
+def _spread(recording: Recording, given_s: float | None, random: Random) -> Iterator[Request]:
+    """Yields requests by arrival, each moved by chance towards the next other arrival.
+
+    So equal arrivals come in any order, and nobody overtakes who came before.
+    """
+    spread_s = recording.spread_s if given_s is None else given_s
+    requests = recording.requests
+    if not spread_s:
+        yield from requests
+        return
+    following = math.inf
+    moved = []
+    for at in range(len(requests) - 1, -1, -1):
+        arrival_s = requests[at].arrival_s
+        if at + 1 < len(requests) and requests[at + 1].arrival_s > arrival_s:
+            following = requests[at + 1].arrival_s
+        end_s = min(following, arrival_s + spread_s)
+        moved.append(requests[at]._replace(arrival_s=random.uniform(arrival_s, end_s)))
+    yield from sorted(moved, key=lambda request: request.arrival_s)
