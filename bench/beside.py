@@ -4,7 +4,8 @@ OTHER_TREE is another checkout of kvd, built with its own `make build`. BENCH is
 script here that prints one Markdown table of CPU microseconds (selector, ledger). The scripts of
 both trees run in turns, each in a process of its own, so a slow minute of the machine hits both.
 Prints the medians of each tree and, below them, the median share of this tree's figure in the
-other's of the same turn.
+other's of the same turn; with --lowest the lowest figures and their share, which a busy machine
+disturbs least.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
@@ -29,10 +31,10 @@ def run(tree: Path, bench: str, rounds: int) -> tuple[str, Table]:
     return head, {first: [float(cell) for cell in rest] for first, *rest in cells}
 
 
-def middle(tables: list[Table]) -> Table:
-    """Returns the medians of several tables, figure by figure."""
+def summed_up(tables: list[Table], by: Callable[[Iterable[float]], float]) -> Table:
+    """Returns the median or the lowest of several tables, figure by figure."""
     return {
-        row: [median(each) for each in zip(*(table[row] for table in tables), strict=True)]
+        row: [by(each) for each in zip(*(table[row] for table in tables), strict=True)]
         for row in tables[0]
     }
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("bench", nargs="?", default="selector", choices=("selector", "ledger"))
     parser.add_argument("--turns", type=int, default=10, help="runs of each tree")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of a run")
+    parser.add_argument("--lowest", action="store_true", help="not medians but the lowest figures")
     options = parser.parse_args()
     trees = {"other": options.other.resolve(), "this": HERE}
     tables: dict[str, list[Table]] = {name: [] for name in trees}
@@ -58,13 +61,15 @@ def main() -> None:
         for name in sorted(trees, reverse=turn % 2 == 1):
             head, table = run(trees[name], options.bench, options.rounds)
             tables[name].append(table)
-    shares = [share(*pair) for pair in zip(tables["this"], tables["other"], strict=True)]
-    lines = {
-        "other": middle(tables["other"]),
-        "this": middle(tables["this"]),
-        "share": middle(shares),
-    }
-    print(f"CPU us a call, medians of {options.turns} turns\n")
+    by = min if options.lowest else median
+    lines = {name: summed_up(tables[name], by) for name in ("other", "this")}
+    if options.lowest:
+        lines["share"] = share(lines["this"], lines["other"])
+    else:
+        shares = [share(*pair) for pair in zip(tables["this"], tables["other"], strict=True)]
+        lines["share"] = summed_up(shares, median)
+    said = "lowest" if options.lowest else "medians"
+    print(f"CPU us a call, {said} of {options.turns} turns\n")
     print(f"| tree {head}\n|{'---|' * head.count('|')}")
     for row in lines["share"]:
         for name, figures in lines.items():

@@ -29,6 +29,7 @@ from kvd.faces.selection import schemas as selection_schemas
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
+from kvd.faces.selection.speed_metrics import speed_families
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
 from kvd.faces.slot_tracker.metrics import slot_families
@@ -72,7 +73,9 @@ class Gateway:
         self.upstreams = Upstreams(
             config.upstreams or (), self.exchanges, selections, dialer, config.upstream_key
         )
-        self.tokens = Tokens(self.exchanges, self.stats, config.gateway_memory_bytes)
+        self.tokens = Tokens(
+            self.exchanges, self.stats, config.gateway_memory_bytes, config.gateway_tokenize_s
+        )
         self._forwarder = Forwarder(
             self.upstreams, selections, self.exchanges, self.stats, self.tokens
         )
@@ -217,6 +220,7 @@ class Apis:
             known.replicas.families,
             partial(booking_families, selections),
             lambda: choice_families(selections, answered, config().metrics_ranks),
+            lambda: speed_families(selections, config().metrics_ranks),
         ]
         self.gateway.sources += [blocks, known.gateway.families]
         self.conductor.sources.append(

@@ -205,6 +205,7 @@ class _Daemon:
                 selections.fleets, decisions, time.time_ns, shares_blocks=shares_blocks
             )
             selections.reservations.moments.subscribe(self._decisions.note)
+            selections.reservations.sample.take_all()
         self._fleet: FleetFileFollower | None = None  # None: no file is set
         if config.fleet_file is not None:
             targets = ports.apis.targets(self._parts)

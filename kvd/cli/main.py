@@ -21,7 +21,6 @@ from kvd.cli.settings_page import render_page
 from kvd.config import load as config
 from kvd.config import parsers, settings
 from kvd.config.file import render
-from kvd.selection.policies import RouterPolicy
 from kvd.telemetry import logs
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
@@ -548,7 +547,6 @@ def gateway_settings(
     given[config.DEFAULTS] = others | {
         "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
         "session_affinity_ttl_secs": SESSION_TTL_S,
-        "router_policy": RouterPolicy.KVD,
     }
     return given
 

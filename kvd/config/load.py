@@ -127,6 +127,7 @@ class Config:
     upstream_key: bytes = field(repr=False)  # shown to them; empty: none
     gateway_body_bytes: int
     gateway_memory_bytes: int
+    gateway_tokenize_s: float
     relay: RelayLimits
     tls: TlsFiles | None  # of all binds that want it
     unix_rights: UnixRights

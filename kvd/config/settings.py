@@ -14,6 +14,7 @@ from typing import Any
 from kvd.config import parsers
 from kvd.config.parsers import OFF, Binds, Setting, TcpBind
 from kvd.gateway.exchanges import RelayLimits
+from kvd.gateway.tokens import DEFAULT_TOKENIZE_S
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
@@ -600,6 +601,13 @@ GATEWAY_SETTINGS = section(
         "memory for the token blocks of known conversations, whose next turns need no tokenizer; "
         "0: none",
         256 * 1024 * 1024,
+    ),
+    gateway_tokenize_s=Setting(
+        parsers.parse_seconds,
+        "SECONDS",
+        "time engines have to tell the token ids of a prompt; without them the request goes by "
+        "session and load",
+        DEFAULT_TOKENIZE_S,
     ),
     gateway_connect_s=seconds("time allowed to connect to an engine"),
     gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),

@@ -308,6 +308,9 @@ class Forwarder:
         if cached is not None:
             self._stats.reported_matched_tokens += chosen.matched_tokens
             self._stats.reported_cached_tokens += cached
+            key = PartitionKey(attempt.served.model, DEFAULT_TENANT)
+            rank = key, chosen.upstream.worker_id, chosen.dp_rank
+            self._selections.regret.note_cached(rank, chosen.matched_tokens, cached)
 
     async def _pass_refusal(
         self, request: RelayedRequest, answer: Answer, request_id: bytes

@@ -30,7 +30,8 @@ from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled
 from kvd_core.selector.selector import Pool
 
-TOKENIZE_S = 0.1  # time for the tokens of a text
+DEFAULT_TOKENIZE_S = 0.1  # time for the tokens of a text, whoever says them
+MAX_ASKED = 2  # engines that are asked for them, one after the other
 RENDER_PATHS = {Api.CHAT: "/v1/chat/completions/render", Api.COMPLETIONS: "/v1/completions/render"}
 # Bytes of an engine's answer to a question for tokens: a million ids.
 TOKENS_BYTES = 16 * 1024 * 1024
@@ -96,12 +97,19 @@ class Later:
 class Tokens:
     """Finds the tokens of prompts, and remembers conversations."""
 
-    def __init__(self, exchanges: Exchanges, stats: GatewayStats, memory_bytes: int) -> None:
-        """Remembers nothing with `memory_bytes` 0."""
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        stats: GatewayStats,
+        memory_bytes: int,
+        tokenize_s: float = DEFAULT_TOKENIZE_S,
+    ) -> None:
+        """Remembers nothing with `memory_bytes` 0; engines have `tokenize_s` seconds in all."""
         self.conversations = Conversations(memory_bytes)
         self._exchanges = exchanges
         self._stats = stats
         self._turn = 0
+        self._tokenize_s = tokenize_s
         self._put_later, self._later = trio.open_memory_channel[tuple[Later, Sequence[Upstream]]](
             MAX_LATER
         )
@@ -167,7 +175,16 @@ class Tokens:
         if not engines or asked.api not in RENDER_PATHS:
             return None
         self._turn += 1
-        upstream = engines[self._turn % len(engines)]
+        with trio.move_on_after(self._tokenize_s):
+            for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
+                try:
+                    return await self._ask_engine(asked, body, upstream)
+                except ExchangeFailed as error:  # the next one may be there
+                    upstream.note_gone(str(error))
+        return None
+
+    async def _ask_engine(self, asked: Asked, body: bytes, upstream: Upstream) -> SaidTokens | None:
+        """Asks one engine; raises ExchangeFailed if it does not answer."""
         assert upstream.facts is not None
         if upstream.facts.renders:
             return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], body)
@@ -182,13 +199,11 @@ class Tokens:
         head = own_head("POST", path, upstream.authority, len(body), upstream.key)
         found = None
         try:
-            with trio.move_on_after(TOKENIZE_S):
-                answer = await self._exchanges.ask(upstream.engine, head, body, TOKENS_BYTES)
-                if answer.status == 200:
-                    found = said_tokens(rung, unwrapped(answer.held))
-        except ExchangeFailed:
-            pass  # counted below; health checks and requests find out what is wrong with it
-        self._stats.rung_failures[rung] += found is None
+            answer = await self._exchanges.ask(upstream.engine, head, body, TOKENS_BYTES)
+            if answer.status == 200:
+                found = said_tokens(rung, unwrapped(answer.held))
+        finally:
+            self._stats.rung_failures[rung] += found is None
         return found
 
 

@@ -55,6 +55,8 @@ class SelectRequest:
     explain: bool = False
     advisory: bool = False  # nothing is sent there: it never waits
     session_id: str | None = None
+    expected_ttft: bool = False  # the answer says it
+    slo_ttft_s: float | None = None  # ranks that are expected to keep it are preferred
     retry: Retry | None = None  # set: the answer to the same request is given once more
 
     def constraints_in(self, phase: Phase | None) -> Constraints | None:

@@ -31,7 +31,8 @@ from kvd.selection.requests import (
 )
 from kvd.selection.reservations import Reservations
 from kvd.selection.serving import opening
-from kvd.selection.stats import Outcome, Tally, Unserved
+from kvd.selection.speeds import Speeds
+from kvd.selection.stats import SLO_OUTCOMES, Outcome, Tally, Unserved
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
 from kvd_core.selector.selector import Explained, Pool
@@ -71,12 +72,14 @@ class Scheduler:
         tally: Tally,
         max_waiting: int,
         registry: Registry,
+        speeds: Speeds,
         affinity: Affinity | None = None,
     ) -> None:
         """At most `max_waiting` selections wait: there are descriptors for that many clients."""
         self.held = 0
         self._max_waiting = max_waiting
         self._registry = registry
+        self._speeds = speeds
         self._tally = tally
         self._fleets = fleets
         self._options = options
@@ -235,6 +238,9 @@ class Scheduler:
         settings = in_phase(ask.settings, phase)
         ranks = fleet.ranks(constraints, phase, ask.preferred)
         pool, eligible, factors = ranks
+        if ask.slo_ttft_s is not None and phase is not Phase.DECODE:
+            ranks = self._within_slo(fleet, ask.slo_ttft_s, settings, ranks)
+            eligible = ranks.eligible
         chosen = selector.NONE
         if phase is not Phase.PREFILL:  # a session is where its requests decode
             chosen = self._choose_bound(fleet, ask, settings, ranks)
@@ -252,6 +258,19 @@ class Scheduler:
         if chosen == selector.OVERLOADED:
             raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
         return Choice(chosen, ranks, settings, phase, pool.best(settings, eligible))
+
+    def _within_slo(self, fleet: Fleet, limit_s: float, settings: Settings, ranks: Ranks) -> Ranks:
+        """Narrows ranks to those that are expected to keep the limit, if there are any."""
+        mask = bytearray(len(ranks.pool))
+        for at, row in enumerate(ranks.pool.explain(settings, ranks.eligible)):
+            expected_s = self._expected_ttft_s(fleet, row)
+            mask[at] = row.eligible and expected_s is not None and expected_s <= limit_s
+        return ranks._replace(eligible=bytes(mask)) if any(mask) else ranks
+
+    def _expected_ttft_s(self, fleet: Fleet, row: Explained) -> float | None:
+        """Returns the seconds to the first token on a rank; None: its speed is not known."""
+        queued = row.active_prefill_tokens + row.effective_prefill_tokens
+        return self._speeds.ttft_s((fleet.key, row.worker_id, row.dp_rank), queued)
 
     def _choose_bound(
         self, fleet: Fleet, ask: SelectRequest, settings: Settings, ranks: Ranks
@@ -291,6 +310,9 @@ class Scheduler:
             explained = [self._explained(fleet, ask, row) for row in rows]
             policy = str(Policy.of(ask.settings))
             members += members_json({"router_policy": policy, "candidates": explained})
+        if ask.expected_ttft or ask.slo_ttft_s is not None:
+            row = pool.explained(chosen.at, chosen.settings)
+            members += members_json(self._ttft_members(fleet, ask, row))
         if ask.advisory:
             load = _load(fleet, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
@@ -298,13 +320,28 @@ class Scheduler:
         begin = opening(ask.selection_id, reservation_id, phase)
         return pool.render_answer(begin, members, chosen.at, chosen.settings)
 
+    def _ttft_members(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
+        """Returns what an answer says of the time to the first token; null: not known."""
+        expected_s = self._expected_ttft_s(fleet, row)
+        members: dict[str, Any] = {"expected_ttft_s": expected_s}
+        if ask.slo_ttft_s is not None:
+            is_met = None if expected_s is None else expected_s <= ask.slo_ttft_s
+            self._tally.slo[SLO_OUTCOMES[is_met]] += 1
+            members["slo_met"] = is_met
+        return members
+
     def _explained(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
         """Returns the terms of a rank's cost, its session, and the health of its stream."""
         listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
         stream = None if listener is None else listener.health(self._clock())
         bound = None if self._affinity is None else self._affinity.target(ask)
         has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
-        return row._asdict() | {"has_session": has, "stream": stream}
+        expected_s = self._expected_ttft_s(fleet, row)
+        return row._asdict() | {
+            "has_session": has,
+            "expected_ttft_s": expected_s,
+            "stream": stream,
+        }
 
     def stop(self) -> None:
         """Refuses all selections that wait, and from now on all that would wait."""

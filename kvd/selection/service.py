@@ -13,8 +13,10 @@ from kvd.selection.affinity import Affinity
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
 from kvd.selection.readiness import Readiness
+from kvd.selection.regret import Regret
 from kvd.selection.reservations import Reservations
 from kvd.selection.scheduler import Scheduler
+from kvd.selection.speeds import Speeds
 from kvd.selection.stats import Tally
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
@@ -65,6 +67,10 @@ class Selections:
             decays=options.tracks_output_blocks,
             max_retries=options.max_retries,
         )
+        self.regret = Regret()
+        self.speeds = Speeds(self.fleets, clock, self.regret, self.reservations.sample)
+        self.reservations.moments.subscribe(self.speeds.observe)
+        self._adjusted_at = clock()
         self.tally = Tally()
         self.counts = self.tally.counts
         self.scheduler = Scheduler(
@@ -76,6 +82,7 @@ class Selections:
             self.tally,
             max_waiting,
             registry,
+            self.speeds,
             self.affinity,
         )
         self.tuning = Tuning(self.fleets, options.settings, self.scheduler.ask_all)
@@ -88,6 +95,7 @@ class Selections:
             self.reservations,
             self.tuning,
             self.streams,
+            self.speeds,
             self._workers_changed,
         )
 
@@ -98,6 +106,9 @@ class Selections:
 
     def run_due(self, now: float) -> Iterator[None]:
         """Expires bookings and judges streams and workers again; rests at every yield."""
+        self.reservations.sample.adjust(now - self._adjusted_at)
+        self._adjusted_at = now
+        self.speeds.forget_absent()
         yield from self.reservations.expire(now)
         yield from self.streams.look_again()
         while self.workers.reconsider():

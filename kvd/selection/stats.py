@@ -46,12 +46,17 @@ class Unserved(Unavailable):
         self.outcome = outcome
 
 
+# What became of limits of the time to the first token: kept as far as can be told, or not known.
+SLO_OUTCOMES = {True: "met", False: "missed", None: "unknown"}
+
+
 class Tally:
     """Counts the selections of a service."""
 
     def __init__(self) -> None:
         self.counts = ChoiceCounts()
         self.waits = Histogram(BUCKETS)  # seconds
+        self.slo = dict.fromkeys(SLO_OUTCOMES.values(), 0)  # of choices with such a limit
         self.fallbacks = 0  # requests for both phases that one worker serves
         self.rehashed = 0  # prompts that waited until the block size was another one
 

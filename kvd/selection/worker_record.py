@@ -44,6 +44,10 @@ SHOWN_AS_GIVEN = (
 )
 
 
+# Members of ours, which are shown where they were given.
+OURS = ("curve_server_key", "without_kv_events", "prefill_tokens_per_s", "decode_step_ms")
+
+
 class Lifecycle(StrEnum):
     """Whether a worker may be selected."""
 
@@ -78,6 +82,8 @@ class WorkerRecord:
     total_kv_blocks: int | None = None
     stable_routing_id: str | None = None
     is_eagle: bool | None = None
+    prefill_tokens_per_s: float | None = None  # on an idle rank; None: learned
+    decode_step_ms: float | None = None  # of a step without a prefill; None: learned
     without_kv_events: bool | None = None  # it publishes none: what it caches is predicted
     role: Role | None = None
     taints: tuple[str, ...] = ()
@@ -173,7 +179,7 @@ class WorkerRecord:
             row["router_hint_source_control_endpoints"] = {
                 str(rank): _shown(text) for rank, text in hints
             }
-        for name in ("curve_server_key", "without_kv_events"):  # members of ours
+        for name in OURS:
             if (value := getattr(self, name)) is not None:
                 row[name] = value
         if reasons:

@@ -27,6 +27,7 @@ from kvd.selection.admission import OWNER, Admission, Entry
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
 from kvd.selection.reservations import Reservations
+from kvd.selection.speeds import Speeds
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
 from kvd.selection.worker_record import Lifecycle, WorkerRecord
@@ -49,6 +50,7 @@ class Workers:
         reservations: Reservations,
         tuning: Tuning,
         streams: Streams,
+        speeds: Speeds,
         on_change: Callable[[], None],
     ) -> None:
         """Calls `on_change` after every change, when waiting selections may have got a rank."""
@@ -60,6 +62,7 @@ class Workers:
         self._reservations = reservations
         self._tuning = tuning
         self._streams = streams
+        self.speeds = speeds
         self._on_change = on_change
         self._admission = Admission(self.entries, fleets, registry, options)
         self._changing = trio.Lock()

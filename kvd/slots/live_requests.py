@@ -26,6 +26,7 @@ from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from kvd.model import Observers, PartitionKey
+from kvd.slots.sampling import Sample
 from kvd.wire.early import EarlySteps
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.ledger import ledger
@@ -33,6 +34,9 @@ from kvd_core.ledger.ledger import Ledger, LiveRequest
 
 # Requests expired, or owners looked at, between two checkpoints: under 1 ms.
 EXPIRY_SLICE = 64
+
+# Requests of which observers are told in a second, about, unless one wants all of them.
+OBSERVED_PER_S = 200
 
 
 class LedgerOwner(Protocol):
@@ -101,7 +105,9 @@ class LiveRequests(Generic[Owner]):
         """Drops requests older than `expiry_s`; `clock` returns seconds and never goes back."""
         self.expiry_s = expiry_s
         self.steps: Observers[[Lifecycle]] = Observers()  # told of the steps of clients
-        self.moments: Observers[[Moment]] = Observers()  # told of all steps, within each
+        # Told of all steps of the requests in the sample, within each step.
+        self.moments: Observers[[Moment]] = Observers()
+        self.sample = Sample(OBSERVED_PER_S)
         self.early = EarlySteps()
         self.given_back = 0  # requests whose clients left before their answers
         self.expired = 0
@@ -148,11 +154,15 @@ class LiveRequests(Generic[Owner]):
 
     def observe_begin(self, owner: Owner, request_id: str, *, mirrored: bool = False) -> None:
         """Tells observers of a request that has been booked."""
-        if self.moments.subscribers:
+        if self.watches(request_id):
             live = owner.ledger.request(request_id)
             assert live is not None
             moment = Moment(live.admitted_at, Step.ADD, owner.key, request_id, live, mirrored)
             self.moments.tell(moment)
+
+    def watches(self, request_id: str) -> bool:
+        """Says whether anybody is told of the steps of a request."""
+        return bool(self.moments.subscribers) and self.sample.takes(request_id)
 
     def complete(self, owner: Owner, request_id: str) -> bool:
         """Ends the prefill of a request, once or again; False if there is no such request."""
@@ -173,7 +183,7 @@ class LiveRequests(Generic[Owner]):
 
     def _shown(self, owner: Owner, request_id: str) -> LiveRequest | None:
         """Returns a request if anyone has subscribed."""
-        if self.steps.subscribers or self.moments.subscribers:
+        if self.steps.subscribers or self.watches(request_id):
             return owner.ledger.request(request_id)
         return None
 
@@ -205,7 +215,7 @@ class LiveRequests(Generic[Owner]):
         self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
     ) -> None:
         """Tells observers of a step, which is taken now unless `at` says when."""
-        if self.moments.subscribers:
+        if self.watches(request_id):
             at = self._clock() if at is None else at
             self.moments.tell(Moment(at, step, owner.key, request_id, live))
 

@@ -2,6 +2,8 @@
 
 arena.hpp, pages.hpp   storage by dense ids that never moves; memory in mappings of its own
 keyed.hpp              the hash of tables whose keys outsiders choose
+arena.pxd              these for structs of Cython
+visitor.hpp            a visitor for callers without lambdas
 hash.hpp, hashing      hashes of blocks, in C++ and for Python
 msgpack.hpp            a reading cursor over msgpack
 steps.hpp              how much a slice of long work may still do

@@ -7,7 +7,8 @@
 //
 // Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
 // entries are a list threaded through the entries themselves, so giving back costs no memory:
-// `T::free_link()` is a member that means nothing while the entry is free.
+// `T::free_link()` is a member that means nothing while the entry is free. A struct without it, as
+// Cython's are, begins with a uint32_t that does.
 //
 // The first 16 segments are in the heap: thousands of small arenas have thousands of mappings else,
 // and a process may have 65,530. From then on 16 segments are one mapping (base/pages.hpp).
@@ -26,11 +27,23 @@
 #include <memory>
 #include <new>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "base/pages.hpp"
 
 namespace kvd {
+
+template <class T>
+auto free_link(T& entry, int) -> decltype((entry.free_link())) {
+  return entry.free_link();
+}
+
+template <class T>
+uint32_t& free_link(T& entry, long) {
+  static_assert(std::is_standard_layout_v<T>);  // the first member is where the entry is
+  return reinterpret_cast<uint32_t&>(entry);
+}
 
 template <class T>
 class Arena {
@@ -56,14 +69,20 @@ class Arena {
   uint32_t take() {
     if (free_ != kNoId) {
       const uint32_t id = free_;
-      free_ = (*this)[id].free_link();
+      free_ = free_link((*this)[id], 0);
       ++live_;
       return id;
     }
-    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
-    if ((end_ >> kSegmentBits) == segments_.size()) add_segment();
+    make_room();
     ++live_;
     return end_++;
+  }
+
+  // The next `take` finds room: it does not throw.
+  void make_room() {
+    if (free_ != kNoId) return;
+    if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
+    if ((end_ >> kSegmentBits) == segments_.size()) add_segment();
   }
 
   void give(uint32_t id) {
@@ -71,7 +90,7 @@ class Arena {
       free_ = kNoId;
       end_ = pinned_;
     } else {
-      (*this)[id].free_link() = free_;
+      free_link((*this)[id], 0) = free_;
       free_ = id;
     }
   }
@@ -128,6 +147,13 @@ class Arena {
   uint32_t live_ = 0;
 };
 
+// One whose entries keep the hash of their key as `hash`: it is the `Keys` of a probe table.
+template <class T>
+class HashedArena : public Arena<T> {
+ public:
+  uint64_t hash_of(uint32_t id) const { return (*this)[id].hash; }
+};
+
 // Spreads a number over all 64 bits, for everybody alike: tables have a keyed hash (base/keyed.hpp).
 // Constants of the splitmix64 finalizer (Steele, Lea, Flood 2014).
 inline uint64_t mix64(uint64_t x) {
@@ -175,11 +201,25 @@ class ProbeTable {
     }
   }
 
+  // Where the way of a hash begins in a table that is not empty, and how it goes on: it ends at an
+  // empty slot. For those who cannot give `find` a lambda.
+  uint32_t home(uint64_t hash) const { return static_cast<uint32_t>(hash >> 32) & mask_; }
+  uint32_t next(uint32_t i) const { return (i + 1) & mask_; }
+
+  // The next `n` inserts find room: they do not throw.
+  template <class Keys>
+  void make_room(uint32_t n, const Keys& keys) {
+    const uint64_t filled = (uint64_t{count_} + n) * 5;
+    if (filled <= slots_.size() * 4ull) return;
+    uint64_t capacity = slots_.empty() ? 8 : slots_.size() * 2ull;
+    while (filled > capacity * 4) capacity *= 2;
+    resize(static_cast<uint32_t>(capacity), keys);
+  }
+
   // The key must be absent.
   template <class Keys>
   void insert(uint64_t hash, uint32_t value, const Keys& keys) {
-    if ((count_ + 1) * 5ull > slots_.size() * 4ull)
-      resize(slots_.empty() ? 8 : capacity() * 2, keys);
+    make_room(1, keys);
     place(hash, value);
     ++count_;
   }
@@ -210,21 +250,21 @@ class ProbeTable {
   }
 
   // Gives memory back after many erases; not called by erase, so that scans by index stay valid.
-  // Late, because every entry that is left must be placed again (at worst some 100 ns each).
+  // Late, because every entry that is left must be placed again (at worst some 100 ns each). Where
+  // there is no memory for a smaller table, this one stays.
   template <class Keys>
   void shrink(const Keys& keys) {
     if (count_ == 0) {
       PageVector<uint32_t>().swap(slots_);
       mask_ = 0;
     } else if (slots_.size() > 64 && count_ * 32ull < slots_.size()) {
-      resize(capacity() / 8, keys);
+      try {
+        resize(capacity() / 8, keys);
+      } catch (const std::bad_alloc&) {}
     }
   }
 
  private:
-  uint32_t home(uint64_t hash) const { return static_cast<uint32_t>(hash >> 32) & mask_; }
-  uint32_t next(uint32_t i) const { return (i + 1) & mask_; }
-
   void place(uint64_t hash, uint32_t value) {
     uint32_t i = home(hash);
     while (slots_[i] != kEmpty) i = next(i);

@@ -10,14 +10,23 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <vector>
 
 namespace kvd {
 
+#ifdef FUZZING_BUILD_MODE_UNSAFE_FOR_PRODUCTION  // a fuzzer says when the heap is full
+inline uint64_t heap_left = UINT64_MAX;          // how often memory can be had
+inline bool heap_is_full() { return heap_left == 0 || heap_left-- == 0; }
+#else
+constexpr bool heap_is_full() { return false; }
+#endif
+
 // Zeroed memory; throws std::bad_alloc.
 inline void* map_pages(size_t bytes) {
+  if (heap_is_full()) throw std::bad_alloc();
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   return memory;
@@ -25,9 +34,12 @@ inline void* map_pages(size_t bytes) {
 
 inline void unmap_pages(void* memory, size_t bytes) { munmap(memory, bytes); }
 
-// Memory of the heap, as it happens to be; to be freed with std::free. Throws std::bad_alloc.
+// Memory of the heap, as it happens to be, or null where there is none; to be freed with std::free.
+inline void* try_heap(size_t bytes) { return heap_is_full() ? nullptr : std::malloc(bytes); }
+
+// The same; throws std::bad_alloc where there is none.
 inline void* take_heap(size_t bytes) {
-  void* memory = std::malloc(bytes);
+  void* memory = try_heap(bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }

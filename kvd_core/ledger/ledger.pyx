@@ -1,9 +1,9 @@
 # distutils: language = c++
 """The slot accounting of one (model, tenant): what every rank is working on.
 
-The structure and its rules are in the C++ headers this module binds: `ledger/ledger.hpp` (what one
-face has booked), `ledger/loads.hpp` (what ranks work on, which ledgers may share),
-`ledger/trie.hpp` (live prompts), `ledger/requests.hpp`. `ledger/rows.pxd` is the JSON.
+The structure and its rules are in `ledger/book.pxd` (what one face has booked), `ledger/loads.pxd`
+(what ranks work on, which ledgers may share) and `ledger/requests.pxd`, over the C++ trie of live
+prompts (`ledger/trie.hpp`). `ledger/rows.pxd` is the JSON.
 
 One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is
 the number of blocks of a prompt, m the nodes of the trie on its path (at most the number of places
@@ -16,10 +16,20 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libcpp.memory cimport make_shared
+from libcpp.memory cimport make_unique
 
+cimport cython
 from kvd_core.json.scan cimport BodyScanner
+cimport kvd_core.ledger.book as books
+cimport kvd_core.ledger.requests as requests
+from kvd_core.ledger.loads cimport decay, decode_blocks, end_prefill, live_depths
 from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
+from kvd_core.ledger.trie cimport kNone
+from kvd_core.ledger.types cimport (
+    kAdded, kByAge, kByRank, kExists, kFull, kMaxBlocks, kMaxIdBytes, kMaxOutputs, kMaxRanks,
+    kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, Request, Tally
+)
+from kvd_core.ledger.verify cimport verify
 
 cdef extern from "<cassert>" nogil:
     void require "assert" (bint holds)  # in debug builds
@@ -95,13 +105,14 @@ cdef class Loads:
     """
 
     def __cinit__(self):
-        self.c = make_shared[CLoads]()
+        self.shared = make_unique[SharedLoads]()
 
     def on_eased(self, eased):
         """Sets what is to be called when there is less load, or None."""
         self.eased = eased
 
 
+@cython.no_gc_clear  # what is live goes with the ledger, and its loads must be there then
 cdef class Ledger:
     """Live requests of the ranks of one (model, tenant), and the loads that follow from them.
 
@@ -120,15 +131,16 @@ cdef class Ledger:
             raise ValueError("limits can only be lowered")
         if max_output_blocks > kMaxOutputs:
             raise ValueError("limits can only be lowered")
-        cdef CLimits limits
-        limits.requests = max_requests
-        limits.blocks = max_blocks
-        limits.outputs = max_output_blocks
         self.loads = Loads() if loads is None else loads
-        self.c = new CLedger(limits, self.loads.c)
+        self.book = make_unique[Book]()
+        self.c = self.book.get()
+        self.c.limits = Limits(max_requests, max_blocks, max_output_blocks)
+        self.c.loads = self.loads.shared.get()
+        self.c.requests.by_age = Chain(kNone, kNone)
 
     def __dealloc__(self):
-        del self.c
+        if self.c != NULL:
+            books.close(self.c)
 
     def add_rank(self, uint64_t worker_id, uint32_t dp_rank):
         """Adds a rank, or finds it, and returns its id: dense, used again after removal.
@@ -136,10 +148,12 @@ cdef class Ledger:
         Ledgers that share loads have one id for the same rank. OverflowError when there are
         MAX_RANKS. O(log r), and 16 bytes moved for each rank that sorts behind it.
         """
-        cdef RankId rank = self.c.add_rank(worker_id, dp_rank)
-        if rank == kNone:
+        cdef RankId rank = books.find_rank(self.c, worker_id, dp_rank)
+        if rank != kNone:
+            return rank
+        if self.c.order.size() == kMaxRanks:
             raise OverflowError(f"more than {MAX_RANKS} ranks")
-        return rank
+        return books.add_rank(self.c, worker_id, dp_rank)
 
     def remove_rank(self, RankId rank):
         """Removes a rank with its requests; returns their ids in order of admission.
@@ -149,17 +163,19 @@ cdef class Ledger:
         """
         self.own(rank)
         ids = []
-        cdef RequestId request = self.c.chain(rank).first
+        cdef RequestId request = self.c.chains[rank].first
         while request != kNone:
-            self.let_go(request, ids)
-            request = self.c.chain(rank).first
+            ids.append(self.text_of(request))
+            request = self.c.requests.all[request].next[<int>kByRank]
+        while self.c.chains[rank].first != kNone:
+            books.end_request(self.c, self.c.chains[rank].first)
         self.removed += len(ids)
-        self.c.remove_rank(rank)
+        books.remove_rank(self.c, rank)
         return ids
 
     def rank_of(self, uint64_t worker_id, uint32_t dp_rank):
         """The id of a rank, None if there is none. O(log r)."""
-        cdef RankId rank = self.c.find_rank(worker_id, dp_rank)
+        cdef RankId rank = books.find_rank(self.c, worker_id, dp_rank)
         return None if rank == kNone else rank
 
     def add(self, str request_id not None, RankId rank, hashes, tokens, double now, str key=None,
@@ -177,39 +193,33 @@ cdef class Ledger:
         MAX_REQUEST_ID_BYTES, or negative tokens. O(n + m log r).
         """
         cdef Prompt prompt = prompt_of(hashes)
-        cdef COutcome outcome = self.admit(
-            request_id, rank, prompt.hashes, prompt.blocks, tokens, now, key, expected_output
-        )
-        self.exists += outcome == kExists
-        self.full += outcome == kFull
-        self.overflow += outcome == kOverflow
-        return <int>outcome
-
-    cdef COutcome admit(self, str request_id, RankId rank, const uint64_t* hashes, size_t blocks,
-                        object tokens, double now, str key, object expected) except *:
-        cdef CAdmission admission
+        cdef Admission admission
+        cdef int outcome
         admission.id = bounded(request_id, "the request id")
         if key is not None:
             admission.key = bounded(key, "the retry key")
         admission.rank = self.own(rank)
         if tokens < 0:
             raise ValueError("tokens must not be negative")
-        if tokens > kMaxTokens:
-            return kOverflow
-        admission.hashes = hashes
-        admission.blocks = blocks
-        admission.tokens = tokens
+        admission.tokens = min(tokens, kMaxTokens + 1)
+        admission.hashes = prompt.hashes
+        admission.blocks = prompt.blocks
         admission.now = now
-        if expected is not None:
-            admission.expected = min(expected, kNone - 1)
-        return self.c.add(admission)
+        admission.expected = kNone
+        if expected_output is not None:
+            admission.expected = min(expected_output, kNone - 1)
+        outcome = books.add(self.c, &admission)
+        self.exists += outcome == kExists
+        self.full += outcome == kFull
+        self.overflow += outcome == kOverflow
+        return outcome
 
     def prefill_complete(self, str request_id not None):
         """Takes a request's prefill tokens off its rank, once; False if there is none. O(1)."""
         cdef RequestId request = self.find(request_id)
         if request == kNone:
             return False
-        self.c.complete_prefill(request)
+        self.complete(request)
         return True
 
     def free(self, str request_id not None):
@@ -217,7 +227,7 @@ cdef class Ledger:
         cdef RequestId request = self.find(request_id)
         if request == kNone:
             return False
-        self.c.free(request)
+        books.end_request(self.c, request)
         return True
 
     def output_block(self, str request_id not None, fraction=None):
@@ -233,9 +243,9 @@ cdef class Ledger:
         cdef RequestId request = self.find(request_id)
         if request == kNone:
             return False
-        self.c.add_output(request)
+        books.add_output(self.c, request)
         if fraction is not None:
-            self.c.decay(request, fraction)
+            decay(self.c.loads, &self.c.requests.all[request], fraction)
         return True
 
     def expire(self, double before, Py_ssize_t limit):
@@ -243,20 +253,22 @@ cdef class Ledger:
 
         There may be more when as many as `limit` came. O(free of each).
         """
-        ids = []
-        cdef RequestId request = self.c.requests().oldest()
+        cdef list ids = []
+        cdef RequestId request = self.c.requests.by_age.first
         while len(ids) < limit and request != kNone:
-            if not self.c.requests()[request].admitted < before:
+            if not self.c.requests.all[request].admitted < before:
                 break
-            self.let_go(request, ids)
-            request = self.c.requests().oldest()
+            ids.append(self.text_of(request))
+            request = self.c.requests.all[request].next[<int>kByAge]
+        for _ in range(len(ids)):
+            books.end_request(self.c, self.c.requests.by_age.first)
         self.expired += len(ids)
         return ids
 
     def oldest(self):
         """When the oldest live request was admitted, None without any. O(1)."""
-        cdef RequestId request = self.c.requests().oldest()
-        return None if request == kNone else self.c.requests()[request].admitted
+        cdef RequestId request = self.c.requests.by_age.first
+        return None if request == kNone else self.c.requests.all[request].admitted
 
     def request(self, str request_id not None):
         """What is booked under an id (a LiveRequest), None if nothing is. O(1).
@@ -266,8 +278,8 @@ cdef class Ledger:
         cdef RequestId number = self.find(request_id)
         if number == kNone:
             return None
-        cdef const CRequest* request = &self.c.requests()[number]
-        cdef const CRank* rank = &self.c.loads().rank(request.rank)
+        cdef Request* request = &self.c.requests.all[number]
+        cdef Rank* rank = &self.c.loads.ranks[request.rank]
         return LiveRequest(
             rank.worker_id,
             rank.dp_rank,
@@ -285,8 +297,8 @@ cdef class Ledger:
 
         KeyError if this one does not have the rank. O(1).
         """
-        cdef const CRank* r = &self.c.loads().rank(self.own(rank))
-        return Load(r.prefill_tokens, r.decode_blocks(), r.requests)
+        cdef Rank* r = &self.c.loads.ranks[self.own(rank)]
+        return Load(r.prefill_tokens, decode_blocks(r), r.requests)
 
     def render_loads(self, bytes prefix not None=b""):
         """The loads of all ranks as JSON objects with commas between, by (worker, dp rank).
@@ -310,7 +322,7 @@ cdef class Ledger:
         if new_tokens > kMaxTokens:
             raise OverflowError("too many tokens")
         cdef Prompt prompt = prompt_of(hashes)
-        cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
+        cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
         cdef Py_ssize_t room = rows_room(self.c, 0)
         cdef PyObject* answer = PyBytes_New(NULL, room)
         cdef char* begin = PyBytes_AS_STRING(<object>answer)
@@ -321,10 +333,9 @@ cdef class Ledger:
     def depths(self, hashes):
         """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
         cdef Prompt prompt = prompt_of(hashes)
-        cdef const uint32_t* depths = self.c.loads().depths(prompt.hashes, prompt.blocks)
-        cdef RankId rank
-        cdef RankId end = self.c.loads().rank_end()
-        return {rank: depths[rank] for rank in range(end) if depths[rank] and self.c.has(rank)}
+        cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
+        cdef Listed at
+        return {at.rank: depths[at.rank] for at in self.c.order if depths[at.rank]}
 
     def stats(self):
         """Sizes now and totals since the start.
@@ -332,15 +343,15 @@ cdef class Ledger:
         Blocks, nodes, rank_refs (pairs of a node and a rank) and bytes are those of all ledgers
         that share the loads, all others this one's.
         """
-        cdef const CTally* t = &self.c.tally()
+        cdef Tally* t = &self.c.tally
         return {
-            "requests": self.c.requests().size(),
-            "blocks": self.c.loads().trie().block_count(),
-            "nodes": self.c.loads().trie().node_count(),
-            "rank_refs": self.c.loads().trie().rank_ref_count(),
-            "ranks": self.c.order().size(),
-            "output_blocks": self.c.output_count(),
-            "bytes": self.c.bytes(),
+            "requests": self.c.requests.all.live(),
+            "blocks": self.c.loads.trie.block_count(),
+            "nodes": self.c.loads.trie.node_count(),
+            "rank_refs": self.c.loads.trie.rank_ref_count(),
+            "ranks": self.c.order.size(),
+            "output_blocks": self.c.outputs,
+            "bytes": books.bytes_of(self.c),
             "added": t.added,
             "repeated": t.repeated,
             "freed": t.freed - self.expired - self.removed,
@@ -359,24 +370,33 @@ cdef class Ledger:
 
         That is of all ledgers that share the loads.
         """
-        cdef CVerifier* verifier = new CVerifier(self.c.loads())
-        try:
-            verifier.run()
-        except RuntimeError as broken:
-            raise AssertionError(str(broken)) from None
-        finally:
-            del verifier
+        verify(self.c.loads)
 
     cdef RequestId find(self, str request_id) except? 0:
-        return self.c.requests().find(utf8(request_id))
+        return requests.find(&self.c.requests, utf8(request_id))
 
     cdef RankId own(self, RankId rank) except? 0xffffffff:
-        if not self.c.has(rank):
+        if not books.has(self.c, rank):
             raise KeyError(rank)
         return rank
 
-    cdef list let_go(self, RequestId request, list ids):
-        cdef string_view text = self.c.requests()[request].id()
-        ids.append(PyUnicode_DecodeUTF8(text.data(), text.size(), NULL))
-        self.c.free(request)
-        return ids
+    cdef str text_of(self, RequestId request):
+        cdef string_view text = requests.id_of(&self.c.requests.all[request])
+        return PyUnicode_DecodeUTF8(text.data(), text.size(), NULL)
+
+    # ---- for C: arguments are checked
+
+    cdef RankId find_rank(self, uint64_t worker_id, uint32_t dp_rank) noexcept:
+        return books.find_rank(self.c, worker_id, dp_rank)
+
+    cdef RequestId find_request(self, string_view request_id) noexcept:
+        return requests.find(&self.c.requests, request_id)
+
+    cdef int admit(self, const Admission* admission) except -1:
+        return books.add(self.c, admission)
+
+    cdef void complete(self, RequestId request) noexcept:
+        end_prefill(self.c.loads, &self.c.requests.all[request])
+
+    cdef void end(self, RequestId request) noexcept:
+        books.end_request(self.c, request)

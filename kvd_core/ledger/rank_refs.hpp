@@ -8,6 +8,9 @@
 //
 // Invariants: ranks ascend strictly; every reference has requests >= 1 and 0 <= weight <= 1; a
 // list of at most one has no buffer.
+// Where memory ends, insert and copy throw and change nothing; a buffer that cannot be exchanged for a
+// smaller one stays.
+//
 // Costs of n references: find O(log n); insert, erase O(log n), and O(n) moved when a rank comes or
 // goes (16 bytes each).
 #pragma once
@@ -17,6 +20,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "base/pages.hpp"
 
@@ -72,9 +76,7 @@ class RankRefs {
     if (--at->requests != 0) return false;
     std::memmove(at, at + 1, static_cast<size_t>(data() + size_ - at - 1) * sizeof(RankRef));
     --size_;
-    if (capacity_ != 1 && (size_ <= 1 || size_ < capacity_ / 4)) {
-      resize(size_ <= 1 ? 1 : capacity_ / 2, bytes);
-    }
+    if (capacity_ != 1 && (size_ <= 1 || size_ < capacity_ / 4)) shrink(bytes);
     return true;
   }
 
@@ -104,6 +106,12 @@ class RankRefs {
   RankRef* place(RankId rank) {
     return std::lower_bound(data(), data() + size_, rank,
                             [](const RankRef& ref, RankId r) { return ref.rank < r; });
+  }
+
+  void shrink(size_t& bytes) {
+    try {
+      resize(size_ <= 1 ? 1 : capacity_ / 2, bytes);
+    } catch (const std::bad_alloc&) {}
   }
 
   // `capacity` >= size_; 1 means inside.

@@ -17,7 +17,9 @@ from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
 from libcpp.string_view cimport string_view
 
-from kvd_core.ledger.ledger cimport CLedger, CListed, CLoads, CRank, RankId
+from kvd_core.ledger.loads cimport decode_blocks
+from kvd_core.ledger.trie cimport RankId
+from kvd_core.ledger.types cimport Book, Listed, Rank, SharedLoads
 
 cdef extern from "json/text.hpp" namespace "kvd" nogil:
     size_t kMaxDigits
@@ -26,52 +28,52 @@ cdef extern from "json/text.hpp" namespace "kvd" nogil:
     char* put_number "kvd::put"(char* to, uint64_t value)
 
 
-cdef inline size_t rows_room(const CLedger* ledger, size_t prefix) noexcept nogil:
+cdef inline size_t rows_room(Book* book, size_t prefix) noexcept nogil:
     # A row has braces and a comma, the rank's text of 56 bytes, three names of 27, 27 and 19 bytes,
     # three numbers, and `prefix` bytes that open it.
-    return ledger.order().size() * (56 + 27 + 27 + 19 + 3 * kMaxDigits + 3 + prefix) + 2
+    return book.order.size() * (56 + 27 + 27 + 19 + 3 * kMaxDigits + 3 + prefix) + 2
 
 
 cdef inline char* put_loads(
-    char* to, const CLedger* ledger, string_view prefix
+    char* to, Book* book, string_view prefix
 ) noexcept nogil:
     # `prefix` is ready JSON text that opens each row.
-    cdef const CListed* listed = ledger.order().data()
-    cdef const CLoads* loads = &ledger.loads()
-    cdef const CRank* rank
+    cdef Listed* listed = book.order.data()
+    cdef SharedLoads* loads = book.loads
+    cdef Rank* rank
     cdef size_t i
-    for i in range(ledger.order().size()):
-        rank = &loads.rank(listed[i].rank)
+    for i in range(book.order.size()):
+        rank = &loads.ranks[listed[i].rank]
         if i != 0:
             to = put_text(to, b",")
         to = put_view(put_text(to, b"{"), prefix)
         to = put_view(to, string_view(rank.text, rank.text_size))
         to = put_number(put_text(to, b',"active_prefill_tokens":'), rank.prefill_tokens)
-        to = put_number(put_text(to, b',"active_decode_blocks":'), rank.decode_blocks())
+        to = put_number(put_text(to, b',"active_decode_blocks":'), decode_blocks(rank))
         to = put_text(to, b"}")
     return to
 
 
 cdef inline char* put_projection(
-    char* to, const CLedger* ledger, const uint32_t* depths, size_t blocks, uint64_t new_tokens
+    char* to, Book* book, const uint32_t* depths, size_t blocks, uint64_t new_tokens
 ) noexcept nogil:
     # The same as a JSON array, for a prompt of `blocks` that is live as far as `depths` says.
-    cdef const CListed* listed = ledger.order().data()
-    cdef const CLoads* loads = &ledger.loads()
-    cdef const CRank* rank
+    cdef Listed* listed = book.order.data()
+    cdef SharedLoads* loads = book.loads
+    cdef Rank* rank
     cdef RankId id
     cdef size_t i
     to = put_text(to, b"[")
-    for i in range(ledger.order().size()):
+    for i in range(book.order.size()):
         id = listed[i].rank
-        rank = &loads.rank(id)
+        rank = &loads.ranks[id]
         if i != 0:
             to = put_text(to, b",")
         to = put_view(put_text(to, b"{"), string_view(rank.text, rank.text_size))
         to = put_text(to, b',"potential_prefill_tokens":')
         to = put_number(to, rank.prefill_tokens + new_tokens)
         to = put_text(to, b',"potential_decode_blocks":')
-        to = put_number(to, rank.decode_blocks() + (blocks - depths[id]))
+        to = put_number(to, decode_blocks(rank) + (blocks - depths[id]))
         to = put_number(put_text(to, b',"active_requests":'), rank.requests)
         to = put_text(to, b"}")
     return put_text(to, b"]")

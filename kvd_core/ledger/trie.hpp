@@ -20,13 +20,17 @@
 //   3. a RankRef counts the live requests of its rank that end in the node or below, so the ranks
 //      of a node include those of its children;
 //   4. a node with one child in which no request ends could not be merged with it: they weigh
-//      differently for some rank, or exceed kMaxRun together. So churn leaves no fragments;
+//      differently for some rank, or exceed kMaxRun together. So churn leaves no fragments. There may
+//      be some from a moment without memory for a merge, which `has_fragments` says;
 //   5. `child_xor` is the xor of the ids of the children: with one child, its id.
 //
 // Costs (blocks n asked for, nodes m on the way, ranks p of a node): find O(n) as plain arrays
 // and one table probe a node; insert, erase O(m log p), O(p) a node where a rank comes or goes,
 // O(blocks gained); split and merge O(kMaxRun + p).
 // The root is no node, and has no ranks.
+//
+// Where memory ends, insert throws std::bad_alloc, and the prompts are those of before. Erase and weigh
+// never throw.
 #pragma once
 
 #include <algorithm>
@@ -34,6 +38,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "base/arena.hpp"
 #include "base/compare.hpp"
@@ -85,6 +90,7 @@ class Trie {
   uint32_t node_count() const { return nodes_.live(); }
   uint64_t block_count() const { return blocks_; }
   uint64_t rank_ref_count() const { return rank_refs_; }
+  bool has_fragments() const { return has_fragments_; }
   size_t bytes() const {
     return nodes_.bytes() + children_.bytes() + blocks_ * sizeof(uint64_t) + heap_;
   }
@@ -124,18 +130,25 @@ class Trie {
   NodeId insert(const Place& at, const uint64_t* hashes, size_t n, RankId rank, size_t& gained) {
     NodeId end = at.node;
     if (end != kRoot && at.inside < nodes_[end].len) end = split(end, at.inside);
+    NodeId without = end;  // from here on upwards the rank has not been inserted
     gained = 0;
-    for (NodeId id = end; id != kRoot; id = nodes_[id].parent) {
-      Node& node = nodes_[id];
-      if (!node.ranks.insert(rank, heap_)) continue;
-      gained += node.len;
-      ++rank_refs_;
-    }
-    for (size_t from = at.depth; from < n;) {
-      const size_t len = std::min<size_t>(n - from, kMaxRun);
-      end = grow(end, hashes + from, static_cast<uint32_t>(len), rank);
-      gained += len;
-      from += len;
+    try {
+      for (; without != kRoot; without = nodes_[without].parent) {
+        Node& node = nodes_[without];
+        if (!node.ranks.insert(rank, heap_)) continue;
+        gained += node.len;
+        ++rank_refs_;
+      }
+      for (size_t from = at.depth; from < n;) {
+        const size_t len = std::min<size_t>(n - from, kMaxRun);
+        end = grow(end, hashes + from, static_cast<uint32_t>(len), rank);
+        gained += len;
+        from += len;
+      }
+    } catch (const std::bad_alloc&) {
+      withdraw(end, without, rank, [](uint32_t, double) {});
+      if (without != kRoot) merge(without);
+      throw;
     }
     if (end != kRoot) ++nodes_[end].ends;
     return end;
@@ -154,22 +167,7 @@ class Trie {
   template <class Lost>
   void erase(NodeId end, RankId rank, Lost&& lost) {
     if (end != kRoot) --nodes_[end].ends;
-    for (NodeId id = end, parent; id != kRoot; id = parent) {
-      Node& node = nodes_[id];
-      parent = node.parent;
-      RankRef* ref = node.ranks.find(rank);
-      const double weight = ref->weight;
-      if (node.ranks.erase(ref, heap_)) {
-        --rank_refs_;
-        lost(node.len, weight);
-      }
-      if (node.ranks.size() == 0) {
-        remove(id);
-      } else {
-        merge(id);
-      }
-    }
-    if (nodes_.live() == 0) give_back();
+    withdraw(end, kRoot, rank, lost);
   }
 
   // Gives the blocks at the end of a request that the rank has no other request through another
@@ -204,7 +202,7 @@ class Trie {
   uint64_t hash_of(NodeId id) const { return hash_of(nodes_[id].parent, nodes_[id].first); }
 
  private:
-  friend class Verifier;
+  friend class TrieVerifier;
 
   uint64_t hash_of(NodeId parent, uint64_t first) const { return hash_(first, parent); }
 
@@ -214,24 +212,56 @@ class Trie {
     });
   }
 
-  void set_hashes(Node& node, const uint64_t* head, uint32_t head_len, const uint64_t* tail,
-                  uint32_t tail_len) {
-    auto* hashes = static_cast<uint64_t*>(take_heap((head_len + tail_len) * sizeof(uint64_t)));
+  // Takes one request of the rank off the nodes from `end` up to below `stop`, one above it.
+  template <class Lost>
+  void withdraw(NodeId end, NodeId stop, RankId rank, Lost&& lost) {
+    for (NodeId id = end, parent; id != stop; id = parent) {
+      Node& node = nodes_[id];
+      parent = node.parent;
+      RankRef* ref = node.ranks.find(rank);
+      const double weight = ref->weight;
+      if (node.ranks.erase(ref, heap_)) {
+        --rank_refs_;
+        lost(node.len, weight);
+      }
+      if (node.ranks.size() == 0) {
+        remove(id);
+      } else {
+        merge(id);
+      }
+    }
+    if (nodes_.live() == 0) give_back();
+  }
+
+  // The hashes of one run behind those of another, or null where there is no memory.
+  static uint64_t* joined(const uint64_t* head, uint32_t head_len, const uint64_t* tail,
+                          uint32_t tail_len) {
+    auto* hashes = static_cast<uint64_t*>(try_heap((head_len + tail_len) * sizeof(uint64_t)));
+    if (hashes == nullptr) return nullptr;
     std::memcpy(hashes, head, head_len * sizeof(uint64_t));
     if (tail_len != 0) std::memcpy(hashes + head_len, tail, tail_len * sizeof(uint64_t));
+    return hashes;
+  }
+
+  static void set_hashes(Node& node, uint64_t* hashes, uint32_t len) {
     std::free(node.hashes);
     node.hashes = hashes;
     node.first = hashes[0];
-    node.len = head_len + tail_len;
+    node.len = len;
   }
 
+  // A new node, for which `adopt` will find room. Throws and changes nothing where there is no memory.
   NodeId take(NodeId parent, const uint64_t* hashes, uint32_t len) {
+    children_.make_room(1, *this);
+    nodes_.make_room();
+    uint64_t* own = joined(hashes, len, nullptr, 0);
+    if (own == nullptr) throw std::bad_alloc();
     const NodeId id = nodes_.take();
     Node& node = nodes_[id];
     node.hashes = nullptr;
     node.parent = parent;
     node.ends = node.children = node.child_xor = 0;
-    set_hashes(node, hashes, len, nullptr, 0);
+    set_hashes(node, own, len);
     return id;
   }
 
@@ -269,10 +299,19 @@ class Trie {
     const NodeId parent = nodes_[id].parent;
     const NodeId upper = take(parent, nodes_[id].hashes, at);
     Node& lower = nodes_[id];
-    nodes_[upper].ranks.copy(lower.ranks, heap_);
+    const uint32_t rest = lower.len - at;
+    uint64_t* const hashes = joined(lower.hashes + at, rest, nullptr, 0);
+    try {
+      if (hashes == nullptr) throw std::bad_alloc();
+      nodes_[upper].ranks.copy(lower.ranks, heap_);
+    } catch (const std::bad_alloc&) {
+      std::free(hashes);
+      give(upper);
+      throw;
+    }
     rank_refs_ += lower.ranks.size();
     disown(parent, id);
-    set_hashes(lower, lower.hashes + at, lower.len - at, nullptr, 0);
+    set_hashes(lower, hashes, rest);
     lower.parent = upper;
     adopt(parent, upper);
     adopt(upper, id);
@@ -297,10 +336,15 @@ class Trie {
     Node& lower = nodes_[below];
     // All requests go on to the child, so the ranks are the same.
     if (upper.len + lower.len > kMaxRun || !upper.ranks.weighs_like(lower.ranks)) return;
+    uint64_t* const hashes = joined(upper.hashes, upper.len, lower.hashes, lower.len);
+    if (hashes == nullptr) {
+      has_fragments_ = true;
+      return;
+    }
     const NodeId parent = upper.parent;
     disown(id, below);
     disown(parent, id);
-    set_hashes(lower, upper.hashes, upper.len, lower.hashes, lower.len);
+    set_hashes(lower, hashes, upper.len + lower.len);
     lower.parent = parent;
     adopt(parent, below);
     rank_refs_ -= upper.ranks.size();
@@ -322,6 +366,8 @@ class Trie {
   }
 
   void give_back() {
+    has_fragments_ = false;
+    children_.shrink(*this);
     while (nodes_.shrink()) {}
   }
 
@@ -331,6 +377,7 @@ class Trie {
   uint64_t blocks_ = 0;
   uint64_t rank_refs_ = 0;
   size_t heap_ = 0;  // bytes of the buffers of `ranks`
+  bool has_fragments_ = false;
 };
 
 }  // namespace kvd::ledger

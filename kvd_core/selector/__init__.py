@@ -5,10 +5,11 @@ settings              weights and thresholds of a choice
 choice.pxd            who may be chosen, and who is; the modes
 cost.pxd              the cost of a candidate
 rows.pxd              what a look has found, as JSON
-pool.hpp, types.hpp   one look at the index and the ledger; the state of every candidate; pool.pxd
-                      and types.pxd declare them for Cython
+pool.hpp, types.hpp   a look at the index; the state of every candidate; pool.pxd and types.pxd
+                      declare them for Cython
+loads.pxd             a look at the ledger
 choice_counts         sums over choices, for metrics
 
-What people change is Cython, what walks trees is C++. choice.pxd, cost.pxd and rows.pxd hold inline
-functions, as C++ headers do: a pass over the candidates calls nothing.
+What people change is Cython, what walks trees is C++. choice.pxd, cost.pxd, loads.pxd and rows.pxd
+hold inline functions, as C++ headers do: a pass over the candidates calls nothing.
 """

@@ -1,13 +1,13 @@
 // The ranks that a selection chooses from, and what one look finds about each of them: one walk in
 // the index, one in the ledger.
 //
-//   prompt ── local hashes ──> index ───> cached blocks by tier ─┐
-//          └─ rolling hashes > ledger ──> blocks in use, loads ──┤   look
+//   prompt ── local hashes ──> index ───> cached blocks by tier ─┐   find_cached
+//          └─ rolling hashes > ledger ──> blocks in use, loads ──┤   selector/loads.pxd
 //                                                                ▼
 //   candidates   w1/0      w1/1      w7/0      w9/0          standings, until the next look
 //
-// What follows from that is Cython: what each would cost (selector/cost.pxd), and which is chosen
-// (selector/choice.pxd).
+// What has to do with the ledger is Cython as the ledger is, and so is what follows from a look: what
+// each would cost (selector/cost.pxd), and which is chosen (selector/choice.pxd).
 //
 // The candidates are the ranks of one (model, tenant) that requests can be sent to, ascending by
 // (worker, dp rank). A pool does not change but for who is heard and reachable; who joins, leaves or
@@ -15,11 +15,11 @@
 // looked up in the workers each time.
 //
 // Invariants
-//   1. a standing is that of the last look, its loads are those of the last look or `find_loads`;
+//   1. a standing is that of the last look, its loads are those that were found last;
 //   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
 //
-// Costs: look O(blocks + candidates + what Match and depths take); find_loads, remember and changed
-// O(candidates). Nothing is allocated in the steady state.
+// Costs: find_cached O(blocks + candidates + what Match takes); remember and changed O(candidates).
+// Nothing is allocated in the steady state.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "ledger/ledger.hpp"
 #include "index/match.hpp"
 #include "selector/types.hpp"
 
@@ -38,8 +37,8 @@ class Pool {
   // `index` may be null: nobody caches anything but what `predicted` says, if that is not null. That
   // is of candidates without events, and names ranks as the ledger does; predictions of the others
   // are the index's, which names ranks itself.
-  Pool(uint32_t block_size, const Index* index, const ledger::Ledger& ledger, Predicted* predicted)
-      : index_(index), ledger_(ledger), block_size_(block_size), own_(predicted) {}
+  Pool(uint32_t block_size, const Index* index, Predicted* predicted)
+      : index_(index), block_size_(block_size), own_(predicted) {}
 
   // Candidates come in ascending order of (worker, dp rank).
   void add(Candidate candidate) {
@@ -85,46 +84,39 @@ class Pool {
   // A candidate cannot be chosen, or can again.
   void set_reachable(size_t at, bool reachable) { candidates_[at].reachable = reachable; }
 
-  // Finds out how all candidates stand to the prompt; `scratch` is free to be used by others
+  // All of them, for whoever finds out what the ledger has.
+  const Candidate* candidates() const { return candidates_.data(); }
+  CandidateState* standings() { return standings_.data(); }
+
+  // Finds out what all candidates cache of the prompt; `scratch` is free to be used by others
   // afterwards.
-  void look(Match& scratch) {
-    find_cached(scratch);
-    find_live();
-    find_loads();
-  }
-
-  // Takes the loads of this moment into the standings.
-  void find_loads() {
-    const ledger::Loads& loads = ledger_.loads();
-    const ledger::Owners mine = ledger_.bit();
+  void find_cached(Match& scratch) {
+    if (index_ != nullptr) search(scratch);
+    const bool found = index_ != nullptr && !scratch.touched().empty();
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Candidate& candidate = candidates_[i];
-      CandidateState& standing = standings_[i];
-      standing.present = false;
-      if (!loads.is_of(candidate.booked, mine)) continue;
-      const ledger::Rank& rank = loads.rank(candidate.booked);
-      standing.present = candidate.reachable && rank.worker_id == candidate.worker_id &&
-                         rank.dp_rank == candidate.dp_rank;
-      standing.prefill_tokens = rank.prefill_tokens;
-      standing.decode_blocks = rank.decode_blocks();
-      standing.requests = rank.requests;
-      standing.decoding = rank.decoding() & 0xffffff;
+      const Worker* worker = found ? caches(candidates_[i]) : nullptr;
+      const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
+      const Match::Depth depth = id == kNone ? Match::Depth() : scratch.depth(id);
+      standings_[i].device = depth.device;
+      standings_[i].host = depth.host - depth.device;
+      standings_[i].disk = depth.disk - depth.host;
+      overlaps_[i] = static_cast<int32_t>(depth.disk);
     }
+    if (own_ != nullptr) foresee(*own_, false);
+    if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted(), true);
   }
 
-  // Remembers what decides at this moment whether a candidate may be chosen, of all of them.
+  // Remembers what of the loads just found decides whether a candidate may be chosen, of all of them.
   void remember() {
-    find_loads();
     remembers_ = true;
     seen_.clear();
     for (const CandidateState& at : standings_) seen_.emplace_back(at);
   }
 
-  // Says of each candidate, by 1 or 0, whether that is other than what was remembered. False where
-  // nothing was.
-  bool changed(uint8_t* changed) {
+  // Says of each candidate, by 1 or 0, whether the loads just found are other than those remembered.
+  // False where nothing was.
+  bool changed(uint8_t* changed) const {
     if (!remembers_) return false;
-    find_loads();
     for (size_t i = 0; i < candidates_.size(); ++i) changed[i] = seen_[i].differs(standings_[i]);
     return true;
   }
@@ -142,22 +134,6 @@ class Pool {
   }
 
  private:
-  void find_cached(Match& match) {
-    if (index_ != nullptr) search(match);
-    const bool found = index_ != nullptr && !match.touched().empty();
-    for (size_t i = 0; i < candidates_.size(); ++i) {
-      const Worker* worker = found ? caches(candidates_[i]) : nullptr;
-      const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
-      const Match::Depth depth = id == kNone ? Match::Depth() : match.depth(id);
-      standings_[i].device = depth.device;
-      standings_[i].host = depth.host - depth.device;
-      standings_[i].disk = depth.disk - depth.host;
-      overlaps_[i] = static_cast<int32_t>(depth.disk);
-    }
-    if (own_ != nullptr) foresee(*own_, false);
-    if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted(), true);
-  }
-
   static const Worker* caches(const Candidate& c) { return c.heard ? c.caches : nullptr; }
 
   static uint32_t rank_in_predictions(const Candidate& c) {
@@ -192,18 +168,7 @@ class Pool {
               prompt_.is_salted ? Match::Only::kUnsalted : Match::Only::kAll);
   }
 
-  void find_live() {
-    const ledger::Loads& loads = ledger_.loads();
-    depths_.resize(loads.rank_end());
-    loads.depths(prompt_.sequence.data(), prompt_.sequence.size(), depths_.data());
-    for (size_t i = 0; i < candidates_.size(); ++i) {
-      const ledger::RankId rank = candidates_[i].booked;
-      standings_[i].live = rank < depths_.size() ? depths_[rank] : 0;
-    }
-  }
-
   const Index* index_;
-  const ledger::Ledger& ledger_;
   uint32_t block_size_;
   Predicted* own_;  // of candidates without events; null: there are none
 
@@ -224,7 +189,6 @@ class Pool {
   std::vector<Candidate> candidates_;
   std::vector<CandidateState> standings_;  // one a candidate
   std::vector<int32_t> overlaps_;          // one a candidate, signed: SSE2 compares no others
-  std::vector<uint32_t> depths_;           // by rank of the ledger
   std::vector<uint64_t> chained_;          // scratch of `foresee`
   std::vector<Seen> seen_;                 // one a candidate, once it `remembers_`
   bool remembers_ = false;

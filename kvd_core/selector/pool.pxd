@@ -7,14 +7,13 @@ from libcpp cimport bool as cbool
 
 from kvd_core.index.prefix_index cimport CIndex, CMatch
 from kvd_core.index.predictions cimport CPredicted
-from kvd_core.ledger.ledger cimport CLedger
 from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
 
 
 cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
     cppclass CPool "kvd::selector::Pool":
         # Without predictions of its own, NULL, it uses the index's.
-        CPool(uint32_t, const CIndex*, const CLedger&, CPredicted*) except +
+        CPool(uint32_t, const CIndex*, CPredicted*) except +
         void add(const CCandidate&) except +    # ascending by (worker, dp rank)
         size_t size()
         uint32_t block_size()
@@ -23,12 +22,13 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         uint32_t end_of_worker(const CCandidate&)
         const CStanding& standing(size_t)       # of the last look
         CPrompt& prompt()
+        const CCandidate* candidates()          # all of them
+        CStanding* standings()                  # of all candidates
+        void find_cached(CMatch&) except +
         void predict(size_t, double) except +   # notes the prompt as cached by a candidate
-        void look(CMatch&) except +
-        void find_loads()                       # the loads of now, in the standings
         # Blocks of the prompt, of those at these positions.
         uint32_t most_cached(const uint32_t*, size_t)
-        void remember() except +                # the loads of now
+        void remember() except +                # the loads found last
         cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
         void set_heard(size_t, cbool)
         void set_reachable(size_t, cbool)

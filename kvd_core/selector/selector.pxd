@@ -48,6 +48,7 @@ cdef class Pool:
 
     # As the methods of nearly the same names, for the prompt that c.prompt() has taken.
     cdef int look_at_prompt(self) except -1
+    cdef void look_at_loads(self) noexcept  # those of this moment
     cdef int64_t choose_now(
         self, const CSettings* settings, const uint8_t* mask, uint64_t random, const double* factors
     ) noexcept

@@ -3,7 +3,8 @@
 """Which rank should serve a prompt.
 
 `selector/choice.pxd` has the rules of choosing, `selector/cost.pxd` what a choice costs,
-`selector/rows.pxd` the JSON; `selector/pool.hpp` is the C++ that looks.
+`selector/rows.pxd` the JSON; `selector/pool.hpp` is the C++ that looks into the index,
+`selector/loads.pxd` looks into the ledger.
 
 One thread owns a pool, with its index and ledger. Nothing here does I/O, reads a clock or draws
 random numbers.
@@ -17,14 +18,14 @@ from collections import namedtuple
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
-from cython.operator cimport dereference as deref
 from libc.string cimport memset
 from libcpp.string_view cimport string_view
 
 from kvd_core.index.predictions cimport CPredicted
 from kvd_core.index.prefix_index cimport CIndex, Worker
 from kvd_core.json.scan cimport BodyScanner
-from kvd_core.ledger.ledger cimport Ledger, RankId
+from kvd_core.ledger.ledger cimport Ledger
+from kvd_core.ledger.trie cimport RankId
 from kvd_core.selector.choice cimport (
     choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, least_uncached,
     open_requests, return_turn
@@ -33,6 +34,7 @@ from kvd_core.selector.cost cimport (
     Terms, WeightedTerms, cached_tokens, decode_blocks, device_credit_of, effective_tokens,
     is_busy, is_overloaded, keeps_sessions, scale_of, terms_of, weighted_terms_of
 )
+from kvd_core.selector.loads cimport find_live, find_loads
 from kvd_core.selector.rows cimport (
     choice_room, put_choice, put_loads, put_overlaps, put_text, rows_room
 )
@@ -158,7 +160,7 @@ cdef class Pool:
             blocks = index.c
         if predictions is not None:
             predicted = predictions.c
-        self.c = new CPool(block_size, blocks, deref(ledger.c), predicted)
+        self.c = new CPool(block_size, blocks, predicted)
         previous = None
         for each in self.candidates:
             if each[:2] == previous:
@@ -259,10 +261,15 @@ cdef class Pool:
 
     cdef int look_at_prompt(self) except -1:
         if self.index is None:  # a conditional expression would copy the scratch
-            self.c.look(self.no_match)
+            self.c.find_cached(self.no_match)
         else:
-            self.c.look(self.index.match_scratch)
+            self.c.find_cached(self.index.match_scratch)
+        find_live(self.c, self.ledger.c)
+        self.look_at_loads()
         return 0
+
+    cdef void look_at_loads(self) noexcept:
+        find_loads(self.c, self.ledger.c)
 
     # ---- who is there
 
@@ -398,6 +405,7 @@ cdef class Pool:
 
     def remember(self):
         """Remembers the loads of this moment, for `changed`. O(candidates)."""
+        self.look_at_loads()
         self.c.remember()
 
     def changed(self):
@@ -406,6 +414,7 @@ cdef class Pool:
         None where nothing is remembered. O(candidates).
         """
         cdef bytes changed = PyBytes_FromStringAndSize(NULL, self.c.size())
+        self.look_at_loads()
         return changed if self.c.changed(<uint8_t*>PyBytes_AS_STRING(changed)) else None
 
     def find(self, uint64_t worker_id, uint32_t dp_rank):
@@ -559,7 +568,7 @@ cdef class Pool:
 
     cdef int64_t refusal_now(self, const CSettings* settings, const uint8_t* mask) noexcept:
         cdef Scale scale = self.scale(settings)
-        self.c.find_loads()
+        self.look_at_loads()
         return find_open(&self.choice, &scale, mask)
 
     cdef void take_back(self) noexcept:

@@ -8,7 +8,8 @@
 
 #include "base/arena.hpp"
 #include "base/hash.hpp"
-#include "ledger/types.hpp"
+#include "ledger/bounds.hpp"
+#include "ledger/rank_refs.hpp"
 #include "index/worker.hpp"
 
 namespace kvd::selector {

@@ -8,7 +8,7 @@ from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
 from kvd_core.index.prefix_index cimport CWorker
-from kvd_core.ledger.ledger cimport RankId
+from kvd_core.ledger.trie cimport RankId
 
 
 cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:

@@ -164,7 +164,7 @@ class Gateway:
         """Returns how many leading tokens the index says an engine caches."""
         question = {"model_name": "tiny", "token_ids": tokens}
         found = httpx.post(f"{self.index}/query", json=question, trust_env=False).json()
-        return int(found["instances"].get(self.worker_ids()[url], {}).get("gpu", 0))
+        return int(found.get("instances", {}).get(self.worker_ids()[url], {}).get("gpu", 0))
 
     def ask(self, path: str, members: dict[str, Any]) -> tuple[httpx.Headers, dict[str, Any]]:
         """Asks, compares, and waits until the index has heard what the engine stored."""

@@ -76,5 +76,6 @@ if __name__ == "__main__":
     write(root / "scan", iter(BODIES))
     write(root / "repack", texts())
     write(root / "index", lives())
+    write(root / "trie", noise())
     write(root / "ledger", noise())
     write(root / "conductor", noise(2000))

@@ -1,4 +1,4 @@
-"""A plain-Python ledger: the same rules as `kvd_core/ledger/ledger.hpp`, nothing fast about it.
+"""A plain-Python ledger: the same rules as `kvd_core/ledger/book.pxd`, nothing fast about it.
 
 A block is its path from the root, numbered; a rank is a dictionary from block to how many of its
 live requests have it and what it weighs. Ledgers with the same ModelLoads share what is in these,

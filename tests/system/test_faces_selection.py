@@ -90,11 +90,14 @@ def unchanged(client: httpx.Client, kvd: Server) -> Iterator[None]:
 def state(client: httpx.Client) -> tuple[Any, Any]:
     """Workers and loads; a model stays listed, so those without workers are left out.
 
-    So are listeners: what connecting has met, and for how long, changes by itself.
+    So are listeners, because what connecting has met changes by itself, and speeds, which are
+    learned from what was booked.
     """
     loads = [row for row in client.get("/loads").json() if row["loads"]]
     workers = client.get("/workers").json()
-    return [{name: row[name] for name in row.keys() - {"listeners"}} for row in workers], loads
+    return [
+        {name: row[name] for name in row.keys() - {"listeners", "speeds"}} for row in workers
+    ], loads
 
 
 def load(client: httpx.Client) -> Any:

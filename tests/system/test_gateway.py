@@ -265,3 +265,11 @@ async def test_engines_without_events_are_chosen_by_what_they_were_sent(kvd_proc
             assert int(second.headers["x-kvd-matched-tokens"]) > 0
         shown = (await client.get("/status")).json["upstreams"]
         assert [bool(each["events"]) for each in shown] == [False, False, True]
+
+
+async def test_tokens_are_asked_of_the_next_engine_where_one_has_gone(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        running[0].end()
+        for number in range(4):
+            answered = await client.chat(f"{number} {PROMPT}")
+            assert (answered.status, answered.headers["x-kvd-tokens"]) == (200, "tokenize")

@@ -274,5 +274,6 @@ def test_what_cannot_be_a_log_is_refused(tmp_path: Path) -> None:
         RotatingWriter(Path("/dev/null"), 100, 2)
 
 
-def test_a_service_without_a_log_has_no_observer() -> None:
-    assert Service().selections.reservations.moments.subscribers == []
+def test_a_service_without_a_log_observes_speeds_alone() -> None:
+    selections = Service().selections
+    assert selections.reservations.moments.subscribers == [selections.speeds.observe]

@@ -16,7 +16,7 @@ from kvd.faces.conductor import routes as conductor
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.selection import handlers as selection
-from kvd.faces.selection import prompts, reservations, tuning, workers
+from kvd.faces.selection import prompts, regret, reservations, tuning, workers
 from kvd.faces.slot_tracker import handlers as slots
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.types import Request, Response, Route, Scope
@@ -105,6 +105,7 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /select_and_reserve": BodyScanner(prompts.ARRAYS, selection.SELECT_FIELDS),
         "POST /reservations": reservations.RESERVE,
         "POST /reservations/{reservation_id}/output_block": reservations.OUTPUT,
+        "POST /reservations/{reservation_id}/report": regret.REPORT,
         "POST /potential_loads": BodyScanner(prompts.ARRAYS, selection.PROMPT_FIELDS),
         "POST /overlap_scores": BodyScanner(prompts.ARRAYS, selection.PROMPT_FIELDS),
         "POST /busy_threshold": tuning.BUSY,

@@ -7,7 +7,8 @@ from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Text
 from kvd_core.base.draws cimport Draws
-from kvd_core.ledger.ledger cimport Ledger, RequestId
+from kvd_core.ledger.ledger cimport Ledger
+from kvd_core.ledger.types cimport RequestId
 from kvd_core.selector.choice_counts cimport ChoiceCounts
 from kvd_core.selector.selector cimport Pool
 from kvd_core.selector.settings cimport Settings
@@ -55,6 +56,7 @@ cdef class SelectHandler(PromptHandler):
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
     cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
+    cdef object sample             # of requests that observers are told of
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
@@ -78,6 +80,7 @@ cdef class ReservationHandler(HotHandler):
     cdef object reservations, scheduler  # parts of the selections
     cdef dict live
     cdef list replicas, observers
+    cdef object sample
     cdef dict leases         # of sessions, by reservation id: their end is told
     cdef string prefill_id   # scratch: the id of a booking
 

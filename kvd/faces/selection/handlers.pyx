@@ -29,7 +29,8 @@ from kvd.faces.common.reader cimport segment
 from kvd.http.permits cimport Text
 from kvd.selection.serving cimport booked_tokens, opening
 from kvd_core.json.scan cimport Kind
-from kvd_core.ledger.ledger cimport CAdmission, kAdded, kMaxIdBytes, kNone
+from kvd_core.ledger.trie cimport kNone
+from kvd_core.ledger.types cimport Admission, kAdded, kMaxIdBytes
 from kvd_core.selector.selector cimport kLoads, kOverlaps
 from kvd_core.selector.settings cimport kDirect
 from kvd_core.selector.types cimport kMaxIslTokens
@@ -100,6 +101,8 @@ SELECT_FIELDS = (
     "nvext",
     "advisory",
     "router_policy",
+    "expected_ttft",
+    "slo_ttft_ms",
 )
 
 cdef uint64_t U32_MAX = 0xffffffff
@@ -259,6 +262,7 @@ cdef class SelectHandler(PromptHandler):
         self.live = selections.reservations.live
         self.replicas = selections.reservations.steps.subscribers
         self.observers = selections.reservations.moments.subscribers
+        self.sample = selections.reservations.sample
         self.books = books
         self.waits = True
 
@@ -396,7 +400,7 @@ cdef class SelectHandler(PromptHandler):
         return pool.render_answer(begin, members, candidate, settings)
 
     cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate) except -1:
-        cdef CAdmission admission
+        cdef Admission admission
         admission.id = utf8(self.reservation_id)
         admission.rank = pool.c.candidate(candidate).booked
         admission.hashes = pool.c.prompt().sequence.data()
@@ -404,12 +408,12 @@ cdef class SelectHandler(PromptHandler):
         admission.tokens = booked_tokens(pool, settings, candidate)
         admission.now = self.selections.clock()
         admission.expected = self.expected
-        if pool.ledger.c.add(admission) != kAdded:
+        if pool.ledger.admit(&admission) != kAdded:
             return False
         pool.c.predict(candidate, admission.now)
         self.live[self.reservation_id] = fleet
         self.booked_in, self.booked_at = fleet, admission.now
-        if self.observers:
+        if self.observers and self.sample.takes(self.reservation_id):
             self.reservations.observe_begin(fleet, self.reservation_id)
         return True
 
@@ -424,12 +428,15 @@ cdef class ReservationHandler(HotHandler):
         self.live = selections.reservations.live
         self.replicas = selections.reservations.steps.subscribers
         self.observers = selections.reservations.moments.subscribers
+        self.sample = selections.reservations.sample
         self.leases = {} if selections.affinity is None else selections.affinity.leases
         self.bodiless = True
 
     cdef Ledger ledger_of(self, str reservation_id):
         fleet = self.live.get(reservation_id)
-        if fleet is None or self.replicas or self.observers:
+        if fleet is None or self.replicas:
+            return None
+        if self.observers and self.sample.takes(reservation_id):
             return None
         if self.scheduler.held and len(fleet.queue):
             return None
@@ -440,9 +447,9 @@ cdef class ReservationHandler(HotHandler):
             return kNone
         self.prefill_id.assign(captured.begin, captured.size)
         self.prefill_id.append(PREFILL)
-        if ledger.c.requests().find(string_view(self.prefill_id)) != kNone:
+        if ledger.find_request(string_view(self.prefill_id)) != kNone:
             return kNone
-        return ledger.c.requests().find(string_view(captured.begin, captured.size))
+        return ledger.find_request(string_view(captured.begin, captured.size))
 
 
 cdef class PrefillCompleteHandler(ReservationHandler):
@@ -455,7 +462,7 @@ cdef class PrefillCompleteHandler(ReservationHandler):
         if live == kNone:
             self.reservations.prefill_complete(reservation_id)
         else:
-            ledger.c.complete_prefill(live)
+            ledger.complete(live)
         return OK
 
 
@@ -471,7 +478,7 @@ cdef class FreeHandler(ReservationHandler):
         if live == kNone:
             self.reservations.free(reservation_id)
         else:
-            ledger.c.free(live)
+            ledger.end(live)
             del self.live[reservation_id]
         return OK
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -35,9 +36,32 @@ def shown(workers: Workers, entry: Entry) -> dict[str, Any]:
             str(dp_rank): dict(stream_members(listener, now))
             for dp_rank, listener in listeners.items()
         }
+    if speeds := dict(_speeds(workers, entry)):
+        row["speeds"] = speeds
     if listeners and (partition := workers.partition(entry)) is not None:
         row |= matching(partition)
     return row
+
+
+def _speeds(workers: Workers, entry: Entry) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields what is known of the speed of a worker's ranks."""
+    for dp_rank in entry.record.ranks:
+        rank = entry.record.key, entry.record.worker_id, dp_rank
+        prefill, decode = workers.speeds.prefill(rank), workers.speeds.decode(rank)
+        if prefill is None:
+            continue
+        shown: dict[str, Any] = {
+            "prefill_tokens_per_s": round(1.0 / prefill.token_s, 1),
+            "base_ttft_s": prefill.base_s,
+            "confidence": round(prefill.confidence, 3),
+            "observations": prefill.observations,
+            "given": prefill.given,
+        }
+        if decode is not None:
+            shown["output_token_s"] = decode.base
+            shown["output_token_s_per_request"] = decode.slope
+            shown["decode_confidence"] = round(decode.confidence, 3)
+        yield str(dp_rank), shown
 
 
 def record(members: bodies.Members) -> WorkerRecord:
@@ -105,6 +129,13 @@ def _endpoints(members: bodies.Members, name: str) -> dict[int, str]:
     return {int(key): bodies.bounded(text, name) for key, text in endpoints.items()}
 
 
+def _positive(members: bodies.Members, name: str) -> float:
+    value = number(members, name)
+    if not 0.0 < value < math.inf:
+        raise Invalid(f"{name} must be above 0")
+    return value
+
+
 READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "worker_id": u64,
     "model_name": _name,
@@ -121,6 +152,8 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "stable_routing_id": _name,
     "is_eagle": flag,
     "without_kv_events": flag,
+    "prefill_tokens_per_s": _positive,
+    "decode_step_ms": _positive,
     "role": _role,
     "taints": texts,
     "topology_domains": _map,

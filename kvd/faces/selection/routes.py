@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvd.faces.selection import reservations, tuning, workers
+from kvd.faces.selection import regret, reservations, tuning, workers
 from kvd.faces.selection.handlers import (
     FreeHandler,
     LoadsHandler,
@@ -46,6 +46,8 @@ def selection_routes(selections: Selections) -> tuple[Route, ...]:
             body_limit=0,
         ),
         _step("/reservations/{reservation_id}/output_block", bound(reservations.output_block)),
+        _step("/reservations/{reservation_id}/report", bound(regret.report), DEFAULT_BODY_LIMIT),
+        Route("GET", "/regret", bound(regret.list_regret)),
         Route("GET", "/reservations/{reservation_id}", bound(reservations.show_reservation)),
         Route(
             "DELETE",

@@ -75,6 +75,9 @@ POLICY: Schema = {
 }
 
 
+ABOVE_0: Schema = {**NUMBER, "exclusiveMinimum": 0}
+
+
 def optional(**schemas: Schema) -> dict[str, Schema]:
     """Returns members that may be null, which is as if they were absent."""
     return {name: nullable(schema) for name, schema in schemas.items()}
@@ -98,6 +101,8 @@ DESCRIBED = optional(
     stable_routing_id=NAME,
     is_eagle=FLAG,
     without_kv_events=FLAG,
+    prefill_tokens_per_s=ABOVE_0,
+    decode_step_ms=ABOVE_0,
     role=one_of(*Role),
     taints=array(NAME),
     topology_domains=by_name(NAME) | {"propertyNames": NAME},
@@ -114,6 +119,16 @@ OF_WORKERS = {name: DESCRIBED[name]["anyOf"][0] for name in ("model_name", "tena
 WORKER = members({"worker_id": U64}, DESCRIBED | OF_WORKERS)
 WORKERS = members({"workers": array(WORKER)}, MODEL | TENANT)
 PATCH = members({}, {"worker_id": nullable(U64)} | DESCRIBED)
+SPEED = row(
+    {
+        "prefill_tokens_per_s": NUMBER,
+        "base_ttft_s": NUMBER,
+        "confidence": NUMBER,
+        "observations": COUNT,
+        "given": FLAG,
+    },
+    dict.fromkeys(("output_token_s", "output_token_s_per_request", "decode_confidence"), NUMBER),
+)
 RECORD = row(
     {
         "worker_id": U64,
@@ -129,6 +144,10 @@ RECORD = row(
         "router_hint_worker_type": TEXT,
         "router_hint_source_control_endpoints": by_rank(TEXT),
         "curve_server_key": TEXT,
+        "without_kv_events": FLAG,
+        "prefill_tokens_per_s": NUMBER,
+        "decode_step_ms": NUMBER,
+        "speeds": by_rank(SPEED),
         "not_schedulable_reasons": array(TEXT),
         "disconnected_dp_ranks": by_rank(TEXT),
         "listeners": by_rank(STREAM_MEMBERS),
@@ -193,6 +212,8 @@ SELECT = members(
             {}, optional(required_taints=array(NAME), preferred_taints=TAINT_WEIGHTS)
         ),
         explain=FLAG,
+        expected_ttft=FLAG,
+        slo_ttft_ms=ABOVE_0,
         phase=one_of(*Phase),
         nvext=members(
             {},
@@ -264,6 +285,7 @@ CANDIDATE = row(
         "heard": FLAG,
         "reachable": FLAG,
         "has_session": FLAG,
+        "expected_ttft_s": nullable(NUMBER),
         "stream": nullable(STREAM),
     }
 )
@@ -291,6 +313,8 @@ CHOSEN_SOMETIMES = {
     "router_policy": TEXT,
     "candidates": array(CANDIDATE),
     "worker_load": WORKER_LOAD,
+    "expected_ttft_s": nullable(NUMBER),
+    "slo_met": nullable(FLAG),
     "decode_busy": FLAG,
 }
 SELECTION = row(
@@ -298,6 +322,28 @@ SELECTION = row(
     CHOSEN_SOMETIMES | {"prefill": nullable(row(CHOSEN, CHOSEN_SOMETIMES)), "fallback": TEXT},
 )
 RESERVED = row({"reservation_id": TEXT, **PLACE, **RANK, "endpoint": nullable(TEXT)})
+REPORT = members(
+    {},
+    optional(
+        prompt_tokens=ISL_TOKENS, cached_tokens=ISL_TOKENS, output_tokens=U32, ttft_ms=ABOVE_0
+    ),
+)
+ACCOUNT = {
+    "reports": COUNT,
+    **dict.fromkeys(
+        ("expected_cached_tokens", "cached_tokens", "missing_tokens", "surplus_tokens"), TOKENS
+    ),
+    "timed": COUNT,
+    **dict.fromkeys(
+        ("expected_ttft_s", "ttft_s", "ttft_error_p50", "ttft_error_p90"), nullable(NUMBER)
+    ),
+}
+REGRET = row(
+    {
+        "models": array(row(PLACE | ACCOUNT)),
+        "ranks": array(row(PLACE | RANK | ACCOUNT)),
+    }
+)
 RESERVATION = row(
     {
         "reservation_id": TEXT,
@@ -461,6 +507,13 @@ DESCRIPTION = Description(
             (404, 422),
             in_json(OUTPUT),
             needs_body=False,
+        ),
+        "POST /reservations/{reservation_id}/report": Operation(
+            "Takes what became of a booked request", {200: OK}, (404, 422), in_json(REPORT)
+        ),
+        "GET /regret": Operation(
+            "Compares what was expected of choices with what was reported",
+            {200: in_json(REGRET)},
         ),
         "GET /reservations/{reservation_id}": Operation(
             "Shows a booking", {200: in_json(RESERVATION)}, (404,)

@@ -12,15 +12,9 @@ from libcpp.string_view cimport string_view
 from kvd.faces.common.reader cimport BodyReader
 from kvd.http.permits cimport Text
 from kvd_core.json.scan cimport Kind
-from kvd_core.ledger.ledger cimport (
-    CAdmission,
-    Ledger,
-    RequestId,
-    kAdded,
-    kMaxIdBytes,
-    kMaxTokens,
-    kNone,
-)
+from kvd_core.ledger.ledger cimport Ledger
+from kvd_core.ledger.trie cimport kNone
+from kvd_core.ledger.types cimport Admission, RequestId, kAdded, kMaxIdBytes, kMaxTokens
 
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
@@ -82,7 +76,7 @@ cdef class AddHandler(SlotHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
         self.body.require_array(0)
-        cdef CAdmission admission
+        cdef Admission admission
         admission.id = self.body.id_bytes(kRequestId)
         if admission.id.size() > kMaxIdBytes:
             raise Invalid(f"request_id: longer than {MAX_REQUEST_ID_BYTES} bytes")
@@ -93,14 +87,15 @@ cdef class AddHandler(SlotHandler):
         # A body that is wrong is wrong whether there is a tracker or not.
         tracker = self.tracker()
         cdef Ledger ledger = tracker.ledger
-        admission.rank = ledger.c.find_rank(worker_id, dp_rank)
+        admission.rank = ledger.find_rank(worker_id, dp_rank)
         admission.hashes = self.body.u64(0, &admission.blocks)
         admission.now = self.clock()
+        admission.expected = kNone
         cdef bint added = (
             key is None
             and not self.replicas
             and admission.rank != kNone
-            and ledger.c.add(admission) == kAdded
+            and ledger.admit(&admission) == kAdded
         )
         if not added:
             added = self.slots.add(
@@ -128,11 +123,11 @@ cdef class PrefillCompleteHandler(SlotHandler):
         tracker = self.tracker()
         cdef Ledger ledger = tracker.ledger
         cdef string_view request_id = self.body.id_bytes(kRequestId)
-        cdef RequestId live = ledger.c.requests().find(request_id)
+        cdef RequestId live = ledger.find_request(request_id)
         if live == kNone or self.replicas or self.observers:
             self.slots.prefill_complete(tracker, id_text(request_id))
             return OK
-        ledger.c.complete_prefill(live)
+        ledger.complete(live)
         ease(ledger)
         return OK
 
@@ -145,11 +140,11 @@ cdef class FreeHandler(SlotHandler):
         tracker = self.tracker()
         cdef Ledger ledger = tracker.ledger
         cdef string_view request_id = self.body.id_bytes(kRequestId)
-        cdef RequestId live = ledger.c.requests().find(request_id)
+        cdef RequestId live = ledger.find_request(request_id)
         if live == kNone or self.replicas or self.observers:
             self.slots.end(tracker, id_text(request_id))
             return OK
-        ledger.c.free(live)
+        ledger.end(live)
         ease(ledger)
         return OK
 

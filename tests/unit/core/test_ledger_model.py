@@ -5,202 +5,24 @@ Several share their loads: they have some ranks in common, and the same ids for 
 
 from __future__ import annotations
 
-import json
 import random
-from array import array
-from collections.abc import Iterator
 
 import pytest
 
-from kvd_core.ledger.ledger import Ledger, Loads
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
-from tests.models.ledger_model import ModelLedger, ModelLoads
 from tests.support.budget import scaled
-
-VOCABULARY = 2  # hashes: few, so that prompts share prefixes and branch often
-FRACTIONS = (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0)
+from tests.support.ledger_lives import Pair
 
 
-def packed(hashes: list[int]) -> bytes:
-    return array("Q", hashes).tobytes()
-
-
-class Pair:
-    """Ledgers and their models, driven by the same operations, each time of one owner."""
-
-    def __init__(self, rng: random.Random, ranks: int, owners: int, stretch: int = 1) -> None:
-        self.rng = rng
-        self.stretch = stretch  # how many times longer prompts are than in the short lives
-        loads, modelled = Loads(), ModelLoads()
-        self.sides = [(Ledger(loads=loads), ModelLedger(modelled)) for _ in range(owners)]
-        self.ledger, self.model = self.sides[0]
-        self.places = [(rng.choice((1, 9, 2**64 - 1)), i) for i in range(ranks)]
-        self.now = 0.0
-        self.past: list[tuple[str, tuple[int, int], list[int], int, str | None]] = []
-
-    def each_side(self) -> Iterator[None]:
-        """Makes one owner after the other the one that everything is about."""
-        for side in self.sides:
-            self.ledger, self.model = side
-            yield
-
-    def rank(self) -> tuple[int, int]:
-        place = self.rng.choice(self.places)
-        if place not in self.model.ranks:
-            self.ledger.add_rank(*place)
-            self.model.add_rank(place)
-        return place
-
-    def id_of(self, place: tuple[int, int]) -> int:
-        rank = self.ledger.rank_of(*place)
-        assert rank is not None
-        return rank
-
-    def prompt(self) -> list[int]:
-        """Mostly what another request has had, up to a point, and something new behind it."""
-        hashes: list[int] = []
-        if self.past and self.rng.random() < 0.6:
-            hashes = list(self.rng.choice(self.past)[2])
-            hashes = hashes[: self.rng.randrange(len(hashes) + 1)]
-        for _ in range(self.rng.choice((0, 0, 1, 2, 5))):
-            hashes += [self.rng.randrange(VOCABULARY)] * self.rng.choice((1, self.stretch))
-        return hashes
-
-    def name(self) -> str:
-        return self.rng.choice(("", "r", "é", "\0", "💥")) + str(self.rng.randrange(60))
-
-    def add(self) -> None:
-        key = self.rng.choice((None, "", "k1", "k2"))
-        tokens = self.rng.choice((0, 1, 48, 2**40, 2**53, 2**53 + 1, 2**70))
-        self.admit(self.name(), self.rank(), self.prompt(), tokens, key)
-
-    def again(self) -> None:
-        """An add comes twice, as it was or with one thing changed."""
-        if not self.past:
-            return
-        changed = list(self.rng.choice(self.past))
-        at = self.rng.randrange(10)
-        if at < 5:
-            changed[at] = (self.name(), self.rank(), self.prompt(), 7, "k3")[at]
-        name, place, hashes, tokens, key = changed
-        if place in self.model.ranks:
-            self.admit(name, place, hashes, tokens, key)
-
-    def admit(
-        self, name: str, place: tuple[int, int], hashes: list[int], tokens: int, key: str | None
-    ) -> None:
-        self.past = [*self.past[-30:], (name, place, hashes, tokens, key)]
-        outcome = self.ledger.add(name, self.id_of(place), packed(hashes), tokens, self.now, key)
-        assert outcome == self.model.add(name, place, hashes, tokens, self.now, key)
-
-    def some(self) -> str:
-        live = list(self.model.requests)
-        return self.rng.choice(live) if live and self.rng.random() < 0.9 else self.name()
-
-    def prefill_complete(self) -> None:
-        name = self.some()
-        assert self.ledger.prefill_complete(name) == self.model.prefill_complete(name)
-
-    def free(self) -> None:
-        name = self.some()
-        assert self.ledger.free(name) == self.model.free(name)
-
-    def output_block(self) -> None:
-        name, fraction = self.some(), self.rng.choice((None, *FRACTIONS, self.rng.random()))
-        assert self.ledger.output_block(name, fraction) == self.model.output_block(name, fraction)
-
-    def expire(self) -> None:
-        before, limit = self.now - self.rng.randrange(60), self.rng.choice((0, 1, 3, 100))
-        assert self.ledger.expire(before, limit) == self.model.expire(before, limit)
-
-    def remove_rank(self) -> None:
-        place = self.rank()
-        assert self.ledger.remove_rank(self.id_of(place)) == self.model.remove_rank(place)
-
-    def step(self) -> None:
-        weights = {
-            self.add: 40,
-            self.again: 6,
-            self.prefill_complete: 10,
-            self.free: 22,
-            self.output_block: 20,
-            self.expire: 2,
-            self.remove_rank: 1,
-        }
-        self.now += self.rng.choice((0, 1))
-        self.ledger, self.model = self.rng.choice(self.sides)
-        self.rng.choices(list(weights), weights=list(weights.values()))[0]()
-
-    def compare(self) -> None:
-        for _ in self.each_side():
-            self.compare_loads()
-            self.compare_decoding()
-            self.compare_projection()
-
-    def compare_loads(self) -> None:
-        rows = json.loads(b"[" + self.ledger.render_loads() + b"]")
-        expected = []
-        for place in sorted(self.model.ranks):
-            load = self.model.load(place)
-            assert self.ledger.load(self.id_of(place)) == load
-            expected.append((*place, *load[:2]))
-        assert [tuple(row.values()) for row in rows] == expected
-
-    def compare_decoding(self) -> None:
-        places = sorted(self.model.ranks)
-        ranks = [Candidate(*place, None, self.id_of(place)) for place in places]
-        pool = Pool(None, self.ledger, 1, ranks)
+def compare_decoding(pair: Pair) -> None:
+    for _ in pair.each_side():
+        places = sorted(pair.model.ranks)
+        ranks = [Candidate(*place, None, pair.id_of(place)) for place in places]
+        pool = Pool(None, pair.ledger, 1, ranks)
         pool.look(b"", b"", 0)
         decoding = [row.decoding_requests for row in pool.explain(Settings())]
-        assert decoding == [self.model.decoding(place) for place in places]
-
-    def compare_projection(self) -> None:
-        hashes, tokens = self.prompt(), self.rng.choice((0, 16))
-        expected = []
-        for place in sorted(self.model.ranks):
-            prefill, decode, requests = self.model.load(place)
-            new = len(hashes) - self.model.depth(place, hashes)
-            expected.append((*place, prefill + tokens, decode + new, requests))
-        rows = json.loads(self.ledger.project(packed(hashes), tokens))
-        assert [tuple(row.values()) for row in rows] == expected, hashes
-
-    def compare_requests(self) -> None:
-        for _ in self.each_side():
-            self.compare_own_requests()
-
-    def compare_own_requests(self) -> None:
-        for name, request in self.model.requests.items():
-            live = self.ledger.request(name)
-            assert live is not None
-            counted = request.tokens if request.prefilling else 0
-            assert live[:4] == (*request.rank, len(request.blocks), counted)
-            assert live[4:] == (
-                request.tokens,
-                not request.prefilling,
-                request.admitted,
-                len(request.outputs),
-                None,
-            )
-        oldest = next(iter(self.model.requests.values()), None)
-        assert self.ledger.oldest() == (oldest and oldest.admitted)
-
-    def end(self) -> None:
-        """Everything goes, and nothing is left of it."""
-        for _ in self.each_side():
-            for name in list(self.model.requests):
-                assert self.ledger.free(name)
-            self.ledger.verify()
-            assert self.ledger.stats()["requests"] == 0
-        stats = self.ledger.stats()
-        sizes = ("blocks", "nodes", "rank_refs", "output_blocks")
-        assert [stats[size] for size in sizes] == [0] * 4
-        for _ in self.each_side():
-            for place in self.model.ranks:
-                assert self.ledger.load(self.id_of(place)) == (0, 0, 0)
-                self.ledger.remove_rank(self.id_of(place))
-            self.ledger.verify()
-        assert self.ledger.stats()["bytes"] == Ledger().stats()["bytes"]
+        assert decoding == [pair.model.decoding(place) for place in places]
 
 
 @pytest.mark.parametrize("seed", range(scaled(12)))
@@ -210,6 +32,7 @@ def test_ledger_equals_model(seed: int) -> None:
         pair.step()
         pair.ledger.verify()
         pair.compare()
+        compare_decoding(pair)
     pair.compare_requests()
     pair.end()
 
@@ -222,5 +45,6 @@ def test_ledger_equals_model_on_long_prompts(seed: int) -> None:
         pair.step()
         pair.ledger.verify()
         pair.compare()
+        compare_decoding(pair)
     pair.compare_requests()
     pair.end()

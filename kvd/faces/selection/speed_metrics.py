@@ -1,0 +1,67 @@
+"""What /metrics says of the speeds of ranks, and of what was expected of choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.selection.regret import Account, Rank
+from kvd.selection.service import Selections
+from kvd.telemetry.metrics import Family, Labels, by_label, counter
+
+
+def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
+    """Yields them; rank by rank only where there are at most `most_ranks`."""
+    help = "Number of choices with a limit of the time to the first token, by outcome"
+    name = "kvd_selection_slo_choices_total"
+    yield by_label(name, "counter", help, "outcome", selections.tally.slo)
+    help = "Number of observed requests forgotten at the limit"
+    yield counter("kvd_selection_observed_forgotten_total", help, selections.speeds.forgotten)
+    help = "Number of reports of ranks without an account at the limit"
+    yield counter("kvd_selection_regret_unplaced_total", help, selections.regret.unplaced)
+    accounts = list(selections.regret.rows())
+    if len(accounts) <= most_ranks:
+        yield from _accounts(accounts)
+    speeds = selections.speeds
+    ranks = [
+        (key, record.worker_id, dp_rank)
+        for key, fleet in selections.fleets.items()
+        for record in fleet.workers.values()
+        for dp_rank in record.ranks
+    ]
+    if len(ranks) > most_ranks:
+        return
+    found = [(_labels(rank), speed) for rank in ranks if (speed := speeds.prefill(rank))]
+    help = "Prompt tokens a second that a rank computes, as learned or given"
+    rows = [("", labels, 1.0 / speed.token_s) for labels, speed in found]
+    yield Family("kvd_selection_prefill_tokens_per_second", "gauge", help, rows)
+    help = "Confidence in the speed of a rank, from 0 to 1"
+    rows = [("", labels, speed.confidence) for labels, speed in found]
+    yield Family("kvd_selection_speed_confidence", "gauge", help, rows)
+
+
+SUMS = (
+    ("reports", "reports", "Number of requests whose cached tokens were reported"),
+    ("expected_cached_tokens", "expected_cached_tokens", "Cached tokens expected of those"),
+    ("cached_tokens", "reported_cached_tokens", "Cached tokens reported of those"),
+    ("missing_tokens", "missing_tokens", "Tokens expected to be cached that were not"),
+    ("surplus_tokens", "surplus_tokens", "Tokens cached that were not expected to be"),
+    ("timed", "timed_requests", "Number of requests with an expected time to the first token"),
+    ("expected_ttft_s", "expected_ttft_seconds", "Expected time to the first token of those"),
+    ("ttft_s", "ttft_seconds", "Time to the first token of those"),
+)
+
+
+def _accounts(accounts: list[tuple[Rank, Account]]) -> Iterator[Family]:
+    for attribute, name, help in SUMS:
+        rows = [("", _labels(rank), getattr(account, attribute)) for rank, account in accounts]
+        yield Family(f"kvd_selection_{name}_total", "counter", help, rows)
+
+
+def _labels(rank: Rank) -> Labels:
+    key, worker_id, dp_rank = rank
+    return (
+        ("model_name", key.model_name),
+        ("tenant_id", key.tenant_id),
+        ("worker_id", str(worker_id)),
+        ("dp_rank", str(dp_rank)),
+    )

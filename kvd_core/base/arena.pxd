@@ -1,0 +1,41 @@
+# cython: language_level=3
+"""The containers of `base/arena.hpp` and the hash of `base/keyed.hpp`, over structs of Cython."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.string_view cimport string_view
+
+
+cdef extern from "base/arena.hpp" namespace "kvd" nogil:
+    uint32_t kEmpty "kvd::ProbeTable::kEmpty"
+
+    # Structs begin with a uint32_t, which means nothing while an entry is free.
+    cppclass HashedArena[T]:
+        T& operator[](uint32_t)
+        void make_room() except +      # for one
+        uint32_t take()                # after make_room
+        void give(uint32_t)
+        cbool shrink()
+        uint32_t live()
+        size_t bytes()
+
+    cppclass ProbeTable:
+        uint32_t size()
+        uint32_t at(uint32_t)
+        uint32_t home(uint64_t)        # not of an empty table
+        uint32_t next(uint32_t)
+        void make_room[Keys](uint32_t, const Keys&) except +
+        void insert[Keys](uint64_t, uint32_t, const Keys&)  # after make_room
+        void erase[Keys](uint32_t, const Keys&)
+        void shrink[Keys](const Keys&)
+        cbool is_spread[Keys](const Keys&)
+        size_t bytes()
+
+cdef extern from "base/keyed.hpp" namespace "kvd" nogil:
+    cppclass KeyedHash:
+        uint64_t operator()(string_view)
+
+cdef extern from "base/visitor.hpp" namespace "kvd" nogil:
+    cppclass Visitor[State]:
+        Visitor(State*, void (*)(State*, uint32_t, double) noexcept nogil)

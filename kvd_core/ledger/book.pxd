@@ -1,0 +1,231 @@
+# cython: language_level=3, cdivision=True
+"""The slot accounting of one (model, tenant) as one face keeps it: its ranks, and who runs on them.
+
+    add "chat-17" on rank 2 ──> request ──> last node of its prompt      ledger/requests.pxd
+                                  │               │
+         rank 2: 3 requests,      │      root ── [ a1 77 03 ] ── [ 91 c4 ]      ledger/trie.hpp
+         96 prefill tokens, <─────┘                  │               │
+         prompt 41.5, output 2                   ranks 2, 5       rank 2
+                                                                              ledger/loads.pxd
+
+Ids of requests, ranks, ages and counts are a book's own; a ledger is a book for Python. What its
+requests weigh is added to the loads, which several may share: what a rank works on is then the sum
+of all of them, and one ledger neither lists, finds nor removes what is another's.
+
+Invariants (those of the parts are in their files; verify.pyx checks all)
+  1. ranks are listed in `order` by (worker, dp rank), and the loads name the book as one of their
+     owners; two books that share loads have one id for the same rank;
+  2. a book takes part in its loads while it has ranks.
+
+A call that takes memory either does all it should or, where there is none, raises MemoryError and
+has changed nothing: it makes room first. Calls that take things away never fail.
+
+Costs (blocks n of the prompt, nodes m on its path, ranks p of a node): add, end_request
+O(n + m log p), a refused add O(n). See the trie for what a split and a merge cost.
+
+All is inline: there is no module of this name.
+"""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free
+from libcpp.vector cimport vector
+
+cimport kvd_core.ledger.loads as loads
+cimport kvd_core.ledger.requests as requests
+from kvd_core.ledger.trie cimport CPlace, kNone, NodeId, RankId
+from kvd_core.ledger.types cimport (
+    Admission, Book, Chain, kAdded, kExists, kFull, kMaxLedgers, kMaxTokens, kOverflow, kRepeated,
+    Listed, Rank, Request, RequestId, SharedLoads
+)
+
+
+# ---- ranks
+
+cdef inline size_t place_of(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+    # Of the first in `order` that does not sort before.
+    cdef size_t begin = 0, end = book.order.size(), middle
+    cdef Listed* at
+    while begin < end:
+        middle = (begin + end) // 2
+        at = &book.order[middle]
+        if at.worker_id < worker_id or (at.worker_id == worker_id and at.dp_rank < dp_rank):
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
+
+
+cdef inline RankId find_rank(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+    # The id of a rank, kNone if there is none.
+    cdef size_t place = place_of(book, worker_id, dp_rank)
+    cdef Listed* at
+    if place == book.order.size():
+        return kNone
+    at = &book.order[place]
+    return at.rank if at.worker_id == worker_id and at.dp_rank == dp_rank else kNone
+
+
+cdef inline bint has(Book* book, RankId id) noexcept nogil:
+    return loads.is_of(book.loads, id, book.bit)
+
+
+cdef inline bint take_part(Book* book) noexcept nogil:
+    # Has the loads know of the book; False where too many take part.
+    cdef int i
+    for i in range(kMaxLedgers):
+        if book.loads.books[i] == NULL:
+            book.loads.books[i] = book
+            book.bit = <uint8_t>(1 << i)
+            return True
+    return False
+
+
+cdef inline RankId known_elsewhere(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+    # The id of a rank in another ledger, kNone if none has it.
+    cdef RankId id = kNone
+    cdef int i
+    for i in range(kMaxLedgers):
+        if id == kNone and book.loads.books[i] != NULL:
+            id = find_rank(book.loads.books[i], worker_id, dp_rank)
+    return id
+
+
+cdef inline RankId add_rank(
+    Book* book, uint64_t worker_id, uint32_t dp_rank
+) except? 0xffffffff:
+    # Adds a rank that the book does not have, and returns its id.
+    cdef SharedLoads* shared = book.loads
+    cdef RankId id
+    cdef Listed entry
+    if book.order.size() == book.order.capacity():
+        book.order.reserve(max(<size_t>1, 2 * book.order.size()))
+    loads.make_room_for_rank(shared)
+    if book.chains.size() < shared.ranks.capacity():
+        book.chains.resize(shared.ranks.capacity())
+    if book.bit == 0 and not take_part(book):
+        raise RuntimeError("too many ledgers share their loads")
+    id = known_elsewhere(book, worker_id, dp_rank)
+    if id == kNone:
+        id = loads.take_rank(shared, worker_id, dp_rank)
+    book.chains[id] = Chain(kNone, kNone)
+    entry = Listed(worker_id, dp_rank, id)
+    book.order.insert(book.order.begin() + <ptrdiff_t>place_of(book, worker_id, dp_rank), entry)
+    shared.ranks[id].owners |= book.bit
+    return id
+
+
+cdef inline void remove_rank(Book* book, RankId id) noexcept nogil:
+    # The book must have no requests on the rank any more.
+    cdef SharedLoads* shared = book.loads
+    cdef int i
+    cdef size_t at = place_of(book, shared.ranks[id].worker_id, shared.ranks[id].dp_rank)
+    book.order.erase(book.order.begin() + <ptrdiff_t>at)
+    loads.disown(shared, id, book.bit)
+    if not book.order.empty():
+        return
+    for i in range(kMaxLedgers):
+        if shared.books[i] == book:
+            shared.books[i] = NULL
+    book.bit = 0
+    vector[Chain]().swap(book.chains)
+    vector[Listed]().swap(book.order)
+
+
+# ---- requests
+
+cdef inline bint is_retry(Book* book, const Request* request, const Admission* a) noexcept nogil:
+    cdef CPlace at
+    if (
+        a.key.size() == 0
+        or a.key != requests.key_of(request)
+        or a.rank != request.rank
+        or a.tokens != request.tokens
+        or a.blocks != request.blocks
+    ):
+        return False
+    at = book.loads.trie.find(a.hashes, a.blocks)
+    return at.depth == a.blocks and at.node == request.end
+
+
+cdef inline int add(Book* book, const Admission* a) except -1 nogil:
+    # Books a request: an Outcome. Refusals are counted by who words them: not every caller does.
+    cdef uint64_t hash = book.requests.hash(a.id)
+    cdef RequestId known
+    cdef CPlace at
+    cdef char* text
+    cdef NodeId end
+    cdef Request* request = NULL
+    if a.tokens > kMaxTokens:
+        return kOverflow
+    known = requests.find_hashed(&book.requests, a.id, hash)
+    if known != kNone:
+        if not is_retry(book, &book.requests.all[known], a):
+            return kExists
+        book.tally.repeated += 1
+        return kRepeated
+    if loads.overflows(book.loads, a.rank, a.tokens):
+        return kOverflow
+    at = book.loads.trie.find(a.hashes, a.blocks)
+    if book.requests.all.live() >= book.limits.requests or not loads.has_room(
+        book.loads, &at, a.blocks, book.limits.blocks
+    ):
+        return kFull
+    text = requests.make_room(&book.requests, a.id, a.key)
+    try:
+        end = loads.insert(book.loads, &at, a)
+        request = requests.take(
+            &book.requests, text, a.id.size(), a.key.size(), hash, &book.chains[a.rank]
+        )
+    finally:
+        if request == NULL:
+            free(text)
+    request.end = end
+    request.rank = a.rank
+    request.blocks = <uint32_t>a.blocks
+    request.tokens = a.tokens
+    request.admitted = a.now
+    request.prefilling = True
+    request.outputs = request.decayed = 0
+    request.expected = a.expected
+    request.fraction = 1
+    book.tally.added += 1
+    return kAdded
+
+
+cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
+    cdef Request* request = &book.requests.all[id]
+    loads.erase(book.loads, request)
+    book.outputs -= request.outputs
+    book.tally.freed += 1
+    requests.give(&book.requests, id, &book.chains[request.rank])
+
+
+cdef inline void add_output(Book* book, RequestId id) noexcept nogil:
+    cdef Request* request = &book.requests.all[id]
+    if request.outputs == book.limits.outputs:
+        book.tally.refused_outputs += 1
+        return
+    loads.add_output(book.loads, request)
+    book.outputs += 1
+
+
+cdef inline void close(Book* book) noexcept nogil:
+    # Takes everything away: others may go on with the loads.
+    while book.requests.by_age.first != kNone:
+        end_request(book, book.requests.by_age.first)
+    while not book.order.empty():
+        remove_rank(book, book.order.back().rank)
+
+
+cdef inline size_t bytes_of(Book* book) noexcept nogil:
+    # Those of the loads included.
+    cdef SharedLoads* shared = book.loads
+    return (
+        requests.bytes_of(&book.requests)
+        + book.chains.capacity() * sizeof(Chain)
+        + book.order.capacity() * sizeof(Listed)
+        + shared.trie.bytes()
+        + shared.ranks.capacity() * sizeof(Rank)
+        + (shared.free.capacity() + shared.depths.capacity()) * sizeof(uint32_t)
+    )

@@ -1,0 +1,265 @@
+# cython: language_level=3, cdivision=True
+"""What every rank is working on, whoever has booked it: the part that ledgers share.
+
+    ledger of one face   ──┐          rank 2, of both: 3 requests, 96 prefill tokens,
+      its ranks, requests  ├─> loads                   prompt 41.5, output 2
+    ledger of another    ──┘          trie of the live prompts of all                ledger/trie.hpp
+
+A ledger takes part while it has ranks. A rank is here while any ledger has it, and weighs what the
+requests of all its ledgers weigh: blocks that two of them have live count once.
+
+A rank's decode load is the number of different blocks of its live prompts, and the output blocks of
+its requests, each times its weight. One trie serves all ranks: what thousands of requests share is
+stored once, and a question for all ranks is one walk down the prompt and one up again, giving each
+rank the depth of the deepest node it passes through:
+
+    nodes on the way     ranks 1 2 3 4 5 6     ranks 2 5     rank 5
+    given on the way up    rest, depth 3       2, depth 9    5, depth 12
+
+A node with as many ranks as have their depth already has no others: it is skipped.
+
+Invariants (checked in verify.pyx)
+  1. a rank's prefill tokens are the sum of those of its requests whose prefill is running, and
+     those of these that have any are counted;
+  2. its blocks are those of the nodes it passes through; its prompt load is their weights' sum, its
+     output load that of its requests' output blocks: exact while all weights are 1, else as f64
+     sums go, and exactly 0 where nothing is left to sum;
+  3. a rank has an owner, and every owner lists it; a rank id without one is in `free`, which has
+     room for all of them.
+
+How the two sums are formed decides what becomes of halves, as observed of Dynamo 1.6.1: a change of
+weight adds (new - old) for each output block by itself, but blocks x (new - old) for a stretch of
+prompt blocks that weigh the same. The load is the sum of both, rounded, halves away from zero. A
+stretch is gathered over nodes, so it does not matter where other ranks split them. What ends loses
+its weight as if it became 0, which is the same to the last bit.
+
+Memory is taken by `make_room_for_rank` and `insert`, which change nothing where there is none.
+
+Costs (blocks n of the prompt, nodes m on its path, ranks p of a node, ranks r in all): insert,
+erase O(n + m log p); end_prefill O(1); add_output O(1); decay O(output blocks + m log p);
+live_depths O(n + r + ranks of the skipped nodes' rest).
+
+All is inline: there is no module of this name.
+"""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memset
+from libcpp.vector cimport vector
+
+from kvd_core.base.arena cimport Visitor
+from kvd_core.ledger.trie cimport CNode, CPlace, CRankRef, kRoot, NodeId, RankId
+from kvd_core.ledger.types cimport (
+    Admission, kMaxRankRefs, kMaxRankTokens, Rank, Request, SharedLoads
+)
+
+cdef extern from "json/text.hpp" namespace "kvd" nogil:
+    char* put_text "kvd::put"(char* to, const char* text)
+    char* put_number "kvd::put"(char* to, uint64_t value)
+
+
+# ---- ranks
+
+cdef inline bint is_of(SharedLoads* loads, RankId id, uint8_t owners) noexcept nogil:
+    return id < loads.ranks.size() and (loads.ranks[id].owners & owners) != 0
+
+
+cdef inline uint64_t decode_blocks(const Rank* rank) noexcept nogil:
+    # Weighted, rounded.
+    cdef double load = rank.prompt + rank.output
+    cdef uint64_t whole
+    if load <= 0:
+        return 0
+    whole = <uint64_t>load
+    return whole + (load - <double>whole >= 0.5)
+
+
+cdef inline uint32_t decoding(const Rank* rank) noexcept nogil:
+    # The requests that have nothing left to prefill.
+    return rank.requests - rank.prefilling
+
+
+cdef inline int make_room_for_rank(SharedLoads* loads) except -1 nogil:
+    # The next `take_rank` finds room.
+    if not loads.free.empty():
+        return 0
+    if loads.ranks.size() == loads.ranks.capacity():
+        loads.ranks.reserve(max(<size_t>1, 2 * loads.ranks.size()))
+    loads.free.reserve(loads.ranks.capacity())
+    loads.depths.resize(loads.ranks.capacity())
+    return 0
+
+
+cdef inline RankId take_rank(
+    SharedLoads* loads, uint64_t worker_id, uint32_t dp_rank
+) noexcept nogil:
+    # A rank that no ledger has, after make_room_for_rank.
+    cdef RankId id
+    cdef Rank* rank
+    cdef char* to
+    if loads.free.empty():
+        id = <RankId>loads.ranks.size()
+        loads.ranks.resize(id + 1)
+    else:
+        id = loads.free.back()
+        loads.free.pop_back()
+    rank = &loads.ranks[id]
+    memset(rank, 0, sizeof(Rank))
+    rank.worker_id = worker_id
+    rank.dp_rank = dp_rank
+    to = put_number(put_text(rank.text, b'"worker_id":'), worker_id)
+    to = put_number(put_text(to, b',"dp_rank":'), dp_rank)
+    rank.text_size = <uint8_t>(to - rank.text)
+    return id
+
+
+cdef inline void disown(SharedLoads* loads, RankId id, uint8_t owner) noexcept nogil:
+    # The ledger must have no requests on the rank any more.
+    loads.ranks[id].owners &= <uint8_t>~owner
+    if loads.ranks[id].owners != 0:
+        return
+    loads.free.push_back(id)
+    if loads.free.size() == loads.ranks.size():
+        vector[Rank]().swap(loads.ranks)
+        vector[RankId]().swap(loads.free)
+        vector[uint32_t]().swap(loads.depths)
+
+
+# ---- weights
+
+cdef struct Change:
+    # Of the weight of prompt blocks, gathered into stretches that have weighed the same.
+    Rank* rank
+    double to
+    uint64_t blocks
+    double weight
+
+
+cdef inline void end_stretch(Change* change) noexcept nogil:
+    if change.blocks != 0:
+        change.rank.prompt += <double>change.blocks * (change.to - change.weight)
+    change.blocks = 0
+
+
+cdef inline void add_to_stretch(Change* change, uint32_t blocks, double weight) noexcept nogil:
+    if weight != change.weight:
+        end_stretch(change)
+    change.blocks += blocks
+    change.weight = weight
+
+
+cdef inline void lose_stretch(Change* change, uint32_t blocks, double weight) noexcept nogil:
+    change.rank.blocks -= blocks
+    add_to_stretch(change, blocks, weight)
+
+
+cdef inline void reweigh_outputs(Rank* rank, const Request* request, double to) noexcept nogil:
+    cdef uint32_t i
+    for i in range(request.outputs):
+        rank.output += to - (request.fraction if i < request.decayed else 1)
+
+
+# ---- requests
+
+cdef inline bint has_room(
+    SharedLoads* loads, const CPlace* at, size_t blocks, uint64_t limit
+) noexcept nogil:
+    return (
+        blocks <= limit
+        and loads.trie.block_count() + (blocks - at.depth) <= limit
+        and loads.trie.rank_ref_count() + loads.trie.rank_refs_needed(at[0], blocks) <= kMaxRankRefs
+    )
+
+
+cdef inline bint overflows(SharedLoads* loads, RankId id, uint64_t tokens) noexcept nogil:
+    return loads.ranks[id].prefill_tokens + tokens > kMaxRankTokens
+
+
+cdef inline NodeId insert(
+    SharedLoads* loads, const CPlace* at, const Admission* a
+) except? 0 nogil:
+    # Returns the last node of the prompt, which was found at `at`.
+    cdef size_t gained = 0
+    cdef NodeId end = loads.trie.insert(at[0], a.hashes, a.blocks, a.rank, gained)
+    cdef Rank* rank = &loads.ranks[a.rank]
+    rank.requests += 1
+    rank.prefill_tokens += a.tokens
+    rank.prefilling += a.tokens != 0
+    rank.blocks += gained
+    rank.prompt += <double>gained
+    return end
+
+
+cdef inline void end_prefill(SharedLoads* loads, Request* request) noexcept nogil:
+    cdef Rank* rank = &loads.ranks[request.rank]
+    if not request.prefilling:
+        return
+    request.prefilling = False
+    rank.prefill_tokens -= request.tokens
+    rank.prefilling -= request.tokens != 0
+
+
+cdef inline void erase(SharedLoads* loads, Request* request) noexcept nogil:
+    cdef Rank* rank = &loads.ranks[request.rank]
+    cdef Change change = Change(rank, 0, 0, 0)
+    end_prefill(loads, request)
+    loads.trie.erase(request.end, request.rank, Visitor[Change](&change, lose_stretch))
+    end_stretch(&change)
+    reweigh_outputs(rank, request, 0)
+    rank.outputs -= request.outputs
+    if rank.blocks == 0:
+        rank.prompt = 0
+    if rank.outputs == 0:
+        rank.output = 0
+    rank.requests -= 1
+
+
+cdef inline void add_output(SharedLoads* loads, Request* request) noexcept nogil:
+    cdef Rank* rank = &loads.ranks[request.rank]
+    request.outputs += 1
+    rank.outputs += 1
+    rank.output += 1
+
+
+cdef inline void decay(SharedLoads* loads, Request* request, double fraction) noexcept nogil:
+    # Gives all output blocks of a request, and those at the end of its prompt that no other request
+    # of its rank has, the weight `fraction`, in [0, 1].
+    cdef Rank* rank = &loads.ranks[request.rank]
+    cdef Change change = Change(rank, fraction, 0, 0)
+    reweigh_outputs(rank, request, fraction)
+    request.decayed = request.outputs
+    request.fraction = fraction
+    loads.trie.weigh(
+        request.end, request.rank, fraction, Visitor[Change](&change, add_to_stretch)
+    )
+    end_stretch(&change)
+
+
+# ---- questions
+
+cdef inline const uint32_t* live_depths(
+    SharedLoads* loads, const uint64_t* hashes, size_t n
+) noexcept nogil:
+    # How many leading blocks of a prompt each rank has live, one figure for each rank id; until the
+    # next call.
+    cdef uint32_t* depths = loads.depths.data()
+    cdef CPlace at = loads.trie.find(hashes, n)
+    cdef uint32_t depth = <uint32_t>at.depth, given = 0, inside = at.inside, i
+    cdef NodeId id = at.node
+    cdef const CNode* node
+    cdef const CRankRef* refs
+    if loads.ranks.size() != 0:
+        memset(depths, 0, loads.ranks.size() * sizeof(uint32_t))
+    while id != kRoot:
+        node = &loads.trie.node(id)
+        if node.ranks.size() != given:
+            given = node.ranks.size()
+            refs = node.ranks.begin()
+            for i in range(given):
+                if depths[refs[i].rank] == 0:
+                    depths[refs[i].rank] = depth
+        depth -= inside
+        id = node.parent
+        if id != kRoot:
+            inside = loads.trie.node(id).len
+    return depths

@@ -1,0 +1,58 @@
+# cython: language_level=3
+"""The trie of live prompts (`ledger/trie.hpp`), and what checks it."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t, uint64_t
+
+from kvd_core.base.arena cimport Visitor
+
+
+cdef extern from "ledger/trie.hpp" namespace "kvd::ledger" nogil:
+    ctypedef uint32_t RankId       # dense, used again after removal
+    ctypedef uint32_t NodeId
+    uint32_t kNone                 # no rank, no request
+    NodeId kRoot
+
+    cppclass CRankRef "kvd::ledger::RankRef":
+        RankId rank
+
+    cppclass CRankRefs "kvd::ledger::RankRefs":
+        uint32_t size()
+        const CRankRef* begin()
+
+    cppclass CNode "kvd::ledger::Node":
+        uint32_t len               # blocks
+        NodeId parent
+        CRankRefs ranks            # that pass through
+
+    cppclass CPlace "kvd::ledger::Trie::Place":
+        NodeId node                # the deepest one that has some of the prompt
+        uint32_t inside            # how many of that node's blocks
+        size_t depth               # blocks, all in all
+
+    cppclass CTrie "kvd::ledger::Trie":
+        const CNode& node(NodeId)
+        uint32_t node_count()
+        uint64_t block_count()
+        uint64_t rank_ref_count()
+        size_t bytes()
+        CPlace find(const uint64_t*, size_t)
+        uint64_t rank_refs_needed(const CPlace&, size_t)
+        # The node that the prompt ends in; the last is set to the blocks that are the rank's first.
+        # All or, where memory ends, nothing.
+        NodeId insert(const CPlace&, const uint64_t*, size_t, RankId, size_t&) except +
+        # They visit (blocks, weight) of what only this request of the rank passes through, from its
+        # end upwards.
+        void erase[State](NodeId, RankId, const Visitor[State]&)
+        void weigh[State](NodeId, RankId, double, const Visitor[State]&)
+
+cdef extern from "ledger/verify.hpp" namespace "kvd::ledger" nogil:
+    cppclass CHeld "kvd::ledger::TrieVerifier::Held":
+        uint64_t blocks
+        double weight
+
+    cppclass CTrieVerifier "kvd::ledger::TrieVerifier":
+        CTrieVerifier(const CTrie&) except +
+        void note(NodeId end, RankId, uint32_t blocks) except +  # of each request
+        void run() except +
+        CHeld held(RankId)         # what passes through the rank's nodes

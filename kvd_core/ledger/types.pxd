@@ -1,0 +1,135 @@
+# cython: language_level=3
+"""What a ledger is made of besides the trie: requests, ranks, what goes in and what comes out."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
+
+from kvd_core.base.arena cimport HashedArena, KeyedHash, ProbeTable
+from kvd_core.ledger.trie cimport CTrie, NodeId, RankId
+
+ctypedef uint32_t RequestId  # dense, used again
+
+
+cdef extern from "ledger/bounds.hpp" namespace "kvd::ledger" nogil:
+    size_t kMaxIdBytes
+    uint32_t kMaxRequests
+    uint64_t kMaxBlocks
+    uint64_t kMaxRankRefs
+    uint32_t kMaxOutputs
+    uint32_t kMaxRanks
+    uint64_t kMaxTokens
+    uint64_t kMaxRankTokens
+    enum:
+        kMaxLedgers
+
+
+cdef enum Outcome:
+    kAdded      # booked
+    kRepeated   # the same with the same retry key lives already
+    kExists     # another request has the id
+    kFull       # too many requests or blocks
+    kOverflow   # too many tokens
+
+
+cdef enum ChainKind:
+    kByAge      # all requests of a ledger, as admitted
+    kByRank     # those of a rank, as admitted
+    kChains
+
+
+cdef struct Chain:
+    RequestId first
+    RequestId last
+
+
+cdef struct Request:
+    RequestId previous[kChains]
+    RequestId next[kChains]
+    char* text         # id, then retry key
+    uint64_t hash      # of the id
+    uint64_t tokens    # to prefill, as given
+    double admitted    # seconds of the caller's clock
+    double fraction    # weight of the first `decayed` output blocks
+    RankId rank
+    NodeId end         # the last node of its prompt, kRoot when that is empty
+    uint32_t blocks    # of the prompt
+    uint32_t outputs   # output blocks
+    uint32_t decayed
+    uint32_t expected  # tokens of output, kNone if nobody has said
+    uint16_t id_size   # bytes
+    uint16_t key_size  # bytes, 0 without a retry key
+    bint prefilling    # its tokens count
+
+
+cdef struct Requests:  # see requests.pxd
+    HashedArena[Request] all
+    ProbeTable ids
+    KeyedHash hash     # of ids
+    Chain by_age
+    size_t texts       # bytes
+
+
+cdef struct Rank:
+    uint64_t worker_id
+    uint32_t dp_rank
+    uint32_t requests        # live ones, of all ledgers
+    uint64_t prefill_tokens  # of requests whose prefill is running
+    uint64_t blocks          # different ones of its prompts
+    uint64_t outputs         # output blocks
+    double prompt            # sum of the weights of `blocks`
+    double output            # and of `outputs`
+    char text[56]            # "worker_id":7,"dp_rank":0
+    uint8_t text_size
+    uint8_t owners           # bits of the ledgers whose it is; 0: free
+    uint32_t prefilling      # of `requests`, those with tokens that are being prefilled
+
+
+cdef struct SharedLoads:  # see loads.pxd
+    CTrie trie
+    vector[Rank] ranks
+    vector[RankId] free
+    vector[uint32_t] depths  # one a rank: room for the answer of the last question
+    Book* books[kMaxLedgers]    # of ledgers that take part, by the number of their bit
+
+
+cdef struct Limits:
+    uint32_t requests
+    uint64_t blocks
+    uint32_t outputs
+
+
+cdef struct Listed:  # where a rank stands in the order of rendering
+    uint64_t worker_id
+    uint32_t dp_rank
+    RankId rank
+
+
+cdef struct Tally:
+    uint64_t added
+    uint64_t repeated         # adds that were retries of a live request
+    uint64_t freed
+    uint64_t refused_outputs  # output blocks
+
+
+cdef struct Book:  # see book.pxd
+    Limits limits
+    SharedLoads* loads
+    uint8_t bit            # among the owners of its ranks, 0 while it has none
+    Requests requests
+    vector[Chain] chains   # by rank id, of the requests on it
+    vector[Listed] order   # ranks by (worker, dp rank)
+    uint64_t outputs       # output blocks of all requests
+    Tally tally
+
+
+cdef struct Admission:
+    string_view id
+    string_view key         # empty: none
+    RankId rank             # one of the ledger's
+    const uint64_t* hashes  # sequence hashes of the prompt
+    size_t blocks
+    uint64_t tokens         # to prefill
+    double now              # seconds
+    uint32_t expected       # tokens of output, kNone if unknown

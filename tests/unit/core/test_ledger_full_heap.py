@@ -1,0 +1,77 @@
+"""A ledger on a heap that is full: what fails has changed nothing, and succeeds later.
+
+`tests/fuzz/fuzz_ledger.cpp` has each single request for memory fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvd_core.ledger.ledger import ADDED, Ledger
+
+SPARE_BYTES = 4 * 2**20
+NODE_BYTES = 32 * 2**10  # hashes of the longest node
+PIECES = 8192  # of what lies free in the heap: up to 256 MiB
+PROMPTS = 16
+BLOCKS = 2**17  # a mebibyte of hashes
+
+
+@contextmanager
+def little_memory(spare_bytes: int) -> Iterator[None]:
+    """The process has so much, and nothing of a node's size that it had before."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    pieces = (ctypes.c_void_p * PIECES)()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as statm:
+        size = int(statm.read().split()[0]) * resource.getpagesize()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+        for at in range(PIECES):
+            pieces[at] = libc.malloc(NODE_BYTES)
+            if not pieces[at]:
+                break
+        resource.setrlimit(resource.RLIMIT_AS, (size + spare_bytes, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        for piece in pieces:
+            libc.free(piece)
+
+
+def state(ledger: Ledger) -> tuple[bytes, int, int]:
+    stats = ledger.stats()
+    return ledger.render_loads(), stats["requests"], stats["blocks"]
+
+
+def test_what_a_full_heap_refuses_has_changed_nothing() -> None:
+    ledger = Ledger()
+    empty = ledger.stats()["bytes"]
+    rank = ledger.add_rank(1, 0)
+    # Each parts from the others in the middle of a node, so what fails has split one before.
+    prompts = [bytes(8 * (3 * at + 1)) + bytes([at + 1]) * 8 * BLOCKS for at in range(PROMPTS)]
+    names = [f"r{at}" for at in range(PROMPTS)]
+    added, before = 0, state(ledger)
+    with little_memory(SPARE_BYTES), pytest.raises(MemoryError):
+        for name, prompt in zip(names, prompts, strict=True):
+            before = state(ledger)
+            assert ledger.add(name, rank, prompt, 1, 0.0) == ADDED
+            added += 1
+    assert 0 < added < PROMPTS
+    ledger.verify()
+    assert state(ledger) == before
+    for name, prompt in zip(names[added:], prompts[added:], strict=True):
+        assert ledger.add(name, rank, prompt, 1, 0.0) == ADDED
+    ledger.verify()
+    assert ledger.load(rank).requests == PROMPTS
+    with little_memory(0):  # what ends needs none
+        assert all(ledger.free(name) for name in names)
+    ledger.verify()
+    ledger.remove_rank(rank)
+    assert ledger.stats()["bytes"] == empty
