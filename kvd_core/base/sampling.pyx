@@ -1,8 +1,8 @@
 """Which requests observers are told of, where telling them of all would cost too much.
 
-A request is taken if the hash of its id ends with enough zeros, so all its steps are taken or none.
-When more are taken than the rate allows, the mask grows by a bit at once; when few are, it loses one
-at the next look. Cost: the hash of an id, some 50 ns.
+A request is taken if the hash of its id ends with enough zeros, so all its steps are or none. When
+more are taken than the rate allows, the mask grows by a bit at once; when few are, it loses one at
+the next look. Cost: the hash of an id, some 50 ns.
 """
 from cpython.object cimport PyObject_Hash
 
