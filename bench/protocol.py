@@ -172,7 +172,7 @@ def _mean_and_worst(values: Sequence[float], row: Row) -> str:
 
 PLOTTED = "cached", "ttft_mean", "ttft_p50", "ttft_p99", "token_interval", "whole"
 WIDTH, LINE, LEFT, TOP = 900, 26, 150, 60
-LOWEST, HIGHEST = 0.25, 2.5  # ratios at the edges
+LOWEST, HIGHEST = 0.1, 2.5  # ratios at the edges; those beyond are drawn there
 
 
 def picture(cells: Cells, base: str, title: str) -> str:
@@ -181,7 +181,7 @@ def picture(cells: Cells, base: str, title: str) -> str:
     rows = [row for row in ROWS if row.name in PLOTTED]
     height = TOP + (len(rows) * (len(chosen) + 1)) * LINE
     parts = [text(16, 24, title, "title")]
-    for mark in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0):
+    for mark in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0):
         x = _across(mark)
         parts.append(
             f'<line class="{"range" if mark == 1 else "grid"}" x1="{x:.1f}" '
@@ -221,6 +221,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="in Mooncake's form")
     parser.add_argument("--policy", action="append", metavar="NAME", help="as of kvd replay")
     parser.add_argument("--windows", type=Windows, choices=list(Windows), default=Windows.EVEN)
+    parser.add_argument("--window", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     base = str(chosen[0])
     held = {}
     for path in given.traces:
-        traffic = Traffic(path, windows=given.windows)
+        traffic = Traffic(path, windows=given.windows, window_s=given.window)
         for kind, cells in (
             ("fleets", fleets(traffic, chosen[0])),
             ("workloads", workloads(traffic, chosen[0])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ DEFAULT_POLICIES = (Chooser("dynamo"), Chooser("kvd"))
 MAX_ENGINES = 4096  # of a replay: each costs every request 0.1 µs, and memory for its blocks
 Usage = Callable[[parsers.Parse], Any]
 
+# What values of options may be.
+COUNT = parsers.within(1, 2**31 - 1)
+SECONDS = parsers.real("seconds", 0.0, 1e9)
+MILLISECONDS = parsers.real("milliseconds", 0.0, 1e6)
+FACTOR = parsers.real("a factor", 1e-3, 1e3)
+
 DESCRIPTION = (
     "Replays recorded requests against simulated engines with prefix caches, under one or more "
     "routing policies, and prints in Markdown how much each finds cached and how long requests "
@@ -27,7 +34,7 @@ DESCRIPTION = (
     "(decision_log in the settings)."
 )
 EPILOG = (
-    "Example: kvd replay trace.jsonl --policy dynamo --policy kvd --policy kvd,hold_up=0.2 "
+    "Example: kvd replay trace.jsonl --policy dynamo --policy kvd --policy kvd,queued=1 "
     "--engines 16 --speed-up 2 --rounds 3 --plot policies.svg"
 )
 
@@ -38,7 +45,6 @@ def add_options(
     policy: Callable[[str], Any] | None = None,
 ) -> None:
     """Adds the options of the command; `usage` wraps what reads a value, `policy` reads one."""
-    count = usage(parsers.within(1, 2**31 - 1))
     parser.add_argument("trace", type=Path, metavar="TRACE", help="the recorded requests")
     parser.add_argument(
         "--policy",
@@ -59,9 +65,8 @@ def add_options(
         default=(0.0, 0.0),
         help="time until KV events are heard, drawn from this range (default 0)",
     )
-    group.add_argument(
-        "--routers", type=count, default=1, metavar="N", help="routers at work (default 1)"
-    )
+    number = partial(_add_number, group, usage)
+    number("--routers", COUNT, 1, "N", "routers at work")
     group.add_argument(
         "--no-sync",
         dest="synced",
@@ -69,43 +74,32 @@ def add_options(
         help="routers do not hear of each other's requests",
     )
     group = parser.add_argument_group("rounds and output")
+    number = partial(_add_number, group, usage)
+    said = "replays of each policy, all policies with the same arrivals"
+    number("--rounds", COUNT, 3, "N", said)
+    number("--seed", COUNT, 1, "N", "seed of the first round")
     group.add_argument(
-        "--rounds",
-        type=count,
-        default=3,
+        "--jobs",
+        type=usage(COUNT),
         metavar="N",
-        help="replays of each policy, all policies with the same arrivals (default 3)",
-    )
-    group.add_argument(
-        "--seed", type=count, default=1, metavar="N", help="seed of the first round (default 1)"
-    )
-    group.add_argument(
-        "--jobs", type=count, metavar="N", help="replays at a time (default: one a processor)"
+        help="replays at a time (default: one a processor)",
     )
     group.add_argument("--plot", type=Path, metavar="FILE", help="picture to write, as SVG")
     group.add_argument("--json", type=Path, metavar="FILE", help="figures to write, as JSON")
 
 
 def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
-    count = usage(parsers.within(1, 2**31 - 1))
-    seconds = usage(parsers.real("seconds", 0.0, 1e9))
-    factor = usage(parsers.real("a factor", 1e-3, 1e3))
-    group.add_argument("--requests", type=count, metavar="N", help="only the first requests")
+    number = partial(_add_number, group, usage)
+    group.add_argument("--requests", type=usage(COUNT), metavar="N", help="only the first requests")
     group.add_argument(
         "--model",
         metavar="NAME",
         help="model whose requests of a decision log are replayed (default: the most frequent)",
     )
-    group.add_argument(
-        "--speed-up",
-        type=factor,
-        default=1.0,
-        metavar="FACTOR",
-        help="how much faster requests come (default 1)",
-    )
+    number("--speed-up", FACTOR, 1.0, "FACTOR", "how much faster requests come")
     group.add_argument(
         "--spread",
-        type=seconds,
+        type=usage(SECONDS),
         metavar="SECONDS",
         help="time within which arrivals are moved by chance, never past the next one (default "
         "3 for Mooncake's form, whose timestamps are of intervals of 3 s, else 0)",
@@ -117,20 +111,8 @@ def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
         default=Windows.ALL,
         help="windows of the recording whose requests count; all are replayed (default all)",
     )
-    group.add_argument(
-        "--window",
-        type=usage(parsers.real("seconds", 1.0, 1e9)),
-        default=300.0,
-        metavar="SECONDS",
-        help="length of a window (default 300)",
-    )
-    group.add_argument(
-        "--output-scale",
-        type=factor,
-        default=1.0,
-        metavar="FACTOR",
-        help="what output lengths are multiplied with (default 1)",
-    )
+    number("--window", parsers.real("seconds", 1.0, 1e9), 300.0, "SECONDS", "length of a window")
+    number("--output-scale", FACTOR, 1.0, "FACTOR", "what output lengths are multiplied with")
     group.add_argument(
         "--unique-prompts", action="store_true", help="no prompt shares a prefix with another"
     )
@@ -138,72 +120,26 @@ def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
 
 def add_fleet_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
     speed = Speed()
-    count = usage(parsers.within(1, 2**31 - 1))
-    milliseconds = usage(parsers.real("milliseconds", 0.0, 1e6))
+    number = partial(_add_number, group, usage)
     group.add_argument(
         "--engines",
         type=usage(parsers.within(1, MAX_ENGINES)),
         metavar="N",
         help="number of engines (default: those of the decision log, else 8)",
     )
-    group.add_argument(
-        "--capacity",
-        type=count,
-        default=2000,
-        metavar="BLOCKS",
-        help="KV blocks of an engine (default 2000)",
-    )
-    group.add_argument(
-        "--block-size",
-        type=count,
-        default=512,
-        metavar="TOKENS",
-        help="tokens of these blocks (default 512)",
-    )
-    group.add_argument(
-        "--prefill-rate",
-        type=usage(parsers.real("a rate", 1.0, 1e9)),
-        default=speed.prefill_tokens_per_s,
-        metavar="TOKENS",
-        help=f"prompt tokens computed in a second (default {speed.prefill_tokens_per_s:g})",
-    )
-    group.add_argument(
-        "--chunk-tokens",
-        type=count,
-        default=speed.chunk_tokens,
-        metavar="TOKENS",
-        help=f"prompt tokens of a step that decodes, too (default {speed.chunk_tokens})",
-    )
-    group.add_argument(
-        "--step-ms",
-        type=milliseconds,
-        default=speed.step_s * 1000,
-        metavar="MS",
-        help=f"time of a decoding step (default {speed.step_s * 1000:g})",
-    )
-    group.add_argument(
-        "--request-ms",
-        type=milliseconds,
-        default=speed.step_s_per_request * 1000,
-        metavar="MS",
-        help="further time for each request of a step (default "
-        f"{speed.step_s_per_request * 1000:g})",
-    )
-    group.add_argument(
-        "--context-ms",
-        type=milliseconds,
-        default=speed.step_s_per_token * 512_000,
-        metavar="MS",
-        help="further time for each 512 tokens of KV cache that a step reads (default "
-        f"{speed.step_s_per_token * 512_000:g})",
-    )
-    group.add_argument(
-        "--max-batch",
-        type=count,
-        default=speed.max_batch,
-        metavar="N",
-        help=f"requests decoded at a time (default {speed.max_batch})",
-    )
+    number("--capacity", COUNT, 2000, "BLOCKS", "KV blocks of an engine")
+    number("--block-size", COUNT, 512, "TOKENS", "tokens of these blocks")
+    rate = parsers.real("a rate", 1.0, 1e9)
+    said = "prompt tokens computed in a second"
+    number("--prefill-rate", rate, speed.prefill_tokens_per_s, "TOKENS", said)
+    said = "prompt tokens of a step that decodes, too"
+    number("--chunk-tokens", COUNT, speed.chunk_tokens, "TOKENS", said)
+    number("--step-ms", MILLISECONDS, speed.step_s * 1000, "MS", "time of a decoding step")
+    said = "further time for each request of a step"
+    number("--request-ms", MILLISECONDS, speed.step_s_per_request * 1000, "MS", said)
+    said = "further time for each 512 tokens of KV cache that a step reads"
+    number("--context-ms", MILLISECONDS, speed.step_s_per_token * 512_000, "MS", said)
+    number("--max-batch", COUNT, speed.max_batch, "N", "requests decoded at a time")
     group.add_argument(
         "--speeds",
         type=usage(_factors),
@@ -213,10 +149,24 @@ def add_fleet_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
     )
     group.add_argument(
         "--joins",
-        type=usage(parsers.real("seconds", 0.0, 1e9)),
+        type=usage(SECONDS),
         metavar="SECONDS",
         help="time at which the last engine joins with an empty cache (default: it is there)",
     )
+
+
+def _add_number(
+    group: argparse._ArgumentGroup,
+    usage: Usage,
+    flag: str,
+    read: parsers.Parse,
+    default: float,
+    metavar: str,
+    help: str,
+) -> None:
+    """Adds an option whose help says its default."""
+    help = f"{help} (default {default:g})"
+    group.add_argument(flag, type=usage(read), default=default, metavar=metavar, help=help)
 
 
 def _policy(text: str) -> Chooser:
@@ -227,13 +177,12 @@ def _policy(text: str) -> Chooser:
 
 
 def _factors(text: str) -> tuple[float, ...]:
-    return tuple(map(parsers.real("a factor", 1e-3, 1e3), text.split(",")))
+    return tuple(map(FACTOR, text.split(",")))
 
 
 def _span(text: str) -> tuple[float, float]:
     low, _, high = text.partition("-")
-    read = parsers.real("milliseconds", 0.0, 1e6)
-    least, most = read(low), read(high or low)
+    least, most = MILLISECONDS(low), MILLISECONDS(high or low)
     if least > most:
         raise ValueError("expected the shorter time first")
     return least, most

@@ -16,7 +16,7 @@ from kvd.replay.engine import Speed
 from kvd.replay.figures import Figures, measure_recorded
 from kvd.replay.policies import Chooser
 from kvd.replay.progress import Bar
-from kvd.replay.recording import Recording, reusable_share
+from kvd.replay.recording import Recording, Windows, reusable_share
 from kvd.replay.routers import Routing
 from kvd.replay.runs import Case, Replay, run_all
 from kvd.replay.simulation import Fleet
@@ -57,7 +57,7 @@ def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
     lines = [
         *facts(traffic, recording, fleet, given),
         "",
-        *table.table(_with_recorded(rounds, recording)),
+        *table.table(_with_recorded(rounds, recording, traffic)),
     ]
     if len(chosen) > 1:
         lines += ["", *table.comparison(rounds, base)]
@@ -70,9 +70,10 @@ def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
 
 
 def _with_recorded(
-    rounds: dict[str, Sequence[Figures]], recording: Recording
+    rounds: dict[str, Sequence[Figures]], recording: Recording, traffic: Traffic
 ) -> dict[str, Sequence[Figures]]:
-    if not recording.recorded:
+    """Puts what was really seen before the rounds, where that is known of all that count."""
+    if not recording.recorded or traffic.windows is not Windows.ALL:
         return rounds
     return {RECORDED: [measure_recorded(recording.requests, recording.recorded)], **rounds}
 
@@ -124,4 +125,6 @@ def facts(
     }
     if recording.left_out:
         found["left out"] = f"{recording.left_out:,} requests of other models or tenants"
+    if recording.damaged:
+        found["damaged"] = f"{recording.damaged:,} lines, which are left out"
     return [f"- {name}: {fact}" for name, fact in found.items()]

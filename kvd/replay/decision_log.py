@@ -7,6 +7,7 @@ token, else one token.
 
 from __future__ import annotations
 
+import json
 from array import array
 from base64 import b64decode
 from collections import Counter
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvd.replay.recording import Recorded, Recording, ReplayError, Request, from_zero, rows
+from kvd.replay.recording import Recorded, Recording, ReplayError, Request, from_zero, lines_of
 from kvd.selection.decisions import CHOICE, END, PREFILL_COMPLETE
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd.telemetry.rotating import files_of
@@ -91,9 +92,13 @@ def is_line(row: Row) -> bool:
 def read(path: Path, limit: int | None, model: str | None) -> Recording:
     """Returns what a log holds with the files before it; raises ReplayError."""
     lives = _Lives()
+    damaged = 0
     try:
         for row in _lines(path):
-            lives.take(row)
+            if row is None:
+                damaged += 1
+            else:
+                lives.take(row)
         held = _of_one_model(path, lives.all, model)
         held = sorted(held, key=lambda life: life.choice["at"])[:limit]
         requests = [life.request(number) for number, life in enumerate(held)]
@@ -107,14 +112,20 @@ def read(path: Path, limit: int | None, model: str | None) -> Recording:
             max(life.choice["candidates"] for life in held),
             [life.recorded() for life in held],
             len(lives.all) - len(held),
+            damaged,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ReplayError(f"{path}: a line of the decision log is damaged ({error!r})") from None
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[Row | None]:
+    """Yields the lines of all files; None for one that a full disk or a killed kvd has cut."""
     for file in files_of(path):
-        yield from rows(file)
+        for line in lines_of(file):
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield None
 
 
 def _of_one_model(path: Path, lives: Iterable[_Life], model: str | None) -> list[_Life]:

@@ -44,6 +44,7 @@ class Recording:
     engines: int | None = None  # candidates of the largest choice, where choices are recorded
     recorded: Sequence[Recorded] = ()  # of each request, or nothing
     left_out: int = 0  # requests of other models and tenants
+    damaged: int = 0  # lines that cannot be read
 
 
 class Windows(StrEnum):
@@ -54,15 +55,19 @@ class Windows(StrEnum):
     EVEN = "even"
 
 
+def lines_of(path: Path) -> Iterator[str]:
+    """Yields the lines of a file that are not blank; raises ReplayError."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from (line for line in lines if line.strip())
+    except OSError as error:
+        raise ReplayError(f"{path}: {error.strerror or error}") from None
+
+
 def rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a file's lines; raises ReplayError."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _row(path, number, line)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReplayError(f"{path}: {error}") from None
+    for number, line in enumerate(lines_of(path), 1):
+        yield _row(path, number, line)
 
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvd.replay.cache import Event, Stored
 from kvd.replay.policies import Chooser
-from kvd.replay.recording import Request
+from kvd.replay.recording import ReplayError, Request
 from kvd.replay.simulation import Fleet, Router
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from kvd_core.ledger.ledger import ADDED, Ledger
@@ -36,7 +36,12 @@ class Routing:
     joins_s: float | None = None  # from when the last engine can be chosen
 
     def router(self, fleet: Fleet, seed: int) -> Router:
-        """Returns a router for a fleet; `seed` decides among equals, and what else is drawn."""
+        """Returns a router for a fleet; `seed` decides among equals, and what else is drawn.
+
+        Raises ReplayError.
+        """
+        if self.joins_s is not None and fleet.engines == 1:
+            raise ReplayError("an engine can only join another one")
         random = Random(seed)
         made = [
             CoreRouter(fleet, self.policy.settings(), random.getrandbits(64), self.joins_s)

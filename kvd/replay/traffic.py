@@ -13,12 +13,14 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from random import Random
 
 from kvd.replay import decision_log, mooncake
 from kvd.replay.mooncake import mixed
 from kvd.replay.recording import Recording, ReplayError, Request, Windows, rows
+from kvd.telemetry.rotating import files_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ class Traffic:
 @lru_cache(maxsize=4)  # rounds and policies replay the same
 def read(path: Path, limit: int | None = None, model: str | None = None) -> Recording:
     """Returns what a file holds, in either form; raises ReplayError."""
-    first = next(rows(path), None)
+    # The newest file of a log may be empty still.
+    files = files_of(path)[::-1] or [path]
+    first = next(chain.from_iterable(map(rows, files)), None)
     if first is None:
         raise ReplayError(f"{path}: the file is empty")
     if decision_log.is_line(first):

@@ -3,18 +3,20 @@
 `dynamo` is Dynamo's function with the weights that operators and requests give it. The others are
 rows of the weighted cost, in tokens (kvd_core/selector/cost.pxd):
 
-    cost = uncached n (1 + hold_up D + crowding A) + queued P + per_request A + per_block U
-           + product max(1, P + n) (A + 1)
+    cost = uncached n (1 + hold_up D) + crowding A min(n, crowding_limit) + queued P
+           + per_request A + per_block U + product max(1, P + n) (A + 1)
 
 with n tokens of the prompt to compute on the rank, P tokens being prefilled there, D requests that
 decode, A live ones, U tokens of the blocks in use; n counts at most `saturation` more than for
 whoever has fewest.
 
     policy        uncached  crowding  queued  per_request  product  saturation  source
-    kvd           1         0.05      0.5     0            0        off         [1]
+    kvd           1         0.07      0.5     0            0        off         [1]
     lmetric       0         0         0       0            1        off         [2]
     ramjet        1         0         0.25    2048         0        16384       [3], its defaults
     ramjet-tuned  1         0         0.0993  452.1        0        34816       [3], as tuned there
+
+Under kvd the crowding counts at most 16,384 tokens of n, or long prompts would wait longest.
 
 [1] our replays of recorded requests (docs/policies.md). [2] LMetric, arXiv 2603.15202: its
 (P + n) (A + 1) as published. [3] ai-dynamo/dynamo, branch rupei/learned-routing-public.
@@ -47,6 +49,7 @@ WEIGHTS = (
     "uncached",
     "hold_up",
     "crowding",
+    "crowding_limit",
     "queued",
     "per_request",
     "per_block",
@@ -62,8 +65,9 @@ DYNAMO_WEIGHTS = (
     "active_request_weight",
     "session_bound",
 )
-CAN_BE_OFF = ("saturation", "session_bound")
+CAN_BE_OFF = ("crowding_limit", "saturation", "session_bound")
 OFF = "off"  # of those, in a text
+SHOWN = 40  # characters of a wrong weight that its error shows
 
 # The settings that a policy is a row of: its name, which cost, then weights of the weighted one.
 ROW = ("policy", "weighted", *WEIGHTS)
@@ -109,10 +113,10 @@ class Policy:
         if name not in set(RouterPolicy):
             raise ValueError(f"expected one of {', '.join(RouterPolicy)}")
         preset = RouterPolicy(name)
-        for unknown in weights.keys() - set(preset.weights):
-            known = ", ".join(preset.weights)
-            raise ValueError(f"{unknown}: no such weight of {preset}, which has {known}")
         for each, value in weights.items():
+            if each not in preset.weights:
+                known = ", ".join(preset.weights)
+                raise ValueError(f"{each[:SHOWN]}: no such weight of {preset}, which has {known}")
             if value is None and each not in CAN_BE_OFF:
                 raise ValueError(f"{each}: expected a number")
         held = Settings(**{**preset.row, **weights}).members  # which checks them
@@ -130,7 +134,7 @@ class Policy:
             try:
                 weights[weight] = None if value == OFF else float(value)
             except ValueError:
-                raise ValueError(f"{pair}: expected WEIGHT=NUMBER") from None
+                raise ValueError(f"{pair[:SHOWN]}: expected WEIGHT=NUMBER") from None
         return cls.named(name.lower(), weights)
 
     def with_weights(self, weights: Mapping[str, float | None]) -> Policy:
@@ -176,7 +180,9 @@ def _ramjet(policy: str, alpha: float, cap: float, unit_of_load: float) -> Mappi
 
 _ROWS: dict[RouterPolicy, Mapping[str, Any]] = {
     RouterPolicy.DYNAMO: MappingProxyType({name: Settings().members[name] for name in ROW}),
-    RouterPolicy.KVD: _row("kvd", uncached=1.0, crowding=0.05, queued=0.5, session_bound=1.177),
+    RouterPolicy.KVD: _row(
+        "kvd", uncached=1.0, crowding=0.07, crowding_limit=16384.0, queued=0.5, session_bound=1.177
+    ),
     RouterPolicy.LMETRIC: _row("lmetric", product=1.0),
     RouterPolicy.RAMJET: _ramjet("ramjet", 4.0, 32.0, 8192.0),
     RouterPolicy.RAMJET_TUNED: _ramjet("ramjet-tuned", 0.883, 68.0, 4552.0),

@@ -277,8 +277,8 @@ class Scheduler:
     ) -> int:
         """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
 
-        Unless all ranks are busy the session's rank is taken, busy or not, as on the original, if
-        it has no more requests than the bound of the policy allows.
+        Unless all ranks are busy the session's rank is taken, busy or not, as on the original; but
+        not if it has more requests than the policy's `session_bound` allows.
         """
         bound = None if self._affinity is None else self._affinity.target(ask)
         wanted = None if bound is None else fleet.targets(bound, ranks.eligible)
@@ -307,12 +307,9 @@ class Scheduler:
         members = (fleet.pieces[chosen.at] or fleet.piece(chosen.at)) + more
         if ask.explain:
             rows = pool.explain(chosen.settings, eligible, factors)
-            members += members_json(
-                {
-                    "router_policy": str(Policy.of(ask.settings)),
-                    "candidates": [self._explained(fleet, ask, row) for row in rows],
-                }
-            )
+            explained = [self._explained(fleet, ask, row) for row in rows]
+            policy = str(Policy.of(ask.settings))
+            members += members_json({"router_policy": policy, "candidates": explained})
         if ask.expected_ttft or ask.slo_ttft_s is not None:
             row = pool.explained(chosen.at, chosen.settings)
             members += members_json(self._ttft_members(fleet, ask, row))
@@ -334,7 +331,7 @@ class Scheduler:
         return members
 
     def _explained(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
-        """Returns the terms of a rank's cost, and the health of its stream."""
+        """Returns the terms of a rank's cost, its session, and the health of its stream."""
         listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
         stream = None if listener is None else listener.health(self._clock())
         bound = None if self._affinity is None else self._affinity.target(ask)

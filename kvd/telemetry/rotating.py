@@ -86,13 +86,15 @@ class RotatingWriter:
     # ---- the thread, and what is done before it runs
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         file = os.open(self.path, flags, 0o600)
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             os.close(file)
             raise OSError("not a regular file")
         self._file, self._size = file, found.st_size
+        # A process that was killed may have left half a line.
+        self._torn = found.st_size > 0 and os.pread(file, 1, found.st_size - 1) != b"\n"
 
     def _run(self) -> None:
         while (line := self._waiting.get()) is not None:
@@ -120,15 +122,17 @@ class RotatingWriter:
         try:
             if self._size and self._size + len(data) > self.max_bytes:
                 self._rotate()
-            left = memoryview(data)
+            left = memoryview(b"\n" + data if self._torn else data)
             while left:
                 written = os.write(self._file, left)
                 self._size += written
                 left = left[written:]
         except OSError as error:
             self.failed += len(lines)  # whole, or cut short by a full disk
+            self._torn = True
             self._error = error.strerror or str(error)
         else:
+            self._torn = False
             self._error = None
         self._taken_bytes += len(data)
 

@@ -10,4 +10,5 @@ steps.hpp              how much a slice of long work may still do
 compare.hpp            how far two sequences agree
 recent                 digests of a stream's last batches
 draws                  random numbers in bulk
+sampling               which requests observers are told of
 """

@@ -36,7 +36,8 @@ The weighted one, in tokens, is a sum of terms by the weights of the settings:
                those with the others
     uncached   uncached x n
     hold_up    uncached x n x (hold_up x D): what it keeps those from that decode
-    crowding   uncached x n x (crowding x A): what it keeps those from that follow its requests
+    crowding   n, at most `crowding_limit`, x (crowding x A): what it keeps those from that follow
+               the rank's requests
     queued     queued x P
     requests   per_request x A
     blocks     per_block x (blocks in use x block size)
@@ -248,7 +249,9 @@ cdef inline WeightedTerms weighted_terms_of(
     t.counted = n if n < most else most
     t.uncached = weight.uncached * t.counted
     t.hold_up = t.uncached * (weight.hold_up * real(c.decoding))
-    t.crowding = t.uncached * (weight.crowding * requests)
+    most = weight.crowding_limit
+    most = t.counted if t.counted < most else most
+    t.crowding = most * (weight.crowding * requests)
     t.queued = weight.queued * queued
     t.requests = weight.per_request * requests
     t.blocks = weight.per_block * (used * real(s.block_size))

@@ -26,7 +26,8 @@ cdef struct CSettings:
     double active_request_weight          # of a request that the rank has, beside its blocks
     double uncached                       # of a token that is not cached; the weighted cost
     double hold_up                        # the same, of each request that decodes meanwhile
-    double crowding                       # the same, of each request that the rank has
+    double crowding                       # of it, of each request that the rank has
+    double crowding_limit                 # tokens, infinite: off
     double queued                         # of a token that is being prefilled
     double per_request                    # in tokens, of a request that the rank has
     double per_block                      # of a token of the blocks in use

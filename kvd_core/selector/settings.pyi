@@ -28,6 +28,7 @@ class Settings:
         uncached: float = ...,
         hold_up: float = ...,
         crowding: float = ...,
+        crowding_limit: float | None = ...,
         queued: float = ...,
         per_request: float = ...,
         per_block: float = ...,

@@ -31,6 +31,7 @@ cdef dict DEFAULTS = {
     "uncached": 1.0,
     "hold_up": 0.0,
     "crowding": 0.0,
+    "crowding_limit": None,
     "queued": 0.0,
     "per_request": 0.0,
     "per_block": 0.0,
@@ -87,6 +88,7 @@ cdef class Settings:
         self.c.uncached = self.number("uncached")
         self.c.hold_up = self.number("hold_up")
         self.c.crowding = self.number("crowding")
+        self.c.crowding_limit = self.threshold("crowding_limit")
         self.c.queued = self.number("queued")
         self.c.per_request = self.number("per_request")
         self.c.per_block = self.number("per_block")

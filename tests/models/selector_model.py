@@ -46,6 +46,7 @@ class ModelSettings:
     uncached: float = 1.0
     hold_up: float = 0.0
     crowding: float = 0.0
+    crowding_limit: float | None = None
     queued: float = 0.0
     per_request: float = 0.0
     per_block: float = 0.0
@@ -151,12 +152,13 @@ def weighted_terms(
     n = float(effective_tokens(rank, s, prompt))
     if s.saturation is not None:
         n = min(n, least + s.saturation)
+    crowded = n if s.crowding_limit is None else min(n, s.crowding_limit)
     queued = float(rank.prefill_tokens) if s.track_prefill else 0.0
     blocks = float(rank.decode_blocks) if s.track_active_blocks else 0.0
     each = (
         s.uncached * n,
         s.uncached * n * (s.hold_up * float(rank.decoding)),
-        s.uncached * n * (s.crowding * float(rank.requests)),
+        crowded * (s.crowding * float(rank.requests)),
         s.queued * queued,
         s.per_request * float(rank.requests),
         s.per_block * (blocks * float(prompt.block_size)),

@@ -97,7 +97,8 @@ def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: httpx.C
     kvd = {
         "uncached": 1,
         "hold_up": 0,
-        "crowding": 0.05,
+        "crowding": 0.07,
+        "crowding_limit": 16384,
         "queued": 0.5,
         "per_request": 0,
         "per_block": 0,

@@ -246,6 +246,27 @@ def test_a_disk_that_takes_nothing_loses_lines_alone(tmp_path: Path) -> None:
     assert (writer.accepted, writer.failed, writer.waiting_bytes) == (1, 1, 0)
 
 
+def test_half_a_line_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b'{"at":1.0,"event":"cho')  # of a process that was killed
+    writer = RotatingWriter(path, 1000, 2)
+    writer.write(b"whole\n")
+    writer.close(PATIENCE_S)
+    assert path.read_bytes() == b'{"at":1.0,"event":"cho\nwhole\n'
+
+
+async def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+    logged = Logged(tmp_path / "log", await ready(worker(1)))
+    logged.service.select([11, 12], 8, reservation_id="first")
+    logged.lines()
+    with logged.path.open("a") as log:
+        log.write('{"at":1.0,"event":"cho\n\nhalf\n')
+    os.replace(logged.path, tmp_path / "log.1")
+    logged.path.touch()  # a file that has just been begun
+    recording = Traffic(logged.path).recording()
+    assert (len(recording.requests), recording.damaged) == (1, 2)
+
+
 def test_what_cannot_be_a_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         RotatingWriter(tmp_path / "none" / "log", 100, 2)

@@ -389,6 +389,8 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     path = conversations(tmp_path)
     assert main(["replay", str(path), "--capacity", "5", "--jobs", "1"]) == 1
     assert "needs more blocks than an engine has" in capsys.readouterr().err
+    assert main(["replay", str(path), "--engines", "1", "--joins", "5", "--jobs", "1"]) == 1
+    assert "an engine can only join another one" in capsys.readouterr().err
     for wrong in (["--policy", "best"], ["--event-delay-ms", "5-1"], ["--windows", "some"]):
         with pytest.raises(SystemExit):
             main(["replay", str(path), *wrong])

@@ -7,6 +7,7 @@ from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Text
 from kvd_core.base.draws cimport Draws
+from kvd_core.base.sampling cimport Sample
 from kvd_core.ledger.ledger cimport Ledger
 from kvd_core.ledger.types cimport RequestId
 from kvd_core.selector.choice_counts cimport ChoiceCounts
@@ -56,7 +57,7 @@ cdef class SelectHandler(PromptHandler):
     cdef ChoiceCounts counts
     cdef dict live           # fleets by reservation id
     cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
-    cdef object sample             # of requests that observers are told of
+    cdef Sample sample             # of requests that observers are told of
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
@@ -80,7 +81,7 @@ cdef class ReservationHandler(HotHandler):
     cdef object reservations, scheduler  # parts of the selections
     cdef dict live
     cdef list replicas, observers
-    cdef object sample
+    cdef Sample sample
     cdef dict leases         # of sessions, by reservation id: their end is told
     cdef string prefill_id   # scratch: the id of a booking
 

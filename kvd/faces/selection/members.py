@@ -14,7 +14,7 @@ from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
-from kvd.selection.policies import Policy
+from kvd.selection.policies import SHOWN, Policy
 from kvd.selection.requests import Retry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import DEFAULT_MODEL
@@ -112,8 +112,9 @@ def policy_of(members: Mapping[str, Any], held: Settings | None) -> Policy:
             return Policy.parse(value)
         if not isinstance(value, dict):
             raise ValueError("expected a text or an object")
-        for unknown in value.keys() - {"policy", "weights"}:
-            raise ValueError(f"{unknown}: no such member; it has policy and weights")
+        for name in value:
+            if name not in ("policy", "weights"):
+                raise ValueError(f"{name[:SHOWN]}: no such member; it has policy and weights")
         weights = optional_object(value, "weights") or {}
         changes = {
             name: None if weights[name] is None else number(weights, name) for name in weights

@@ -549,7 +549,7 @@ def test_the_costs_of_each_policy_by_hand() -> None:
     # n is 96 and 48, P 0 and 70, D 1 and 2, A 1 and 3.
     assert costs == {
         "dynamo": [6.0 + 10, (70 + 96) / 16 - 3 + 12],
-        "kvd": [96 + 96 * 0.05, 48 + 48 * (0.05 * 3) + 0.5 * 70],
+        "kvd": [96 + 96 * 0.07, 48 + 48 * (0.07 * 3) + 0.5 * 70],
         "lmetric": [96 * 2, (70 + 48) * 4],
         "ramjet": [96 + 2048, 48 + 0.25 * 70 + 3 * 2048],
         "ramjet-tuned": [
@@ -938,6 +938,7 @@ MODEL_SETTINGS = st.builds(
     uncached=WEIGHTS,
     hold_up=WEIGHTS,
     crowding=WEIGHTS,
+    crowding_limit=THRESHOLDS | st.sampled_from([30.0, 300.0]),
     queued=WEIGHTS,
     per_request=WEIGHTS,
     per_block=WEIGHTS,
@@ -1010,6 +1011,13 @@ def check_terms(
     least_uncached = model.least_uncached(model_settings, mask)
     rows = pool.explain(s, mask)
     assert [pool.explained(i, s, mask) for i in range(len(rows))] == rows
+    cached = sorted(
+        (-blocks, rank.worker_id, rank.dp_rank)
+        for rank in model.ranks
+        if (blocks := rank.device + rank.host + rank.disk)
+    )
+    for limit in (0, 2, len(rows)):
+        assert pool.deepest(limit) == [(*rank, -less) for less, *rank in cached[:limit]]
     for i, (row, rank) in enumerate(zip(rows, model.ranks, strict=True)):
         assert row[:10] == (
             *(rank.worker_id, rank.dp_rank, rank.device, rank.host, rank.disk, rank.live),
