@@ -19,7 +19,7 @@ from kvd_core.json.scan import BodyScanner
 
 # Longest session key that is kept as it is; of a longer one only a digest counts.
 MAX_SESSION_BYTES = 256
-U32_MAX = 2**32 - 1  # of priorities and expected lengths, as of the selection face
+I64_MAX = 2**63 - 1
 
 
 class Api(Enum):
@@ -203,7 +203,7 @@ def _hints(members: Mapping[str, object]) -> Mapping[str, Any]:
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= U32_MAX:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= I64_MAX:
         return value
     return None
 

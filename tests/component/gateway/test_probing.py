@@ -1,0 +1,86 @@
+"""What an engine says of itself that cannot be so: a reason for the operator, and nothing worse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+
+from kvd.gateway.asking import longest
+from kvd.gateway.forwarding import event_error
+from kvd.gateway.heads import read_head
+from kvd.gateway.probing import Kind, NotAnEngine, Probe, cache_configs
+from kvd.wire.urls import parse_url
+from tests.component.gateway.test_exchanges import relaying
+
+MODELS = {"data": [{"id": "demo"}]}
+
+
+async def ask(said: dict[str, object]) -> Kind | None:
+    """Has an engine asked that answers each path with what is said there, or with 404.
+
+    Returns None if it is no engine.
+    """
+
+    async def script(stream: trio.SocketStream) -> None:
+        data = b""
+        while piece := await stream.receive_some():
+            data += bytes(piece)
+            while b"\r\n\r\n" in data:
+                head, _, data = data.partition(b"\r\n\r\n")
+                path = head.split(b" ")[1].decode()
+                data = b"" if path.endswith("render") else data
+                body = json.dumps(said.get(path)).encode()
+                status = 200 if path in said else 404
+                line = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+                await stream.send_all(line + body)
+
+    async with relaying(script) as (exchanges, engine, _):
+        target = parse_url("http://127.0.0.1:1")
+        try:
+            return (await Probe(exchanges, engine, target, b"").ask()).kind
+        except NotAnEngine:
+            return None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"/v1/models": {"data": 5}},
+        {"/v1/models": {"data": {"id": "demo"}}},
+        {"/v1/models": MODELS, "/server_info": {"page_size": 1, "dp_size": 10**12}},
+        {
+            "/v1/models": MODELS,
+            "/version": {"version": "1"},
+            "/kv_event_sources": {
+                "0": {
+                    "enable_kv_cache_events": True,
+                    "publisher": "zmq",
+                    "endpoint": "tcp://[x:99999999",
+                }
+            },
+        },
+    ],
+)
+async def test_an_engine_that_makes_no_sense_is_none(said: dict[str, object]) -> None:
+    assert await ask(said) is None
+
+
+async def test_an_engine_that_says_little_is_one() -> None:
+    assert await ask({"/v1/models": MODELS}) is Kind.OPENAI
+
+
+def test_numbers_too_long_to_read_are_not_said() -> None:
+    line = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0'
+    assert cache_configs(line) == [{"block_size": 16}]
+    assert longest(b"[[" + b"1" * 5000 + b"]]") is None
+
+
+def test_a_first_event_as_deep_as_it_is_long_is_no_error() -> None:
+    assert event_error(b"data: " + b"[" * 30_000 + b"\n\n") is None
+
+
+def test_an_engine_says_nothing_in_the_gateways_name() -> None:
+    head = b"HTTP/1.1 200 OK\r\nX-Kvd-Endpoint: http://elsewhere\r\nx-engine: 1\r\n\r\n"
+    assert read_head(head).headers == [(b"x-engine", b"1")]
