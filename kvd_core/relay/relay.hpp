@@ -299,7 +299,7 @@ class Relay {
       for (int i = 0; i < count; ++i) {
         const uint64_t tag = events[i].data.u64;
         const ExchangeId id = tag & ~kClientSide;
-        if (!knows(id)) continue;  // never: nobody drops while a batch is served
+        if (!knows(id)) continue;  // watched by a `begin` that failed
         if (tag & kClientSide) {
           on_client(id, events[i].events);
         } else {
@@ -476,9 +476,7 @@ class Relay {
       x.touched_ns = now_;
       return on_connected(id);
     }
-    if (x.phase == Phase::kSending && (events & EPOLLOUT)) {
-      send_request(id);
-    }
+    if (x.phase == Phase::kSending && (events & EPOLLOUT)) send_request(id);
     if (x.phase == Phase::kReady || x.phase == Phase::kDraining) return watch_engine(id, 0);
     if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
     for (int i = 0; i < kReceivesInARow; ++i) {

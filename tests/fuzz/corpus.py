@@ -23,7 +23,8 @@ BODIES = (
 # Answers of engines and beginnings of streams, as fuzz_framing.cpp takes them.
 ANSWERS = (
     b"\x06\0HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: a, close\r\n\r\nhello and more",
-    b"\x02\0HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"\x02\0HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
     b"9;x=y\r\ndata: 1\n\n\r\n5\r\nhello\r\n0\r\nx: trailer\r\n\r\n",
     b"\0\0HTTP/1.0 204 No Content\r\n\r\n",
     b"\x20\0HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n\r\nto the end",
