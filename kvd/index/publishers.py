@@ -250,7 +250,7 @@ class Publishers:
             held = publisher.source.stats()
             why = publisher.publication.unused()
             if why:
-                log.warning("publisher_without_effect", publisher=key, why=why)
+                log.warning("publisher_without_effect", publisher=str(key), why=why)
             if why or held["blocks"] + held["waiting"]:
                 del self._doubtful[key]
             yield
