@@ -71,13 +71,23 @@ class Gateway:
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
         self.upstreams = Upstreams(
-            config.upstreams or (), self.exchanges, selections, dialer, config.upstream_key
+            config.upstreams or (),
+            self.exchanges,
+            selections,
+            dialer,
+            config.upstream_key,
+            config.prefills or (),
         )
         self.tokens = Tokens(
             self.exchanges, self.stats, config.gateway_memory_bytes, config.gateway_tokenize_s
         )
         self._forwarder = Forwarder(
-            self.upstreams, selections, self.exchanges, self.stats, self.tokens
+            self.upstreams,
+            selections,
+            self.exchanges,
+            self.stats,
+            self.tokens,
+            config.gateway_remote_prefill_tokens,
         )
 
     async def run(self) -> None:

@@ -175,6 +175,13 @@ def add_gateway(commands: Any) -> None:
         metavar="URL",
         help="engine behind the gateway, as http://HOST:PORT; repeat it for each engine",
     )
+    gateway.add_argument(
+        "--prefill",
+        action="append",
+        type=_usage(parsers.parse_upstreams),
+        metavar="URL",
+        help="vLLM engine that computes prompts for the upstreams and hands them over; repeat it",
+    )
     add_settings(gateway, settings.SETTINGS)
     gateway.set_defaults(given=gateway_settings)
 
@@ -538,9 +545,10 @@ def gateway_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     given = serve_settings(parser, args)
-    if args.upstream is not None:
-        named = [url for each in (given["upstreams"] or (), *args.upstream) for url in each]
-        given["upstreams"] = tuple(dict.fromkeys(named))
+    for setting, flags in (("upstreams", args.upstream), ("prefills", args.prefill)):
+        if flags is not None:
+            named = [url for each in (given[setting] or (), *flags) for url in each]
+            given[setting] = tuple(dict.fromkeys(named))
     if (bind := address(args, settings.DEFAULT_GATEWAY_BIND)) is not None:
         given["gateway_bind"] = bind
     others = dict.fromkeys(config.FACE_BINDS, parsers.OFF)

@@ -124,7 +124,9 @@ class Config:
     conductor_bind: Binds | None
     gateway_bind: Binds | None
     upstreams: tuple[str, ...] | None  # URLs of the engines behind the gateway
-    upstream_key: bytes = field(repr=False)  # shown to them; empty: none
+    prefills: tuple[str, ...] | None  # URLs of those that compute prompts for these
+    upstream_key: bytes = field(repr=False)  # shown to all of them; empty: none
+    gateway_remote_prefill_tokens: int
     gateway_body_bytes: int
     gateway_memory_bytes: int
     gateway_tokenize_s: float
@@ -296,6 +298,9 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         raise StartError("every face is off")
     if plain["upstreams"] is not None and plain["gateway_bind"] is None:
         raise StartError("--upstreams needs --gateway-bind")
+    both = set(plain["upstreams"] or ()).intersection(plain["prefills"] or ())
+    if both:
+        raise StartError(f"{min(both)} is both an upstream and a prefill engine")
     outgoing = EgressPolicy(values["outgoing_allow"])
     policy = _policy(values, environ)
     link = _link(values)

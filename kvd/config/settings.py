@@ -14,6 +14,7 @@ from typing import Any
 from kvd.config import parsers
 from kvd.config.parsers import OFF, Binds, Setting, TcpBind
 from kvd.gateway.exchanges import RelayLimits
+from kvd.gateway.pools import DEFAULT_REMOTE_TOKENS
 from kvd.gateway.tokens import DEFAULT_TOKENIZE_S
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
@@ -587,6 +588,20 @@ GATEWAY_SETTINGS = section(
         "URL,...",
         "engines behind the gateway, as http://HOST:PORT",
         common=True,
+    ),
+    prefills=Setting(
+        parsers.parse_upstreams,
+        "URL,...",
+        "vLLM engines that compute prompts for the upstreams and hand them over; SGLang's say so "
+        "themselves",
+        common=True,
+    ),
+    gateway_remote_prefill_tokens=Setting(
+        parsers.at_least(0),
+        "TOKENS",
+        "tokens of a prompt that no other engine caches, from which on a prefill engine computes "
+        "it",
+        DEFAULT_REMOTE_TOKENS,
     ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
     gateway_body_bytes=Setting(

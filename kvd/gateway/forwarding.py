@@ -4,6 +4,7 @@
                           ^                          │ nothing begun, or 429, 502, 503, 504
                           └──── another engine <─────┘
 
+Where a model has prefill engines, two may be chosen and booked (pools).
 Another engine is tried only while the client has been sent nothing, at most MAX_TRIES in all. An
 answer of 500 is passed on: a prompt that breaks an engine must not meet the next one.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -25,17 +26,31 @@ from kvd.gateway import errors
 from kvd.gateway.asking import Api, Asked, read
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.heads import EngineHead, read_head, request_head, request_id_of
-from kvd.gateway.stats import Decision, Ended, GatewayStats
+from kvd.gateway.heads import EngineHead, read_head, request_id_of
+from kvd.gateway.pools import (
+    LIMITS,
+    Beside,
+    Crew,
+    Place,
+    compute,
+    crew_of,
+    handed_over,
+    meeting,
+    prefill_body,
+    taking_over,
+)
+from kvd.gateway.probing import Kind
+from kvd.gateway.stats import Decision, Ended, GatewayStats, Way
 from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey
+from kvd.selection.phases import Phase
 from kvd.selection.requests import Constraints, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd_core.relay.relay import Answer, Ending, Outcome
-from kvd_core.selector.selector import Pool
+from kvd_core.selector.selector import Pool, Prompt
 
 MAX_TRIES = 3  # engines that one request is sent to
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
@@ -65,6 +80,13 @@ class Chosen:
     reservation_id: str
     decision: Decision
     matched_tokens: int  # of a prompt whose tokens are known
+    way: Way | None  # None: its model has no prefill engine
+    prefill: Place | None  # who computes the prompt for `upstream`, None: itself
+
+    @property
+    def computing(self) -> Place:
+        """Where the prompt is computed."""
+        return self.prefill or Place(self.upstream, self.dp_rank)
 
 
 @dataclass(slots=True)
@@ -76,7 +98,12 @@ class Attempt:
     tokens: PromptTokens | None
     request_id: bytes
     body: bytes
+    path: bytes
     tried: set[int] = field(default_factory=set)  # worker ids
+    prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
+    prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
+    prefill_failed: bool = False
+    prefill_cached: int | None = None  # tokens, as the prefill engine says
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
 
@@ -91,7 +118,10 @@ class Forwarder:
         exchanges: Exchanges,
         stats: GatewayStats,
         tokens: Tokens,
+        remote_tokens: int,
     ) -> None:
+        """Prefill engines compute prompts of which `remote_tokens` are cached by no other."""
+        self._remote_tokens = remote_tokens
         self._upstreams = upstreams
         self._selections = selections
         self._exchanges = exchanges
@@ -129,8 +159,9 @@ class Forwarder:
         tokens = await self._tokens.of(asked, served, request.body, engines)
         made = f"{self._prefix}-{next(self._counter)}"
         request_id = request_id_of(request.headers, made)
-        attempt = Attempt(asked, served, tokens, request_id, request.body)
-        for _ in range(min(MAX_TRIES, len(engines))):
+        path = request.target.partition(b"?")[0]
+        attempt = Attempt(asked, served, tokens, request_id, request.body, path)
+        for _ in range(MAX_TRIES):
             chosen = await self._choose(attempt)
             if chosen is None:
                 break
@@ -140,7 +171,9 @@ class Forwarder:
                 self._free(chosen.reservation_id)
             if done is not None:
                 return done
-            attempt.tried.add(chosen.upstream.worker_id)
+        if not attempt.tried:
+            text = f"the engines that serve {served.model} now only compute prompts, or take them"
+            raise GatewayError(Reason.NO_UPSTREAM, f"{text} over: both are needed")
         if attempt.refused is not None:
             return await self._pass_refusal(request, attempt.refused, attempt.request_id)
         raise GatewayError(
@@ -163,8 +196,14 @@ class Forwarder:
     async def _choose(self, attempt: Attempt) -> Chosen | None:
         """Chooses and books; None if nobody is left. Raises GatewayError."""
         asked, served = attempt.asked, attempt.served
-        usable = {one.worker_id: one for one in self._upstreams.serving(served)}
-        allowed = frozenset(usable.keys() - attempt.tried)
+        serving = self._upstreams.serving(served)
+        crew = crew_of((one for one in serving if one.worker_id not in attempt.tried), attempt.path)
+        try:
+            way = self._way(attempt, crew)
+        except KvdError as error:
+            raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
+        usable = crew.pairs if way is Way.REMOTE else crew.alone
+        allowed = frozenset(one.worker_id for one in usable)
         if not allowed:
             return None
         reservation_id = f"{self._prefix}-{next(self._counter)}"
@@ -174,6 +213,7 @@ class Forwarder:
         selection = SelectRequest(
             key,
             self._selections.settings(key),
+            Phase.BOTH if way is Way.REMOTE else None,
             reservation_id=reservation_id,
             constraints=None if everybody else Constraints(allowed),
             strict_priority=asked.priority,
@@ -182,7 +222,7 @@ class Forwarder:
             session_id=self._session(attempt),
         )
         try:
-            look = partial(self._look, attempt, list(usable.values()))
+            look = partial(self._look, attempt, serving)
             reply = self._selections.scheduler.select(selection, look)
             if isinstance(reply, QueuedRequest):
                 rendered = await self._selections.scheduler.wait(reply)
@@ -191,12 +231,36 @@ class Forwarder:
         except KvdError as error:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
         answer = json.loads(rendered)
-        # Engines may have come and gone while the request was queued.
-        upstream = self._upstreams.each.get(answer["worker_id"])
-        if upstream is None:
+        chosen = self._chosen(attempt, answer, reservation_id, way, crew)
+        if chosen is None:
             self._free(reservation_id)
             raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
-        return self._chosen(attempt, upstream, answer, reservation_id)
+        return chosen
+
+    def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
+        """Says who computes a prompt; None: its model has no prefill engine."""
+        if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
+            return None
+        if not crew.pairs or (attempt.prefill_failed and crew.alone):
+            return Way.FALLBACK
+        if not crew.alone:
+            return Way.REMOTE
+        if self._uncached(attempt, crew.alone) < self._remote_tokens:
+            return Way.SHORT
+        if attempt.prefill_body is None:
+            attempt.prefill_body = prefill_body(attempt.path, attempt.body)
+        return Way.UNSUITED if attempt.prefill_body is None else Way.REMOTE
+
+    def _uncached(self, attempt: Attempt, engines: Sequence[Upstream]) -> int:
+        """Returns the tokens of a prompt that each of these would have to compute, at least."""
+        key = PartitionKey(attempt.served.model, DEFAULT_TENANT)
+        fleet = self._selections.fleets.get(key)
+        if fleet is None or not fleet.workers:  # being made anew
+            return 0
+        self._look(attempt, engines, fleet.pool)
+        attempt.prompt = fleet.pool.hold(), fleet.pool.block_size
+        mask = fleet.pool.mask(one.worker_id for one in engines)
+        return fleet.pool.least_prefill_tokens(self._selections.settings(key), mask)
 
     def _session(self, attempt: Attempt) -> str | None:
         """Returns the session that binds a request: only where nothing better is known of it."""
@@ -206,6 +270,8 @@ class Forwarder:
 
     def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
         """Puts the prompt before a pool, and has it remembered, the first time."""
+        if attempt.prompt is not None and attempt.prompt[1] == pool.block_size:
+            return pool.look_again(attempt.prompt[0])
         tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
         if tokens is None:
             pool.look(b"", b"", max(1, len(attempt.body) // BYTES_PER_TOKEN))
@@ -217,42 +283,103 @@ class Forwarder:
     def _chosen(
         self,
         attempt: Attempt,
-        upstream: Upstream,
         answer: Mapping[str, Any],
         reservation_id: str,
-    ) -> Chosen:
+        way: Way | None,
+        crew: Crew,
+    ) -> Chosen | None:
+        """Returns who is named in an answer; None if that is not there or cannot serve alone."""
         tokens = attempt.tokens
-        decision = _decision(upstream, tokens)
+        prefill = answer.get("prefill")
+        # Engines may have come and gone while the request was queued.
+        upstream = self._upstreams.each.get(answer["worker_id"])
+        computing = upstream if prefill is None else self._upstreams.each.get(prefill["worker_id"])
+        if upstream is None or computing is None:
+            return None
+        if way is Way.REMOTE and prefill is None:
+            if upstream not in crew.alone:
+                return None
+            way = Way.FALLBACK
+        decision = _decision(computing, tokens)
         self._stats.decisions[decision] += 1
+        computes = answer if prefill is None else prefill
         return Chosen(
             upstream,
             answer["dp_rank"],
             reservation_id,
             decision,
-            0 if tokens is None else tokens.count - answer["effective_prefill_tokens"],
+            0 if tokens is None else tokens.count - computes["effective_prefill_tokens"],
+            way,
+            None if prefill is None else Place(computing, prefill["dp_rank"]),
         )
 
     async def _try(self, request: RelayedRequest, attempt: Attempt, chosen: Chosen) -> bool | None:
         """Sends the request to the engine that was chosen; None if another one may be tried."""
-        upstream = chosen.upstream
-        assert upstream.engine is not None and upstream.facts is not None
-        own: Headers = []
-        if len(upstream.facts.ranks) > 1:
-            rank = chosen.dp_rank - upstream.facts.ranks.start  # it counts its own from 0
-            own.append((b"x-data-parallel-rank", b"%d" % rank))
-        head = request_head(
-            request.method,
-            request.target,
-            request.headers,
-            upstream.authority,
-            len(request.body),
-            attempt.request_id,
-            own,
+        if chosen.prefill is None:
+            return await self._send(request, attempt, chosen, attempt.body)
+        if _is_vllm(chosen.prefill):
+            return await self._send_in_turn(request, attempt, chosen, chosen.prefill)
+        body = meeting(attempt.asked, attempt.body, chosen.prefill)
+        beside = Beside(
+            self._exchanges, request, chosen.prefill, attempt.request_id, body, _is_failure
         )
-        begin = partial(self._exchanges.begin, upstream.engine, head, request.body, HOLD_BYTES)
+        done = await self._send(request, attempt, chosen, body, beside)
+        if beside.failed and done is None:
+            assert beside.said is not None
+            return await self._without_prefill(request, attempt, chosen.prefill, beside.said)
+        return done
+
+    async def _send_in_turn(
+        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen, prefill: Place
+    ) -> bool | None:
+        """Sends the request to the engine that takes over, once the other one has computed it."""
+        assert attempt.prefill_body is not None
+        said = await compute(
+            self._exchanges, request, prefill, attempt.request_id, attempt.prefill_body
+        )
+        params = handed_over(said) if isinstance(said, Answer) else None
+        if params is None:
+            return await self._without_prefill(request, attempt, prefill, said)
+        assert isinstance(said, Answer)
+        attempt.prefill_cached = cached_tokens(said.held)
+        self._prefilled(chosen.reservation_id)
+        body = taking_over(attempt.asked, attempt.body, params)
+        return await self._send(request, attempt, chosen, body)
+
+    async def _without_prefill(
+        self, request: RelayedRequest, attempt: Attempt, prefill: Place, said: Answer | Ending
+    ) -> bool | None:
+        """Takes note of a prefill that has failed; passes on what all engines would answer."""
+        if isinstance(said, Ending):
+            self._note_not_begun(attempt, prefill.upstream, said)
+            cause = said.outcome.name.lower()
+        elif (refusal := _refuses(said)) is not None:
+            cause = refusal
+        elif _is_failure(said):
+            return await self._pass_refusal(request, said, attempt.request_id)
+        else:
+            cause = "nothing_handed_over"
+        self._stats.prefill_failures[cause] += 1
+        attempt.prefill_failed = True
+        attempt.tried.add(prefill.upstream.worker_id)
+        return None
+
+    async def _send(
+        self,
+        request: RelayedRequest,
+        attempt: Attempt,
+        chosen: Chosen,
+        body: bytes,
+        beside: Beside | None = None,
+    ) -> bool | None:
+        """Sends a body to the engine that answers; None if another one may be tried."""
+        upstream = chosen.upstream
+        assert upstream.engine is not None
+        head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
+        begin = partial(self._exchanges.begin, upstream.engine, head, body, HOLD_BYTES)
         async with request.lent() as client_fd:
-            with begin(client_fd) as exchange:
-                answer = await exchange.begins()
+            with beside or nullcontext(), begin(client_fd) as exchange:
+                answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
                     ending = exchange.ending()
                 else:
@@ -260,13 +387,20 @@ class Forwarder:
                     if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                         self._stats.retries[refusal] += 1
                         attempt.refused = answer
+                        attempt.tried.add(upstream.worker_id)
                         return None
                     chunked, persists = _forward(request, attempt, chosen, exchange, answer)
                     ending = await exchange.ends()
+                    if beside is not None and ending.outcome is Outcome.COMPLETE:
+                        attempt.prefill_cached = cached_tokens(await beside.ends())
         # Raised here, where no nursery of a lent socket makes a group of it.
         if answer is None:
-            self._note_not_begun(attempt, upstream, ending)
+            if beside is None or not beside.failed:
+                self._note_not_begun(attempt, upstream, ending)
+                attempt.tried.add(upstream.worker_id)
             return None
+        if chosen.way is not None:
+            self._stats.ways[chosen.way] += 1
         return await self._end(request, attempt, chosen, answer, ending, chunked, persists)
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
@@ -313,12 +447,13 @@ class Forwarder:
             return
         self._stats.prompt_tokens += attempt.tokens.count
         self._stats.matched_tokens += chosen.matched_tokens
-        cached = cached_tokens(tail)
+        # Who takes over says of all that was handed over that it was cached.
+        cached = cached_tokens(tail) if chosen.prefill is None else attempt.prefill_cached
         if cached is not None:
             self._stats.reported_matched_tokens += chosen.matched_tokens
             self._stats.reported_cached_tokens += cached
             key = PartitionKey(attempt.served.model, DEFAULT_TENANT)
-            rank = key, chosen.upstream.worker_id, chosen.dp_rank
+            rank = key, chosen.computing.upstream.worker_id, chosen.computing.dp_rank
             self._selections.regret.note_cached(rank, chosen.matched_tokens, cached)
 
     async def _pass_refusal(
@@ -367,6 +502,16 @@ def _refuses(answer: Answer) -> str | None:
     return str(status) if whole and status in NOT_DONE else None
 
 
+def _is_vllm(place: Place) -> bool:
+    return place.upstream.facts is not None and place.upstream.facts.kind is Kind.VLLM
+
+
+def _is_failure(answer: Answer) -> bool:
+    """Says whether an engine that computes a prompt has failed at it."""
+    told = event_error(answer.held) if answer.events else None
+    return answer.status >= 400 or told is not None
+
+
 def _paced(said: EngineHead) -> Headers:
     """Returns the headers of an answer; one that refuses for now says when to come again."""
     paced = said.status not in (429, 503) or any(name == b"retry-after" for name, _ in said.headers)
@@ -407,6 +552,10 @@ def _decision_headers(attempt: Attempt, chosen: Chosen) -> Headers:
             (b"x-kvd-matched-tokens", b"%d" % chosen.matched_tokens),
             (b"x-kvd-prompt-tokens", b"%d" % attempt.tokens.count),
         ]
+    if chosen.prefill is not None:
+        headers.append((b"x-kvd-prefill", chosen.prefill.upstream.url.encode()))
+    elif chosen.way is not None:
+        headers.append((b"x-kvd-prefill", chosen.way.encode()))
     rung = b"none" if attempt.tokens is None else attempt.tokens.rung.encode()
     headers.append((b"x-kvd-tokens", rung))
     return headers

@@ -23,6 +23,7 @@ import trio
 
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.heads import own_head
+from kvd.selection.worker_record import Role
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import Answer
 
@@ -33,6 +34,7 @@ DEFAULT_BLOCK_SIZE = 16  # tokens, of an engine that does not say and publishes 
 CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
+SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
 MAX_RANKS = 4096  # of one engine, by what it says
 
 
@@ -71,6 +73,8 @@ class Facts:
     events: Mapping[int, str]  # by rank: where it publishes
     replays: Mapping[int, str]
     renders: bool  # it says the tokens of a whole request
+    role: Role | None = None  # of an engine that is run for one phase and says so (SGLang)
+    bootstrap_port: int | None = None  # where prefill engines of SGLang meet those that decode
 
     @property
     def names(self) -> list[str]:
@@ -142,7 +146,17 @@ class Probe:
         version = str(info.get("version") or "")
         models = await self._models()
         return Facts(
-            Kind.SGLANG, version, models, block_size, blocks, range(size), events, replays, False
+            Kind.SGLANG,
+            version,
+            models,
+            block_size,
+            blocks,
+            range(size),
+            events,
+            replays,
+            False,
+            SGLANG_ROLES.get(str(info.get("disaggregation_mode"))),
+            _positive(info.get("disaggregation_bootstrap_port")),
         )
 
     async def _models(self) -> tuple[Card, ...]:

@@ -20,12 +20,14 @@ import trio
 
 from kvd.errors import KvdError, NotFound
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
-from kvd.gateway.heads import own_head
+from kvd.gateway.heads import own_head, request_head
 from kvd.gateway.probing import Facts, Kind, NotAnEngine, Probe
+from kvd.http.relayed import RelayedRequest
+from kvd.http.types import Headers
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.service import Selections
-from kvd.selection.worker_record import WorkerRecord
+from kvd.selection.worker_record import Role, WorkerRecord
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_url
 
@@ -56,6 +58,7 @@ class Upstream:
     target: Target
     worker_id: int
     key: bytes = b""  # its API key, shown with requests of the gateway's own
+    prefills: bool = False  # the operator says that it computes prompts for others
     engine: int | None = None  # its number in the relay, once its address is known
     address: str | None = None
     standing: Standing = Standing.UNKNOWN
@@ -68,6 +71,35 @@ class Upstream:
     @property
     def authority(self) -> bytes:
         return self.target.authority.encode()
+
+    @property
+    def role(self) -> Role | None:
+        """What of a request it serves, None for all of it."""
+        if self.prefills:
+            return Role.PREFILL
+        return None if self.facts is None else self.facts.role
+
+    def head(
+        self, request: RelayedRequest, request_id: bytes, length: int, dp_rank: int | None
+    ) -> bytes:
+        """Returns the head of a client's request as this engine gets it.
+
+        Its body has `length` bytes; with None for its rank the engine chooses that itself.
+        """
+        assert self.facts is not None
+        own: Headers = []
+        if dp_rank is not None and len(self.facts.ranks) > 1:
+            rank = dp_rank - self.facts.ranks.start  # it counts its own from 0
+            own.append((b"x-data-parallel-rank", b"%d" % rank))
+        return request_head(
+            request.method,
+            request.target,
+            request.headers,
+            self.authority,
+            length,
+            request_id,
+            own,
+        )
 
     def note_gone(self, why: str) -> None:
         """Takes it out until a health check succeeds, which comes at once."""
@@ -95,9 +127,15 @@ class Upstreams:
         selections: Selections,
         dialer: Dialer,
         key: bytes = b"",
+        prefills: Iterable[str] = (),
     ) -> None:
-        """Raises ValueError for a URL that none can have."""
-        self.each = {one.worker_id: one for one in (_upstream(url, key) for url in urls)}
+        """Engines at `prefills` compute prompts for those at `urls`.
+
+        Raises ValueError for a URL that none can have.
+        """
+        found = [_upstream(url, key) for url in urls]
+        found += [_upstream(url, key, prefills=True) for url in prefills]
+        self.each = {one.worker_id: one for one in found}
         self._exchanges = exchanges
         self._selections = selections
         self._dialer = dialer
@@ -122,6 +160,15 @@ class Upstreams:
             and upstream.facts is not None
             and upstream.facts.serves(served.adapter or served.model)
         ]
+
+    def prefills(self, served: Served) -> bool:
+        """Says whether prefill engines are meant for a model, well or not."""
+        name = served.adapter or served.model
+        return any(
+            upstream.role is Role.PREFILL
+            and (upstream.facts is None or upstream.facts.serves(name))
+            for upstream in self
+        )
 
     def only_name(self) -> str | None:
         """Returns the one base model there is, None for any other number of them."""
@@ -216,6 +263,7 @@ class Upstreams:
     async def _register(self, upstream: Upstream, facts: Facts) -> None:
         """Makes it a worker, or the worker anew if it says other things than before."""
         async with self._changing:
+            self._check_role(upstream, facts)
             record = record_of(upstream, facts)
             known = self._selections.workers.entries.get(upstream.worker_id)
             if known is None or known.record != record:
@@ -225,6 +273,23 @@ class Upstreams:
                 if entry.reasons:
                     raise NotAnEngine("; ".join(entry.reasons))
             upstream.facts = facts
+
+    def _check_role(self, upstream: Upstream, facts: Facts) -> None:
+        """Raises NotAnEngine for one that cannot hand over to any other of its model."""
+        if not upstream.prefills and facts.role is not Role.PREFILL:
+            return
+        if facts.kind is Kind.OPENAI:
+            raise NotAnEngine("it is named with --prefill, and is neither vLLM nor SGLang")
+        if facts.kind is Kind.SGLANG and facts.role is not Role.PREFILL:
+            mode = "null" if facts.role is None else facts.role
+            raise NotAnEngine(f"it is named with --prefill, and its disaggregation_mode is {mode}")
+        for other in self:
+            beside = other.facts
+            if other is upstream or beside is None or other.role is not Role.PREFILL:
+                continue
+            if beside.models[0].name == facts.models[0].name and beside.kind is not facts.kind:
+                text = f"it is {facts.kind}, and {other.url} prefills its model as {beside.kind}"
+                raise NotAnEngine(text)
 
     def _name(self) -> None:
         """Finds what each name stands for now."""
@@ -247,7 +312,7 @@ class Upstreams:
         self._name()
 
 
-def _upstream(url: str, key: bytes) -> Upstream:
+def _upstream(url: str, key: bytes, *, prefills: bool = False) -> Upstream:
     target = parse_url(url)
     if target.path != "/":
         raise ValueError("the URL of an upstream has no path: give http://HOST:PORT")
@@ -256,7 +321,7 @@ def _upstream(url: str, key: bytes) -> Upstream:
     # 53 bits, so that every reader of JSON keeps them.
     digest = blake2b(target.authority.encode(), digest_size=8).digest()
     worker_id = int.from_bytes(digest, "big") >> 11
-    return Upstream(url, target, worker_id, key)
+    return Upstream(url, target, worker_id, key, prefills)
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
@@ -270,6 +335,7 @@ def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
         data_parallel_start_rank=facts.ranks.start,
         data_parallel_size=len(facts.ranks),
         total_kv_blocks=facts.blocks,
+        role=Role.PREFILL if upstream.prefills else facts.role,
     )
     events: Mapping[int, str] = facts.events
     if len(events) < len(facts.ranks):  # what it caches is predicted from what it is sent

@@ -28,6 +28,18 @@ def gateway_families(
             stats.rung_failures,
         ),
         ("decisions", "choices, by what decided", "by", stats.decisions),
+        (
+            "ways",
+            "answered requests of models with prefill engines, by who computed the prompt",
+            "way",
+            stats.ways,
+        ),
+        (
+            "prefill_failures",
+            "prompts that a prefill engine did not compute, by cause",
+            "cause",
+            stats.prefill_failures,
+        ),
     )
     for name, what, label, values in of_requests:
         help = f"Number of {what}"
