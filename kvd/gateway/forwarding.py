@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 from uuid import uuid4
 
-from kvd.errors import KvdError, NotFound
+from kvd.errors import KvdError
 from kvd.gateway import errors
 from kvd.gateway.asking import Api, Asked, read
+from kvd.gateway.choices import Choices, Placement, Question
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.heads import EngineHead, read_head, request_head, request_id_of
@@ -31,9 +30,6 @@ from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
-from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.selection.requests import Constraints, QueuedRequest, SelectRequest
-from kvd.selection.service import Selections
 from kvd_core.relay.relay import Answer, Ending, Outcome
 from kvd_core.selector.selector import Pool
 
@@ -87,13 +83,13 @@ class Forwarder:
     def __init__(
         self,
         upstreams: Upstreams,
-        selections: Selections,
+        choices: Choices,
         exchanges: Exchanges,
         stats: GatewayStats,
         tokens: Tokens,
     ) -> None:
         self._upstreams = upstreams
-        self._selections = selections
+        self._choices = choices
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
@@ -137,7 +133,7 @@ class Forwarder:
             try:
                 done = await self._try(request, attempt, chosen)
             finally:
-                self._free(chosen.reservation_id)
+                self._choices.free(chosen.reservation_id)
             if done is not None:
                 return done
             attempt.tried.add(chosen.upstream.worker_id)
@@ -168,41 +164,30 @@ class Forwarder:
         if not allowed:
             return None
         reservation_id = f"{self._prefix}-{next(self._counter)}"
-        key = PartitionKey(served.model, DEFAULT_TENANT)
-        fleet = self._selections.fleets.get(key)  # none while its only worker is made anew
-        everybody = fleet is not None and allowed == fleet.workers.keys()
-        selection = SelectRequest(
-            key,
-            self._selections.settings(key),
-            reservation_id=reservation_id,
-            constraints=None if everybody else Constraints(allowed),
-            strict_priority=asked.priority,
-            expected_output_tokens=asked.expected_output_tokens,
-            lora_name=served.adapter,
-            session_id=self._session(attempt),
+        engines = list(usable.values())
+        facts = engines[0].facts
+        assert facts is not None
+        question = Question(
+            served.model,
+            served.adapter,
+            facts.block_size,
+            partial(self._look, attempt, engines),
+            reservation_id,
+            allowed,
+            asked.session if attempt.tokens is None else None,
+            asked.priority,
+            asked.expected_output_tokens,
         )
         try:
-            look = partial(self._look, attempt, list(usable.values()))
-            reply = self._selections.scheduler.select(selection, look)
-            if isinstance(reply, QueuedRequest):
-                rendered = await self._selections.scheduler.wait(reply)
-            else:
-                rendered = reply.answer
+            placed = await self._choices.choose(question)
         except KvdError as error:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        answer = json.loads(rendered)
         # Engines may have come and gone while the request was queued.
-        upstream = self._upstreams.each.get(answer["worker_id"])
+        upstream = self._upstreams.each.get(placed.worker_id)
         if upstream is None:
-            self._free(reservation_id)
+            self._choices.free(reservation_id)
             raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
-        return self._chosen(attempt, upstream, answer, reservation_id)
-
-    def _session(self, attempt: Attempt) -> str | None:
-        """Returns the session that binds a request: only where nothing better is known of it."""
-        if attempt.tokens is not None or self._selections.affinity is None:
-            return None
-        return attempt.asked.session
+        return self._chosen(attempt, upstream, placed, reservation_id)
 
     def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
         """Puts the prompt before a pool, and has it remembered, the first time."""
@@ -218,18 +203,18 @@ class Forwarder:
         self,
         attempt: Attempt,
         upstream: Upstream,
-        answer: Mapping[str, Any],
+        placed: Placement,
         reservation_id: str,
     ) -> Chosen:
         tokens = attempt.tokens
-        decision = _decision(upstream, tokens)
+        decision = _decision(upstream, tokens, placed)
         self._stats.decisions[decision] += 1
         return Chosen(
             upstream,
-            answer["dp_rank"],
+            placed.dp_rank,
             reservation_id,
             decision,
-            0 if tokens is None else tokens.count - answer["effective_prefill_tokens"],
+            0 if tokens is None else tokens.count - placed.prefill_tokens,
         )
 
     async def _try(self, request: RelayedRequest, attempt: Attempt, chosen: Chosen) -> bool | None:
@@ -256,7 +241,7 @@ class Forwarder:
                 if answer is None:
                     ending = exchange.ending()
                 else:
-                    self._prefilled(chosen.reservation_id)
+                    self._choices.note_prefilled(chosen.reservation_id)
                     if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                         self._stats.retries[refusal] += 1
                         attempt.refused = answer
@@ -317,9 +302,8 @@ class Forwarder:
         if cached is not None:
             self._stats.reported_matched_tokens += chosen.matched_tokens
             self._stats.reported_cached_tokens += cached
-            key = PartitionKey(attempt.served.model, DEFAULT_TENANT)
-            rank = key, chosen.upstream.worker_id, chosen.dp_rank
-            self._selections.regret.note_cached(rank, chosen.matched_tokens, cached)
+            count, expected = attempt.tokens.count, chosen.matched_tokens
+            self._choices.note_cached(chosen.reservation_id, count, expected, cached)
 
     async def _pass_refusal(
         self, request: RelayedRequest, answer: Answer, request_id: bytes
@@ -330,17 +314,11 @@ class Forwarder:
         self._stats.ended[Ended.COMPLETE] += 1
         return await request.respond(Response(said.status, answer.held, b"", headers))
 
-    def _prefilled(self, reservation_id: str) -> None:
-        with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
-            self._selections.reservations.prefill_complete(reservation_id)
 
-    def _free(self, reservation_id: str) -> None:
-        with suppress(NotFound):  # as above
-            self._selections.reservations.free(reservation_id)
-
-
-def _decision(upstream: Upstream, tokens: PromptTokens | None) -> Decision:
+def _decision(upstream: Upstream, tokens: PromptTokens | None, placed: Placement) -> Decision:
     assert upstream.facts is not None
+    if placed.by_load:
+        return Decision.FALLBACK
     if tokens is None:
         return Decision.LOAD
     return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED

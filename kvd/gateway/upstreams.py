@@ -11,20 +11,19 @@ worker after a restart and for every gateway.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import trio
 import xxhash
 
-from kvd.errors import KvdError, NotFound
+from kvd.errors import KvdError
+from kvd.gateway.choices import Choices
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.gateway.probing import Facts, Kind, NotAnEngine, Probe
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import Dialer, Unreachable
-from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_url
@@ -92,14 +91,14 @@ class Upstreams:
         self,
         urls: Iterable[str],
         exchanges: Exchanges,
-        selections: Selections,
+        choices: Choices,
         dialer: Dialer,
         key: bytes = b"",
     ) -> None:
         """Raises ValueError for a URL that none can have."""
         self.each = {one.worker_id: one for one in (_upstream(url, key) for url in urls)}
         self._exchanges = exchanges
-        self._selections = selections
+        self._choices = choices
         self._dialer = dialer
         self._changing = trio.Lock()
         self.names: dict[str, Served] = {}  # by the names that clients may use
@@ -216,14 +215,9 @@ class Upstreams:
     async def _register(self, upstream: Upstream, facts: Facts) -> None:
         """Makes it a worker, or the worker anew if it says other things than before."""
         async with self._changing:
-            record = record_of(upstream, facts)
-            known = self._selections.workers.entries.get(upstream.worker_id)
-            if known is None or known.record != record:
-                if known is not None and not known.reasons:
-                    await self._selections.workers.delete(upstream.worker_id)
-                entry = await self._selections.workers.put(record)
-                if entry.reasons:
-                    raise NotAnEngine("; ".join(entry.reasons))
+            reasons = await self._choices.register(record_of(upstream, facts))
+            if reasons:
+                raise NotAnEngine("; ".join(reasons))
             upstream.facts = facts
 
     def _name(self) -> None:
@@ -240,8 +234,7 @@ class Upstreams:
     async def remove(self, upstream: Upstream) -> None:
         """Forgets an engine; what is under way with it goes on."""
         del self.each[upstream.worker_id]
-        with suppress(NotFound):  # it never was one
-            await self._selections.workers.delete(upstream.worker_id)
+        await self._choices.deregister(upstream.worker_id)
         if upstream.engine is not None:
             self._exchanges.relay.remove_engine(upstream.engine)
         self._name()
