@@ -42,8 +42,10 @@ from kvd.fleet_file.targets import (
     SelectionTarget,
     SlotTrackerTarget,
 )
+from kvd.gateway.choices import Choices, LocalChoices
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.remote import RemoteChoices
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
@@ -70,10 +72,11 @@ class Gateway:
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
+        self.choices = _choices(config, selections, self.exchanges, dialer)
         self.upstreams = Upstreams(
             config.upstreams or (),
             self.exchanges,
-            selections,
+            self.choices,
             dialer,
             config.upstream_key,
             config.prefills or (),
@@ -83,7 +86,7 @@ class Gateway:
         )
         self._forwarder = Forwarder(
             self.upstreams,
-            selections,
+            self.choices,
             self.exchanges,
             self.stats,
             self.tokens,
@@ -94,14 +97,25 @@ class Gateway:
         """Moves bytes and follows the engines until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.exchanges.run)
+            nursery.start_soon(self.choices.run)
             nursery.start_soon(self.upstreams.run)
             nursery.start_soon(self.tokens.run)
 
     def routes(self) -> tuple[Route, ...]:
-        return gateway_routes(self.upstreams, self._forwarder, self._body_limit)
+        return gateway_routes(self.upstreams, self.choices, self._forwarder, self._body_limit)
 
     def families(self) -> Iterator[Family]:
-        return gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
+        yield from gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
+        yield from self.choices.families()
+
+
+def _choices(
+    config: Config, selections: Selections, exchanges: Exchanges, dialer: Dialer
+) -> Choices:
+    if config.gateway_kvd is None:
+        return LocalChoices(selections)
+    told = config.gateway_kvd_s, config.gateway_kvd_token
+    return RemoteChoices(config.gateway_kvd, exchanges, dialer, *told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kvd.config import parsers
 from kvd.config.parsers import OFF, Binds, Setting, TcpBind
 from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.pools import DEFAULT_REMOTE_TOKENS
+from kvd.gateway.remote import DEFAULT_DEADLINE_S
 from kvd.gateway.tokens import DEFAULT_TOKENIZE_S
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
@@ -604,6 +605,23 @@ GATEWAY_SETTINGS = section(
         DEFAULT_REMOTE_TOKENS,
     ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
+    gateway_kvd=Setting(
+        parsers.parse_kvds,
+        "URL,...",
+        "kvds that choose for the gateway, as http://HOST:PORT or unix:/PATH of their selection "
+        "service; the first that answers is asked (default: this process chooses)",
+        also="--kvd",
+    ),
+    gateway_kvd_s=Setting(
+        parsers.parse_seconds,
+        "SECONDS",
+        "time a kvd of gateway_kvd has to choose; without one the request goes by load",
+        DEFAULT_DEADLINE_S,
+    ),
+    gateway_kvd_token_file=file(
+        "file with the bearer token for the kvds of gateway_kvd, of scopes read, lifecycle and "
+        "admin"
+    ),
     gateway_body_bytes=Setting(
         parsers.within(1024, 2**31),
         "BYTES",

@@ -13,44 +13,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
 from uuid import uuid4
 
-from kvd.errors import KvdError, NotFound
 from kvd.gateway import errors
-from kvd.gateway.asking import Api, Asked, read
+from kvd.gateway.asking import Api, read
+from kvd.gateway.choices import Choices
+from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.heads import EngineHead, read_head, request_id_of
-from kvd.gateway.pools import (
-    LIMITS,
-    Beside,
-    Crew,
-    Place,
-    compute,
-    crew_of,
-    handed_over,
-    meeting,
-    prefill_body,
-    taking_over,
-)
+from kvd.gateway.pools import Beside, Place, compute, handed_over, meeting, taking_over
 from kvd.gateway.probing import Kind
-from kvd.gateway.stats import Decision, Ended, GatewayStats, Way
-from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
+from kvd.gateway.stats import Ended, GatewayStats
+from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
-from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.selection.phases import Phase
-from kvd.selection.requests import Constraints, QueuedRequest, SelectRequest
-from kvd.selection.service import Selections
 from kvd_core.relay.relay import Answer, Ending, Outcome
-from kvd_core.selector.selector import Pool, Prompt
 
 MAX_TRIES = 3  # engines that one request is sent to
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
@@ -71,64 +53,27 @@ NOT_BEGUN = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Who serves a request, and what was expected of that."""
-
-    upstream: Upstream
-    dp_rank: int
-    reservation_id: str
-    decision: Decision
-    matched_tokens: int  # of a prompt whose tokens are known
-    way: Way | None  # None: its model has no prefill engine
-    prefill: Place | None  # who computes the prompt for `upstream`, None: itself
-
-    @property
-    def computing(self) -> Place:
-        """Where the prompt is computed."""
-        return self.prefill or Place(self.upstream, self.dp_rank)
-
-
-@dataclass(slots=True)
-class Attempt:
-    """What is known of a request while engines are tried."""
-
-    asked: Asked
-    served: Served
-    tokens: PromptTokens | None
-    request_id: bytes
-    body: bytes
-    path: bytes
-    tried: set[int] = field(default_factory=set)  # worker ids
-    prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
-    prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
-    prefill_failed: bool = False
-    prefill_cached: int | None = None  # tokens, as the prefill engine says
-    refused: Answer | None = None  # what the last one that refused has said
-    failed: str | None = None  # why the last one that failed did
-
-
 class Forwarder:
     """Serves the requests of a gateway's clients."""
 
     def __init__(
         self,
         upstreams: Upstreams,
-        selections: Selections,
+        choices: Choices,
         exchanges: Exchanges,
         stats: GatewayStats,
         tokens: Tokens,
         remote_tokens: int,
     ) -> None:
         """Prefill engines compute prompts of which `remote_tokens` are cached by no other."""
-        self._remote_tokens = remote_tokens
         self._upstreams = upstreams
-        self._selections = selections
+        self._choices = choices
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
+        self._chooser = Chooser(upstreams, choices, stats, tokens, remote_tokens, self._prefix)
 
     async def serve(self, api: Api, request: RelayedRequest) -> bool:
         """Serves one request; returns whether its connection persists.
@@ -162,18 +107,15 @@ class Forwarder:
         path = request.target.partition(b"?")[0]
         attempt = Attempt(asked, served, tokens, request_id, request.body, path)
         for _ in range(MAX_TRIES):
-            chosen = await self._choose(attempt)
+            chosen = await self._chooser.choose(attempt)
             if chosen is None:
                 break
             try:
                 done = await self._try(request, attempt, chosen)
             finally:
-                self._free(chosen.reservation_id)
+                self._choices.free(chosen.reservation_id)
             if done is not None:
                 return done
-        if not attempt.tried:
-            text = f"the engines that serve {served.model} now only compute prompts, or take them"
-            raise GatewayError(Reason.NO_UPSTREAM, f"{text} over: both are needed")
         if attempt.refused is not None:
             return await self._pass_refusal(request, attempt.refused, attempt.request_id)
         raise GatewayError(
@@ -192,126 +134,6 @@ class Forwarder:
             text = f"The model `{name}` does not exist."
             raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
         return served
-
-    async def _choose(self, attempt: Attempt) -> Chosen | None:
-        """Chooses and books; None if nobody is left. Raises GatewayError."""
-        asked, served = attempt.asked, attempt.served
-        serving = self._upstreams.serving(served)
-        crew = crew_of((one for one in serving if one.worker_id not in attempt.tried), attempt.path)
-        try:
-            way = self._way(attempt, crew)
-        except KvdError as error:
-            raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        usable = crew.pairs if way is Way.REMOTE else crew.alone
-        allowed = frozenset(one.worker_id for one in usable)
-        if not allowed:
-            return None
-        reservation_id = f"{self._prefix}-{next(self._counter)}"
-        key = PartitionKey(served.model, DEFAULT_TENANT)
-        fleet = self._selections.fleets.get(key)  # none while its only worker is made anew
-        everybody = fleet is not None and allowed == fleet.workers.keys()
-        selection = SelectRequest(
-            key,
-            self._selections.settings(key),
-            Phase.BOTH if way is Way.REMOTE else None,
-            reservation_id=reservation_id,
-            constraints=None if everybody else Constraints(allowed),
-            strict_priority=asked.priority,
-            expected_output_tokens=asked.expected_output_tokens,
-            lora_name=served.adapter,
-            session_id=self._session(attempt),
-        )
-        try:
-            look = partial(self._look, attempt, serving)
-            reply = self._selections.scheduler.select(selection, look)
-            if isinstance(reply, QueuedRequest):
-                rendered = await self._selections.scheduler.wait(reply)
-            else:
-                rendered = reply.answer
-        except KvdError as error:
-            raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        answer = json.loads(rendered)
-        chosen = self._chosen(attempt, answer, reservation_id, way, crew)
-        if chosen is None:
-            self._free(reservation_id)
-            raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
-        return chosen
-
-    def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
-        """Says who computes a prompt; None: its model has no prefill engine."""
-        if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
-            return None
-        if not crew.pairs or (attempt.prefill_failed and crew.alone):
-            return Way.FALLBACK
-        if not crew.alone:
-            return Way.REMOTE
-        if self._uncached(attempt, crew.alone) < self._remote_tokens:
-            return Way.SHORT
-        if attempt.prefill_body is None:
-            attempt.prefill_body = prefill_body(attempt.path, attempt.body)
-        return Way.UNSUITED if attempt.prefill_body is None else Way.REMOTE
-
-    def _uncached(self, attempt: Attempt, engines: Sequence[Upstream]) -> int:
-        """Returns the tokens of a prompt that each of these would have to compute, at least."""
-        key = PartitionKey(attempt.served.model, DEFAULT_TENANT)
-        fleet = self._selections.fleets.get(key)
-        if fleet is None or not fleet.workers:  # being made anew
-            return 0
-        self._look(attempt, engines, fleet.pool)
-        attempt.prompt = fleet.pool.hold(), fleet.pool.block_size
-        mask = fleet.pool.mask(one.worker_id for one in engines)
-        return fleet.pool.least_prefill_tokens(self._selections.settings(key), mask)
-
-    def _session(self, attempt: Attempt) -> str | None:
-        """Returns the session that binds a request: only where nothing better is known of it."""
-        if attempt.tokens is not None or self._selections.affinity is None:
-            return None
-        return attempt.asked.session
-
-    def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
-        """Puts the prompt before a pool, and has it remembered, the first time."""
-        if attempt.prompt is not None and attempt.prompt[1] == pool.block_size:
-            return pool.look_again(attempt.prompt[0])
-        tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
-        if tokens is None:
-            pool.look(b"", b"", max(1, len(attempt.body) // BYTES_PER_TOKEN))
-            return
-        tokens.look(pool, served.adapter, asked.salt)
-        if not attempt.tried:
-            self._tokens.note(asked, served, attempt.body, tokens, pool, engines)
-
-    def _chosen(
-        self,
-        attempt: Attempt,
-        answer: Mapping[str, Any],
-        reservation_id: str,
-        way: Way | None,
-        crew: Crew,
-    ) -> Chosen | None:
-        """Returns who is named in an answer; None if that is not there or cannot serve alone."""
-        tokens = attempt.tokens
-        prefill = answer.get("prefill")
-        # Engines may have come and gone while the request was queued.
-        upstream = self._upstreams.each.get(answer["worker_id"])
-        computing = upstream if prefill is None else self._upstreams.each.get(prefill["worker_id"])
-        if upstream is None or computing is None:
-            return None
-        if way is Way.REMOTE and prefill is None:
-            if upstream not in crew.alone:
-                return None
-            way = Way.FALLBACK
-        decision = _decision(computing, tokens)
-        self._stats.decisions[decision] += 1
-        computes = answer if prefill is None else prefill
-        return Chosen(
-            upstream,
-            answer["dp_rank"],
-            reservation_id,
-            decision,
-            0 if tokens is None else tokens.count - computes["effective_prefill_tokens"],
-            way,
-            None if prefill is None else Place(computing, prefill["dp_rank"]),
-        )
 
     async def _try(self, request: RelayedRequest, attempt: Attempt, chosen: Chosen) -> bool | None:
         """Sends the request to the engine that was chosen; None if another one may be tried."""
@@ -341,8 +163,9 @@ class Forwarder:
         if params is None:
             return await self._without_prefill(request, attempt, prefill, said)
         assert isinstance(said, Answer)
-        attempt.prefill_cached = cached_tokens(said.held)
-        self._prefilled(chosen.reservation_id)
+        if (cached := cached_tokens(said.held)) is not None:
+            self._note_reported(attempt, chosen, cached)
+        self._choices.note_prefilled(chosen.reservation_id)
         body = taking_over(attempt.asked, attempt.body, params)
         return await self._send(request, attempt, chosen, body)
 
@@ -383,7 +206,7 @@ class Forwarder:
                 if answer is None:
                     ending = exchange.ending()
                 else:
-                    self._prefilled(chosen.reservation_id)
+                    self._choices.note_prefilled(chosen.reservation_id)
                     if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                         self._stats.retries[refusal] += 1
                         attempt.refused = answer
@@ -392,7 +215,7 @@ class Forwarder:
                     chunked, persists = _forward(request, attempt, chosen, exchange, answer)
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is Outcome.COMPLETE:
-                        attempt.prefill_cached = cached_tokens(await beside.ends())
+                        await beside.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
         if answer is None:
             if beside is None or not beside.failed:
@@ -448,13 +271,19 @@ class Forwarder:
         self._stats.prompt_tokens += attempt.tokens.count
         self._stats.matched_tokens += chosen.matched_tokens
         # Who takes over says of all that was handed over that it was cached.
-        cached = cached_tokens(tail) if chosen.prefill is None else attempt.prefill_cached
+        cached = cached_tokens(tail) if chosen.prefill is None else None
         if cached is not None:
-            self._stats.reported_matched_tokens += chosen.matched_tokens
-            self._stats.reported_cached_tokens += cached
-            key = PartitionKey(attempt.served.model, DEFAULT_TENANT)
-            rank = key, chosen.computing.upstream.worker_id, chosen.computing.dp_rank
-            self._selections.regret.note_cached(rank, chosen.matched_tokens, cached)
+            self._note_reported(attempt, chosen, cached)
+
+    def _note_reported(self, attempt: Attempt, chosen: Chosen, cached: int) -> None:
+        """Counts what the engine that computed a prompt says of its cached tokens."""
+        if attempt.tokens is None:
+            return
+        count, expected = attempt.tokens.count, chosen.matched_tokens
+        self._stats.reported_matched_tokens += expected
+        self._stats.reported_cached_tokens += cached
+        prefill = chosen.prefill is not None
+        self._choices.note_cached(chosen.reservation_id, count, expected, cached, prefill=prefill)
 
     async def _pass_refusal(
         self, request: RelayedRequest, answer: Answer, request_id: bytes
@@ -464,21 +293,6 @@ class Forwarder:
         headers = [*_paced(said), (b"x-request-id", request_id)]
         self._stats.ended[Ended.COMPLETE] += 1
         return await request.respond(Response(said.status, answer.held, b"", headers))
-
-    def _prefilled(self, reservation_id: str) -> None:
-        with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
-            self._selections.reservations.prefill_complete(reservation_id)
-
-    def _free(self, reservation_id: str) -> None:
-        with suppress(NotFound):  # as above
-            self._selections.reservations.free(reservation_id)
-
-
-def _decision(upstream: Upstream, tokens: PromptTokens | None) -> Decision:
-    assert upstream.facts is not None
-    if tokens is None:
-        return Decision.LOAD
-    return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED
 
 
 def _forward(

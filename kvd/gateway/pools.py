@@ -284,11 +284,10 @@ class Beside:
             nursery.cancel_scope.cancel()
         return None if self.failed else answer
 
-    async def ends(self) -> bytes:
-        """Waits a little for the end of its answer, and returns it as far as it is known."""
+    async def ends(self) -> None:
+        """Waits a little for the end of its answer, so that its connection is kept."""
         with trio.move_on_after(PREFILL_END_S):
             await self._look()
-        return self.said.held if isinstance(self.said, Answer) else b""
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         await self._look()

@@ -33,6 +33,7 @@ class Decision(StrEnum):
     PREDICTED = "predicted"  # the same, by what the engine was sent before: it tells no events
     SESSION = "session"
     LOAD = "load"
+    FALLBACK = "fallback"  # the load that this process knows of: no kvd has answered
 
 
 class Way(StrEnum):

@@ -11,14 +11,14 @@ worker after a restart and for every gateway.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 
 import trio
 
-from kvd.errors import KvdError, NotFound
+from kvd.errors import KvdError
+from kvd.gateway.choices import Choices
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head, request_head
 from kvd.gateway.probing import Facts, Kind, NotAnEngine, Probe
@@ -26,7 +26,6 @@ from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import Dialer, Unreachable
-from kvd.selection.service import Selections
 from kvd.selection.worker_record import Role, WorkerRecord
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_url
@@ -124,7 +123,7 @@ class Upstreams:
         self,
         urls: Iterable[str],
         exchanges: Exchanges,
-        selections: Selections,
+        choices: Choices,
         dialer: Dialer,
         key: bytes = b"",
         prefills: Iterable[str] = (),
@@ -137,7 +136,7 @@ class Upstreams:
         found += [_upstream(url, key, prefills=True) for url in prefills]
         self.each = {one.worker_id: one for one in found}
         self._exchanges = exchanges
-        self._selections = selections
+        self._choices = choices
         self._dialer = dialer
         self._changing = trio.Lock()
         self.names: dict[str, Served] = {}  # by the names that clients may use
@@ -264,14 +263,9 @@ class Upstreams:
         """Makes it a worker, or the worker anew if it says other things than before."""
         async with self._changing:
             self._check_role(upstream, facts)
-            record = record_of(upstream, facts)
-            known = self._selections.workers.entries.get(upstream.worker_id)
-            if known is None or known.record != record:
-                if known is not None and not known.reasons:
-                    await self._selections.workers.delete(upstream.worker_id)
-                entry = await self._selections.workers.put(record)
-                if entry.reasons:
-                    raise NotAnEngine("; ".join(entry.reasons))
+            reasons = await self._choices.register(record_of(upstream, facts))
+            if reasons:
+                raise NotAnEngine("; ".join(reasons))
             upstream.facts = facts
 
     def _check_role(self, upstream: Upstream, facts: Facts) -> None:
@@ -305,8 +299,7 @@ class Upstreams:
     async def remove(self, upstream: Upstream) -> None:
         """Forgets an engine; what is under way with it goes on."""
         del self.each[upstream.worker_id]
-        with suppress(NotFound):  # it never was one
-            await self._selections.workers.delete(upstream.worker_id)
+        await self._choices.deregister(upstream.worker_id)
         if upstream.engine is not None:
             self._exchanges.relay.remove_engine(upstream.engine)
         self._name()

@@ -9,6 +9,9 @@ from urllib.parse import SplitResult, urlsplit
 from kvd.wire.hosts import literal
 
 PORTS = {"http": 80, "https": 443}
+UNIX_PREFIX = "unix:"
+# Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
+MAX_UNIX_PATH_BYTES = 107
 FORM = "http://HOST[:PORT][/PATH], or https://"
 
 # Up to the last @: a password may hold anything, commas and slashes too. Without a scheme it is no
@@ -55,6 +58,25 @@ def parse_url(url: str) -> Target:
     host, port = _host(parts), _port(parts)
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Target(host, port, parts.scheme == "https", authority, parts.path or "/")
+
+
+def parse_kvd(url: str) -> Target:
+    """Reads where a kvd is asked: a Unix socket, whose path is the host then, or an http: URL.
+
+    Raises ValueError as `parse_url` does.
+    """
+    form = "expected http://HOST:PORT or unix:/PATH"
+    if url.startswith(UNIX_PREFIX):
+        path = url.removeprefix(UNIX_PREFIX)
+        if not path.startswith("/") or not path.isprintable():
+            raise ValueError(f"the path of a Unix socket must begin with a slash, {form}")
+        if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"the path is longer than {MAX_UNIX_PATH_BYTES} bytes")
+        return Target(path, 0, False, "localhost", "/")
+    target = parse_url(url)
+    if target.tls or target.path != "/":
+        raise ValueError(f"a kvd is asked by http: without a path, {form}")
+    return target
 
 
 def _host(parts: SplitResult) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from kvd.faces.common.monitoring import HEALTH
 from kvd.gateway.asking import Api
+from kvd.gateway.choices import Choices
 from kvd.gateway.errors import GatewayError, Reason, openai_error
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.upstreams import Standing, Upstreams
@@ -51,7 +52,7 @@ class OpenAiFailures(Failures):
 
 
 def gateway_routes(
-    upstreams: Upstreams, forwarder: Forwarder, body_limit: int
+    upstreams: Upstreams, choices: Choices, forwarder: Forwarder, body_limit: int
 ) -> tuple[Route, ...]:
     """Returns the face's routes; bodies have `body_limit` bytes at most."""
     relayed = tuple(
@@ -72,7 +73,7 @@ def gateway_routes(
         Route("GET", "/v1/models", partial(list_models, upstreams), scope=Scope.OPEN),
         Route("GET", "/v1/models/{model}", partial(show_model, upstreams), scope=Scope.OPEN),
         Route("GET", "/ready", partial(ready, upstreams), scope=Scope.OPEN),
-        Route("GET", "/status", partial(status, upstreams)),
+        Route("GET", "/status", partial(status, upstreams, choices)),
         HEALTH,
     )
 
@@ -118,9 +119,12 @@ def ready(upstreams: Upstreams, request: Request) -> Response:
     return Response(200 if serving else 503, body)
 
 
-def status(upstreams: Upstreams, request: Request) -> Response:
-    """Shows every engine: what it has said of itself, and how it is."""
-    return _json({"upstreams": [_shown(upstream) for upstream in upstreams]})
+def status(upstreams: Upstreams, choices: Choices, request: Request) -> Response:
+    """Shows every engine: what it has said of itself, and how it is; and the kvds that choose."""
+    shown: dict[str, object] = {"upstreams": [_shown(upstream) for upstream in upstreams]}
+    if (kvds := choices.shown()) is not None:
+        shown["kvds"] = kvds
+    return _json(shown)
 
 
 def _shown(upstream: Any) -> dict[str, Any]:

@@ -57,6 +57,7 @@ UPSTREAM = row(
         "renders": FLAG,
     },
 )
+KVD = row({"url": TEXT, "up": FLAG, "problem": nullable(TEXT)})
 READY = in_json(row({"ready": FLAG, "serving": COUNT}))
 # Whatever an engine answers with goes on, and the gateway's own failures are of these, too.
 REFUSED = (400, 404, 429, 502, 503, 504)
@@ -78,7 +79,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/models/{model}": Operation("Shows a model", {200: in_json(CARD)}, (404,)),
     "GET /ready": Operation("Says whether a request could be served", {200: READY, 503: READY}),
     "GET /status": Operation(
-        "Shows every engine", {200: in_json(row({"upstreams": array(UPSTREAM)}))}
+        "Shows every engine, and every kvd that chooses for the gateway",
+        {200: in_json(row({"upstreams": array(UPSTREAM)}, {"kvds": array(KVD)}))},
     ),
     "GET /health": HEALTH,
     **EVERY_FACE,
