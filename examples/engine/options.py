@@ -19,6 +19,7 @@ class Fault(StrEnum):
     GARBAGE = "garbage"  # something that is not HTTP
     ERROR_EVENT = "error-event"  # status 200, and an error as the first event of the stream
     BYTES = "bytes"  # the answer comes byte by byte
+    KEEPS_NOTHING = "keeps-nothing"  # of a prompt that it computes for another engine (vllm)
     REFUSE_429 = "429"
     REFUSE_500 = "500"
     REFUSE_503 = "503"
@@ -38,5 +39,6 @@ class EngineOptions:
     step_s: float = 0.0  # per token that is generated
     events: bool = True  # it publishes what it caches
     renders: bool = False  # it has vLLM's render routes
+    mode: str = "null"  # sglang's disaggregation_mode: null, prefill or decode
     idle_s: float = 5.0  # a connection without a request is closed after that
     faults: deque[Fault] = field(default_factory=deque)

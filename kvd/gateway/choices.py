@@ -83,7 +83,7 @@ class Choices(Protocol):
         """Takes note of a request's first token, or of the end of its prefill elsewhere."""
 
     def note_cached(
-        self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool
+        self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
     ) -> None:
         """Takes the cached tokens of a prompt, as they were expected and as its engine says.
 
@@ -155,7 +155,7 @@ class LocalChoices:
             self._selections.reservations.prefill_complete(reservation_id)
 
     def note_cached(
-        self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool
+        self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
     ) -> None:
         with suppress(NotFound):  # as above
             booked = reservation_id + PREFILL_SUFFIX if prefill else reservation_id

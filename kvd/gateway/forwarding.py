@@ -142,13 +142,10 @@ class Forwarder:
         if _is_vllm(chosen.prefill):
             return await self._send_in_turn(request, attempt, chosen, chosen.prefill)
         body = meeting(attempt.asked, attempt.body, chosen.prefill)
-        beside = Beside(
-            self._exchanges, request, chosen.prefill, attempt.request_id, body, _is_failure
-        )
+        beside = Beside(self._exchanges, request, chosen.prefill, attempt.request_id, body, fault)
         done = await self._send(request, attempt, chosen, body, beside)
-        if beside.failed and done is None:
-            assert beside.said is not None
-            return await self._without_prefill(request, attempt, chosen.prefill, beside.said)
+        if beside.failure is not None:
+            return await self._without_prefill(request, attempt, chosen.prefill, beside.failure)
         return done
 
     async def _send_in_turn(
@@ -178,7 +175,7 @@ class Forwarder:
             cause = said.outcome.name.lower()
         elif (refusal := _refuses(said)) is not None:
             cause = refusal
-        elif _is_failure(said):
+        elif fault(said) is not None:
             return await self._pass_refusal(request, said, attempt.request_id)
         else:
             cause = "nothing_handed_over"
@@ -218,7 +215,7 @@ class Forwarder:
                         await beside.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
         if answer is None:
-            if beside is None or not beside.failed:
+            if beside is None or beside.failure is None:
                 self._note_not_begun(attempt, upstream, ending)
                 attempt.tried.add(upstream.worker_id)
             return None
@@ -320,10 +317,11 @@ def _is_vllm(place: Place) -> bool:
     return place.upstream.facts is not None and place.upstream.facts.kind is Kind.VLLM
 
 
-def _is_failure(answer: Answer) -> bool:
-    """Says whether an engine that computes a prompt has failed at it."""
-    told = event_error(answer.held) if answer.events else None
-    return answer.status >= 400 or told is not None
+def fault(answer: Answer) -> int | None:
+    """Returns the status of an error that an answer is, None if it is none."""
+    if answer.events and answer.status == 200:
+        return event_error(answer.held)
+    return answer.status if answer.status >= 400 else None
 
 
 def _paced(said: EngineHead) -> Headers:

@@ -40,14 +40,14 @@ from kvd.gateway.upstreams import Upstream
 from kvd.http.relayed import RelayedRequest
 from kvd.selection.worker_record import Role
 from kvd_core.json.scan import BodyScanner
-from kvd_core.relay.relay import Answer, Ending
+from kvd_core.relay.relay import Answer, Ending, Outcome
 
 # Prompts of fewer tokens, beside what is cached, are computed where they are answered.
 DEFAULT_REMOTE_TOKENS = 2048
 # Of a prefill engine's answer: block numbers of a million tokens, several times.
 HANDED_BYTES = 16 * 1024 * 1024
-# Time for the end of a prefill engine's answer when the other one's has ended, seconds.
-PREFILL_END_S = 1.0
+# Time for the end of one engine of SGLang when the other one has failed or is done, seconds.
+LOST_S = 1.0
 
 # By path that generates: the members that bound the length of an answer; the first is always sent.
 LIMITS = {
@@ -249,16 +249,16 @@ class Beside:
         place: Place,
         request_id: bytes,
         body: bytes,
-        fails: Callable[[Answer], bool],
+        fault: Callable[[Answer], int | None],
     ) -> None:
-        """`fails` judges a prefill engine's whole answer."""
+        """`fault` tells the status with which an engine has failed, None if it has not."""
         engine = place.upstream.engine
         assert engine is not None
         head = place.upstream.head(request, request_id, len(body), None)  # its room says its rank
         self._begin = partial(exchanges.begin, engine, head, body, HANDED_BYTES)
-        self._fails = fails
-        self.said: Answer | Ending | None = None  # None: it is at work
-        self.failed = False
+        self._fault = fault
+        self._said: Answer | Ending | None = None  # None: it is at work
+        self.failure: Answer | Ending | None = None  # why the other one has nothing to take over
 
     def __enter__(self) -> Beside:
         self._exchange = self._begin()
@@ -275,27 +275,45 @@ class Beside:
     async def begins(self, other: Exchange) -> Answer | None:
         """Waits for how the other engine's answer begins.
 
-        Returns None if that has ended without one, or if this one has failed.
+        Returns None if that has ended without one, or if there is nothing for it to take over. An
+        engine that has lost the other one answers with 500: then it is the other one's end that
+        counts, which comes as soon. So does an answer to a prompt that was handed over before its
+        engine broke off.
         """
-        answer = None
+        answer, begun = None, False
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, nursery.cancel_scope)
+            nursery.start_soon(self._look, nursery.cancel_scope)
             answer = await other.begins()
+            begun = True
             nursery.cancel_scope.cancel()
-        return None if self.failed else answer
+        if not begun and self._may_have_handed_over():
+            with trio.move_on_after(LOST_S):
+                answer = await other.begins()
+                begun = True
+        elif answer is not None and self._fault(answer) == 500:
+            await self._wait(LOST_S)
+            begun = not isinstance(self._said, Ending)
+        if begun:
+            return answer
+        self.failure = self._said
+        return None
+
+    def _may_have_handed_over(self) -> bool:
+        if isinstance(self._said, Answer):
+            return self._fault(self._said) == 500
+        return self._said is not None and self._said.outcome is Outcome.BROKEN
 
     async def ends(self) -> None:
         """Waits a little for the end of its answer, so that its connection is kept."""
-        with trio.move_on_after(PREFILL_END_S):
-            await self._look()
+        await self._wait(LOST_S)
 
-    async def _watch(self, scope: trio.CancelScope) -> None:
-        await self._look()
-        if self.failed:
+    async def _wait(self, seconds: float) -> None:
+        with trio.move_on_after(seconds) as scope:
+            await self._look(scope)
+
+    async def _look(self, scope: trio.CancelScope) -> None:
+        """Waits for all of its answer, and ends the scope if that is a failure."""
+        if self._said is None:
+            self._said = await self._exchange.begins() or self._exchange.ending()
+        if isinstance(self._said, Ending) or self._fault(self._said) is not None:
             scope.cancel()
-
-    async def _look(self) -> None:
-        if self.said is None:
-            answer = await self._exchange.begins()
-            self.said = answer or self._exchange.ending()
-            self.failed = answer is None or self._fails(answer)

@@ -372,7 +372,7 @@ class RemoteChoices:
         self._put_step(reservation_id, Step("POST", "/prefill_complete"))
 
     def note_cached(
-        self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool
+        self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
     ) -> None:
         # The length may be a guess, and the engine knows better.
         said = {"prompt_tokens": max(prompt, cached), "cached_tokens": cached}

@@ -131,18 +131,29 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    start: Callable[..., Server], *options: EngineOptions, flags: Sequence[str] = ()
+    start: Callable[..., Server],
+    *options: EngineOptions,
+    flags: Sequence[str] = (),
+    prefills: int = 0,
+    unusable: int = 0,
 ) -> AsyncIterator[tuple[Client, list[Running]]]:
-    """Yields a client of a gateway that serves all of these engines, and the engines."""
+    """Yields a client of a gateway that serves all of these engines, and the engines.
+
+    The first `prefills` of them are named as such; so many are `unusable`.
+    """
     async with engines(*options) as running:
-        named = [part for each in running for part in ("--upstream", each.url)]
+        named = [
+            part
+            for at, each in enumerate(running)
+            for part in ("--prefill" if at < prefills else "--upstream", each.url)
+        ]
         named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
         server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
         async with httpx.AsyncClient(
             base_url=server.base_url, trust_env=False, verify=False, timeout=60
         ) as http:
             client = Client(http)
-            await wait_serving(client, len(running))
+            await wait_serving(client, len(running) - unusable)
             for each in running:
                 if each.server.publisher is not None:
                     await each.server.publisher.subscribed()

@@ -132,6 +132,7 @@ def _shown(upstream: Any) -> dict[str, Any]:
         "url": upstream.url,
         "worker_id": upstream.worker_id,
         "standing": upstream.standing.value,
+        "role": upstream.role,
         "problem": upstream.problem,
     }
     facts = upstream.facts

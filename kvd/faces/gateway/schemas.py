@@ -28,6 +28,7 @@ from kvd.faces.common.schemas import (
 from kvd.faces.gateway.routes import RELAYED
 from kvd.gateway.probing import Kind
 from kvd.gateway.upstreams import Standing
+from kvd.selection.worker_record import Role
 
 STREAM = "text/event-stream"
 ANSWER: Content = {JSON: {"schema": by_name(ANY)}, STREAM: {"schema": TEXT}}
@@ -44,6 +45,7 @@ UPSTREAM = row(
         "url": TEXT,
         "worker_id": U64,
         "standing": one_of(*Standing),
+        "role": nullable(one_of(*Role)),
         "problem": nullable(TEXT),
     },
     {
