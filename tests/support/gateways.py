@@ -142,22 +142,34 @@ async def serving(
     The first `prefills` of them are named as such; so many are `unusable`.
     """
     async with engines(*options) as running:
-        named = [
-            part
-            for at, each in enumerate(running)
-            for part in ("--prefill" if at < prefills else "--upstream", each.url)
-        ]
-        named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
-        server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
-        async with httpx.AsyncClient(
-            base_url=server.base_url, trust_env=False, verify=False, timeout=60
-        ) as http:
-            client = Client(http)
-            await wait_serving(client, len(running) - unusable)
+        urls = [each.url for each in running]
+        named = [part for url in urls[:prefills] for part in ("--prefill", url)]
+        async with gateway_of(
+            start, urls[prefills:], [*named, *flags], len(urls) - unusable
+        ) as client:
             for each in running:
                 if each.server.publisher is not None:
                     await each.server.publisher.subscribed()
             yield client, running
+
+
+@asynccontextmanager
+async def gateway_of(
+    start: Callable[..., Server],
+    urls: Sequence[str],
+    flags: Sequence[str] = (),
+    count: int | None = None,
+) -> AsyncIterator[Client]:
+    """Yields a client of a gateway of the engines at these URLs, once so many serve: else all."""
+    named = [part for url in urls for part in ("--upstream", url)]
+    named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
+    server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
+    async with httpx.AsyncClient(
+        base_url=server.base_url, trust_env=False, verify=False, timeout=60
+    ) as http:
+        client = Client(http)
+        await wait_serving(client, len(urls) if count is None else count)
+        yield client
 
 
 async def wait_serving(client: Client, count: int) -> None:
