@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -58,6 +58,7 @@ class ApiServer:
             memory_families,
             self._refusal_families,
         ]
+        self.metrics_route: Callable[[Sequence[Source]], Route] = metrics_route
         self._limits = config.http
         self._context = ServerContext(
             Authorizer(config.policy), self.requests.observe, failures, AccessLog(name)
@@ -142,7 +143,9 @@ class ApiServer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serves `routes` and those of every face until `stop` is set and all is answered."""
-        routes = with_document(self.name, (*routes, metrics_route(self.sources)), self._description)
+        routes = with_document(
+            self.name, (*routes, self.metrics_route(self.sources)), self._description
+        )
         routes = tuple(self._bounded(each) for each in routes)
         app = build_app(routes, self._limits, self._context, not_found)
         async with trio.open_nursery() as nursery:

@@ -22,6 +22,7 @@ from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
 from kvd.faces.gateway import schemas as gateway_schemas
 from kvd.faces.gateway.metrics import gateway_families
+from kvd.faces.gateway.processes import metrics_route as merged_metrics_route
 from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
@@ -46,6 +47,7 @@ from kvd.gateway.choices import Choices, LocalChoices
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.remote import RemoteChoices
+from kvd.gateway.siblings import Place, Siblings
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
@@ -68,11 +70,16 @@ from kvd.telemetry.metrics import Family, by_label, counter, gauge
 class Gateway:
     """The gateway's parts; without upstreams it serves nothing."""
 
-    def __init__(self, config: Config, selections: Selections, dialer: Dialer) -> None:
+    def __init__(
+        self, config: Config, selections: Selections, dialer: Dialer, place: Place | None
+    ) -> None:
+        """One of several processes has a `place` among them."""
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
         self.choices = _choices(config, selections, self.exchanges, dialer)
+        self._name = None if place is None else place.name
+        self.siblings = None if place is None else Siblings(place, self.exchanges)
         self.upstreams = Upstreams(
             config.upstreams or (), self.exchanges, self.choices, dialer, config.upstream_key
         )
@@ -92,7 +99,9 @@ class Gateway:
             nursery.start_soon(self.tokens.run)
 
     def routes(self) -> tuple[Route, ...]:
-        return gateway_routes(self.upstreams, self.choices, self._forwarder, self._body_limit)
+        return gateway_routes(
+            self.upstreams, self.choices, self._forwarder, self._body_limit, self._name
+        )
 
     def families(self) -> Iterator[Family]:
         yield from gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
@@ -100,7 +109,10 @@ class Gateway:
 
 
 def _choices(
-    config: Config, selections: Selections, exchanges: Exchanges, dialer: Dialer
+    config: Config,
+    selections: Selections,
+    exchanges: Exchanges,
+    dialer: Dialer,
 ) -> Choices:
     if config.gateway_kvd is None:
         return LocalChoices(selections)
@@ -237,6 +249,8 @@ class Apis:
             lambda: speed_families(selections, config().metrics_ranks),
         ]
         self.gateway.sources += [blocks, known.gateway.families]
+        if known.gateway.siblings is not None:
+            self.gateway.metrics_route = partial(merged_metrics_route, known.gateway.siblings)
         self.conductor.sources.append(
             partial(conductor_listings.families, known.state, known.publishers)
         )

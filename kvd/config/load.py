@@ -126,6 +126,7 @@ class Config:
     gateway_bind: Binds | None
     upstreams: tuple[str, ...] | None  # URLs of the engines behind the gateway
     upstream_key: bytes = field(repr=False)  # shown to them; empty: none
+    gateway_processes: int
     gateway_kvd: tuple[str, ...] | None  # where the gateway's kvds are; None: in this process
     gateway_kvd_s: float
     gateway_kvd_token: bytes = field(repr=False)  # shown to them; empty: none
