@@ -6,7 +6,7 @@ Components ──> routes of the indexer, the slot tracker, the selection servic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
 from kvd.faces.gateway import schemas as gateway_schemas
 from kvd.faces.gateway.metrics import gateway_families
-from kvd.faces.gateway.processes import metrics_route as merged_metrics_route
+from kvd.faces.gateway.processes import metrics_route
 from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
@@ -64,7 +64,7 @@ from kvd.net.recovery import RecoveryStats
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
-from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge
 
 
 class Gateway:
@@ -78,8 +78,7 @@ class Gateway:
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
         self.choices = _choices(config, selections, self.exchanges, dialer)
-        self._name = None if place is None else place.name
-        self.siblings = None if place is None else Siblings(place, self.exchanges)
+        self._siblings = None if place is None else Siblings(place, self.exchanges)
         self.upstreams = Upstreams(
             config.upstreams or (), self.exchanges, self.choices, dialer, config.upstream_key
         )
@@ -98,10 +97,18 @@ class Gateway:
             nursery.start_soon(self.upstreams.run)
             nursery.start_soon(self.tokens.run)
 
-    def routes(self) -> tuple[Route, ...]:
-        return gateway_routes(
-            self.upstreams, self.choices, self._forwarder, self._body_limit, self._name
-        )
+    async def met(self) -> None:
+        """Waits until engines and kvds elsewhere have been asked once, whatever came of it."""
+        await self.choices.met()
+        await self.upstreams.all_met()
+
+    def routes(self, sources: Sequence[Source]) -> tuple[Route, ...]:
+        """Returns the face's routes; /metrics of one of several processes shows all of them."""
+        own = self.upstreams, self.choices, self._forwarder, self._body_limit
+        if self._siblings is None:
+            return gateway_routes(*own)
+        routes = gateway_routes(*own, self._siblings.place.name)
+        return (*routes, metrics_route(self._siblings, sources))
 
     def families(self) -> Iterator[Family]:
         yield from gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
@@ -178,7 +185,7 @@ class Apis:
             Failures(conductor.REASONS, FORMS),
         )
         self.gateway = ApiServer(
-            "gateway", "kvd_gateway", config, gateway_schemas.DESCRIPTION, OpenAiFailures()
+            "gateway", "kvd_gateway_http", config, gateway_schemas.DESCRIPTION, OpenAiFailures()
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,
@@ -227,7 +234,7 @@ class Apis:
                 *of_replicas,
             ),
             self.conductor: conductor.routes(state, known.publishers),
-            self.gateway: known.gateway.routes(),
+            self.gateway: known.gateway.routes(self.gateway.sources),
         }
 
     def _add_sources(
@@ -249,8 +256,6 @@ class Apis:
             lambda: speed_families(selections, config().metrics_ranks),
         ]
         self.gateway.sources += [blocks, known.gateway.families]
-        if known.gateway.siblings is not None:
-            self.gateway.metrics_route = partial(merged_metrics_route, known.gateway.siblings)
         self.conductor.sources.append(
             partial(conductor_listings.families, known.state, known.publishers)
         )

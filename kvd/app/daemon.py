@@ -340,7 +340,7 @@ class _Daemon:
         """Serves the faces until a signal, then until what is under way is answered."""
         if self._place is not None:  # clients wait, or are served by the other processes
             with self._stop.gives_up(), trio.move_on_after(MEET_S):
-                await self._parts.gateway.upstreams.all_met()
+                await self._parts.gateway.met()
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
