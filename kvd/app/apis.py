@@ -185,7 +185,7 @@ class Apis:
             Failures(conductor.REASONS, FORMS),
         )
         self.gateway = ApiServer(
-            "gateway", "kvd_gateway_http", config, gateway_schemas.DESCRIPTION, OpenAiFailures()
+            "gateway", "kvd_gateway", config, gateway_schemas.DESCRIPTION, OpenAiFailures()
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,

@@ -93,13 +93,16 @@ async def test_all_processes_answer_as_one(kvd_process: Start) -> None:
                 assert answered.headers["x-kvd-decision"] == "overlap"
         assert shown == {"gateway-0", "gateway-1"}
         metrics = await gateways.metrics()
-        served = 'kvd_gateway_requests_total{{process="gateway-{}",outcome="complete"}}'
+        served = 'kvd_gateway_relayed_requests_total{{process="gateway-{}",outcome="complete"}}'
         assert metrics[served.format(0)] + metrics[served.format(1)] == 40
         assert {name for name in metrics if name.startswith("kvd_process_up")} == {
             f'kvd_process_up{{process="{name}"}}' for name in ("kvd", "gateway-0", "gateway-1")
         }
         alone = await gateways.metrics("?process=gateway-1")
-        assert alone['kvd_gateway_requests_total{outcome="complete"}'] == metrics[served.format(1)]
+        assert (
+            alone['kvd_gateway_relayed_requests_total{outcome="complete"}']
+            == metrics[served.format(1)]
+        )
 
 
 async def test_a_killed_process_is_replaced_and_costs_the_others_nothing(
@@ -158,7 +161,7 @@ async def test_a_stop_drains_all_processes(kvd_process: Start) -> None:
             async for piece in pieces:
                 text += piece
         assert text.endswith("data: [DONE]\n\n")
-        assert await trio.to_thread.run_sync(server.stop) == 0
+        assert await trio.to_thread.run_sync(server.process.wait) == 0
         assert "process_ended" not in server.stderr
 
 
