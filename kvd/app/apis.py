@@ -6,7 +6,7 @@ Components ──> routes of the indexer, the slot tracker, the selection servic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
 from kvd.faces.gateway import schemas as gateway_schemas
 from kvd.faces.gateway.metrics import gateway_families
+from kvd.faces.gateway.processes import metrics_route
 from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
@@ -46,6 +47,7 @@ from kvd.gateway.choices import Choices, LocalChoices
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.remote import RemoteChoices
+from kvd.gateway.siblings import Place, Siblings
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
@@ -62,17 +64,21 @@ from kvd.net.recovery import RecoveryStats
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
-from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge
 
 
 class Gateway:
     """The gateway's parts; without upstreams it serves nothing."""
 
-    def __init__(self, config: Config, selections: Selections, dialer: Dialer) -> None:
+    def __init__(
+        self, config: Config, selections: Selections, dialer: Dialer, place: Place | None
+    ) -> None:
+        """One of several processes has a `place` among them."""
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
         self.choices = _choices(config, selections, self.exchanges, dialer)
+        self._siblings = None if place is None else Siblings(place, self.exchanges)
         self.upstreams = Upstreams(
             config.upstreams or (),
             self.exchanges,
@@ -101,8 +107,18 @@ class Gateway:
             nursery.start_soon(self.upstreams.run)
             nursery.start_soon(self.tokens.run)
 
-    def routes(self) -> tuple[Route, ...]:
-        return gateway_routes(self.upstreams, self.choices, self._forwarder, self._body_limit)
+    async def met(self) -> None:
+        """Waits until engines and kvds elsewhere have been asked once, whatever came of it."""
+        await self.choices.met()
+        await self.upstreams.all_met()
+
+    def routes(self, sources: Sequence[Source]) -> tuple[Route, ...]:
+        """Returns the face's routes; /metrics of one of several processes shows all of them."""
+        own = self.upstreams, self.choices, self._forwarder, self._body_limit
+        if self._siblings is None:
+            return gateway_routes(*own)
+        routes = gateway_routes(*own, self._siblings.place.name)
+        return (*routes, metrics_route(self._siblings, sources))
 
     def families(self) -> Iterator[Family]:
         yield from gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
@@ -110,7 +126,10 @@ class Gateway:
 
 
 def _choices(
-    config: Config, selections: Selections, exchanges: Exchanges, dialer: Dialer
+    config: Config,
+    selections: Selections,
+    exchanges: Exchanges,
+    dialer: Dialer,
 ) -> Choices:
     if config.gateway_kvd is None:
         return LocalChoices(selections)
@@ -225,7 +244,7 @@ class Apis:
                 *of_replicas,
             ),
             self.conductor: conductor.routes(state, known.publishers),
-            self.gateway: known.gateway.routes(),
+            self.gateway: known.gateway.routes(self.gateway.sources),
         }
 
     def _add_sources(

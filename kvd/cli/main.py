@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unused = (*config.without_effect(os.environ), *config.outweighed(loaded))
         for option, why in (*args.without_effect, *unused):
             log.warning("option_without_effect", option=option, reason=why)
-        from kvd.app.daemon import run  # here, so that --help and --version need not load trio
+        from kvd.app.processes import run  # here, so that --help and --version need not load trio
         from kvd.config.reload import Reader
 
         try:

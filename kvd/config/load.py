@@ -128,6 +128,7 @@ class Config:
     prefills: tuple[str, ...] | None  # URLs of those that compute prompts for these
     upstream_key: bytes = field(repr=False)  # shown to all of them; empty: none
     gateway_remote_prefill_tokens: int
+    gateway_processes: int
     gateway_kvd: tuple[str, ...] | None  # where the gateway's kvds are; None: in this process
     gateway_kvd_s: float
     gateway_kvd_token: bytes = field(repr=False)  # shown to them; empty: none

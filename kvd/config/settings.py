@@ -581,6 +581,9 @@ BIND_SETTINGS = section(
     gateway_bind=binds(f"addresses of the gateway; `kvd gateway` uses {DEFAULT_GATEWAY_BIND}", OFF),
 )
 
+# Processes of a gateway: more than a machine has cores for are of no use.
+MAX_PROCESSES = 256
+
 GATEWAY_SETTINGS = section(
     RelayLimits,
     "gateway_",
@@ -605,6 +608,13 @@ GATEWAY_SETTINGS = section(
         DEFAULT_REMOTE_TOKENS,
     ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
+    gateway_processes=Setting(
+        parsers.within(1, MAX_PROCESSES),
+        "N",
+        "processes that share the gateway's port; several ask one more, which chooses for all",
+        1,
+        also="--processes",
+    ),
     gateway_kvd=Setting(
         parsers.parse_kvds,
         "URL,...",

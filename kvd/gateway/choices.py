@@ -61,6 +61,9 @@ class Choices(Protocol):
     async def run(self) -> None:
         """Keeps the choices going until it is cancelled."""
 
+    async def met(self) -> None:
+        """Waits until whoever chooses has been asked once, whatever came of it."""
+
     async def register(self, record: WorkerRecord) -> list[str]:
         """Has an engine be chosen, as it is described now; returns why it cannot be, [] if it can.
 
@@ -108,6 +111,9 @@ class LocalChoices:
 
     async def run(self) -> None:
         await trio.sleep_forever()
+
+    async def met(self) -> None:
+        await trio.lowlevel.checkpoint()
 
     async def register(self, record: WorkerRecord) -> list[str]:
         workers = self._selections.workers

@@ -106,7 +106,8 @@ class Kvd:
     changing: trio.Lock = field(default_factory=trio.Lock)
     looked_at: float = -1.0  # when its catalog was last seen, and
     changed_at: float = -1.0  # last found to lack something, seconds of trio's clock
-    failed: trio.Event = field(default_factory=trio.Event)  # a question found it gone
+    failed: trio.Event = field(default_factory=trio.Event)  # it is to be looked at now
+    met: trio.Event = field(default_factory=trio.Event)  # it has been asked once
     up: trio.Event = field(default_factory=trio.Event)
     steps: list[Queue] = field(default_factory=lambda: [_queue() for _ in range(SENDERS)])
 
@@ -156,18 +157,20 @@ class RemoteChoices:
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             for kvd in self._kvds:
-                nursery.start_soon(self._follow, kvd)
+                nursery.start_soon(self._look_after, kvd)
                 for _, steps in kvd.steps:
                     nursery.start_soon(self._send_steps, kvd, steps)
+
+    async def met(self) -> None:
+        for kvd in self._kvds:
+            await kvd.met.wait()
 
     # ---- engines
 
     async def register(self, record: WorkerRecord) -> list[str]:
         self._records[record.worker_id] = record
         self._sort()
-        for kvd in self._kvds:
-            if kvd.problem is None:
-                await self._try_tell(kvd, trio.current_time())
+        await self._tell_all()
         up = (kvd for kvd in self._kvds if kvd.problem is None)
         return next((kvd.reasons.get(record.worker_id, []) for kvd in up), [])
 
@@ -175,9 +178,15 @@ class RemoteChoices:
         if self._records.pop(worker_id, None) is None:
             return
         self._sort()
+        await self._tell_all()
+
+    async def _tell_all(self) -> None:
+        """Has the kvds that are up know the engines now, and the others when they are reached."""
         for kvd in self._kvds:
             if kvd.problem is None:
                 await self._try_tell(kvd, trio.current_time())
+            else:
+                kvd.failed.set()  # it may just be told what there was before
 
     def _sort(self) -> None:
         found: dict[str, set[int]] = {}
@@ -185,11 +194,12 @@ class RemoteChoices:
             found.setdefault(record.model_name, set()).add(worker_id)
         self._of_model = {model: frozenset(ids) for model, ids in found.items()}
 
-    async def _follow(self, kvd: Kvd) -> None:
+    async def _look_after(self, kvd: Kvd) -> None:
         retry_s = RETRY_S
         while True:
             kvd.failed = trio.Event()
             await self._try_tell(kvd, trio.current_time())
+            kvd.met.set()
             is_up = kvd.problem is None
             retry_s = RETRY_S if is_up else min(2 * retry_s, CHECK_S)
             with trio.move_on_after(CHECK_S if is_up else retry_s):

@@ -66,6 +66,7 @@ class Upstream:
     failures: int = 0  # health checks in a row
     asked_at: float = 0.0  # when it last said what it is, seconds of trio's clock
     failed: trio.Event = field(default_factory=trio.Event)  # a request found it gone
+    met: trio.Event = field(default_factory=trio.Event)  # it has been asked once, with any outcome
 
     @property
     def authority(self) -> bytes:
@@ -150,6 +151,11 @@ class Upstreams:
             for upstream in self:
                 nursery.start_soon(self._watch, upstream)
 
+    async def all_met(self) -> None:
+        """Waits until every engine has been asked once what it is, whatever came of it."""
+        for upstream in list(self):
+            await upstream.met.wait()
+
     def serving(self, served: Served) -> list[Upstream]:
         """Returns the engines that serve a model and are well."""
         return [
@@ -182,6 +188,7 @@ class Upstreams:
                 await self._check(upstream)
             else:
                 await self._meet(upstream)
+                upstream.met.set()
             serving = upstream.standing is Standing.SERVING
             retry_s = RETRY_S if serving else min(2 * retry_s, HEALTH_S)
             with trio.move_on_after(HEALTH_S if serving else retry_s):

@@ -18,7 +18,7 @@ def gateway_families(
     """Yields the metrics of requests, of engines and of the relay."""
     of_requests = (
         ("relayed_requests", "requests for engines, by how they ended", "outcome", stats.ended),
-        ("errors", "requests that the gateway refused, by code", "code", stats.errors),
+        ("refusals", "requests that the gateway refused, by code", "code", stats.errors),
         ("retries", "requests sent to another engine, by cause", "cause", stats.retries),
         ("prompts", "prompts, by the source of their token ids", "source", stats.rungs),
         (

@@ -52,9 +52,16 @@ class OpenAiFailures(Failures):
 
 
 def gateway_routes(
-    upstreams: Upstreams, choices: Choices, forwarder: Forwarder, body_limit: int
+    upstreams: Upstreams,
+    choices: Choices,
+    forwarder: Forwarder,
+    body_limit: int,
+    process: str | None = None,
 ) -> tuple[Route, ...]:
-    """Returns the face's routes; bodies have `body_limit` bytes at most."""
+    """Returns the face's routes; bodies have `body_limit` bytes at most.
+
+    One of several processes shows its name.
+    """
     relayed = tuple(
         Route(
             "POST",
@@ -73,7 +80,7 @@ def gateway_routes(
         Route("GET", "/v1/models", partial(list_models, upstreams), scope=Scope.OPEN),
         Route("GET", "/v1/models/{model}", partial(show_model, upstreams), scope=Scope.OPEN),
         Route("GET", "/ready", partial(ready, upstreams), scope=Scope.OPEN),
-        Route("GET", "/status", partial(status, upstreams, choices)),
+        Route("GET", "/status", partial(status, upstreams, choices, process)),
         HEALTH,
     )
 
@@ -119,11 +126,15 @@ def ready(upstreams: Upstreams, request: Request) -> Response:
     return Response(200 if serving else 503, body)
 
 
-def status(upstreams: Upstreams, choices: Choices, request: Request) -> Response:
+def status(
+    upstreams: Upstreams, choices: Choices, process: str | None, request: Request
+) -> Response:
     """Shows every engine: what it has said of itself, and how it is; and the kvds that choose."""
     shown: dict[str, object] = {"upstreams": [_shown(upstream) for upstream in upstreams]}
     if (kvds := choices.shown()) is not None:
         shown["kvds"] = kvds
+    if process is not None:
+        shown["process"] = process
     return _json(shown)
 
 

@@ -82,7 +82,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /ready": Operation("Says whether a request could be served", {200: READY, 503: READY}),
     "GET /status": Operation(
         "Shows every engine, and every kvd that chooses for the gateway",
-        {200: in_json(row({"upstreams": array(UPSTREAM)}, {"kvds": array(KVD)}))},
+        {200: in_json(row({"upstreams": array(UPSTREAM)}, {"kvds": array(KVD), "process": TEXT}))},
     ),
     "GET /health": HEALTH,
     **EVERY_FACE,
