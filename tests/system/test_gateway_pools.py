@@ -284,7 +284,9 @@ async def test_a_client_that_leaves_aborts_the_prefill(kvd_process: Start) -> No
         await until(lambda: prefill.aborted == 1)
         assert running[1].server.requests == 0
         await booked.end()
-        assert (await client.metrics())['kvd_gateway_requests_total{outcome="client_gone"}'] == 1
+        assert (await client.metrics())[
+            'kvd_gateway_relayed_requests_total{outcome="client_gone"}'
+        ] == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

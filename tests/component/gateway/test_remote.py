@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ from kvd.http.front import Front
 from kvd.http.listeners import open_listeners
 from kvd.http.types import Response, Route, Scope
 from kvd.net.dialing import Dialer
-from kvd.selection.worker_record import Lifecycle, WorkerRecord
+from kvd.selection.phases import PREFILL_SUFFIX, Phase
+from kvd.selection.worker_record import Lifecycle, Role, WorkerRecord
 from kvd.wire.egress import EgressPolicy
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.selector.selector import Pool
@@ -160,6 +162,36 @@ async def test_a_booking_lives_as_long_as_the_request(tmp_path: Path) -> None:
         # The engine publishes no events: what it was sent is predicted to be cached there.
         again = await gateway.choices.choose(gateway.question())
         assert (again.worker_id, again.prefill_tokens) == (first.worker_id, 0)
+
+
+async def test_two_engines_are_booked_for_one_request(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        assert await gateway.choices.register(replace(record(1), role=Role.PREFILL)) == []
+        question = replace(gateway.question(), phase=Phase.BOTH)
+        assert gateway.choices.least_prefill_tokens(question) == len(PROMPT) * BLOCK_SIZE
+        placed = await gateway.choices.choose(question)
+        assert placed.prefill is not None
+        assert (placed.worker_id, placed.prefill.worker_id) == (2, 1)
+        assert placed.prefill.prefill_tokens == len(PROMPT) * BLOCK_SIZE
+        decode, prefill = sorted(kvd.booked)
+        assert prefill == decode + PREFILL_SUFFIX
+        gateway.choices.note_cached(question.reservation_id, 32, 0, 12, prefill=True)
+        gateway.choices.note_prefilled(question.reservation_id)
+        await until(lambda: kvd.booked == {decode})
+        [(rank, account)] = kvd.service.selections.regret.rows()
+        assert (rank[1], account.cached_tokens) == (1, 12)
+        gateway.choices.free(question.reservation_id)
+        await until(lambda: not kvd.booked)
+
+
+async def test_two_engines_are_chosen_by_load_without_a_kvd(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        assert await gateway.choices.register(replace(record(1), role=Role.PREFILL)) == []
+        await kvd.end()
+        placed = await gateway.choices.choose(replace(gateway.question(), phase=Phase.BOTH))
+        assert placed.by_load and placed.prefill is not None
+        assert (placed.worker_id, placed.prefill.worker_id) == (2, 1)
+        assert (await gateway.choices.choose(gateway.question())).worker_id == 2
 
 
 async def test_only_engines_that_are_allowed_are_chosen(tmp_path: Path) -> None:
