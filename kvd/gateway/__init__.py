@@ -4,6 +4,8 @@
     probing     what an engine says of itself: models, block size, ranks, where its events are
     asking      what a request wants: model, prompt, session, limits
     tokens      the prompt's token ids, from the request or from an engine
+    choosing    who of the engines that are well and untried serves a request
+    pools       two engines for one request: one computes the prompt, another one answers
     forwarding  one request: a choice, tries, the answer on its way, the booking's end
     heads       heads of requests and answers, as they go on to the other side
     exchanges   the relay (kvd_core.relay) for tasks that wait
