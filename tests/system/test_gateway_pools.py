@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from tests.support.gateways import (
     Answered,
     Client,
     Running,
+    gateway_of,
     serving,
     wait_heard,
     wait_serving,
@@ -23,6 +26,7 @@ from tests.support.gateways import (
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
+from tests.system.test_gateway_faults import CLIENTS, Engine, Load
 
 Start = Callable[..., Server]
 PROMPT = " ".join(f"w{number}" for number in range(100))
@@ -348,6 +352,49 @@ async def test_an_engine_of_a_pair_dies_at_work(kvd_process: Start, dies: int) -
             running[dies].end()
         assert [answered.status for answered in answers] == [200] * 4
         await booked.end()
+
+
+@asynccontextmanager
+async def killable(
+    start: Start, folder: Path, kind: str
+) -> AsyncIterator[tuple[Client, list[Engine]]]:
+    """Yields a client of a gateway, and two engines that prefill and two that decode."""
+    with ExitStack() as stack:
+        engines = []
+        for mode in ("prefill", "prefill", "decode", "decode"):
+            told = ("--mode", mode) if kind == "sglang" else ()
+            engines.append(Engine(folder, "--kind", kind, *told))
+            stack.callback(engines[-1].end)
+        prefills = engines[:2] if kind == "vllm" else []
+        flags = [*ANY, *(part for each in prefills for part in ("--prefill", each.url))]
+        upstreams = [each.url for each in engines[len(prefills) :]]
+        async with gateway_of(start, upstreams, flags, len(engines)) as client:
+            yield client, engines
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_engines_of_a_pool_are_killed_under_load(
+    kvd_process: Start, tmp_path: Path, kind: str, side: str
+) -> None:
+    """Only a stream that had begun is cut, where the engine that answers is killed."""
+    async with killable(kvd_process, tmp_path, kind) as (client, engines):
+        load = Load(client, 240)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load.run)
+            await load.until(40)
+            one, other = engines[:2] if side == "prefill" else engines[2:]
+            one.end()
+            await load.until(120)
+            await trio.to_thread.run_sync(one.start)
+            await wait_serving(client, 4)
+            other.end()
+        assert load.outcomes.total() == 240
+        if side == "prefill":
+            assert load.outcomes == {"whole": 240}
+        else:
+            assert load.outcomes.keys() <= {"whole", "cut"}
+        assert load.outcomes["cut"] <= 2 * CLIENTS
 
 
 async def test_sglang_has_no_other_way(kvd_process: Start) -> None:
