@@ -34,7 +34,8 @@ class Form(ABC):
 
     request_id: str
     model: str
-    limit: ClassVar[str] = "max_tokens"  # the member that bounds the answer's length
+    # Members that bound the answer's length, the first one that is there.
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
     ends: ClassVar[bytes] = DONE  # behind the last event
 
     @abstractmethod
@@ -97,6 +98,7 @@ class Chat(_Completions):
     kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
     prefix = "chatcmpl"
+    limits = ("max_completion_tokens", "max_tokens")
 
     def _said(self, text: str) -> Members:
         return {"message": {"role": "assistant", "content": text}}
@@ -163,7 +165,7 @@ class Messages(Form):
 class Responses(Form):
     """OpenAI's `/v1/responses`: events with names and numbers."""
 
-    limit = "max_output_tokens"
+    limits = ("max_output_tokens",)
     ends = b""
 
     def whole(self, text: str, used: Usage) -> Members:

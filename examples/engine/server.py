@@ -202,7 +202,8 @@ class EngineServer:
         async with self._computing:
             await trio.sleep((len(ids) - cached) * self.options.prefill_s)
             self._publish(self.cache.serve(ids))
-        words = api.words(members.get(form.limit) or api.DEFAULT_TOKENS)
+        bounds = [members[name] for name in form.limits if members.get(name)]
+        words = api.words(bounds[0] if bounds else api.DEFAULT_TOKENS)
         used = api.Usage(len(ids), cached, len(words))
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
         answer = Answer(stream, form(request_id, model), words, used, fault)
