@@ -77,6 +77,8 @@ class EngineServer:
         self.options = options
         self.cache = empty_cache(options)
         self.publisher = Publisher(context) if context is not None and options.events else None
+        # Where it says that it publishes, which an operator can get wrong.
+        self.announced = "" if self.publisher is None else self.publisher.endpoint
         self.requests = 0  # that generate, as far as they came
         self.aborted = 0  # that their clients gave up
         self.computed = 0  # tokens of prompts
@@ -183,7 +185,7 @@ class EngineServer:
         if self.publisher is None:
             return {}
         source = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": ""}
-        return {"0": {**source, "endpoint": self.publisher.endpoint, "replay_endpoint": None}}
+        return {"0": {**source, "endpoint": self.announced, "replay_endpoint": None}}
 
     def _server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = {
@@ -196,7 +198,7 @@ class EngineServer:
             "disaggregation_bootstrap_port": self.address[1],
         }
         if self.publisher is not None:
-            host, _, port = self.publisher.endpoint.removeprefix("tcp://").rpartition(":")
+            host, _, port = self.announced.removeprefix("tcp://").rpartition(":")
             events = {"publisher": "zmq", "endpoint_host": host, "endpoint_port_base": int(port)}
             info["kv_events"] = {**events, "block_size": BLOCK_SIZE, "dp_size": 1}
         return info

@@ -21,6 +21,7 @@ from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
 from kvd.faces.gateway import schemas as gateway_schemas
+from kvd.faces.gateway.engines import upstream_routes
 from kvd.faces.gateway.metrics import gateway_families
 from kvd.faces.gateway.processes import metrics_route
 from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
@@ -42,10 +43,12 @@ from kvd.fleet_file.targets import (
     ReplicaTarget,
     SelectionTarget,
     SlotTrackerTarget,
+    UpstreamTarget,
 )
 from kvd.gateway.choices import Choices, LocalChoices
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.names import Wanted
 from kvd.gateway.remote import RemoteChoices
 from kvd.gateway.siblings import Place, Siblings
 from kvd.gateway.stats import GatewayStats
@@ -71,21 +74,28 @@ class Gateway:
     """The gateway's parts; without upstreams it serves nothing."""
 
     def __init__(
-        self, config: Config, selections: Selections, dialer: Dialer, place: Place | None
+        self,
+        config: Config,
+        selections: Selections,
+        registry: Registry,
+        dialer: Dialer,
+        place: Place | None,
     ) -> None:
         """One of several processes has a `place` among them."""
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
-        self.choices = _choices(config, selections, self.exchanges, dialer)
+        self.choices = _choices(config, selections, registry, self.exchanges, dialer)
         self._siblings = None if place is None else Siblings(place, self.exchanges)
+        wanted = [Wanted(url) for url in config.upstreams or ()]
+        wanted += [Wanted(url, prefills=True) for url in config.prefills or ()]
         self.upstreams = Upstreams(
-            config.upstreams or (),
+            wanted,
             self.exchanges,
             self.choices,
             dialer,
             config.upstream_key,
-            config.prefills or (),
+            proves=config.gateway_canary,
         )
         self.tokens = Tokens(
             self.exchanges, self.stats, config.gateway_memory_bytes, config.gateway_tokenize_s
@@ -116,7 +126,7 @@ class Gateway:
         """Returns the face's routes; /metrics of one of several processes shows all of them."""
         own = self.upstreams, self.choices, self._forwarder, self._body_limit
         if self._siblings is None:
-            return gateway_routes(*own)
+            return (*gateway_routes(*own), *upstream_routes(self.upstreams))
         routes = gateway_routes(*own, self._siblings.place.name)
         return (*routes, metrics_route(self._siblings, sources))
 
@@ -128,11 +138,12 @@ class Gateway:
 def _choices(
     config: Config,
     selections: Selections,
+    registry: Registry,
     exchanges: Exchanges,
     dialer: Dialer,
 ) -> Choices:
     if config.gateway_kvd is None:
-        return LocalChoices(selections)
+        return LocalChoices(selections, registry)
     told = config.gateway_kvd_s, config.gateway_kvd_token
     return RemoteChoices(config.gateway_kvd, exchanges, dialer, *told)
 
@@ -277,6 +288,7 @@ class Apis:
             self.slot_tracker: ("slot_tracker", SlotTrackerTarget(known.slots)),
             self.selection: ("selection", SelectionTarget(known.selections.workers)),
             self.conductor: ("conductor", ConductorTarget(known.publishers)),
+            self.gateway: ("upstream", UpstreamTarget(known.gateway.upstreams)),
         }
         found = dict(targets[face] for face in self.served if face in targets)
         if "selection" in found:

@@ -425,7 +425,7 @@ def _components(
         slots,
         selections,
         ports.sync.start(listening, context, slots, selections),
-        Gateway(config, selections, ports.dialer, place),
+        Gateway(config, selections, registry, ports.dialer, place),
     )
 
 

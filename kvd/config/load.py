@@ -126,6 +126,7 @@ class Config:
     gateway_bind: Binds | None
     upstreams: tuple[str, ...] | None  # URLs of the engines behind the gateway
     prefills: tuple[str, ...] | None  # URLs of those that compute prompts for these
+    gateway_canary: bool  # engines with KV events prove that these are of their tokens
     upstream_key: bytes = field(repr=False)  # shown to all of them; empty: none
     gateway_remote_prefill_tokens: int
     gateway_processes: int

@@ -19,7 +19,14 @@ from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_places
 from kvd.wire.endpoints import check_replica_endpoint
 from kvd.wire.hosts import literal
-from kvd.wire.urls import MAX_UNIX_PATH_BYTES, UNIX_PREFIX, parse_kvd, parse_url
+from kvd.wire.urls import (
+    MAX_UNIX_PATH_BYTES,
+    UNIX_PREFIX,
+    parse_dns,
+    parse_kvd,
+    parse_upstream,
+    parse_url,
+)
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 from kvd_core.selector.settings import MAX_WEIGHT
 
@@ -300,14 +307,11 @@ def parse_peers(text: str) -> tuple[str, ...]:
 
 
 def parse_upstreams(text: str) -> tuple[str, ...]:
-    """Reads URLs of engines between commas."""
+    """Reads URLs of engines, and names that lead to engines, between commas."""
     urls = parse_list(text)
     for url in urls:
-        target = parse_url(url)
-        if target.path != "/":
-            raise ValueError("the URL of an engine has no path: expected http://HOST:PORT")
-        if target.tls:
-            raise ValueError("engines are reached by http: only")
+        if parse_dns(url) is None:
+            parse_upstream(url)
     return tuple(dict.fromkeys(urls))
 
 

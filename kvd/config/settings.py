@@ -590,7 +590,8 @@ GATEWAY_SETTINGS = section(
     upstreams=Setting(
         parsers.parse_upstreams,
         "URL,...",
-        "engines behind the gateway, as http://HOST:PORT",
+        "engines behind the gateway, as http://HOST:PORT; dns:NAME:PORT stands for every address "
+        "of a name",
         common=True,
     ),
     prefills=Setting(
@@ -606,6 +607,11 @@ GATEWAY_SETTINGS = section(
         "tokens of a prompt that no other engine caches, from which on a prefill engine computes "
         "it",
         DEFAULT_REMOTE_TOKENS,
+    ),
+    gateway_canary=switch(
+        "have engines with KV events prove with a short prompt of kvd's own that these are of "
+        "their tokens",
+        default=True,
     ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
     gateway_processes=Setting(

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import trio
 
 from kvd.errors import NotFound
-from kvd.model import DEFAULT_TENANT, PartitionKey
+from kvd.index.registry import Registry
+from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
@@ -82,6 +83,9 @@ class Choices(Protocol):
         Those of all of it where what is cached is not known here.
         """
 
+    def hears(self, record: WorkerRecord) -> bool | None:
+        """Says whether an engine's events are listened to; None where that is not known here."""
+
     def note_prefilled(self, reservation_id: str) -> None:
         """Takes note of a request's first token, or of the end of its prefill elsewhere."""
 
@@ -106,8 +110,10 @@ class Choices(Protocol):
 class LocalChoices:
     """Choices of the selection service in this process."""
 
-    def __init__(self, selections: Selections) -> None:
+    def __init__(self, selections: Selections, registry: Registry) -> None:
+        """The `registry` has the listeners of their engines."""
         self._selections = selections
+        self._registry = registry
 
     async def run(self) -> None:
         await trio.sleep_forever()
@@ -155,6 +161,11 @@ class LocalChoices:
         question.look(fleet.pool)
         mask = fleet.pool.mask(question.allowed)
         return fleet.pool.least_prefill_tokens(self._selections.settings(question.key), mask)
+
+    def hears(self, record: WorkerRecord) -> bool | None:
+        ranks = [RankKey(record.key, record.worker_id, rank) for rank in record.ranks]
+        found = [self._registry.find_listener(rank) for rank in ranks]
+        return all(each is not None and each.connected for each in found)
 
     def note_prefilled(self, reservation_id: str) -> None:
         with suppress(NotFound):  # its worker has left the fleet, with all that was booked there

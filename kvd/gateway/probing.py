@@ -50,6 +50,14 @@ class Kind(StrEnum):
     OPENAI = "openai"  # some server with OpenAI's API
 
 
+# What an engine is started with to publish its events; vLLM says where since 0.31.
+EVENT_FLAGS: Mapping[Kind, str] = {
+    Kind.VLLM: """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
+    """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'""",
+    Kind.SGLANG: """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'""",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """A model as an engine lists it."""
@@ -79,6 +87,14 @@ class Facts:
     @property
     def names(self) -> list[str]:
         return [card.name for card in self.models]
+
+    @property
+    def advice(self) -> str | None:
+        """What to start it with so that it tells what it caches; None if it does."""
+        if self.events or self.kind not in EVENT_FLAGS:
+            return None
+        flag = EVENT_FLAGS[self.kind]
+        return f"it does not say where it publishes KV events, so they are predicted; add {flag}"
 
     def serves(self, name: str) -> bool:
         return any(card.name == name for card in self.models)

@@ -295,6 +295,9 @@ class RemoteChoices:
         self.questions["by_load"] += 1
         return self._note_booked(question, self._by_load(question, prompt))
 
+    def hears(self, record: WorkerRecord) -> bool | None:
+        return None
+
     def least_prefill_tokens(self, question: Question) -> int:
         return self._looked(question).isl_tokens
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvd.wire.hosts import literal
 
 PORTS = {"http": 80, "https": 443}
 UNIX_PREFIX = "unix:"
+DNS_PREFIX = "dns:"
 # Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
 MAX_UNIX_PATH_BYTES = 107
 FORM = "http://HOST[:PORT][/PATH], or https://"
@@ -58,6 +60,37 @@ def parse_url(url: str) -> Target:
     host, port = _host(parts), _port(parts)
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Target(host, port, parts.scheme == "https", authority, parts.path or "/")
+
+
+def parse_upstream(url: str) -> Target:
+    """Reads the URL of an engine behind the gateway; raises ValueError as `parse_url` does."""
+    target = parse_url(url)
+    if target.path != "/":
+        raise ValueError("the URL of an engine has no path: expected http://HOST:PORT")
+    if target.tls:
+        raise ValueError("engines are reached by http: only")
+    return target
+
+
+class DnsName(NamedTuple):
+    """A name whose addresses are engines, each at this port."""
+
+    host: str
+    port: int
+
+
+def parse_dns(url: str) -> DnsName | None:
+    """Reads dns:NAME:PORT; None for what does not begin so, ValueError for what is wrong in it."""
+    if not url.startswith(DNS_PREFIX):
+        return None
+    try:
+        target = parse_url("http://" + url.removeprefix(DNS_PREFIX))
+    except ValueError:
+        raise ValueError("the name is not valid: expected dns:NAME:PORT") from None
+    named = target.path == "/" and not url.endswith("/") and literal(target.host) is None
+    if not named or f":{target.port}" != url[-len(str(target.port)) - 1 :]:
+        raise ValueError("expected dns:NAME:PORT, with a name and a port")
+    return DnsName(target.host, target.port)
 
 
 def parse_kvd(url: str) -> Target:

@@ -163,6 +163,8 @@ async def gateway_of(
     """Yields a client of a gateway of the engines at these URLs, once so many serve: else all."""
     named = [part for url in urls for part in ("--upstream", url)]
     named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
+    if "--gateway-canary" not in flags:  # it would be one more request
+        named += ["--gateway-canary", "false"]
     server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
     async with httpx.AsyncClient(
         base_url=server.base_url, trust_env=False, verify=False, timeout=60

@@ -130,7 +130,14 @@ def status(
     upstreams: Upstreams, choices: Choices, process: str | None, request: Request
 ) -> Response:
     """Shows every engine: what it has said of itself, and how it is; and the kvds that choose."""
-    shown: dict[str, object] = {"upstreams": [_shown(upstream) for upstream in upstreams]}
+    names = [
+        {"name": wanted.url, "addresses": len(name.urls), "problem": name.problem}
+        for wanted, name in upstreams.followed.items()
+    ]
+    shown: dict[str, object] = {
+        "upstreams": [_shown(upstream) for upstream in upstreams],
+        "names": names,
+    }
     if (kvds := choices.shown()) is not None:
         shown["kvds"] = kvds
     if process is not None:
@@ -145,6 +152,7 @@ def _shown(upstream: Any) -> dict[str, Any]:
         "standing": upstream.standing.value,
         "role": upstream.role,
         "problem": upstream.problem,
+        "advice": upstream.advice,
     }
     facts = upstream.facts
     if facts is not None:

@@ -47,6 +47,7 @@ UPSTREAM = row(
         "standing": one_of(*Standing),
         "role": nullable(one_of(*Role)),
         "problem": nullable(TEXT),
+        "advice": nullable(TEXT),
     },
     {
         "engine": one_of(*Kind),
@@ -59,6 +60,8 @@ UPSTREAM = row(
         "renders": FLAG,
     },
 )
+ADDED = in_json(row({"url": TEXT, "worker_id": U64}))
+NAME = row({"name": TEXT, "addresses": COUNT, "problem": nullable(TEXT)})
 KVD = row({"url": TEXT, "up": FLAG, "problem": nullable(TEXT)})
 READY = in_json(row({"ready": FLAG, "serving": COUNT}))
 # Whatever an engine answers with goes on, and the gateway's own failures are of these, too.
@@ -82,7 +85,23 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /ready": Operation("Says whether a request could be served", {200: READY, 503: READY}),
     "GET /status": Operation(
         "Shows every engine, and every kvd that chooses for the gateway",
-        {200: in_json(row({"upstreams": array(UPSTREAM)}, {"kvds": array(KVD), "process": TEXT}))},
+        {
+            200: in_json(
+                row(
+                    {"upstreams": array(UPSTREAM), "names": array(NAME)},
+                    {"kvds": array(KVD), "process": TEXT},
+                )
+            )
+        },
+    ),
+    "POST /upstreams": Operation(
+        "Adds an engine",
+        {201: ADDED},
+        (400, 409, 503),
+        in_json(members({"url": TEXT}, {"role": nullable(one_of(Role.PREFILL))})),
+    ),
+    "DELETE /upstreams/{worker_id}": Operation(
+        "Takes out an engine that a call has added", {200: ADDED}, (404,)
     ),
     "GET /health": HEALTH,
     **EVERY_FACE,
