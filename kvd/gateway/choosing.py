@@ -54,6 +54,11 @@ class Attempt:
     prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
     prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
     prefill_failed: bool = False
+    bound: int | None = None  # the only worker that may still be tried; None: any
+
+    def may_try(self, upstream: Upstream) -> bool:
+        worker_id = upstream.worker_id
+        return worker_id not in self.tried and self.bound in (None, worker_id)
 
 
 class Chooser:
@@ -83,7 +88,7 @@ class Chooser:
     async def choose(self, attempt: Attempt) -> Chosen | None:
         """Chooses and books; None if nobody is left. Raises GatewayError."""
         serving = self._upstreams.serving(attempt.served)
-        crew = crew_of((one for one in serving if one.worker_id not in attempt.tried), attempt.path)
+        crew = crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
         try:
             way = self._way(attempt, crew)
             engines = crew.pairs if way is Way.REMOTE else crew.alone

@@ -164,7 +164,7 @@ class Forwarder:
             self._note_reported(attempt, chosen, cached)
         self._choices.note_prefilled(chosen.reservation_id)
         body = taking_over(attempt.asked, attempt.body, params)
-        return await self._send(request, attempt, chosen, body)
+        return await self._send(request, attempt, chosen, body, takes_over=True)
 
     async def _without_prefill(
         self, request: RelayedRequest, attempt: Attempt, prefill: Place, said: Answer | Ending
@@ -191,8 +191,14 @@ class Forwarder:
         chosen: Chosen,
         body: bytes,
         beside: Beside | None = None,
+        *,
+        takes_over: bool = False,
     ) -> bool | None:
-        """Sends a body to the engine that answers; None if another one may be tried."""
+        """Sends a body to the engine that answers; None if another try may be made.
+
+        An engine that answers 500 where it `takes_over` may have found nothing to take. It is the
+        only one that is asked once more, to compute the prompt itself.
+        """
         upstream = chosen.upstream
         assert upstream.engine is not None
         head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
@@ -204,6 +210,10 @@ class Forwarder:
                     ending = exchange.ending()
                 else:
                     self._choices.note_prefilled(chosen.reservation_id)
+                    if takes_over and fault(answer) == 500:
+                        self._stats.prefill_failures["not_taken_over"] += 1
+                        attempt.prefill_failed, attempt.bound = True, upstream.worker_id
+                        return None
                     if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                         self._stats.retries[refusal] += 1
                         attempt.refused = answer

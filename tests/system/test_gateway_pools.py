@@ -270,6 +270,25 @@ async def test_a_decode_that_fails_begins_with_the_prefill_again(
         assert await ways(client) == {"remote": asked}
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_what_cannot_be_taken_over_is_computed_by_the_same_engine(
+    kvd_process: Start, breaks: bool
+) -> None:
+    """A prompt that breaks the engine which answers must not meet the next one."""
+    booked = Bookings()
+    three = fresh(*VLLM, VLLM[0])
+    async with serving(kvd_process, *three, flags=booked.flags, prefills=1) as (client, running):
+        running[0].server.options.faults.append(Fault.FORGETS)
+        for each in running[1:] if breaks else ():
+            each.server.options.faults.extend([Fault.REFUSE_500] * 2)
+        answered = await client.chat(PROMPT)
+        assert answered.status == (500 if breaks else 200)
+        assert answered.headers["x-kvd-prefill"] == "fallback"
+        assert sorted(one[0] for one in counts(running)[1:]) == [0, 2]
+        assert await ways(client) == {"fallback": 1, "not_taken_over": 1}
+        await booked.end()
+
+
 async def leave(client: Client, entered: Callable[[], bool]) -> None:
     """Sends a request, and leaves once it is where it should be."""
     stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
