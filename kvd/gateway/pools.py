@@ -113,10 +113,13 @@ def crew_of(engines: Iterable[Upstream], path: bytes) -> Crew:
         (prefills if each.role is Role.PREFILL else others).append(each)
     if path not in LIMITS:
         return Crew((), (), others)
+    alone = [each for each in others if not _only_decodes(each)]
+    if not prefills:
+        return Crew((), (), alone)
     # All prefill engines of a model are of one kind (Upstreams).
     kinds = {_kind(each) for each in prefills}
     takers = [each for each in others if _kind(each) in kinds and _takes_over(each)]
-    return Crew(prefills, takers, [each for each in others if not _only_decodes(each)])
+    return Crew(prefills, takers, alone)
 
 
 def _kind(upstream: Upstream) -> Kind:
