@@ -116,6 +116,28 @@ async def test_vllm_prefills_in_turn(kvd_process: Start, stream: bool) -> None:
         await booked.end()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "members"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 3}),
+        ("/v1/messages?beta=true", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 3}),
+    ],
+)
+async def test_prompts_of_each_api_are_handed_over(
+    kvd_process: Start, path: str, members: dict[str, Any], stream: bool
+) -> None:
+    async with serving(kvd_process, *VLLM, flags=ANY, prefills=1) as (client, running):
+        body = {"model": "demo", "max_tokens": 3, "stream": stream} | members
+        answered = await client.post(path, body)
+        assert (answered.status, answered.clean) == (200, True)
+        assert answered.headers["x-kvd-prefill"] == running[0].url
+        assert b"word2" in answered.body
+        assert counts(running) == [(1, 1, 0), (1, 0, 1)]
+        assert running[1].server.computed == 1
+
+
 async def test_what_the_prefill_engine_caches_is_expected_and_reported(kvd_process: Start) -> None:
     flags = (*ANY, "--gateway-memory-bytes", "0")
     four = [EngineOptions() for _ in range(4)]
