@@ -439,13 +439,7 @@ def body_of(
     question: Question, booked_as: str, prompt: Prompt, allowed: frozenset[int] | None
 ) -> bytes:
     """Returns the body of a question; `allowed` None leaves the choice to all workers."""
-    members: dict[str, object] = {
-        "model_name": question.model,
-        "reservation_id": booked_as,
-        "isl_tokens": prompt.isl_tokens,
-        "block_hashes": _numbers(prompt.local_hashes),
-        "sequence_hashes": _numbers(prompt.sequence_hashes),
-    }
+    members: dict[str, object] = {"model_name": question.model, "reservation_id": booked_as}
     if question.adapter is not None:
         members["lora_name"] = question.adapter
     if question.session is not None:
@@ -456,7 +450,7 @@ def body_of(
         members["expected_output_tokens"] = min(question.expected_output_tokens, U32_MAX)
     if allowed is not None:
         members["allowed_worker_ids"] = sorted(allowed)
-    return _dumps(members).encode()
+    return b"%b,%b}" % (_dumps(members)[:-1].encode(), prompt.render())
 
 
 def described(record: WorkerRecord) -> dict[str, Any]:
@@ -469,10 +463,6 @@ def described(record: WorkerRecord) -> dict[str, Any]:
 def says(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
     """Says whether a kvd lists an engine as it is described."""
     return all(row.get(name) == value for name, value in said.items())
-
-
-def _numbers(hashes: bytes) -> list[int]:
-    return memoryview(hashes).cast("Q").tolist()
 
 
 def _placement(answer: Answer) -> Placement:

@@ -28,6 +28,7 @@ from kvd.net.dialing import Dialer
 from kvd.selection.worker_record import Lifecycle, WorkerRecord
 from kvd.wire.egress import EgressPolicy
 from kvd_core.base.hashing import sequence_hashes
+from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Pool
 from tests.support.selecting import Service
 from tests.support.serving import PATIENT
@@ -288,23 +289,26 @@ async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
 
 
 def test_a_question_has_what_was_asked_for() -> None:
-    question = Question("m", "a", 4, look([1]), "r", frozenset((2, 1)), "s", 2**40, 2**40)
-
-    class Hashed:
-        isl_tokens, local_hashes, sequence_hashes = 5, bytes(8), bytes(8)
-
-    assert json.loads(body_of(question, "b", Hashed(), frozenset((2, 1)))) == {  # type: ignore[arg-type]
+    question = Question("m", "a", 4, look([1, 2**64 - 1]), "r", frozenset(), "s", 2**40, 2**40)
+    pool = Pool(None, Ledger(), 4)
+    question.look(pool)
+    local = [1, 2**64 - 1]
+    assert json.loads(body_of(question, "b", pool.hold(), frozenset((2, 1)))) == {
         "model_name": "m",
         "reservation_id": "b",
-        "isl_tokens": 5,
-        "block_hashes": [0],
-        "sequence_hashes": [0],
+        "isl_tokens": 8,
+        "block_hashes": local,
+        "sequence_hashes": sequence_hashes(local),
         "lora_name": "a",
         "session_id": "s",
         "strict_priority": 2**32 - 1,
         "expected_output_tokens": 2**32 - 1,
         "allowed_worker_ids": [1, 2],
     }
+    pool.look(b"", b"", 5)  # nothing is known of the tokens but their number
+    said = json.loads(body_of(question, "b", pool.hold(), None))
+    assert (said["isl_tokens"], said["block_hashes"], said["sequence_hashes"]) == (5, [], [])
+    assert "allowed_worker_ids" not in said
 
 
 async def silent(request: object) -> Response:
