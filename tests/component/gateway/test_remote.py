@@ -17,6 +17,7 @@ from kvd.faces.selection.routes import selection_routes
 from kvd.gateway.choices import Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.remote import RemoteChoices, body_of, described, says
+from kvd.gateway.steps import MAX_ROW, MAX_STEPS, Steps, StepsFailed
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.auth import Authorizer, Policy
@@ -213,6 +214,43 @@ async def test_a_kvd_that_was_restarted_unnoticed_is_told_when_it_refuses(tmp_pa
         await kvd.start()
         placed = await gateway.choices.choose(gateway.question())
         assert (placed.by_load, kvd.workers) == (False, {1, 2})
+
+
+async def test_steps_are_told_in_rows_and_again_after_a_restart(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        told = 0
+        for count in (1, 3 * MAX_ROW):
+            questions = [gateway.question() for _ in range(count)]
+            for each in questions:
+                await gateway.choices.choose(each)
+            assert len(kvd.booked) == count
+            for each in questions:
+                gateway.choices.note_prefilled(each.reservation_id)
+                gateway.choices.note_cached(each.reservation_id, 32, 0, 4)
+                gateway.choices.free(each.reservation_id)
+            await until(lambda: not kvd.booked)
+            reports = [account.reports for _, account in kvd.service.selections.regret.rows()]
+            told += count
+            assert sum(reports) == told
+        await kvd.end()
+        await kvd.start()
+        question = gateway.question()
+        assert not (await gateway.choices.choose(question)).by_load
+        gateway.choices.free(question.reservation_id)  # over a connection that is no more
+        await until(lambda: not kvd.booked)
+
+
+async def test_steps_beyond_the_bound_are_dropped_and_counted() -> None:
+    async def connect() -> trio.SocketStream:
+        raise OSError("nobody is there")
+
+    steps = Steps(connect, NOT_MY_FAULT_S)
+    for _ in range(MAX_STEPS + 3):
+        steps.put(b"x")
+    assert (len(steps), steps.dropped) == (MAX_STEPS, 3)
+    with pytest.raises(StepsFailed, match="nobody is there"):
+        await steps.send()
+    assert len(steps) == MAX_STEPS
 
 
 async def test_the_next_replica_is_asked(tmp_path: Path) -> None:
