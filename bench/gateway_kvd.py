@@ -5,9 +5,8 @@
 Two gateways in front of the same simulated engines (examples.engine) get the same completions in
 turns, over one kept connection and over 16: prompts of 512 and 16,384 token ids in blocks of 16,
 one token of output. One gateway chooses itself, the other asks a `kvd serve`. Prints microseconds
-of CPU of the
-gateway and of kvd for a request, all threads, and the median time of an answer. The engines publish
-no events, so that nobody's CPU is that of an index. Medians of the rounds.
+of CPU of the gateway and of kvd for a request, all threads, and the median time of an answer. The
+engines publish no events, so that none of it is that of an index. Medians of the rounds.
 """
 
 from __future__ import annotations

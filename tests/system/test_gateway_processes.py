@@ -200,6 +200,24 @@ async def test_tokens_hold_between_the_processes(kvd_process: Start, tmp_path: P
         assert metrics['kvd_process_up{process="kvd"}'] == 1
 
 
+async def test_sighup_has_all_processes_reload(kvd_process: Start, tmp_path: Path) -> None:
+    """Tokens of the file change; those that the processes have for each other stay."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old read 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
+        tokens.write_text("new read fedcba9876543210\n")
+        gateways.server.process.send_signal(signal.SIGHUP)
+        await until(lambda: gateways.server.stderr.count("event=reloaded changed=tokens_file") == 3)
+        async with gateways.client() as client:
+            for secret, status in (("0123456789abcdef", 401), ("fedcba9876543210", 200)):
+                shown = {"authorization": f"Bearer {secret}"}
+                answer = await client.get("/metrics", headers=shown)
+                assert answer.status_code == status
+        assert parse(answer.text)['kvd_process_up{process="kvd"}'] == 1
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+
+
 async def test_a_gateway_asks_a_kvd_elsewhere(kvd_process: Start, tmp_path: Path) -> None:
     kvds = [kvd_process(face="select-service") for _ in range(2)]
     urls = ",".join(each.base_url for each in kvds)
