@@ -20,9 +20,8 @@ import trio
 
 # Steps that wait for a kvd, about 200 bytes each; those beyond are dropped.
 MAX_STEPS = 65_536
-MAX_ROW = (
-    64  # requests on their way at a time: they and their answers fit into the sockets' buffers
-)
+# Requests on their way at a time: they and their answers fit into the sockets' buffers.
+MAX_ROW = 64
 RECEIVE_BYTES = 64 * 1024  # of answers, at once
 
 Connect = Callable[[], Awaitable[trio.SocketStream]]
