@@ -73,11 +73,13 @@ class Gateway(Started):
         return self._connections[number]
 
     def wait(self) -> None:
-        """Waits until all engines serve."""
+        """Waits until all engines serve, and the kvd that is asked, if one is."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             try:
-                if json.loads(self.ask(0, "GET", "/ready")[1])["serving"] == ENGINES:
+                status = json.loads(self.ask(0, "GET", "/status")[1])
+                serving = [each["standing"] == "serving" for each in status["upstreams"]]
+                if all(serving) and all(each["up"] for each in status.get("kvds", ())):
                     return
             except (OSError, http.client.HTTPException, ValueError):
                 self.connection(0).close()

@@ -40,8 +40,10 @@ from kvd_core.selector.selector import Pool, Prompt
 
 DEFAULT_DEADLINE_S = 1.0  # for the answer to a question, on its way and in kvd's queue
 CHECK_S = 5.0  # pause between two looks at a kvd's catalog
-# Pause before the second try to reach a kvd that is down; each next one is twice as long.
+# Pause before the second try to reach a kvd that is down; each next one is twice as long, up to a
+# second: it is asked for its catalog alone, and meanwhile requests go by load.
 RETRY_S = 0.1
+MAX_RETRY_S = 1.0
 TELL_S = 10.0  # time for a look at the catalog and for telling what is missing there
 ANSWER_BYTES = 64 * 1024  # of an answer about one request or one worker
 CATALOG_BYTES = 64 * 1024 * 1024  # of an answer with all workers, 600 bytes each
@@ -182,7 +184,7 @@ class RemoteChoices:
             await self._try_tell(kvd, trio.current_time())
             kvd.met.set()
             is_up = kvd.problem is None
-            retry_s = RETRY_S if is_up else min(2 * retry_s, CHECK_S)
+            retry_s = RETRY_S if is_up else min(2 * retry_s, MAX_RETRY_S)
             with trio.move_on_after(CHECK_S if is_up else retry_s):
                 await kvd.failed.wait()
 
