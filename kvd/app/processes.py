@@ -261,7 +261,7 @@ class _Supervisor:
         elif self._stopping:  # whoever asks twice does not want to wait
             for child in self._children:
                 child.signal(signal.SIGKILL)
-            os._exit(EXIT_SECOND_SIGNAL)
+            raise SystemExit(EXIT_SECOND_SIGNAL)
         else:
             log.info("stopping", signal=number.name)
             self._stop()

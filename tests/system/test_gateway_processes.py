@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -165,11 +166,33 @@ async def test_a_stop_drains_all_processes(kvd_process: Start) -> None:
         assert "process_ended" not in server.stderr
 
 
+async def test_a_second_signal_ends_all_at_once(kvd_process: Start) -> None:
+    async with engines(EngineOptions(step_s=3600.0)) as [engine]:
+        flags = ("--upstream", engine.url, "--processes", "2", "--http-graceful-s", "3600")
+        server = await trio.to_thread.run_sync(lambda: kvd_process(*flags, face="gateway"))
+        gateways = Fleet(server, [engine])
+
+        async def ask() -> None:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await gateways.ask()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await until(lambda: engine.server.requests == 1)
+            server.process.terminate()
+            await until(lambda: server.stderr.count("event=stopping") == 3)
+            server.process.terminate()
+            assert await trio.to_thread.run_sync(server.process.wait) == 130
+        await until(lambda: not Path(f"/proc/{gateways.pid('kvd')}/fd").exists())
+
+
 async def test_who_ends_the_parent_ends_all(kvd_process: Start) -> None:
     async with fleet(kvd_process, "--processes", "2") as gateways:
         pids = [gateways.pid(name) for name in ("kvd", "gateway-0", "gateway-1")]
         await trio.to_thread.run_sync(gateways.server.stop, signal.SIGKILL)
         await until(lambda: not any(Path(f"/proc/{pid}/fd").exists() for pid in pids))
+        (folder,) = set(re.findall(r"unix:(\S+)/gateway-\d\.sock", gateways.server.stderr))
+        shutil.rmtree(folder)  # which nobody could remove
 
 
 @pytest.mark.parametrize("face", ["--gateway-bind", "--indexer-bind"])
