@@ -2,5 +2,6 @@
 
 routes    paths of the APIs, each with how it is routed; lists of models; health
 schemas   what the face says of its routes
+processes /metrics of several processes that share the port
 metrics   what has become of requests, and how the engines are
 """
