@@ -14,6 +14,6 @@
     errors      the gateway's own errors, in the form that clients of each API know
     stats       what has become of requests, counted
 
-Choices are those of kvd.selection, here or elsewhere, of which every upstream is a worker. Bytes of answers pass from
-engine to client without Python.
+Choices are those of kvd.selection, here or elsewhere, of which every upstream is a worker. Bytes of
+answers pass from engine to client without Python.
 """
