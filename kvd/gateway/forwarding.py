@@ -116,8 +116,11 @@ class Forwarder:
                 self._choices.free(chosen.reservation_id)
             if done is not None:
                 return done
-        if attempt.refused is not None:
-            return await self._pass_refusal(request, attempt.refused, attempt.request_id)
+        refused = attempt.refused
+        if refused is None and isinstance(failure := attempt.prefill_failure, Answer):
+            refused = failure if _refuses(failure) is not None else None
+        if refused is not None:
+            return await self._pass_refusal(request, refused, attempt.request_id)
         raise GatewayError(
             Reason.UPSTREAM_FAILED, f"no engine has answered: {attempt.failed or 'none is left'}"
         )
@@ -180,7 +183,7 @@ class Forwarder:
         else:
             cause = "nothing_handed_over"
         self._stats.prefill_failures[cause] += 1
-        attempt.prefill_failed = True
+        attempt.prefill_failure = said
         attempt.tried.add(prefill.upstream.worker_id)
         return None
 
@@ -212,7 +215,7 @@ class Forwarder:
                     self._choices.note_prefilled(chosen.reservation_id)
                     if takes_over and fault(answer) == 500:
                         self._stats.prefill_failures["not_taken_over"] += 1
-                        attempt.prefill_failed, attempt.bound = True, upstream.worker_id
+                        attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
                         return None
                     if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                         self._stats.retries[refusal] += 1

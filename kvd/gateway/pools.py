@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import trio
 
 from kvd.gateway.asking import FLEET_MEMBERS, Asked
+from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.probing import Kind
 from kvd.gateway.upstreams import Upstream
@@ -181,7 +182,10 @@ def taking_over(asked: Asked, body: bytes, params: bytes) -> bytes:
 
 
 def meeting(asked: Asked, body: bytes, place: Place) -> bytes:
-    """Returns a request for both engines of SGLang, which says where they meet."""
+    """Returns a request for both engines of SGLang, which says where they meet.
+
+    Raises GatewayError where its prompts cannot be counted.
+    """
     facts = place.upstream.facts
     assert facts is not None
     host, port = place.upstream.target.host, facts.bootstrap_port
@@ -211,13 +215,21 @@ def _prompts(asked: Asked) -> int | None:
     prompt = asked.spans.get("prompt", b"")
     if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in (b"[", b'"'):
         return None
-    return len(json.loads(prompt))
+    return len(_parsed(prompt))
+
+
+def _parsed(body: bytes) -> Any:
+    """Returns what a body or a member of it says; raises GatewayError for what none can mean."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
 
 
 def _with(asked: Asked, body: bytes, more: bytes) -> bytes:
     """Returns a request with more members, its own as they stand but for those that are ours."""
     if not asked.spans.keys().isdisjoint(FLEET_MEMBERS):  # null, or it would have been refused
-        members = json.loads(body)
+        members = _parsed(body)
         kept = {name: value for name, value in members.items() if name not in FLEET_MEMBERS}
         body = json.dumps(kept, separators=(",", ":")).encode()
     inside = body[: body.rindex(b"}")].rstrip()

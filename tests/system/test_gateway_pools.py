@@ -453,6 +453,16 @@ async def test_sglang_has_no_other_way(kvd_process: Start) -> None:
         assert "are both needed" in answered.json["error"]["message"]
 
 
+async def test_a_pair_that_is_too_busy_says_so(kvd_process: Start) -> None:
+    one, _, two, _ = fresh(*SGLANG)
+    async with serving(kvd_process, one, two) as (client, running):
+        running[0].server.options.faults.append(Fault.REFUSE_503)
+        answered = await client.chat(PROMPT)
+        assert (answered.status, answered.headers["retry-after"]) == (503, "1")
+        assert answered.json["error"]["message"] == "simulated 503"
+        assert (await client.chat(PROMPT)).status == 200
+
+
 async def test_a_client_that_leaves_aborts_both_of_a_pair(kvd_process: Start) -> None:
     booked = Bookings()
     options = fresh(*SGLANG)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.gateway.asking import Api, read
+from kvd.gateway.errors import GatewayError
 from kvd.gateway.pools import Place, crew_of, handed_over, meeting, prefill_body, taking_over
 from kvd.gateway.probing import Card, Facts, Kind
 from kvd.gateway.upstreams import Upstream
@@ -161,6 +162,13 @@ def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
     assert said["bootstrap_host"] == ["10.1.2.3"] * 2
     assert said["bootstrap_port"] == [8998] * 2
     assert len(set(said["bootstrap_room"])) == 2
+
+
+@pytest.mark.parametrize("members", [b'"prompt":[[%b]]', b'"bootstrap_room":null,"seed":%b'])
+def test_numbers_too_long_to_read_are_refused(members: bytes) -> None:
+    place = Place(upstream(Kind.SGLANG, Role.PREFILL), 0)
+    with pytest.raises(GatewayError, match="the body is not valid"):
+        met(b"{" + members % (b"9" * 5000) + b"}", place)
 
 
 def test_who_can_be_two_for_a_request() -> None:
