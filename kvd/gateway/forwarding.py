@@ -25,7 +25,15 @@ from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.heads import EngineHead, read_head, request_id_of
-from kvd.gateway.pools import Beside, Place, compute, handed_over, meeting, taking_over
+from kvd.gateway.pools import (
+    Beside,
+    Place,
+    compute,
+    handed_over,
+    judge_host,
+    meeting,
+    taking_over,
+)
 from kvd.gateway.probing import Kind
 from kvd.gateway.stats import Ended, GatewayStats
 from kvd.gateway.tokens import Tokens
@@ -163,6 +171,7 @@ class Forwarder:
         if params is None:
             return await self._without_prefill(request, attempt, prefill, said)
         assert isinstance(said, Answer)
+        judge_host(params, prefill.upstream, chosen.upstream)
         if (cached := cached_tokens(said.held)) is not None:
             self._note_reported(attempt, chosen, cached)
         self._choices.note_prefilled(chosen.reservation_id)

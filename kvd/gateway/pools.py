@@ -40,6 +40,8 @@ from kvd.gateway.probing import Kind
 from kvd.gateway.upstreams import Upstream
 from kvd.http.relayed import RelayedRequest
 from kvd.selection.worker_record import Role
+from kvd.telemetry.logs import get_logger
+from kvd.wire.hosts import literal
 from kvd_core.json.scan import BodyScanner
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
@@ -83,6 +85,8 @@ SCANNER = BodyScanner({}, (), (PARAMS,))
 # Rooms are whole numbers below 2^63; of a request with n answers each has one, from this one on.
 ROOM_BITS = 62
 RANDOM = SystemRandom()  # other gateways have rooms with the same engines
+
+log = get_logger(__name__)
 
 
 class Place(NamedTuple):
@@ -174,6 +178,23 @@ def handed_over(answer: Answer) -> bytes | None:
     except (TypeError, ValueError):
         return None
     return params if isinstance(params, bytes) and params.startswith(b"{") else None
+
+
+def judge_host(params: bytes, prefill: Upstream, decode: Upstream) -> None:
+    """Warns, once, of a prefill engine that names a host which only its own machine reaches.
+
+    Another engine computes the prompt once more then, or fails, and nothing else shows why.
+    """
+    if prefill.host_judged or prefill.address == decode.address:
+        return
+    prefill.host_judged = True
+    try:
+        host = str(json.loads(params).get("remote_host"))
+        address = literal(host)
+    except (ValueError, RecursionError):  # who takes over by it says what is wrong
+        return
+    if host == "localhost" or (address is not None and address.is_loopback):
+        log.warning("prefill_unreachable", url=prefill.url, host=host)
 
 
 def taking_over(asked: Asked, body: bytes, params: bytes) -> bytes:
