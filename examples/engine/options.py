@@ -20,6 +20,7 @@ class Fault(StrEnum):
     ERROR_EVENT = "error-event"  # status 200, and an error as the first event of the stream
     BYTES = "bytes"  # the answer comes byte by byte
     KEEPS_NOTHING = "keeps-nothing"  # of a prompt that it computes for another engine (vllm)
+    FORGETS = "forgets"  # what it has just said that it keeps for another engine (vllm)
     REFUSE_429 = "429"
     REFUSE_500 = "500"
     REFUSE_503 = "503"

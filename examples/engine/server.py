@@ -312,6 +312,8 @@ class EngineServer:
         if fault is Fault.KEEPS_NOTHING:
             return {"kv_transfer_params": None}
         granted = self.leases.grant(request_id, count // BLOCK_SIZE, self.address)
+        if fault is Fault.FORGETS:
+            self.leases.redeem(granted)
         return {"kv_transfer_params": granted}
 
     def _publish(self, events: list[dict[str, Any]]) -> None:

@@ -72,6 +72,7 @@ class Child:
     heard_at: float = 0.0
     pause_s: float = 0.0
     is_ready: bool = False
+    is_told: bool = False  # that it hangs
 
     def signal(self, number: signal.Signals) -> None:
         """Signals the process, if there is one."""
@@ -118,6 +119,7 @@ class _Supervisor:
             config = reader.completed(config)
         self._reader, self._token, self._opened = reader, token, opened
         self._folder = folder
+        self._pid = os.getpid()
         shared = self._open_shared(config, passed)
         gateways = [f"gateway-{number}" for number in range(config.gateway_processes)]
         others = any(getattr(config, name) for name in FACE_BINDS if name != "gateway_bind")
@@ -207,7 +209,7 @@ class _Supervisor:
     # ---- in a child
 
     def _become(self, child: Child) -> int:
-        end_with_parent(os.getppid(), f"kvd {child.name}")
+        end_with_parent(self._pid, f"kvd {child.name}")
         mine = {sock for _, sock in child.listening}
         for other in self._children:
             other.notices.close()
@@ -222,7 +224,8 @@ class _Supervisor:
     # ---- in the parent
 
     def _note_started(self, child: Child, pid: int) -> None:
-        child.pid, child.due_at, child.is_ready = pid, None, False
+        child.pid, child.due_at = pid, None
+        child.is_ready = child.is_told = False
         child.started_at = child.heard_at = time.monotonic()
         log.info("process_started", process=child.name, pid=pid, restarts=child.restarts)
         if child.name == KVD and not child.restarts:
@@ -236,9 +239,11 @@ class _Supervisor:
         dues = [child.due_at - now for child in self._children if child.due_at is not None]
         if self._watchdog_s is not None:
             dues.append(self._watchdog_s / 2)
-        timeout = max(0.0, min(dues)) if dues else None
-        watched = [child.notices.fileno() for child in self._children]
-        select.select([signals.fileno(), *watched], [], [], timeout)
+        waiting = select.poll()
+        waiting.register(signals.fileno(), select.POLLIN)
+        for child in self._children:
+            waiting.register(child.notices.fileno(), select.POLLIN)
+        waiting.poll(1000 * max(0.0, min(dues)) if dues else None)
         for child in self._children:
             self._hear(child)
         while (number := signals.read()) is not None:
@@ -256,7 +261,7 @@ class _Supervisor:
         elif self._stopping:  # whoever asks twice does not want to wait
             for child in self._children:
                 child.signal(signal.SIGKILL)
-            os._exit(EXIT_SECOND_SIGNAL)
+            raise SystemExit(EXIT_SECOND_SIGNAL)
         else:
             log.info("stopping", signal=number.name)
             self._stop()
@@ -307,6 +312,8 @@ class _Supervisor:
         except BlockingIOError:
             return
         child.heard_at = time.monotonic()
+        if not self._announced and sdnotify.EXTENSION in said:
+            sdnotify.tell(said)  # the start takes long, and goes on
         if sdnotify.READY in said:
             child.is_ready = True
         if not self._announced and all(each.is_ready for each in self._children):
@@ -314,14 +321,14 @@ class _Supervisor:
             sdnotify.tell(sdnotify.READY)
 
     def _watch(self, limit_s: float) -> None:
-        """Ends processes whose loop stands still, which writes their stack to the journal."""
+        """Ends processes whose loop stands still: they write their stack, or are killed."""
         sdnotify.tell(sdnotify.WATCHDOG)
         now = time.monotonic()
         for child in self._children:
             if child.pid is not None and now - child.heard_at > limit_s:
                 log.error("process_hangs", process=child.name, seconds=limit_s)
-                child.heard_at = now
-                child.signal(signal.SIGABRT)
+                child.signal(signal.SIGKILL if child.is_told else signal.SIGABRT)
+                child.heard_at, child.is_told = now, True
 
 
 def _of_kvd(config: Config, path: str) -> Config:

@@ -21,7 +21,7 @@ from kvd.gateway.stats import Decision, GatewayStats, Way
 from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.selection.phases import Phase
-from kvd_core.relay.relay import Answer
+from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
 
@@ -53,7 +53,13 @@ class Attempt:
     failed: str | None = None  # why the last one that failed did
     prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
     prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
-    prefill_failed: bool = False
+    # What came of a prompt that was to be handed over and was not, the last time.
+    prefill_failure: Answer | Ending | None = None
+    bound: int | None = None  # the only worker that may still be tried; None: any
+
+    def may_try(self, upstream: Upstream) -> bool:
+        worker_id = upstream.worker_id
+        return worker_id not in self.tried and self.bound in (None, worker_id)
 
 
 class Chooser:
@@ -83,7 +89,7 @@ class Chooser:
     async def choose(self, attempt: Attempt) -> Chosen | None:
         """Chooses and books; None if nobody is left. Raises GatewayError."""
         serving = self._upstreams.serving(attempt.served)
-        crew = crew_of((one for one in serving if one.worker_id not in attempt.tried), attempt.path)
+        crew = crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
         try:
             way = self._way(attempt, crew)
             engines = crew.pairs if way is Way.REMOTE else crew.alone
@@ -109,7 +115,7 @@ class Chooser:
         """Says who computes a prompt; None: its model has no prefill engine."""
         if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
             return None
-        if not crew.pairs or (attempt.prefill_failed and crew.alone):
+        if not crew.pairs or (attempt.prefill_failure is not None and crew.alone):
             return Way.FALLBACK
         if not crew.alone:
             return Way.REMOTE

@@ -25,7 +25,15 @@ from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.heads import EngineHead, read_head, request_id_of
-from kvd.gateway.pools import Beside, Place, compute, handed_over, meeting, taking_over
+from kvd.gateway.pools import (
+    Beside,
+    Place,
+    compute,
+    handed_over,
+    judge_host,
+    meeting,
+    taking_over,
+)
 from kvd.gateway.probing import Kind
 from kvd.gateway.stats import Ended, GatewayStats
 from kvd.gateway.tokens import Tokens
@@ -116,8 +124,11 @@ class Forwarder:
                 self._choices.free(chosen.reservation_id)
             if done is not None:
                 return done
-        if attempt.refused is not None:
-            return await self._pass_refusal(request, attempt.refused, attempt.request_id)
+        refused = attempt.refused
+        if refused is None and isinstance(failure := attempt.prefill_failure, Answer):
+            refused = failure if _refuses(failure) is not None else None
+        if refused is not None:
+            return await self._pass_refusal(request, refused, attempt.request_id)
         raise GatewayError(
             Reason.UPSTREAM_FAILED, f"no engine has answered: {attempt.failed or 'none is left'}"
         )
@@ -160,11 +171,12 @@ class Forwarder:
         if params is None:
             return await self._without_prefill(request, attempt, prefill, said)
         assert isinstance(said, Answer)
+        judge_host(params, prefill.upstream, chosen.upstream)
         if (cached := cached_tokens(said.held)) is not None:
             self._note_reported(attempt, chosen, cached)
         self._choices.note_prefilled(chosen.reservation_id)
         body = taking_over(attempt.asked, attempt.body, params)
-        return await self._send(request, attempt, chosen, body)
+        return await self._send(request, attempt, chosen, body, takes_over=True)
 
     async def _without_prefill(
         self, request: RelayedRequest, attempt: Attempt, prefill: Place, said: Answer | Ending
@@ -180,7 +192,7 @@ class Forwarder:
         else:
             cause = "nothing_handed_over"
         self._stats.prefill_failures[cause] += 1
-        attempt.prefill_failed = True
+        attempt.prefill_failure = said
         attempt.tried.add(prefill.upstream.worker_id)
         return None
 
@@ -191,8 +203,14 @@ class Forwarder:
         chosen: Chosen,
         body: bytes,
         beside: Beside | None = None,
+        *,
+        takes_over: bool = False,
     ) -> bool | None:
-        """Sends a body to the engine that answers; None if another one may be tried."""
+        """Sends a body to the engine that answers; None if another try may be made.
+
+        An engine that answers 500 where it `takes_over` may have found nothing to take. It is the
+        only one that is asked once more, to compute the prompt itself.
+        """
         upstream = chosen.upstream
         assert upstream.engine is not None
         head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
@@ -204,6 +222,10 @@ class Forwarder:
                     ending = exchange.ending()
                 else:
                     self._choices.note_prefilled(chosen.reservation_id)
+                    if takes_over and fault(answer) == 500:
+                        self._stats.prefill_failures["not_taken_over"] += 1
+                        attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
+                        return None
                     if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                         self._stats.retries[refusal] += 1
                         attempt.refused = answer

@@ -34,11 +34,14 @@ from typing import Any, NamedTuple
 import trio
 
 from kvd.gateway.asking import FLEET_MEMBERS, Asked
+from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.probing import Kind
 from kvd.gateway.upstreams import Upstream
 from kvd.http.relayed import RelayedRequest
 from kvd.selection.worker_record import Role
+from kvd.telemetry.logs import get_logger
+from kvd.wire.hosts import literal
 from kvd_core.json.scan import BodyScanner
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
@@ -83,6 +86,8 @@ SCANNER = BodyScanner({}, (), (PARAMS,))
 ROOM_BITS = 62
 RANDOM = SystemRandom()  # other gateways have rooms with the same engines
 
+log = get_logger(__name__)
+
 
 class Place(NamedTuple):
     """A rank of an engine."""
@@ -113,10 +118,13 @@ def crew_of(engines: Iterable[Upstream], path: bytes) -> Crew:
         (prefills if each.role is Role.PREFILL else others).append(each)
     if path not in LIMITS:
         return Crew((), (), others)
+    alone = [each for each in others if not _only_decodes(each)]
+    if not prefills:
+        return Crew((), (), alone)
     # All prefill engines of a model are of one kind (Upstreams).
     kinds = {_kind(each) for each in prefills}
     takers = [each for each in others if _kind(each) in kinds and _takes_over(each)]
-    return Crew(prefills, takers, [each for each in others if not _only_decodes(each)])
+    return Crew(prefills, takers, alone)
 
 
 def _kind(upstream: Upstream) -> Kind:
@@ -172,13 +180,33 @@ def handed_over(answer: Answer) -> bytes | None:
     return params if isinstance(params, bytes) and params.startswith(b"{") else None
 
 
+def judge_host(params: bytes, prefill: Upstream, decode: Upstream) -> None:
+    """Warns, once, of a prefill engine that names a host which only its own machine reaches.
+
+    Another engine computes the prompt once more then, or fails, and nothing else shows why.
+    """
+    if prefill.host_judged or prefill.address == decode.address:
+        return
+    prefill.host_judged = True
+    try:
+        host = str(json.loads(params).get("remote_host"))
+        address = literal(host)
+    except (ValueError, RecursionError):  # who takes over by it says what is wrong
+        return
+    if host == "localhost" or (address is not None and address.is_loopback):
+        log.warning("prefill_unreachable", url=prefill.url, host=host)
+
+
 def taking_over(asked: Asked, body: bytes, params: bytes) -> bytes:
     """Returns a request for the engine that takes over by these parameters."""
     return _with(asked, body, b'"%b":%b' % (PARAMS.encode(), params))
 
 
 def meeting(asked: Asked, body: bytes, place: Place) -> bytes:
-    """Returns a request for both engines of SGLang, which says where they meet."""
+    """Returns a request for both engines of SGLang, which says where they meet.
+
+    Raises GatewayError where its prompts cannot be counted.
+    """
     facts = place.upstream.facts
     assert facts is not None
     host, port = place.upstream.target.host, facts.bootstrap_port
@@ -208,13 +236,21 @@ def _prompts(asked: Asked) -> int | None:
     prompt = asked.spans.get("prompt", b"")
     if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in (b"[", b'"'):
         return None
-    return len(json.loads(prompt))
+    return len(_parsed(prompt))
+
+
+def _parsed(body: bytes) -> Any:
+    """Returns what a body or a member of it says; raises GatewayError for what none can mean."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
 
 
 def _with(asked: Asked, body: bytes, more: bytes) -> bytes:
     """Returns a request with more members, its own as they stand but for those that are ours."""
     if not asked.spans.keys().isdisjoint(FLEET_MEMBERS):  # null, or it would have been refused
-        members = json.loads(body)
+        members = _parsed(body)
         kept = {name: value for name, value in members.items() if name not in FLEET_MEMBERS}
         body = json.dumps(kept, separators=(",", ":")).encode()
     inside = body[: body.rindex(b"}")].rstrip()

@@ -17,9 +17,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import trio
 
@@ -27,6 +28,7 @@ from kvd.errors import Unavailable
 from kvd.gateway.choices import Placement, Question, placement
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
+from kvd.gateway.steps import Steps, StepsFailed
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
 from kvd.selection.worker_record import Lifecycle, WorkerRecord
@@ -39,12 +41,11 @@ from kvd_core.selector.selector import Pool, Prompt
 
 DEFAULT_DEADLINE_S = 1.0  # for the answer to a question, on its way and in kvd's queue
 CHECK_S = 5.0  # pause between two looks at a kvd's catalog
-# Pause before the second try to reach a kvd that is down; each next one is twice as long.
+# Pause before the second try to reach a kvd that is down; each next one is twice as long, up to a
+# second: it is asked for its catalog alone, and meanwhile requests go by load.
 RETRY_S = 0.1
+MAX_RETRY_S = 1.0
 TELL_S = 10.0  # time for a look at the catalog and for telling what is missing there
-# Steps of bookings that wait for a kvd, about 200 bytes each; those beyond are dropped.
-MAX_STEPS = 65_536
-SENDERS = 8  # steps under way to a kvd at a time; those of one booking go one after the other
 ANSWER_BYTES = 64 * 1024  # of an answer about one request or one worker
 CATALOG_BYTES = 64 * 1024 * 1024  # of an answer with all workers, 600 bytes each
 U32_MAX = 2**32 - 1
@@ -64,21 +65,6 @@ class Failed(Exception):
 
 class Refused(Failed):
     """A kvd does not take this question; others it may."""
-
-
-class Step(NamedTuple):
-    """Something that became of a booking."""
-
-    method: str
-    path: str
-    body: bytes = b""
-
-
-Queue = tuple[trio.MemorySendChannel[Step], trio.MemoryReceiveChannel[Step]]
-
-
-def _queue() -> Queue:
-    return trio.open_memory_channel[Step](MAX_STEPS // SENDERS)
 
 
 class Booking(NamedTuple):
@@ -109,7 +95,6 @@ class Kvd:
     failed: trio.Event = field(default_factory=trio.Event)  # it is to be looked at now
     met: trio.Event = field(default_factory=trio.Event)  # it has been asked once
     up: trio.Event = field(default_factory=trio.Event)
-    steps: list[Queue] = field(default_factory=lambda: [_queue() for _ in range(SENDERS)])
 
     def note_failed(self, why: str) -> None:
         """Takes it out until it is reached, which is tried at once."""
@@ -140,6 +125,7 @@ class RemoteChoices:
     ) -> None:
         """A kvd that does not answer within `deadline_s` is left for the next one."""
         self._kvds = [_kvd(url) for url in urls]
+        self._steps = {kvd: Steps(partial(_connect, kvd), deadline_s) for kvd in self._kvds}
         self._exchanges = exchanges
         self._dialer = dialer
         self._deadline_s = deadline_s
@@ -152,14 +138,12 @@ class RemoteChoices:
         self._turn = 0
         self._asked = 0
         self.questions = Counter(dict.fromkeys(OUTCOMES, 0))
-        self.dropped = 0  # steps
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             for kvd in self._kvds:
                 nursery.start_soon(self._look_after, kvd)
-                for _, steps in kvd.steps:
-                    nursery.start_soon(self._send_steps, kvd, steps)
+                nursery.start_soon(self._send_steps, kvd)
 
     async def met(self) -> None:
         for kvd in self._kvds:
@@ -201,7 +185,7 @@ class RemoteChoices:
             await self._try_tell(kvd, trio.current_time())
             kvd.met.set()
             is_up = kvd.problem is None
-            retry_s = RETRY_S if is_up else min(2 * retry_s, CHECK_S)
+            retry_s = RETRY_S if is_up else min(2 * retry_s, MAX_RETRY_S)
             with trio.move_on_after(CHECK_S if is_up else retry_s):
                 await kvd.failed.wait()
 
@@ -335,7 +319,7 @@ class RemoteChoices:
                     return placed, booked_as
             finally:
                 if is_booked:
-                    self._put(kvd, booked_as, Step("DELETE", ""))
+                    self._put(kvd, booked_as, "DELETE")
             if not unlimited:
                 raise Failed("it has chosen an engine that it was told not to choose")
             kvd.shared.add(question.model)
@@ -382,7 +366,7 @@ class RemoteChoices:
     # ---- steps of bookings
 
     def note_prefilled(self, reservation_id: str) -> None:
-        self._put_step(reservation_id, Step("POST", "/prefill_complete"))
+        self._put_step(reservation_id, "POST", "/prefill_complete")
 
     def note_cached(
         self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
@@ -390,38 +374,38 @@ class RemoteChoices:
         # The length may be a guess, and the engine knows better.
         said = {"prompt_tokens": max(prompt, cached), "cached_tokens": cached}
         path = PREFILL_SUFFIX + "/report" if prefill else "/report"
-        self._put_step(reservation_id, Step("POST", path, json.dumps(said).encode()))
+        self._put_step(reservation_id, "POST", path, _dumps(said).encode())
 
     def free(self, reservation_id: str) -> None:
-        self._put_step(reservation_id, Step("DELETE", ""))
+        self._put_step(reservation_id, "DELETE")
         booking = self._bookings.pop(reservation_id, None)
         if booking is not None:
             self._loads[booking.rank] -= 1
             if not self._loads[booking.rank]:
                 del self._loads[booking.rank]
 
-    def _put_step(self, reservation_id: str, step: Step) -> None:
+    def _put_step(
+        self, reservation_id: str, method: str, step: str = "", body: bytes = b""
+    ) -> None:
         booking = self._bookings.get(reservation_id)
         if booking is not None and booking.kvd is not None:
-            self._put(booking.kvd, booking.booked_as, step)
+            self._put(booking.kvd, booking.booked_as, method, step, body)
 
-    def _put(self, kvd: Kvd, booked_as: str, step: Step) -> None:
-        put, _ = kvd.steps[crc32(booked_as.encode()) % SENDERS]
-        try:
-            put.send_nowait(step._replace(path=f"/reservations/{booked_as}{step.path}"))
-        except trio.WouldBlock:
-            self.dropped += 1
+    def _put(
+        self, kvd: Kvd, booked_as: str, method: str, step: str = "", body: bytes = b""
+    ) -> None:
+        path = f"/reservations/{booked_as}{step}"
+        head = own_head(method, path, kvd.authority, len(body), self._token)
+        self._steps[kvd].put(head + body)
 
-    async def _send_steps(self, kvd: Kvd, steps: trio.MemoryReceiveChannel[Step]) -> None:
-        async for step in steps:
+    async def _send_steps(self, kvd: Kvd) -> None:
+        with closing(self._steps[kvd]) as steps:
             while True:
                 await kvd.up.wait()
                 try:
-                    with trio.fail_after(self._deadline_s):
-                        await self._request(kvd, *step)
-                    break  # whatever it says: a booking may have ended there already
-                except (Failed, trio.TooSlowError) as error:
-                    kvd.note_failed(str(error) or "it has not answered in time")
+                    await steps.send()
+                except StepsFailed as error:
+                    kvd.note_failed(str(error))
 
     async def _request(
         self, kvd: Kvd, method: str, path: str, body: bytes = b"", limit: int = ANSWER_BYTES
@@ -452,25 +436,19 @@ class RemoteChoices:
         standings = {"up": up, "down": len(self._kvds) - up}
         help = "Number of kvds elsewhere, by standing"
         yield by_label("kvd_gateway_kvds", "gauge", help, "standing", standings)
-        channels = (put for kvd in self._kvds for put, _ in kvd.steps)
-        waiting = sum(channel.statistics().current_buffer_used for channel in channels)
+        steps = self._steps.values()
         help = "Number of steps of bookings that wait to be told to a kvd elsewhere"
-        yield gauge("kvd_gateway_waiting_steps", help, waiting)
+        yield gauge("kvd_gateway_waiting_steps", help, sum(map(len, steps)))
         help = "Number of steps of bookings dropped because too many waited"
-        yield counter("kvd_gateway_dropped_steps_total", help, self.dropped)
+        dropped = sum(each.dropped for each in steps)
+        yield counter("kvd_gateway_dropped_steps_total", help, dropped)
 
 
 def body_of(
     question: Question, booked_as: str, prompt: Prompt, allowed: frozenset[int] | None
 ) -> bytes:
     """Returns the body of a question; `allowed` None leaves the choice to all workers."""
-    members: dict[str, object] = {
-        "model_name": question.model,
-        "reservation_id": booked_as,
-        "isl_tokens": prompt.isl_tokens,
-        "block_hashes": _numbers(prompt.local_hashes),
-        "sequence_hashes": _numbers(prompt.sequence_hashes),
-    }
+    members: dict[str, object] = {"model_name": question.model, "reservation_id": booked_as}
     if question.adapter is not None:
         members["lora_name"] = question.adapter
     if question.phase is not None:
@@ -483,7 +461,7 @@ def body_of(
         members["expected_output_tokens"] = min(question.expected_output_tokens, U32_MAX)
     if allowed is not None:
         members["allowed_worker_ids"] = sorted(allowed)
-    return _dumps(members).encode()
+    return b"%b,%b}" % (_dumps(members)[:-1].encode(), prompt.render())
 
 
 def described(record: WorkerRecord) -> dict[str, Any]:
@@ -496,10 +474,6 @@ def described(record: WorkerRecord) -> dict[str, Any]:
 def says(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
     """Says whether a kvd lists an engine as it is described."""
     return all(row.get(name) == value for name, value in said.items())
-
-
-def _numbers(hashes: bytes) -> list[int]:
-    return memoryview(hashes).cast("Q").tolist()
 
 
 def _placement(answer: Answer) -> Placement:
@@ -536,3 +510,11 @@ def _refusal(answer: Answer) -> str:
 def _kvd(url: str) -> Kvd:
     target = parse_kvd(url)
     return Kvd(url, target.host, target.port, target.authority.encode())
+
+
+async def _connect(kvd: Kvd) -> trio.SocketStream:
+    """Connects to a kvd that has been reached; raises OSError."""
+    assert kvd.address is not None
+    if kvd.address.startswith("/"):
+        return await trio.open_unix_socket(kvd.address)
+    return await trio.open_tcp_stream(kvd.address, kvd.port)

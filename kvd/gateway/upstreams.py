@@ -74,6 +74,7 @@ class Upstream:
     worker_id: int
     key: bytes = b""  # its API key, shown with requests of the gateway's own
     prefills: bool = False  # the operator says that it computes prompts for others
+    host_judged: bool = False  # whether others reach the host that it names for that
     engine: int | None = None  # its number in the relay, once its address is known
     address: str | None = None
     standing: Standing = Standing.UNKNOWN

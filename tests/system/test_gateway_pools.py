@@ -116,6 +116,28 @@ async def test_vllm_prefills_in_turn(kvd_process: Start, stream: bool) -> None:
         await booked.end()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "members"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 3}),
+        ("/v1/messages?beta=true", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 3}),
+    ],
+)
+async def test_prompts_of_each_api_are_handed_over(
+    kvd_process: Start, path: str, members: dict[str, Any], stream: bool
+) -> None:
+    async with serving(kvd_process, *VLLM, flags=ANY, prefills=1) as (client, running):
+        body = {"model": "demo", "max_tokens": 3, "stream": stream} | members
+        answered = await client.post(path, body)
+        assert (answered.status, answered.clean) == (200, True)
+        assert answered.headers["x-kvd-prefill"] == running[0].url
+        assert b"word2" in answered.body
+        assert counts(running) == [(1, 1, 0), (1, 0, 1)]
+        assert running[1].server.computed == 1
+
+
 async def test_what_the_prefill_engine_caches_is_expected_and_reported(kvd_process: Start) -> None:
     flags = (*ANY, "--gateway-memory-bytes", "0")
     four = [EngineOptions() for _ in range(4)]
@@ -270,6 +292,25 @@ async def test_a_decode_that_fails_begins_with_the_prefill_again(
         assert await ways(client) == {"remote": asked}
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_what_cannot_be_taken_over_is_computed_by_the_same_engine(
+    kvd_process: Start, breaks: bool
+) -> None:
+    """A prompt that breaks the engine which answers must not meet the next one."""
+    booked = Bookings()
+    three = fresh(*VLLM, VLLM[0])
+    async with serving(kvd_process, *three, flags=booked.flags, prefills=1) as (client, running):
+        running[0].server.options.faults.append(Fault.FORGETS)
+        for each in running[1:] if breaks else ():
+            each.server.options.faults.extend([Fault.REFUSE_500] * 2)
+        answered = await client.chat(PROMPT)
+        assert answered.status == (500 if breaks else 200)
+        assert answered.headers["x-kvd-prefill"] == "fallback"
+        assert sorted(one[0] for one in counts(running)[1:]) == [0, 2]
+        assert await ways(client) == {"fallback": 1, "not_taken_over": 1}
+        await booked.end()
+
+
 async def leave(client: Client, entered: Callable[[], bool]) -> None:
     """Sends a request, and leaves once it is where it should be."""
     stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
@@ -410,6 +451,16 @@ async def test_sglang_has_no_other_way(kvd_process: Start) -> None:
         answered = await client.chat(PROMPT)
         assert (answered.status, answered.headers["retry-after"]) == (503, "1")
         assert "are both needed" in answered.json["error"]["message"]
+
+
+async def test_a_pair_that_is_too_busy_says_so(kvd_process: Start) -> None:
+    one, _, two, _ = fresh(*SGLANG)
+    async with serving(kvd_process, one, two) as (client, running):
+        running[0].server.options.faults.append(Fault.REFUSE_503)
+        answered = await client.chat(PROMPT)
+        assert (answered.status, answered.headers["retry-after"]) == (503, "1")
+        assert answered.json["error"]["message"] == "simulated 503"
+        assert (await client.chat(PROMPT)).status == 200
 
 
 async def test_a_client_that_leaves_aborts_both_of_a_pair(kvd_process: Start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
 Start = Callable[..., Server]
 BODY = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "a b c"}]}
+CLIENTS = 4
 STARTED = re.compile(r"event=process_started process=(\S+) pid=(\d+) restarts=(\d+)")
 
 
@@ -40,11 +42,6 @@ class Fleet:
         """Returns the number of a process that has been started so many times before."""
         started = {(name, int(n)): int(pid) for name, pid, n in STARTED.findall(self.server.stderr)}
         return started[name, restarts]
-
-    async def kill(self, name: str) -> None:
-        """Kills a process, and waits until it has been started again."""
-        os.kill(self.pid(name), signal.SIGKILL)
-        await until(lambda: (name, "1") in self.started())
 
     def started(self) -> set[tuple[str, str]]:
         return {(name, restarts) for name, _, restarts in STARTED.findall(self.server.stderr)}
@@ -105,43 +102,49 @@ async def test_all_processes_answer_as_one(kvd_process: Start) -> None:
         )
 
 
+@asynccontextmanager
+async def traffic(gateways: Fleet) -> AsyncIterator[list[int]]:
+    """Has clients ask all the time, each request on a connection of its own; yields statuses."""
+    statuses: list[int] = []
+    stop = trio.Event()
+
+    async def ask_always() -> None:
+        while not stop.is_set():
+            try:
+                statuses.append((await gateways.ask()).status_code)
+            except httpx.TransportError as error:
+                gateways.failures.append(repr(error))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(CLIENTS):
+            nursery.start_soon(ask_always)
+        await until(lambda: len(statuses) > 20)
+        yield statuses
+        seen = len(statuses)
+        await until(lambda: len(statuses) > seen + 40)
+        stop.set()
+
+
 async def test_a_killed_process_is_replaced_and_costs_the_others_nothing(
     kvd_process: Start,
 ) -> None:
     async with fleet(kvd_process, "--processes", "2") as gateways:
-        statuses: list[int] = []
-
-        async def ask_always(stop: trio.Event) -> None:
-            while not stop.is_set():
-                # A connection that the killed process had accepted has died with it.
-                try:
-                    statuses.append((await gateways.ask()).status_code)
-                except httpx.TransportError as error:
-                    gateways.failures.append(repr(error))
-
-        stop = trio.Event()
-        async with trio.open_nursery() as nursery:
-            for _ in range(4):
-                nursery.start_soon(ask_always, stop)
-            await until(lambda: len(statuses) > 20)
-            await gateways.kill("gateway-0")
-            seen = len(statuses)
-            await until(lambda: len(statuses) > seen + 40)
-            stop.set()
+        async with traffic(gateways) as statuses:
+            os.kill(gateways.pid("gateway-0"), signal.SIGKILL)
+            await until(lambda: ("gateway-0", "1") in gateways.started())
         assert set(statuses) == {200}
-        assert len(gateways.failures) <= 4  # one for each client at most, on its own connection
+        # Connections that the killed process had accepted have died with it: at most one a client.
+        assert len(gateways.failures) <= CLIENTS
         await gateways.until_metric('kvd_process_restarts_total{process="gateway-0"}', 1)
         assert (await gateways.metrics())['kvd_process_up{process="gateway-0"}'] == 1
 
 
-async def test_a_killed_kvd_is_replaced_and_told_the_engines(kvd_process: Start) -> None:
+async def test_a_killed_kvd_is_replaced_and_costs_nobody_a_request(kvd_process: Start) -> None:
     async with fleet(kvd_process, "--processes", "2") as gateways:
-        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
-        os.kill(gateways.pid("kvd"), signal.SIGKILL)
-        answered = await gateways.ask()
-        assert answered.status_code == 200
-        assert answered.headers["x-kvd-decision"] in ("fallback", "overlap")
-        await until(lambda: ("kvd", "1") in gateways.started())
+        async with traffic(gateways) as statuses:
+            os.kill(gateways.pid("kvd"), signal.SIGKILL)
+            await until(lambda: ("kvd", "1") in gateways.started())
+        assert (set(statuses), gateways.failures) == ({200}, [])
         with trio.fail_after(NOT_MY_FAULT_S):
             while (await gateways.ask()).headers["x-kvd-decision"] != "overlap":
                 pass
@@ -165,11 +168,33 @@ async def test_a_stop_drains_all_processes(kvd_process: Start) -> None:
         assert "process_ended" not in server.stderr
 
 
+async def test_a_second_signal_ends_all_at_once(kvd_process: Start) -> None:
+    async with engines(EngineOptions(step_s=3600.0)) as [engine]:
+        flags = ("--upstream", engine.url, "--processes", "2", "--http-graceful-s", "3600")
+        server = await trio.to_thread.run_sync(lambda: kvd_process(*flags, face="gateway"))
+        gateways = Fleet(server, [engine])
+
+        async def ask() -> None:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await gateways.ask()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await until(lambda: engine.server.requests == 1)
+            server.process.terminate()
+            await until(lambda: server.stderr.count("event=stopping") == 3)
+            server.process.terminate()
+            assert await trio.to_thread.run_sync(server.process.wait) == 130
+        await until(lambda: not Path(f"/proc/{gateways.pid('kvd')}/fd").exists())
+
+
 async def test_who_ends_the_parent_ends_all(kvd_process: Start) -> None:
     async with fleet(kvd_process, "--processes", "2") as gateways:
         pids = [gateways.pid(name) for name in ("kvd", "gateway-0", "gateway-1")]
         await trio.to_thread.run_sync(gateways.server.stop, signal.SIGKILL)
         await until(lambda: not any(Path(f"/proc/{pid}/fd").exists() for pid in pids))
+        (folder,) = set(re.findall(r"unix:(\S+)/gateway-\d\.sock", gateways.server.stderr))
+        shutil.rmtree(folder)  # which nobody could remove
 
 
 @pytest.mark.parametrize("face", ["--gateway-bind", "--indexer-bind"])
@@ -198,6 +223,24 @@ async def test_tokens_hold_between_the_processes(kvd_process: Start, tmp_path: P
             shown = {"authorization": "Bearer 0123456789abcdef"}
             metrics = parse((await client.get("/metrics", headers=shown)).text)
         assert metrics['kvd_process_up{process="kvd"}'] == 1
+
+
+async def test_sighup_has_all_processes_reload(kvd_process: Start, tmp_path: Path) -> None:
+    """Tokens of the file change; those that the processes have for each other stay."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old read 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
+        tokens.write_text("new read fedcba9876543210\n")
+        gateways.server.process.send_signal(signal.SIGHUP)
+        await until(lambda: gateways.server.stderr.count("event=reloaded changed=tokens_file") == 3)
+        async with gateways.client() as client:
+            for secret, status in (("0123456789abcdef", 401), ("fedcba9876543210", 200)):
+                shown = {"authorization": f"Bearer {secret}"}
+                answer = await client.get("/metrics", headers=shown)
+                assert answer.status_code == status
+        assert parse(answer.text)['kvd_process_up{process="kvd"}'] == 1
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
 
 
 async def test_a_gateway_asks_a_kvd_elsewhere(kvd_process: Start, tmp_path: Path) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from kvd.gateway.asking import Api, read
-from kvd.gateway.pools import Place, crew_of, handed_over, meeting, prefill_body, taking_over
+from kvd.gateway.errors import GatewayError
+from kvd.gateway.pools import (
+    Place,
+    crew_of,
+    handed_over,
+    judge_host,
+    meeting,
+    prefill_body,
+    taking_over,
+)
 from kvd.gateway.probing import Card, Facts, Kind
 from kvd.gateway.upstreams import Upstream
 from kvd.selection.worker_record import Role
@@ -135,6 +144,29 @@ def test_an_answer_may_hand_nothing_over(answer: Answer) -> None:
     assert handed_over(answer) is None
 
 
+@pytest.mark.parametrize(
+    ("host", "other", "told"),
+    [
+        (b'"localhost"', "10.0.0.2", 1),
+        (b'"127.0.0.1"', "10.0.0.2", 1),
+        (b'"::1"', "10.0.0.2", 1),
+        (b'"localhost"', "10.0.0.1", 0),  # the same machine
+        (b'"10.0.0.1"', "10.0.0.2", 0),
+        (b'"gpu1"', "10.0.0.2", 0),
+        (b"9" * 5000, "10.0.0.2", 0),
+        (b"null", "10.0.0.2", 0),
+    ],
+)
+def test_a_host_that_others_do_not_reach_is_told_once(
+    host: bytes, other: str, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = upstream(Kind.VLLM, prefills=True), upstream(Kind.VLLM)
+    prefill.address, decode.address = "10.0.0.1", other
+    for _ in range(2):
+        judge_host(b'{"remote_host":%b}' % host, prefill, decode)
+    assert [record.getMessage() for record in caplog.records].count("prefill_unreachable") == told
+
+
 def met(body: bytes, place: Place) -> dict[str, Any]:
     said = json.loads(meeting(read(Api.COMPLETIONS, [], body), body, place))
     assert isinstance(said, dict)
@@ -161,6 +193,13 @@ def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
     assert said["bootstrap_host"] == ["10.1.2.3"] * 2
     assert said["bootstrap_port"] == [8998] * 2
     assert len(set(said["bootstrap_room"])) == 2
+
+
+@pytest.mark.parametrize("members", [b'"prompt":[[%b]]', b'"bootstrap_room":null,"seed":%b'])
+def test_numbers_too_long_to_read_are_refused(members: bytes) -> None:
+    place = Place(upstream(Kind.SGLANG, Role.PREFILL), 0)
+    with pytest.raises(GatewayError, match="the body is not valid"):
+        met(b"{" + members % (b"9" * 5000) + b"}", place)
 
 
 def test_who_can_be_two_for_a_request() -> None:

@@ -18,6 +18,7 @@ from kvd.faces.selection.routes import selection_routes
 from kvd.gateway.choices import Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.remote import RemoteChoices, body_of, described, says
+from kvd.gateway.steps import MAX_ROW, MAX_STEPS, Steps, StepsFailed
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.auth import Authorizer, Policy
@@ -30,6 +31,7 @@ from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.worker_record import Lifecycle, Role, WorkerRecord
 from kvd.wire.egress import EgressPolicy
 from kvd_core.base.hashing import sequence_hashes
+from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Pool
 from tests.support.selecting import Service
 from tests.support.serving import PATIENT
@@ -246,6 +248,43 @@ async def test_a_kvd_that_was_restarted_unnoticed_is_told_when_it_refuses(tmp_pa
         assert (placed.by_load, kvd.workers) == (False, {1, 2})
 
 
+async def test_steps_are_told_in_rows_and_again_after_a_restart(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        told = 0
+        for count in (1, 3 * MAX_ROW):
+            questions = [gateway.question() for _ in range(count)]
+            for each in questions:
+                await gateway.choices.choose(each)
+            assert len(kvd.booked) == count
+            for each in questions:
+                gateway.choices.note_prefilled(each.reservation_id)
+                gateway.choices.note_cached(each.reservation_id, 32, 0, 4)
+                gateway.choices.free(each.reservation_id)
+            await until(lambda: not kvd.booked)
+            reports = [account.reports for _, account in kvd.service.selections.regret.rows()]
+            told += count
+            assert sum(reports) == told
+        await kvd.end()
+        await kvd.start()
+        question = gateway.question()
+        assert not (await gateway.choices.choose(question)).by_load
+        gateway.choices.free(question.reservation_id)  # over a connection that is no more
+        await until(lambda: not kvd.booked)
+
+
+async def test_steps_beyond_the_bound_are_dropped_and_counted() -> None:
+    async def connect() -> trio.SocketStream:
+        raise OSError("nobody is there")
+
+    steps = Steps(connect, NOT_MY_FAULT_S)
+    for _ in range(MAX_STEPS + 3):
+        steps.put(b"x")
+    assert (len(steps), steps.dropped) == (MAX_STEPS, 3)
+    with pytest.raises(StepsFailed, match="nobody is there"):
+        await steps.send()
+    assert len(steps) == MAX_STEPS
+
+
 async def test_the_next_replica_is_asked(tmp_path: Path) -> None:
     async with asking(tmp_path, kvds=2) as (gateway, [first, second]):
         question = gateway.question()
@@ -320,23 +359,26 @@ async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
 
 
 def test_a_question_has_what_was_asked_for() -> None:
-    question = Question("m", "a", 4, look([1]), "r", frozenset((2, 1)), "s", 2**40, 2**40)
-
-    class Hashed:
-        isl_tokens, local_hashes, sequence_hashes = 5, bytes(8), bytes(8)
-
-    assert json.loads(body_of(question, "b", Hashed(), frozenset((2, 1)))) == {  # type: ignore[arg-type]
+    question = Question("m", "a", 4, look([1, 2**64 - 1]), "r", frozenset(), "s", 2**40, 2**40)
+    pool = Pool(None, Ledger(), 4)
+    question.look(pool)
+    local = [1, 2**64 - 1]
+    assert json.loads(body_of(question, "b", pool.hold(), frozenset((2, 1)))) == {
         "model_name": "m",
         "reservation_id": "b",
-        "isl_tokens": 5,
-        "block_hashes": [0],
-        "sequence_hashes": [0],
+        "isl_tokens": 8,
+        "block_hashes": local,
+        "sequence_hashes": sequence_hashes(local),
         "lora_name": "a",
         "session_id": "s",
         "strict_priority": 2**32 - 1,
         "expected_output_tokens": 2**32 - 1,
         "allowed_worker_ids": [1, 2],
     }
+    pool.look(b"", b"", 5)  # nothing is known of the tokens but their number
+    said = json.loads(body_of(question, "b", pool.hold(), None))
+    assert (said["isl_tokens"], said["block_hashes"], said["sequence_hashes"]) == (5, [], [])
+    assert "allowed_worker_ids" not in said
 
 
 async def silent(request: object) -> Response:
