@@ -46,8 +46,8 @@ CHECK_S = 5.0  # pause between two looks at a kvd's catalog
 RETRY_S = 0.1
 MAX_RETRY_S = 1.0
 TELL_S = 10.0  # time for a look at the catalog and for telling what is missing there
-ANSWER_BYTES = 64 * 1024  # of an answer about one request or one worker
-CATALOG_BYTES = 64 * 1024 * 1024  # of an answer with all workers, 600 bytes each
+ANSWER_BYTES = 64 * 1024  # of an answer about one request
+CATALOG_BYTES = 64 * 1024 * 1024  # of an answer about workers, 600 bytes each and 200 a rank
 U32_MAX = 2**32 - 1
 NOT_YET = "it has not been reached yet"
 
@@ -90,8 +90,10 @@ class Kvd:
     reasons: dict[int, list[str]] = field(default_factory=dict)  # why it cannot choose a worker
     shared: set[str] = field(default_factory=set)  # models of which it has workers of others
     changing: trio.Lock = field(default_factory=trio.Lock)
-    looked_at: float = -1.0  # when its catalog was last seen, and
-    changed_at: float = -1.0  # last found to lack something, seconds of trio's clock
+    looked_at: float = -1.0  # when the last look at its catalog began, and
+    changed_at: float = (
+        -1.0
+    )  # when the last one ended that found it to lack something; trio's clock
     failed: trio.Event = field(default_factory=trio.Event)  # it is to be looked at now
     met: trio.Event = field(default_factory=trio.Event)  # it has been asked once
     up: trio.Event = field(default_factory=trio.Event)
@@ -190,9 +192,9 @@ class RemoteChoices:
                 await kvd.failed.wait()
 
     async def _try_tell(self, kvd: Kvd, since: float) -> bool:
-        """Has a kvd know the engines, if it was not looked at after `since`.
+        """Has a kvd know the engines, if no look at it has begun after `since`.
 
-        Says whether it lacked something then.
+        Says whether it has been told of one after that.
         """
         async with kvd.changing:
             if kvd.looked_at <= since:
@@ -205,6 +207,7 @@ class RemoteChoices:
 
     async def _tell(self, kvd: Kvd) -> None:
         await self._resolve(kvd)
+        began = trio.current_time()
         rows = {row["worker_id"]: row for row in await self._catalog(kvd)}
         lacked = False
         for worker_id in kvd.told.keys() - self._records.keys():
@@ -223,9 +226,9 @@ class RemoteChoices:
             kvd.told[worker_id] = record
             is_complete = row.get("lifecycle") != Lifecycle.INCOMPLETE
             kvd.reasons[worker_id] = [] if is_complete else row["not_schedulable_reasons"]
-        kvd.looked_at = trio.current_time()
+        kvd.looked_at = began
         if lacked:
-            kvd.changed_at = kvd.looked_at
+            kvd.changed_at = trio.current_time()
         kvd.note_reached(len(self._records))
 
     async def _catalog(self, kvd: Kvd) -> list[dict[str, Any]]:
@@ -233,7 +236,7 @@ class RemoteChoices:
 
     async def _change(self, kvd: Kvd, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
         """Changes a kvd's catalog; returns the worker, with reasons if it cannot be chosen."""
-        answer = await self._request(kvd, method, path, body)
+        answer = await self._request(kvd, method, path, body, CATALOG_BYTES)
         if answer.status in (400, 409, 422):
             reasons = [_refusal(answer)]
             return {"lifecycle": Lifecycle.INCOMPLETE, "not_schedulable_reasons": reasons}

@@ -285,6 +285,19 @@ async def test_steps_beyond_the_bound_are_dropped_and_counted() -> None:
     assert len(steps) == MAX_STEPS
 
 
+async def test_an_engine_that_comes_while_others_are_told_is_told_too(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        for worker_id in range(3, 20):
+            await gateway.choices.register(record(worker_id))
+        await kvd.end()
+        await kvd.start()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(gateway.choices.choose, gateway.question(range(1, 20)))
+            await until(lambda: bool(kvd.workers))  # and there are more to come
+            await gateway.choices.register(record(20))
+            assert kvd.workers == set(range(1, 21))
+
+
 async def test_the_next_replica_is_asked(tmp_path: Path) -> None:
     async with asking(tmp_path, kvds=2) as (gateway, [first, second]):
         question = gateway.question()
