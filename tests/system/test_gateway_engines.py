@@ -151,10 +151,9 @@ async def test_events_of_another_engine_are_not_believed(kvd_process: Start) -> 
         flags = ("--gateway-canary", "true")
         async with gateway_of(kvd_process, [each.url for each in found], flags) as client:
             with trio.fail_after(90):
-                while not all(each["advice"] for each in (await rows(client)).values()):  # noqa: ASYNC110 - another process
+                while any(each["events"] for each in (await rows(client)).values()):  # noqa: ASYNC110 - another process
                     await trio.sleep(0.05)
             for row in (await rows(client)).values():
                 assert "tokens and events do not agree" in str(row["advice"])
-                assert row["events"] == {}
             answered = await client.chat(PROMPT)
             assert answered.headers["x-kvd-decision"] == "predicted"
