@@ -1,13 +1,61 @@
-"""OpenAI's answers of a simulated engine, whole and as streams of events."""
+"""Answers of a simulated engine in the words of each API, whole and as streams of events.
+
+    opening events │ one event a token │ closing events
+
+OpenAI's chats and completions are here; its responses and Anthropic's messages are in files of
+their own.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 DEFAULT_TOKENS = 16  # of an answer whose length the request leaves open
 DONE = b"data: [DONE]\n\n"
+# What the length of an answer is called; the first that is there decides.
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One answer."""
+
+    request_id: str
+    model: str
+    words: list[str]  # its tokens
+    prompt_tokens: int
+    cached_tokens: int  # of these
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+
+class Api(Protocol):
+    """How an API says it."""
+
+    def whole(self, made: Made) -> dict[str, Any]:
+        """Returns the answer of a request that wants no stream."""
+
+    def opening(self, made: Made) -> list[bytes]:
+        """Returns the events of a stream before its first token."""
+
+    def token(self, made: Made, at: int) -> bytes:
+        """Returns the event of one token."""
+
+    def closing(self, made: Made, *, with_usage: bool) -> list[bytes]:
+        """Returns the events behind the last token."""
+
+    def error(self, status: int, text: str, kind: str = "server_error") -> dict[str, Any]:
+        """Returns the body of an error."""
+
+
+def length_of(members: dict[str, Any]) -> int:
+    """Returns how many tokens the answer to a request has."""
+    said = (members.get(name) for name in LENGTHS)
+    return next((each for each in said if each), DEFAULT_TOKENS)
 
 
 def words(count: int) -> list[str]:
@@ -15,59 +63,70 @@ def words(count: int) -> list[str]:
     return [f" word{number}" for number in range(count)]
 
 
-def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
+class OpenAi:
+    """Chats, or completions."""
+
+    def __init__(self, *, chat: bool) -> None:
+        self._chat = chat
+
+    def whole(self, made: Made) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": made.text}
+        else:
+            choice["text"] = made.text
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head(made, kind), "choices": [choice], "usage": usage(made)}
+
+    def opening(self, made: Made) -> list[bytes]:
+        return []
+
+    def token(self, made: Made, at: int) -> bytes:
+        return self._chunk(made, made.words[at], first=at == 0)
+
+    def closing(self, made: Made, *, with_usage: bool) -> list[bytes]:
+        events = [self._chunk(made, None, first=False)]
+        if with_usage:
+            last = {**self._head(made, self._chunk_kind), "choices": [], "usage": usage(made)}
+            events.append(event(last))
+        return [*events, DONE]
+
+    def error(self, status: int, text: str, kind: str = "server_error") -> dict[str, Any]:
+        return error(status, text, kind)
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else "text_completion"
+
+    def _head(self, made: Made, kind: str) -> dict[str, Any]:
+        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{made.request_id}"
+        return {"id": name, "object": kind, "created": 0, "model": made.model}
+
+    def _chunk(self, made: Made, piece: str | None, *, first: bool) -> bytes:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": None if piece else "length"}
+        if self._chat:
+            choice["delta"] = {"content": piece or ""} | ({"role": "assistant"} if first else {})
+        else:
+            choice["text"] = piece or ""
+        return event({**self._head(made, self._chunk_kind), "choices": [choice]})
+
+
+def usage(made: Made) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens": made.prompt_tokens,
+        "completion_tokens": len(made.words),
+        "total_tokens": made.prompt_tokens + len(made.words),
+        "prompt_tokens_details": {"cached_tokens": made.cached_tokens},
     }
-
-
-def whole_answer(
-    chat: bool, request_id: str, model: str, text: str, used: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the answer of a request that wants no stream."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
-    if chat:
-        choice["message"] = {"role": "assistant", "content": text}
-    else:
-        choice["text"] = text
-    kind = "chat.completion" if chat else "text_completion"
-    return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
-        "object": kind,
-        "created": 0,
-        "model": model,
-        "choices": [choice],
-        "usage": used,
-    }
-
-
-def chunk(chat: bool, request_id: str, model: str, piece: str | None, *, first: bool) -> bytes:
-    """Returns one event of a stream; None for the last, which ends the answer."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": None if piece else "length"}
-    if chat:
-        choice["delta"] = {"content": piece or ""} | ({"role": "assistant"} if first else {})
-    else:
-        choice["text"] = piece or ""
-    answer = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
-        "object": "chat.completion.chunk" if chat else "text_completion",
-        "created": 0,
-        "model": model,
-        "choices": [choice],
-    }
-    return event(answer)
-
-
-def usage_event(request_id: str, model: str, used: dict[str, Any]) -> bytes:
-    """Returns the event that tells a stream's usage."""
-    return event({"id": request_id, "model": model, "choices": [], "usage": used})
 
 
 def event(members: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(members).encode()
+
+
+def named_event(members: dict[str, Any]) -> bytes:
+    """Returns an event with its type as its name, too."""
+    return b"event: %b\n%b" % (members["type"].encode(), event(members))
 
 
 def error(status: int, text: str, kind: str = "server_error") -> dict[str, Any]:
@@ -83,9 +142,3 @@ def metrics(kind: str, block_size: int, blocks: int) -> str:
         f'vllm:cache_config_info{{block_size="{block_size}",enable_prefix_caching="True",'
         f'engine="0",num_gpu_blocks="{blocks}"}} 1.0\n'
     )
-
-
-def pieces(text: list[str]) -> Iterator[tuple[str, bool]]:
-    """Yields each token, and whether it is the first."""
-    for at, word in enumerate(text):
-        yield word, at == 0

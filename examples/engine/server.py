@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -15,12 +16,14 @@ import zmq
 
 from examples.engine import api
 from examples.engine.caches import BLOCK_SIZE, Engine, Publisher, SglangEngine, VllmEngine
+from examples.engine.messages import Messages
 from examples.engine.options import EngineOptions, Fault
+from examples.engine.responses import Responses
 from examples.engine.tokenizer import ids_of_messages, ids_of_text
 
 RECEIVE_BYTES = 64 * 1024
 KEPT = 16  # requests of which it remembers what they said
-GENERATING = {"/v1/chat/completions": True, "/v1/completions": False}  # by path: is it a chat?
+SPEECH = b"RIFF$\0\0\0WAVEfmt "  # of every text the same
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 
@@ -70,6 +73,14 @@ class EngineServer:
         self.received: deque[bytes] = deque(maxlen=KEPT)
         self.heads: deque[dict[bytes, bytes]] = deque(maxlen=KEPT)
         self._computing = trio.Lock()  # one prefill at a time
+        self._responses = Responses()
+        # By path, what generates.
+        self._apis: dict[str, api.Api] = {
+            "/v1/chat/completions": api.OpenAi(chat=True),
+            "/v1/completions": api.OpenAi(chat=False),
+            "/v1/messages": Messages(),
+            "/v1/responses": self._responses,
+        }
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serves one connection until either side ends it."""
@@ -95,8 +106,8 @@ class EngineServer:
                 continue
             return False
         method = parser.get_method().decode()
-        if method == "POST" and request.path in GENERATING:
-            await self._generate(stream, request, chat=GENERATING[request.path])
+        if method == "POST" and request.path in self._apis:
+            await self._generate(stream, request, self._apis[request.path])
         else:
             status, answer = self._answer(method, request)
             await send_json(stream, status, answer)
@@ -112,13 +123,23 @@ class EngineServer:
             return 200, api.metrics(self.options.kind, BLOCK_SIZE, self.options.blocks)
         if path == "/v1/models":
             return 200, {"object": "list", "data": self._cards()}
-        if path == "/tokenize" and method == "POST":
-            return self._tokenize(json.loads(request.body))
+        if method == "POST" and path in POSTED:
+            return POSTED[path](self, request)
+        if path.startswith("/v1/responses/"):
+            return self._kept(method, path.split("/")[3])
         if self.options.kind == "vllm":
             return self._answer_as_vllm(path, request)
         if path == "/server_info":
             return 200, self._server_info()
         return 404, {"detail": "Not Found"}
+
+    def _kept(self, method: str, name: str) -> tuple[int, Any]:
+        """Shows, cancels or forgets a response that it keeps."""
+        forgets = method == "DELETE"
+        kept = self._responses.forget(name) if forgets else self._responses.kept.get(name)
+        if kept is None:
+            return 404, api.error(404, f"Response with id '{name}' not found.", "NotFoundError")
+        return 200, kept
 
     def _answer_as_vllm(self, path: str, request: Request) -> tuple[int, Any]:
         if path == "/version":
@@ -136,7 +157,7 @@ class EngineServer:
         if not self.options.renders:
             return 403, api.error(403, "start with --enable-scale-out", "PermissionDeniedError")
         rendered = {"request_id": "r", "token_ids": prompt_of(members), "features": None}
-        return 200, rendered if "chat" in path else [rendered]
+        return 200, [rendered] if path == "/v1/completions/render" else rendered
 
     def _cards(self) -> list[dict[str, Any]]:
         base = self.options.model
@@ -148,8 +169,31 @@ class EngineServer:
         ]
         return [card | lengths, *adapters]
 
-    def _tokenize(self, members: dict[str, Any]) -> tuple[int, Any]:
-        ids = prompt_of(members)
+    def _count(self, request: Request) -> tuple[int, Any]:
+        return 200, {"input_tokens": len(prompt_of(json.loads(request.body)))}
+
+    def _embed(self, request: Request) -> tuple[int, Any]:
+        members = json.loads(request.body)
+        said = members.get("input")
+        each = said if isinstance(said, list) else [said]
+        rows = [
+            {"object": "embedding", "index": at, "embedding": [float(len(str(text))), 1.0]}
+            for at, text in enumerate(each)
+        ]
+        used = {"prompt_tokens": len(each), "total_tokens": len(each)}
+        return 200, {"object": "list", "data": rows, "model": self.options.model, "usage": used}
+
+    def _hear(self, request: Request) -> tuple[int, Any]:
+        self.requests += 1
+        self.received.appendleft(request.body)
+        self.heads.appendleft(request.headers)
+        return 200, {"text": f"{len(request.body)} bytes"}
+
+    def _speak(self, request: Request) -> tuple[int, Any]:
+        return 200, SPEECH
+
+    def _tokenize(self, request: Request) -> tuple[int, Any]:
+        ids = prompt_of(json.loads(request.body))
         length = self.options.max_model_len
         return 200, {"count": len(ids), "max_model_len": length, "tokens": ids}
 
@@ -181,19 +225,26 @@ class EngineServer:
 
     # ---- what generates
 
-    async def _generate(self, stream: trio.SocketStream, request: Request, *, chat: bool) -> None:
+    async def _generate(self, stream: trio.SocketStream, request: Request, of: api.Api) -> None:
         self.requests += 1
         self.received.appendleft(request.body)
         self.heads.appendleft(request.headers)
         fault = self.options.faults.popleft() if self.options.faults else None
         if fault is not None:
-            await refuse(stream, fault, self.options.retry_after)
+            await refuse(stream, of, fault, self.options.retry_after)
         members = json.loads(request.body)
         names = (self.options.model, *self.options.adapters)
         model = members.get("model") or names[0]
         if model not in names:
             text = f"The model `{model}` does not exist."
-            return await send_json(stream, 404, api.error(404, text, "NotFoundError"))
+            return await send_json(stream, 404, of.error(404, text, "NotFoundError"))
+        if of is self._responses:
+            said = self._responses.conversation(members)
+            if said is None:
+                text = f"Response with id '{members['previous_response_id']}' not found."
+                return await send_json(stream, 404, of.error(404, text, "NotFoundError"))
+            members["input"] = said
+            members["previous_response_id"] = None
         ids = prompt_of(members)
         cached = min(
             self.cache.held(ids)[1] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -201,10 +252,12 @@ class EngineServer:
         async with self._computing:
             await trio.sleep((len(ids) - cached) * self.options.prefill_s)
             self._publish(self.cache.serve(ids))
-        words = api.words(members.get("max_tokens") or api.DEFAULT_TOKENS)
-        used = api.usage(len(ids), cached, len(words))
+        words = api.words(api.length_of(members))
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
-        answer = Answer(stream, chat, request_id, model, words, used, fault)
+        made = api.Made(request_id, model, words, len(ids), cached)
+        if of is self._responses:
+            self._responses.keep(members, made)
+        answer = Answer(stream, of, made, fault)
         if members.get("stream"):
             options = members.get("stream_options") or {}
             await answer.stream(self.options.step_s, with_usage=bool(options.get("include_usage")))
@@ -221,23 +274,15 @@ class Answer:
     """One answer on its way to the client."""
 
     def __init__(
-        self,
-        stream: trio.SocketStream,
-        chat: bool,
-        request_id: str,
-        model: str,
-        text: list[str],
-        used: dict[str, Any],
-        fault: Fault | None,
+        self, stream: trio.SocketStream, of: api.Api, made: api.Made, fault: Fault | None
     ) -> None:
         self._stream = stream
-        self._of = chat, request_id, model
-        self._text = text
-        self._used = used
+        self._of = of
+        self._made = made
         self._fault = fault
 
     async def whole(self) -> None:
-        body = json.dumps(api.whole_answer(*self._of, "".join(self._text), self._used)).encode()
+        body = json.dumps(self._of.whole(self._made)).encode()
         head = json_head(200, len(body))
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
@@ -253,11 +298,13 @@ class Answer:
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
         if self._fault is Fault.ERROR_EVENT:
-            told = api.event(api.error(503, "the queue is full", "Service Unavailable"))
+            told = api.event(self._of.error(503, "the queue is full", "Service Unavailable"))
             return await self._send(head + framed(told + api.DONE) + b"0\r\n\r\n")
         await self._send(head)
-        for at, (word, first) in enumerate(api.pieces(self._text)):
-            data = framed(api.chunk(*self._of, word, first=first))
+        for opened in self._of.opening(self._made):
+            await self._send(framed(opened))
+        for at in range(len(self._made.words)):
+            data = framed(self._of.token(self._made, at))
             if at == 1 and self._fault is Fault.AFTER_EVENT:
                 raise Hangup
             if at == 1 and self._fault is Fault.IN_EVENT:
@@ -265,10 +312,8 @@ class Answer:
             await self._send(data)
             if step_s:
                 await trio.sleep(step_s)
-        await self._send(framed(api.chunk(*self._of, None, first=False)))
-        if with_usage:
-            await self._send(framed(api.usage_event(self._of[1], self._of[2], self._used)))
-        await self._send(framed(api.DONE))
+        for closed in self._of.closing(self._made, with_usage=with_usage):
+            await self._send(framed(closed))
         if self._fault is Fault.AFTER_DONE:
             raise Hangup
         await self._send(b"0\r\n\r\n")
@@ -280,13 +325,26 @@ class Answer:
             await self._stream.send_all(data[at : at + 1])
 
 
+# What is told at once of a body.
+POSTED: dict[str, Callable[[EngineServer, Request], tuple[int, Any]]] = {
+    "/tokenize": EngineServer._tokenize,
+    "/v1/messages/count_tokens": EngineServer._count,
+    "/v1/embeddings": EngineServer._embed,
+    "/v1/audio/transcriptions": EngineServer._hear,
+    "/v1/audio/translations": EngineServer._hear,
+    "/v1/audio/speech": EngineServer._speak,
+}
+
+
 def empty_cache(options: EngineOptions) -> Engine:
     if options.kind == "vllm":
         return VllmEngine(options.blocks)
     return SglangEngine(options.blocks, options.host_blocks)
 
 
-async def refuse(stream: trio.SocketStream, fault: Fault, retry_after: str | None) -> None:
+async def refuse(
+    stream: trio.SocketStream, of: api.Api, fault: Fault, retry_after: str | None
+) -> None:
     """Plays the faults that come before an answer; raises Hangup if there is none then."""
     if fault is Fault.CLOSE:
         stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
@@ -299,7 +357,7 @@ async def refuse(stream: trio.SocketStream, fault: Fault, retry_after: str | Non
     if fault in (Fault.REFUSE_429, Fault.REFUSE_500, Fault.REFUSE_503):
         status = int(fault)
         more = "" if retry_after is None else f"retry-after: {retry_after}\r\n"
-        await send_json(stream, status, api.error(status, f"simulated {status}"), more)
+        await send_json(stream, status, of.error(status, f"simulated {status}"), more)
         raise Hangup
 
 
@@ -310,8 +368,12 @@ async def hang_up_behind(stream: trio.SocketStream, data: bytes) -> None:
 
 def prompt_of(members: dict[str, Any]) -> list[int]:
     """Returns the token ids of a request's prompt."""
-    if "messages" in members:
-        return ids_of_messages(members["messages"])
+    if "messages" in members or "input" in members:
+        said = members.get("messages") or members.get("input") or []
+        if isinstance(said, str):
+            said = [{"role": "user", "content": said}]
+        first = members.get("system") or members.get("instructions")
+        return ids_of_messages([{"role": "system", "content": first}, *said] if first else said)
     prompt = members.get("prompt", "")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]
@@ -333,9 +395,11 @@ def json_head(
 
 
 async def send_json(stream: trio.SocketStream, status: int, answer: Any, more: str = "") -> None:
-    """Sends an answer as JSON, a text as it is."""
+    """Sends an answer as JSON, a text and a sound as they are."""
     if isinstance(answer, str):
         body, kind = answer.encode(), "text/plain"
+    elif isinstance(answer, bytes):
+        body, kind = answer, "audio/wav"
     else:
         body, kind = json.dumps(answer).encode(), "application/json"
     await stream.send_all(json_head(status, len(body), kind, more) + body)
