@@ -22,7 +22,7 @@ from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
 from kvd.faces.gateway import schemas as gateway_schemas
 from kvd.faces.gateway.metrics import gateway_families
-from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
+from kvd.faces.gateway.routes import ClientFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
 from kvd.faces.selection import schemas as selection_schemas
@@ -42,6 +42,7 @@ from kvd.fleet_file.targets import (
     SelectionTarget,
     SlotTrackerTarget,
 )
+from kvd.gateway.chains import Chains
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.stats import GatewayStats
@@ -76,8 +77,9 @@ class Gateway:
         self.tokens = Tokens(
             self.exchanges, self.stats, config.gateway_memory_bytes, config.gateway_tokenize_s
         )
+        self.chains = Chains(self.stats, trio.current_time)
         self._forwarder = Forwarder(
-            self.upstreams, selections, self.exchanges, self.stats, self.tokens
+            self.upstreams, selections, self.exchanges, self.stats, self.tokens, self.chains
         )
 
     async def run(self) -> None:
@@ -91,7 +93,9 @@ class Gateway:
         return gateway_routes(self.upstreams, self._forwarder, self._body_limit)
 
     def families(self) -> Iterator[Family]:
-        return gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
+        return gateway_families(
+            self.upstreams, self.exchanges, self.tokens, self.chains, self.stats
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class Apis:
             Failures(conductor.REASONS, FORMS),
         )
         self.gateway = ApiServer(
-            "gateway", "kvd_gateway", config, gateway_schemas.DESCRIPTION, OpenAiFailures()
+            "gateway", "kvd_gateway", config, gateway_schemas.DESCRIPTION, ClientFailures()
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -23,12 +24,14 @@ from uuid import uuid4
 from kvd.errors import KvdError, NotFound
 from kvd.gateway import errors
 from kvd.gateway.asking import Api, Asked, read
-from kvd.gateway.errors import GatewayError, Reason
+from kvd.gateway.chains import Chains
+from kvd.gateway.errors import GatewayError, Reason, id_headers
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.heads import EngineHead, read_head, request_head, request_id_of
+from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, request_head, request_id_of
+from kvd.gateway.probing import Kind
 from kvd.gateway.stats import Decision, Ended, GatewayStats
 from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
-from kvd.gateway.upstreams import Served, Upstream, Upstreams
+from kvd.gateway.upstreams import Served, Standing, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey
@@ -76,9 +79,14 @@ class Attempt:
     tokens: PromptTokens | None
     request_id: bytes
     body: bytes
+    session: str | None = None  # where its tokens are not known
+    keeper: int | None = None  # the only worker that may serve it, if there is one
     tried: set[int] = field(default_factory=set)  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
+
+
+Serve = Callable[[Api, RelayedRequest, bytes], Awaitable[bool]]
 
 
 class Forwarder:
@@ -91,12 +99,14 @@ class Forwarder:
         exchanges: Exchanges,
         stats: GatewayStats,
         tokens: Tokens,
+        chains: Chains,
     ) -> None:
         self._upstreams = upstreams
         self._selections = selections
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
+        self._chains = chains
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
 
@@ -105,31 +115,39 @@ class Forwarder:
 
         Raises OSError if the client is gone.
         """
+        return await self._serve_any(api, request, self._serve)
+
+    async def serve_stored(self, request: RelayedRequest) -> bool:
+        """Serves a request about a response that an engine keeps, in the same way."""
+        return await self._serve_any(Api.RESPONSES, request, self._serve_stored)
+
+    async def _serve_any(self, api: Api, request: RelayedRequest, serve: Serve) -> bool:
         self._stats.running += 1
+        request_id = request_id_of(request.headers, f"{self._prefix}-{next(self._counter)}")
         try:
-            return await self._serve(api, request)
+            return await serve(api, request, request_id)
         except GatewayError as error:
             self._stats.errors[error.reason.value.code] += 1
             self._stats.ended[Ended.REFUSED] += 1
-            answer = errors.response(error, anthropic=api is Api.MESSAGES)
-            return await request.respond(answer)
+            return await request.respond(errors.response(error, api.errors, request_id))
         except OSError:
             self._stats.ended[Ended.CLIENT_GONE] += 1
             raise
         finally:
             self._stats.running -= 1
 
-    async def _serve(self, api: Api, request: RelayedRequest) -> bool:
+    async def _serve(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
         asked = read(api, request.headers, request.body)
         served = self._served(asked.model)
         engines = self._upstreams.serving(served)
         if not engines:
             text = f"no engine that serves {asked.model or served.model} can be used now"
             raise GatewayError(Reason.NO_UPSTREAM, text)
+        keeper = self._keeper(asked, engines)
         tokens = await self._tokens.of(asked, served, request.body, engines)
-        made = f"{self._prefix}-{next(self._counter)}"
-        request_id = request_id_of(request.headers, made)
-        attempt = Attempt(asked, served, tokens, request_id, request.body)
+        attempt = Attempt(asked, served, tokens, request_id, request.body, keeper=keeper)
+        if tokens is None:
+            attempt.session = self._chains.session(asked, served, _tenant(request))
         for _ in range(min(MAX_TRIES, len(engines))):
             chosen = await self._choose(attempt)
             if chosen is None:
@@ -142,10 +160,44 @@ class Forwarder:
                 return done
             attempt.tried.add(chosen.upstream.worker_id)
         if attempt.refused is not None:
-            return await self._pass_refusal(request, attempt.refused, attempt.request_id)
+            return await self._pass_refusal(request, attempt)
         raise GatewayError(
             Reason.UPSTREAM_FAILED, f"no engine has answered: {attempt.failed or 'none is left'}"
         )
+
+    async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
+        name = request.target.split(b"/")[3].partition(b"?")[0].decode("latin-1")
+        worker_id = self._chains.keeper(name)
+        upstream = None if worker_id is None else self._upstreams.each.get(worker_id)
+        if upstream is None or upstream.standing is not Standing.SERVING:
+            text = f"no engine is known to keep the response {name}"
+            raise GatewayError(Reason.RESPONSE_NOT_FOUND, text)
+        assert upstream.facts is not None
+        served = Served(upstream.facts.models[0].name)
+        attempt = Attempt(Asked(api, None, False, {}), served, None, request_id, request.body)
+        chosen = Chosen(upstream, upstream.facts.ranks.start, "", Decision.SESSION, 0)
+        done = await self._try(request, attempt, chosen)
+        if done is not None:
+            return done
+        if attempt.refused is not None:
+            return await self._pass_refusal(request, attempt)
+        raise GatewayError(Reason.UPSTREAM_FAILED, f"the engine has not answered: {attempt.failed}")
+
+    def _keeper(self, asked: Asked, engines: Sequence[Upstream]) -> int | None:
+        """Returns the worker that keeps what a request goes on from; raises GatewayError.
+
+        None of vLLM and SGLang knows the responses of another; of other servers that is not known.
+        """
+        kinds = [one.facts.kind for one in engines if one.facts is not None]
+        if asked.api is not Api.RESPONSES or asked.previous is None:
+            return None
+        keeper = self._chains.keeper(asked.previous)
+        if keeper is None and (len(engines) == 1 or Kind.OPENAI in kinds):
+            return None
+        if keeper not in [one.worker_id for one in engines]:
+            text = f"Previous response with id '{asked.previous}' not found."
+            raise GatewayError(Reason.PREVIOUS_NOT_FOUND, text, param="previous_response_id")
+        return keeper
 
     def _served(self, name: str | None) -> Served:
         """Returns what a model's name stands for; raises GatewayError."""
@@ -165,6 +217,8 @@ class Forwarder:
         asked, served = attempt.asked, attempt.served
         usable = {one.worker_id: one for one in self._upstreams.serving(served)}
         allowed = frozenset(usable.keys() - attempt.tried)
+        if attempt.keeper is not None:
+            allowed &= {attempt.keeper}
         if not allowed:
             return None
         reservation_id = f"{self._prefix}-{next(self._counter)}"
@@ -176,11 +230,12 @@ class Forwarder:
             self._selections.settings(key),
             reservation_id=reservation_id,
             constraints=None if everybody else Constraints(allowed),
-            strict_priority=asked.priority,
+            priority_jump=_priority_jump(asked, usable.values()),
             expected_output_tokens=asked.expected_output_tokens,
             lora_name=served.adapter,
-            session_id=self._session(attempt),
+            session_id=attempt.session if self._selections.affinity is not None else None,
         )
+        bound = self._bound(selection)
         try:
             look = partial(self._look, attempt, list(usable.values()))
             reply = self._selections.scheduler.select(selection, look)
@@ -196,19 +251,21 @@ class Forwarder:
         if upstream is None:
             self._free(reservation_id)
             raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
-        return self._chosen(attempt, upstream, answer, reservation_id)
+        is_bound = answer["worker_id"] in (attempt.keeper, bound)
+        return self._chosen(attempt, upstream, answer, reservation_id, is_bound=is_bound)
 
-    def _session(self, attempt: Attempt) -> str | None:
-        """Returns the session that binds a request: only where nothing better is known of it."""
-        if attempt.tokens is not None or self._selections.affinity is None:
-            return None
-        return attempt.asked.session
+    def _bound(self, selection: SelectRequest) -> int | None:
+        """Returns the worker that a request's session is bound to, None without any."""
+        affinity = self._selections.affinity
+        bound = None if affinity is None else affinity.target(selection)
+        return None if bound is None else bound[0]
 
     def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
         """Puts the prompt before a pool, and has it remembered, the first time."""
         tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
         if tokens is None:
-            pool.look(b"", b"", max(1, len(attempt.body) // BYTES_PER_TOKEN))
+            size = 0 if asked.api is Api.FORM else len(attempt.body)  # a file is no prompt
+            pool.look(b"", b"", max(1, size // BYTES_PER_TOKEN))
             return
         tokens.look(pool, served.adapter, asked.salt)
         if not attempt.tried:
@@ -220,9 +277,11 @@ class Forwarder:
         upstream: Upstream,
         answer: Mapping[str, Any],
         reservation_id: str,
+        *,
+        is_bound: bool,
     ) -> Chosen:
         tokens = attempt.tokens
-        decision = _decision(upstream, tokens)
+        decision = _decision(upstream, tokens, is_bound=is_bound)
         self._stats.decisions[decision] += 1
         return Chosen(
             upstream,
@@ -236,7 +295,7 @@ class Forwarder:
         """Sends the request to the engine that was chosen; None if another one may be tried."""
         upstream = chosen.upstream
         assert upstream.engine is not None and upstream.facts is not None
-        own: Headers = []
+        own, without = _credentials(request, attempt.asked.api, upstream.key)
         if len(upstream.facts.ranks) > 1:
             rank = chosen.dp_rank - upstream.facts.ranks.start  # it counts its own from 0
             own.append((b"x-data-parallel-rank", b"%d" % rank))
@@ -248,6 +307,7 @@ class Forwarder:
             len(request.body),
             attempt.request_id,
             own,
+            without,
         )
         begin = partial(self._exchanges.begin, upstream.engine, head, request.body, HOLD_BYTES)
         async with request.lent() as client_fd:
@@ -261,6 +321,8 @@ class Forwarder:
                         self._stats.retries[refusal] += 1
                         attempt.refused = answer
                         return None
+                    worker_id = upstream.worker_id
+                    self._chains.note_answer(attempt.asked, worker_id, answer.held)
                     chunked, persists = _forward(request, attempt, chosen, exchange, answer)
                     ending = await exchange.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
@@ -302,7 +364,8 @@ class Forwarder:
         chosen.upstream.note_gone("it broke off an answer")
         if answer.events:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
-            told = errors.event(broken, anthropic=attempt.asked.api is Api.MESSAGES)
+            form = attempt.asked.api.errors
+            told = errors.event(broken, form, attempt.request_id, ending.tail)
             ended = ending.tail.endswith((b"\n\n", b"\r\n\r\n"))
             await request.send_piece(told if ended else b"\n\n" + told, chunked=chunked)
         return False  # without the end of the answer, so that the client sees it cut
@@ -321,14 +384,13 @@ class Forwarder:
             rank = key, chosen.upstream.worker_id, chosen.dp_rank
             self._selections.regret.note_cached(rank, chosen.matched_tokens, cached)
 
-    async def _pass_refusal(
-        self, request: RelayedRequest, answer: Answer, request_id: bytes
-    ) -> bool:
+    async def _pass_refusal(self, request: RelayedRequest, attempt: Attempt) -> bool:
         """Answers with what the last engine said that refused, as it said it."""
-        said = read_head(answer.head)
-        headers = [*_paced(said), (b"x-request-id", request_id)]
+        assert attempt.refused is not None
+        said = read_head(attempt.refused.head)
+        headers = [*_paced(said), *id_headers(attempt.asked.api.errors, attempt.request_id)]
         self._stats.ended[Ended.COMPLETE] += 1
-        return await request.respond(Response(said.status, answer.held, b"", headers))
+        return await request.respond(Response(said.status, attempt.refused.held, b"", headers))
 
     def _prefilled(self, reservation_id: str) -> None:
         with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
@@ -339,8 +401,42 @@ class Forwarder:
             self._selections.reservations.free(reservation_id)
 
 
-def _decision(upstream: Upstream, tokens: PromptTokens | None) -> Decision:
+def _tenant(request: RelayedRequest) -> str:
+    """Returns what tells the sessions of a client from those of others, where each has a key."""
+    if not request.is_checked:
+        return ""
+    shown = b"\0".join(value for name, value in request.headers if name in KEY_HEADERS)
+    return f"{blake2b(shown, digest_size=8).hexdigest()}:"
+
+
+def _credentials(request: RelayedRequest, api: Api, key: bytes) -> tuple[Headers, frozenset[bytes]]:
+    """Returns which key an engine is shown, if not what the client shows, and what is left out.
+
+    A key that was checked here is the gateway's own, and nobody else's to see.
+    """
+    if request.is_checked:
+        return [(b"authorization", b"Bearer " + key)] if key else [], KEY_HEADERS
+    said = dict(request.headers)
+    if api is Api.MESSAGES and b"authorization" not in said and b"x-api-key" in said:
+        return [(b"authorization", b"Bearer " + said[b"x-api-key"])], frozenset()
+    return [], frozenset()  # engines of both kinds read no other header than that
+
+
+def _priority_jump(asked: Asked, engines: Iterable[Upstream]) -> float:
+    """Returns how many seconds older a request counts while it waits.
+
+    What it tells the engines counts as it does there: with vLLM lower numbers go first.
+    """
+    if asked.priority_jump is not None:
+        return asked.priority_jump
+    vllm = any(one.facts is not None and one.facts.kind is Kind.VLLM for one in engines)
+    return float(max(0, -asked.priority if vllm else asked.priority))
+
+
+def _decision(upstream: Upstream, tokens: PromptTokens | None, *, is_bound: bool) -> Decision:
     assert upstream.facts is not None
+    if is_bound:
+        return Decision.SESSION
     if tokens is None:
         return Decision.LOAD
     return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED
@@ -397,8 +493,8 @@ def event_error(held: bytes) -> int | None:
 
 
 def _decision_headers(attempt: Attempt, chosen: Chosen) -> Headers:
-    headers: Headers = [
-        (b"x-request-id", attempt.request_id),
+    headers = id_headers(attempt.asked.api.errors, attempt.request_id)
+    headers += [
         (b"x-kvd-endpoint", chosen.upstream.url.encode()),
         (b"x-kvd-decision", chosen.decision.encode()),
     ]

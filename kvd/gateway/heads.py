@@ -40,7 +40,10 @@ FLEET_HEADERS = frozenset(
     )
 )
 NOT_SENT = HOP_BY_HOP | OURS | FLEET_HEADERS
-NOT_RETURNED = HOP_BY_HOP | frozenset((b"server", b"date", b"content-length", b"x-request-id"))
+NOT_RETURNED = HOP_BY_HOP | frozenset(
+    (b"server", b"date", b"content-length", b"x-request-id", b"request-id")
+)
+KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))  # show a client's key
 MAX_REQUEST_ID = 128  # bytes of a client's x-request-id that is kept
 
 
@@ -69,13 +72,15 @@ def request_head(
     length: int,
     request_id: bytes,
     more: Iterable[tuple[bytes, bytes]] = (),
+    without: frozenset[bytes] = frozenset(),
 ) -> bytes:
     """Returns the head of a client's request as an engine gets it.
 
-    `target` is path and query; `more` are headers of the gateway's own, which win.
+    `target` is path and query; `more` are headers of the gateway's own, which win; those named in
+    `without` are left out.
     """
     more = list(more)
-    dropped = NOT_SENT | _named_by_connection(headers) | {name for name, _ in more}
+    dropped = NOT_SENT | without | _named_by_connection(headers) | {name for name, _ in more}
     lines = [
         b"%b: %b" % (name, value)
         for name, value in headers

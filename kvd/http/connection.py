@@ -335,6 +335,7 @@ class Connection(Transport):
             return await self._serve_head(head)
         except Refusal as refusal:
             refusal.silent = head.method == "HEAD"
+            refusal.path, refusal.asked = head.path, head.headers
             raise
 
     async def _serve_head(self, head: Head) -> bool:
@@ -374,7 +375,8 @@ class Connection(Transport):
         assert route.relays is not None
         self.enter(Phase.WORKING)
         started = perf_counter()
-        request = RelayedRequest(self, head, body)
+        is_checked = self._service.context.authorizer.asks_for_tokens
+        request = RelayedRequest(self, head, body, is_checked=is_checked)
         self.shared.stats.connections_waiting += 1
         try:
             return await route.relays(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from kvd.gateway.chains import Chains
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
@@ -13,7 +14,11 @@ from kvd.telemetry.metrics import Family, by_label, counter, gauge
 
 
 def gateway_families(
-    upstreams: Upstreams, exchanges: Exchanges, tokens: Tokens, stats: GatewayStats
+    upstreams: Upstreams,
+    exchanges: Exchanges,
+    tokens: Tokens,
+    chains: Chains,
+    stats: GatewayStats,
 ) -> Iterator[Family]:
     """Yields the metrics of requests, of engines and of the relay."""
     of_requests = (
@@ -50,6 +55,15 @@ def gateway_families(
     yield gauge("kvd_gateway_conversations_bytes", help, known.size_bytes)
     help = "Number of conversations forgotten to make room for others"
     yield counter("kvd_gateway_conversations_forgotten_total", help, known.forgotten)
+    threads = chains.threads
+    help = "Number of beginnings of conversations known by their text alone"
+    yield gauge("kvd_gateway_texts", help, len(threads))
+    help = "Number of those forgotten to make room for others"
+    yield counter("kvd_gateway_texts_forgotten_total", help, threads.forgotten)
+    help = "Number of responses that clients may go on from"
+    yield gauge("kvd_gateway_responses", help, len(chains.responses))
+    help = "Number of those forgotten to make room for others"
+    yield counter("kvd_gateway_responses_forgotten_total", help, stats.responses_forgotten)
     help = "Number of turns not remembered because too many were waiting for their tokens"
     yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
     yield gauge("kvd_gateway_running_requests", "Number of requests under way", stats.running)
