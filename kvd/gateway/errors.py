@@ -124,6 +124,19 @@ def response(
     return Response(status or told.status, json.dumps(members).encode(), headers=headers)
 
 
+def ended(tail: bytes) -> bytes | None:
+    """Returns what ends the event that a stream broke off in, behind its `tail`.
+
+    None: its data would be taken for whole then; nothing more can be told.
+    """
+    if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):
+        return b""
+    if tail.endswith((b"\n", b"\r")):
+        return b"\n"
+    last = re.split(rb"[\r\n]", tail)[-1]
+    return b"\n\n" if last.startswith((b":", b"event", b"id", b"retry")) else None
+
+
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
 
 

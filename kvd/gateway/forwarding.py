@@ -362,12 +362,11 @@ class Forwarder:
             raise ConnectionResetError("the client left during its answer")
         self._stats.ended[Ended.BROKEN] += 1
         chosen.upstream.note_gone("it broke off an answer")
-        if answer.events:
+        if answer.events and (end := errors.ended(ending.tail)) is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
             form = attempt.asked.api.errors
             told = errors.event(broken, form, attempt.request_id, ending.tail)
-            ended = ending.tail.endswith((b"\n\n", b"\r\n\r\n"))
-            await request.send_piece(told if ended else b"\n\n" + told, chunked=chunked)
+            await request.send_piece(end + told, chunked=chunked)
         return False  # without the end of the answer, so that the client sees it cut
 
     def _note_cached(self, attempt: Attempt, chosen: Chosen, tail: bytes) -> None:
