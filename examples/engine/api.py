@@ -1,61 +1,17 @@
-"""Answers of a simulated engine in the words of each API, whole and as streams of events.
-
-    opening events │ one event a token │ closing events
-
-OpenAI's chats and completions are here; its responses and Anthropic's messages are in files of
-their own.
-"""
+"""Answers of a simulated engine in the forms of each API, whole and as streams of events."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 DEFAULT_TOKENS = 16  # of an answer whose length the request leaves open
 DONE = b"data: [DONE]\n\n"
-# What the length of an answer is called; the first that is there decides.
-LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """One answer."""
-
-    request_id: str
-    model: str
-    words: list[str]  # its tokens
-    prompt_tokens: int
-    cached_tokens: int  # of these
-
-    @property
-    def text(self) -> str:
-        return "".join(self.words)
-
-
-class Api(Protocol):
-    """How an API says it."""
-
-    def whole(self, made: Made) -> dict[str, Any]:
-        """Returns the answer of a request that wants no stream."""
-
-    def opening(self, made: Made) -> list[bytes]:
-        """Returns the events of a stream before its first token."""
-
-    def token(self, made: Made, at: int) -> bytes:
-        """Returns the event of one token."""
-
-    def closing(self, made: Made, *, with_usage: bool) -> list[bytes]:
-        """Returns the events behind the last token."""
-
-    def error(self, status: int, text: str, kind: str = "server_error") -> dict[str, Any]:
-        """Returns the body of an error."""
-
-
-def length_of(members: dict[str, Any]) -> int:
-    """Returns how many tokens the answer to a request has."""
-    said = (members.get(name) for name in LENGTHS)
-    return next((each for each in said if each), DEFAULT_TOKENS)
+Members = dict[str, Any]
 
 
 def words(count: int) -> list[str]:
@@ -63,73 +19,256 @@ def words(count: int) -> list[str]:
     return [f" word{number}" for number in range(count)]
 
 
-class OpenAi:
-    """Chats, or completions."""
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request."""
 
-    def __init__(self, *, chat: bool) -> None:
-        self._chat = chat
+    prompt: int
+    cached: int  # of these
+    completion: int
 
-    def whole(self, made: Made) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": made.text}
-        else:
-            choice["text"] = made.text
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head(made, kind), "choices": [choice], "usage": usage(made)}
 
-    def opening(self, made: Made) -> list[bytes]:
-        return []
+@dataclass(frozen=True, slots=True)
+class Form(ABC):
+    """How one API words an answer."""
 
-    def token(self, made: Made, at: int) -> bytes:
-        return self._chunk(made, made.words[at], first=at == 0)
+    request_id: str
+    model: str
+    # Members that bound the answer's length, the first one that is there.
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    ends: ClassVar[bytes] = DONE  # behind the last event
 
-    def closing(self, made: Made, *, with_usage: bool) -> list[bytes]:
-        events = [self._chunk(made, None, first=False)]
-        if with_usage:
-            last = {**self._head(made, self._chunk_kind), "choices": [], "usage": usage(made)}
-            events.append(event(last))
-        return [*events, DONE]
+    @abstractmethod
+    def whole(self, text: str, used: Usage) -> Members:
+        """Returns the answer of a request that wants no stream."""
 
-    def error(self, status: int, text: str, kind: str = "server_error") -> dict[str, Any]:
+    @abstractmethod
+    def opening(self, used: Usage) -> Iterator[bytes]:
+        """Yields the events of a stream before its first token."""
+
+    @abstractmethod
+    def piece(self, word: str, *, first: bool) -> bytes:
+        """Returns the event of one token."""
+
+    @abstractmethod
+    def closing(self, text: str, used: Usage, *, with_usage: bool) -> Iterator[bytes]:
+        """Yields the events behind the last token, but for the last of all, `ends`."""
+
+    @staticmethod
+    def error(status: int, text: str, kind: str = "server_error") -> Members:
+        """Returns the body of an error."""
         return error(status, text, kind)
 
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _head(self, made: Made, kind: str) -> dict[str, Any]:
-        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{made.request_id}"
-        return {"id": name, "object": kind, "created": 0, "model": made.model}
+class _Completions(Form):
+    """What the two older APIs of OpenAI have in common: events without a name."""
 
-    def _chunk(self, made: Made, piece: str | None, *, first: bool) -> bytes:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": None if piece else "length"}
-        if self._chat:
-            choice["delta"] = {"content": piece or ""} | ({"role": "assistant"} if first else {})
-        else:
-            choice["text"] = piece or ""
-        return event({**self._head(made, self._chunk_kind), "choices": [choice]})
+    kind: ClassVar[str]
+    whole_kind: ClassVar[str]
+    prefix: ClassVar[str]
+
+    def whole(self, text: str, used: Usage) -> Members:
+        choice = {"index": 0, "finish_reason": "length", "logprobs": None, **self._said(text)}
+        return self._members(self.whole_kind, choice) | {"usage": _usage(used)}
+
+    def opening(self, used: Usage) -> Iterator[bytes]:
+        return iter(())
+
+    def piece(self, word: str, *, first: bool) -> bytes:
+        return self._event({"index": 0, "finish_reason": None, **self._added(word, first)})
+
+    def closing(self, text: str, used: Usage, *, with_usage: bool) -> Iterator[bytes]:
+        yield self._event({"index": 0, "finish_reason": "length", **self._added("", False)})
+        if with_usage:
+            yield event(self._members(self.kind) | {"usage": _usage(used)})
+
+    def _event(self, choice: Members) -> bytes:
+        return event(self._members(self.kind, choice))
+
+    def _members(self, kind: str, *choices: Members) -> Members:
+        name = f"{self.prefix}-{self.request_id}"
+        said: Members = {"id": name, "object": kind, "created": 0, "model": self.model}
+        return {**said, "choices": list(choices)}
+
+    @abstractmethod
+    def _said(self, text: str) -> Members: ...
+
+    @abstractmethod
+    def _added(self, word: str, first: bool) -> Members: ...
 
 
-def usage(made: Made) -> dict[str, Any]:
-    return {
-        "prompt_tokens": made.prompt_tokens,
-        "completion_tokens": len(made.words),
-        "total_tokens": made.prompt_tokens + len(made.words),
-        "prompt_tokens_details": {"cached_tokens": made.cached_tokens},
-    }
+class Chat(_Completions):
+    """`/v1/chat/completions`."""
+
+    kind = "chat.completion.chunk"
+    whole_kind = "chat.completion"
+    prefix = "chatcmpl"
+    limits = ("max_completion_tokens", "max_tokens")
+
+    def _said(self, text: str) -> Members:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _added(self, word: str, first: bool) -> Members:
+        return {"delta": {"content": word} | ({"role": "assistant"} if first else {})}
 
 
-def event(members: dict[str, Any]) -> bytes:
+class Completion(_Completions):
+    """`/v1/completions`."""
+
+    kind = whole_kind = "text_completion"
+    prefix = "cmpl"
+
+    def _said(self, text: str) -> Members:
+        return {"text": text}
+
+    def _added(self, word: str, first: bool) -> Members:
+        return {"text": word}
+
+
+class Messages(Form):
+    """Anthropic's `/v1/messages`: events with names, and none behind the last."""
+
+    ends = b'event: message_stop\ndata: {"type": "message_stop"}\n\n'
+
+    def whole(self, text: str, used: Usage) -> Members:
+        content = [{"type": "text", "text": text}]
+        return self._message(content, "max_tokens", used)
+
+    def opening(self, used: Usage) -> Iterator[bytes]:
+        yield _named("message_start", message=self._message([], None, used))
+        yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        yield _named("ping")
+
+    def piece(self, word: str, *, first: bool) -> bytes:
+        return _named("content_block_delta", index=0, delta={"type": "text_delta", "text": word})
+
+    def closing(self, text: str, used: Usage, *, with_usage: bool) -> Iterator[bytes]:
+        yield _named("content_block_stop", index=0)
+        delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+        yield _named("message_delta", delta=delta, usage=self._usage(used))
+
+    @staticmethod
+    def error(status: int, text: str, kind: str = "server_error") -> Members:
+        kinds = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+        return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": text}}
+
+    def _message(self, content: list[Members], stop: str | None, used: Usage) -> Members:
+        return {
+            "id": f"msg_{self.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": stop,
+            "stop_sequence": None,
+            "usage": self._usage(used),
+        }
+
+    def _usage(self, used: Usage) -> Members:
+        return {
+            "input_tokens": used.prompt - used.cached,
+            "cache_read_input_tokens": used.cached,
+            "output_tokens": used.completion,
+        }
+
+
+class Responses(Form):
+    """OpenAI's `/v1/responses`: events with names and numbers."""
+
+    limits = ("max_output_tokens",)
+    ends = b""
+
+    def whole(self, text: str, used: Usage) -> Members:
+        usage = {
+            "input_tokens": used.prompt,
+            "input_tokens_details": {"cached_tokens": used.cached},
+            "output_tokens": used.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used.prompt + used.completion,
+        }
+        return self._response("completed", [self._item(text)], usage)
+
+    def opening(self, used: Usage) -> Iterator[bytes]:
+        begun = self._response("in_progress", [], None)
+        yield _named("response.created", sequence_number=0, response=begun)
+        item = self._item("") | {"status": "in_progress", "content": []}
+        added = {"output_index": 0, "item": item}
+        yield _named("response.output_item.added", sequence_number=1, **added)
+        part = {**self._place(), "part": _text_part("")}
+        yield _named("response.content_part.added", sequence_number=2, **part)
+
+    def piece(self, word: str, *, first: bool) -> bytes:
+        number = 3 if first else 4  # clients do not count them
+        said = {**self._place(), "delta": word, "logprobs": []}
+        return _named("response.output_text.delta", sequence_number=number, **said)
+
+    def closing(self, text: str, used: Usage, *, with_usage: bool) -> Iterator[bytes]:
+        said = {**self._place(), "text": text, "logprobs": []}
+        yield _named("response.output_text.done", sequence_number=5, **said)
+        part = {**self._place(), "part": _text_part(text)}
+        yield _named("response.content_part.done", sequence_number=6, **part)
+        item = {"output_index": 0, "item": self._item(text)}
+        yield _named("response.output_item.done", sequence_number=7, **item)
+        whole = self.whole(text, used)
+        yield _named("response.completed", sequence_number=8, response=whole)
+
+    def _place(self) -> Members:
+        return {"item_id": f"item_{self.request_id}", "output_index": 0, "content_index": 0}
+
+    def _item(self, text: str) -> Members:
+        return {
+            "id": f"item_{self.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [_text_part(text)],
+        }
+
+    def _response(self, status: str, output: list[Members], usage: Members | None) -> Members:
+        return {
+            "id": f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": 0,
+            "status": status,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": usage,
+        }
+
+
+FORMS: dict[str, type[Form]] = {
+    "/v1/chat/completions": Chat,
+    "/v1/completions": Completion,
+    "/v1/messages": Messages,
+    "/v1/responses": Responses,
+}
+
+
+def event(members: Members) -> bytes:
     return b"data: %b\n\n" % json.dumps(members).encode()
 
 
-def named_event(members: dict[str, Any]) -> bytes:
-    """Returns an event with its type as its name, too."""
-    return b"event: %b\n%b" % (members["type"].encode(), event(members))
+def _named(name: str, **members: Any) -> bytes:
+    return b"event: %b\n%b" % (name.encode(), event({"type": name, **members}))
 
 
-def error(status: int, text: str, kind: str = "server_error") -> dict[str, Any]:
+def _text_part(text: str) -> Members:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def _usage(used: Usage) -> Members:
+    return {
+        "prompt_tokens": used.prompt,
+        "completion_tokens": used.completion,
+        "total_tokens": used.prompt + used.completion,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
+    }
+
+
+def error(status: int, text: str, kind: str = "server_error") -> Members:
     return {"error": {"message": text, "type": kind, "param": None, "code": status}}
 
 

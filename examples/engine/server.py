@@ -16,14 +16,13 @@ import zmq
 
 from examples.engine import api
 from examples.engine.caches import BLOCK_SIZE, Engine, Publisher, SglangEngine, VllmEngine
-from examples.engine.messages import Messages
+from examples.engine.kept import KeptResponses
 from examples.engine.options import EngineOptions, Fault
-from examples.engine.responses import Responses
 from examples.engine.tokenizer import ids_of_messages, ids_of_text
 
 RECEIVE_BYTES = 64 * 1024
 KEPT = 16  # requests of which it remembers what they said
-SPEECH = b"RIFF$\0\0\0WAVEfmt "  # of every text the same
+SPEECH = b"RIFF\x04\0\0\0WAVE"  # of every text the same
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 
@@ -73,14 +72,7 @@ class EngineServer:
         self.received: deque[bytes] = deque(maxlen=KEPT)
         self.heads: deque[dict[bytes, bytes]] = deque(maxlen=KEPT)
         self._computing = trio.Lock()  # one prefill at a time
-        self._responses = Responses()
-        # By path, what generates.
-        self._apis: dict[str, api.Api] = {
-            "/v1/chat/completions": api.OpenAi(chat=True),
-            "/v1/completions": api.OpenAi(chat=False),
-            "/v1/messages": Messages(),
-            "/v1/responses": self._responses,
-        }
+        self._kept = KeptResponses()
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serves one connection until either side ends it."""
@@ -106,8 +98,8 @@ class EngineServer:
                 continue
             return False
         method = parser.get_method().decode()
-        if method == "POST" and request.path in self._apis:
-            await self._generate(stream, request, self._apis[request.path])
+        if method == "POST" and request.path in api.FORMS:
+            await self._generate(stream, request, api.FORMS[request.path])
         else:
             status, answer = self._answer(method, request)
             await send_json(stream, status, answer)
@@ -126,20 +118,19 @@ class EngineServer:
         if method == "POST" and path in POSTED:
             return POSTED[path](self, request)
         if path.startswith("/v1/responses/"):
-            return self._kept(method, path.split("/")[3])
+            return self._answer_kept(method, path.split("/")[3])
         if self.options.kind == "vllm":
             return self._answer_as_vllm(path, request)
         if path == "/server_info":
             return 200, self._server_info()
         return 404, {"detail": "Not Found"}
 
-    def _kept(self, method: str, name: str) -> tuple[int, Any]:
+    def _answer_kept(self, method: str, name: str) -> tuple[int, Any]:
         """Shows, cancels or forgets a response that it keeps."""
-        forgets = method == "DELETE"
-        kept = self._responses.forget(name) if forgets else self._responses.kept.get(name)
-        if kept is None:
+        found = self._kept.forget(name) if method == "DELETE" else self._kept.show(name)
+        if found is None:
             return 404, api.error(404, f"Response with id '{name}' not found.", "NotFoundError")
-        return 200, kept
+        return 200, found
 
     def _answer_as_vllm(self, path: str, request: Request) -> tuple[int, Any]:
         if path == "/version":
@@ -173,8 +164,7 @@ class EngineServer:
         return 200, {"input_tokens": len(prompt_of(json.loads(request.body)))}
 
     def _embed(self, request: Request) -> tuple[int, Any]:
-        members = json.loads(request.body)
-        said = members.get("input")
+        said = json.loads(request.body).get("input")
         each = said if isinstance(said, list) else [said]
         rows = [
             {"object": "embedding", "index": at, "embedding": [float(len(str(text))), 1.0]}
@@ -184,9 +174,6 @@ class EngineServer:
         return 200, {"object": "list", "data": rows, "model": self.options.model, "usage": used}
 
     def _hear(self, request: Request) -> tuple[int, Any]:
-        self.requests += 1
-        self.received.appendleft(request.body)
-        self.heads.appendleft(request.headers)
         return 200, {"text": f"{len(request.body)} bytes"}
 
     def _speak(self, request: Request) -> tuple[int, Any]:
@@ -225,26 +212,27 @@ class EngineServer:
 
     # ---- what generates
 
-    async def _generate(self, stream: trio.SocketStream, request: Request, of: api.Api) -> None:
+    async def _generate(
+        self, stream: trio.SocketStream, request: Request, form: type[api.Form]
+    ) -> None:
         self.requests += 1
         self.received.appendleft(request.body)
         self.heads.appendleft(request.headers)
         fault = self.options.faults.popleft() if self.options.faults else None
         if fault is not None:
-            await refuse(stream, of, fault, self.options.retry_after)
+            await refuse(stream, form, fault, self.options.retry_after)
         members = json.loads(request.body)
         names = (self.options.model, *self.options.adapters)
         model = members.get("model") or names[0]
         if model not in names:
             text = f"The model `{model}` does not exist."
-            return await send_json(stream, 404, of.error(404, text, "NotFoundError"))
-        if of is self._responses:
-            said = self._responses.conversation(members)
+            return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
+        if form is api.Responses:
+            said = self._kept.conversation(members)
             if said is None:
                 text = f"Response with id '{members['previous_response_id']}' not found."
-                return await send_json(stream, 404, of.error(404, text, "NotFoundError"))
+                return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
             members["input"] = said
-            members["previous_response_id"] = None
         ids = prompt_of(members)
         cached = min(
             self.cache.held(ids)[1] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -252,12 +240,14 @@ class EngineServer:
         async with self._computing:
             await trio.sleep((len(ids) - cached) * self.options.prefill_s)
             self._publish(self.cache.serve(ids))
-        words = api.words(api.length_of(members))
+        bounds = [members[name] for name in form.limits if members.get(name)]
+        words = api.words(bounds[0] if bounds else api.DEFAULT_TOKENS)
+        used = api.Usage(len(ids), cached, len(words))
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
-        made = api.Made(request_id, model, words, len(ids), cached)
-        if of is self._responses:
-            self._responses.keep(members, made)
-        answer = Answer(stream, of, made, fault)
+        worded = form(request_id, model)
+        if form is api.Responses and members.get("store") is not False:
+            self._kept.keep(worded.whole("".join(words), used), members["input"])
+        answer = Answer(stream, worded, words, used, fault)
         if members.get("stream"):
             options = members.get("stream_options") or {}
             await answer.stream(self.options.step_s, with_usage=bool(options.get("include_usage")))
@@ -274,15 +264,21 @@ class Answer:
     """One answer on its way to the client."""
 
     def __init__(
-        self, stream: trio.SocketStream, of: api.Api, made: api.Made, fault: Fault | None
+        self,
+        stream: trio.SocketStream,
+        form: api.Form,
+        words: list[str],
+        used: api.Usage,
+        fault: Fault | None,
     ) -> None:
         self._stream = stream
-        self._of = of
-        self._made = made
+        self._form = form
+        self._words = words
+        self._used = used
         self._fault = fault
 
     async def whole(self) -> None:
-        body = json.dumps(self._of.whole(self._made)).encode()
+        body = json.dumps(self._form.whole("".join(self._words), self._used)).encode()
         head = json_head(200, len(body))
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
@@ -298,13 +294,12 @@ class Answer:
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
         if self._fault is Fault.ERROR_EVENT:
-            told = api.event(self._of.error(503, "the queue is full", "Service Unavailable"))
+            told = api.event(api.error(503, "the queue is full", "Service Unavailable"))
             return await self._send(head + framed(told + api.DONE) + b"0\r\n\r\n")
-        await self._send(head)
-        for opened in self._of.opening(self._made):
-            await self._send(framed(opened))
-        for at in range(len(self._made.words)):
-            data = framed(self._of.token(self._made, at))
+        form, used = self._form, self._used
+        await self._send(head + b"".join(map(framed, form.opening(used))))
+        for at, word in enumerate(self._words):
+            data = framed(form.piece(word, first=at == 0))
             if at == 1 and self._fault is Fault.AFTER_EVENT:
                 raise Hangup
             if at == 1 and self._fault is Fault.IN_EVENT:
@@ -312,8 +307,10 @@ class Answer:
             await self._send(data)
             if step_s:
                 await trio.sleep(step_s)
-        for closed in self._of.closing(self._made, with_usage=with_usage):
-            await self._send(framed(closed))
+        for told in form.closing("".join(self._words), used, with_usage=with_usage):
+            await self._send(framed(told))
+        if form.ends:
+            await self._send(framed(form.ends))
         if self._fault is Fault.AFTER_DONE:
             raise Hangup
         await self._send(b"0\r\n\r\n")
@@ -343,7 +340,7 @@ def empty_cache(options: EngineOptions) -> Engine:
 
 
 async def refuse(
-    stream: trio.SocketStream, of: api.Api, fault: Fault, retry_after: str | None
+    stream: trio.SocketStream, form: type[api.Form], fault: Fault, retry_after: str | None
 ) -> None:
     """Plays the faults that come before an answer; raises Hangup if there is none then."""
     if fault is Fault.CLOSE:
@@ -357,7 +354,7 @@ async def refuse(
     if fault in (Fault.REFUSE_429, Fault.REFUSE_500, Fault.REFUSE_503):
         status = int(fault)
         more = "" if retry_after is None else f"retry-after: {retry_after}\r\n"
-        await send_json(stream, status, of.error(status, f"simulated {status}"), more)
+        await send_json(stream, status, form.error(status, f"simulated {status}"), more)
         raise Hangup
 
 
@@ -368,12 +365,15 @@ async def hang_up_behind(stream: trio.SocketStream, data: bytes) -> None:
 
 def prompt_of(members: dict[str, Any]) -> list[int]:
     """Returns the token ids of a request's prompt."""
-    if "messages" in members or "input" in members:
-        said = members.get("messages") or members.get("input") or []
-        if isinstance(said, str):
-            said = [{"role": "user", "content": said}]
-        first = members.get("system") or members.get("instructions")
-        return ids_of_messages([{"role": "system", "content": first}, *said] if first else said)
+    if "messages" in members:
+        system = members.get("system")  # Anthropic's
+        before = [{"role": "system", "content": system}] if system else []
+        return ids_of_messages([*before, *members["messages"]])
+    if "input" in members:  # of responses: a text or messages
+        said = members["input"]
+        turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        system = members.get("instructions")
+        return ids_of_messages([{"role": "system", "content": system}, *turns] if system else turns)
     prompt = members.get("prompt", "")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]

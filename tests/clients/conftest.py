@@ -1,24 +1,33 @@
-"""Keeps clients away from proxies and keys of whoever runs the tests."""
+"""A gateway for all tests here: two engines, and a fault when a test wants one."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-HERE = Path(__file__).parent
+from examples.engine.options import EngineOptions
+from tests.support.gateways import Client, Running, serving
+from tests.support.processes import Server
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:  # what others deprecate is not for kvd to mend
-            item.add_marker(pytest.mark.filterwarnings("default"))
+class Gateway:
+    """What clients need to know of the gateway, and what tests do to its engines."""
+
+    def __init__(self, client: Client, engines: list[Running]) -> None:
+        self.client = client
+        self.engines = engines
+
+    @property
+    def url(self) -> str:
+        return str(self.client.http.base_url).rstrip("/")
+
+    @property
+    def requests(self) -> int:
+        return sum(each.server.requests for each in self.engines)
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture
+async def gateway(kvd_process: Callable[..., Server]) -> AsyncIterator[Gateway]:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, engines):
+        yield Gateway(client, engines)

@@ -1,113 +1,82 @@
-"""Anthropic's client in front of the gateway."""
+"""The anthropic client on /v1/messages, which engines serve as well."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import trio
 
-from examples.engine.options import EngineOptions, Fault
-from tests.clients.common import PROMPT, THREE, Start, base_url, client_package, place, work
-from tests.support.gateways import Client, serving, wait_serving
+from examples.engine.options import Fault
+from tests.clients.conftest import Gateway
 
-anthropic = client_package("anthropic")
-httpx2 = client_package("httpx2")
+anthropic = pytest.importorskip("anthropic", reason="the clients are not installed (make clients)")
+pytestmark = pytest.mark.filterwarnings("default")
 
+ASKED: Any = {
+    "model": "demo",
+    "max_tokens": 4,
+    "system": "Answer in one word.",
+    "messages": [{"role": "user", "content": "what is a prefix cache good for?"}],
+}
 WORDS = " word0 word1 word2 word3"
-HELLO = [{"role": "user", "content": "hello"}]
-ASKED = {"model": "demo", "max_tokens": 4, "messages": HELLO}
 
 
-def connected(client: Client, **more: Any) -> Any:
-    options = {"api_key": "sk-engine", "max_retries": 0, "timeout": 30, **more}
-    return anthropic.Anthropic(base_url=base_url(client), **options)
+def plain(gateway: Gateway, **options: Any) -> Any:
+    return anthropic.Anthropic(base_url=gateway.url, api_key="secret", **options)
 
 
-async def test_messages(kvd_process: Start) -> None:
-    async with serving(kvd_process, EngineOptions()) as (client, running):
-
-        def talk() -> None:
-            with connected(client) as client_:
-                answer = client_.messages.create(**ASKED)
-                assert answer.content[0].text == WORDS
-                assert answer._request_id
-                with client_.messages.stream(**ASKED) as stream:
-                    assert "".join(stream.text_stream) == WORDS
-                    assert stream.get_final_message().usage.output_tokens == 4
-                    assert stream.request_id
-                counted = client_.messages.count_tokens(model="demo", messages=HELLO)
-                assert counted.input_tokens > 0
-                assert [card.id for card in client_.models.list()] == ["demo"]
-
-        await work(talk)
-        # What engines read; they know no other header.
-        assert running[0].server.heads[0][b"authorization"] == b"Bearer sk-engine"
+async def test_an_answer(gateway: Gateway) -> None:
+    answer = await trio.to_thread.run_sync(lambda: plain(gateway).messages.create(**ASKED))
+    assert answer.content[0].text == WORDS
+    assert answer._request_id
 
 
-async def test_errors_are_of_their_classes(kvd_process: Start) -> None:
-    async with serving(kvd_process, EngineOptions()) as (client, running):
+async def test_a_stream(gateway: Gateway) -> None:
+    def ask() -> tuple[str, Any]:
+        with plain(gateway).messages.stream(**ASKED) as stream:
+            return "".join(stream.text_stream), stream.get_final_message()
 
-        def fail() -> None:
-            with connected(client) as client_:
-                with pytest.raises(anthropic.NotFoundError) as unknown:
-                    client_.messages.create(**{**ASKED, "model": "nobody"})
-                assert unknown.value.body["error"]["type"] == "not_found_error"
-                assert unknown.value.request_id == unknown.value.body["request_id"]
-                with pytest.raises(anthropic.APIStatusError) as refused:
-                    client_.messages.create(**ASKED)
-                assert refused.value.status_code == 503
-                assert refused.value.body["error"]["message"] == "simulated 503"
-
-        running[0].server.options.faults.append(Fault.REFUSE_503)
-        await work(fail)
+    said, message = await trio.to_thread.run_sync(ask)
+    assert said == WORDS
+    assert message.stop_reason == "max_tokens"
 
 
-@pytest.mark.parametrize("fault", [Fault.AFTER_EVENT, Fault.IN_EVENT])
-async def test_a_stream_that_is_cut_is_an_error(kvd_process: Start, fault: Fault) -> None:
-    async with serving(kvd_process, EngineOptions()) as (client, running):
+async def test_a_stream_that_is_cut_raises(gateway: Gateway) -> None:
+    for each in gateway.engines:
+        each.server.options.faults.append(Fault.AFTER_EVENT)
 
-        def read() -> None:
-            told = fault is Fault.AFTER_EVENT
-            error = anthropic.APIError if told else httpx2.RemoteProtocolError
-            with connected(client) as client_, pytest.raises(error) as cut:
-                with client_.messages.stream(**ASKED) as stream:
-                    stream.get_final_message()
-            assert ("broke off" in str(cut.value)) == told
+    def ask() -> None:
+        client = plain(gateway, max_retries=0)
+        with (
+            pytest.raises(anthropic.APIStatusError, match="broke off"),
+            client.messages.stream(**ASKED) as stream,
+        ):
+            stream.until_done()
 
-        running[0].server.options.faults.append(fault)
-        await work(read)
-        await wait_serving(client, 1)
+    await trio.to_thread.run_sync(ask)
 
 
-async def test_conversations_are_followed_by_their_text(kvd_process: Start) -> None:
-    """As Claude Code talks: marks of what to cache move, and a first block is for accounts."""
-    async with serving(kvd_process, *THREE) as (client, running):
+async def test_errors_are_of_the_classes_that_callers_catch(gateway: Gateway) -> None:
+    def ask() -> None:
+        client = plain(gateway, max_retries=0)
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            client.messages.create(**ASKED | {"model": "nobody"})
+        assert unknown.value.body["error"]["type"] == "not_found_error"
+        assert unknown.value.request_id
+        for each in gateway.engines:
+            each.server.options.faults.append(Fault.REFUSE_503)
+        with pytest.raises(anthropic.InternalServerError):
+            client.messages.create(**ASKED)
 
-        def talk() -> None:
-            with connected(client) as client_:
-                for number in range(6):
-                    said: list[Any] = []
-                    places, decisions = [], []
-                    for turn in range(3):
-                        bill = f"x-anthropic-billing-header: {number}.{turn}"
-                        mark = {"cache_control": {"type": "ephemeral"}}
-                        text = {"type": "text", "text": f"{number} {turn} {PROMPT}"}
-                        asking = [*said, {"role": "user", "content": [text | mark]}]
-                        raw = client_.messages.with_raw_response.create(
-                            model="demo",
-                            max_tokens=4,
-                            system=[
-                                {"type": "text", "text": bill},
-                                {"type": "text", "text": "Be brief."} | mark,
-                            ],
-                            messages=asking,
-                        )
-                        places.append(place(raw.headers, running))
-                        decisions.append(raw.headers["x-kvd-decision"])
-                        said.append({"role": "user", "content": [text]})
-                        answer = raw.parse().content[0].text
-                        said.append({"role": "assistant", "content": answer})
-                    assert len(set(places)) == 1
-                    assert decisions == ["load", "session", "session"]
+    await trio.to_thread.run_sync(ask)
 
-        await work(talk)
+
+async def test_a_conversation_stays_with_its_session(gateway: Gateway) -> None:
+    def ask() -> set[str]:
+        create = plain(gateway).messages.with_raw_response.create
+        headers = {"x-claude-code-session-id": "one"}
+        answers = [create(**ASKED, extra_headers=headers) for _ in range(6)]
+        return {each.headers["x-kvd-endpoint"] for each in answers}
+
+    assert len(await trio.to_thread.run_sync(ask)) == 1

@@ -1,50 +1,47 @@
-"""curl in front of the gateway."""
+"""curl: what a shell sees."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-from pathlib import Path
+from functools import partial
 
 import pytest
+import trio
 
-from examples.engine.options import EngineOptions
-from tests.clients.common import Start, base_url, work
-from tests.support.gateways import serving
+from tests.clients.conftest import Gateway
 
-pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-
-
-async def curl(*args: str) -> str:
-    command = ["curl", "-sS", "--noproxy", "*", "--max-time", "30", *args]
-    done = await work(subprocess.run, command, capture_output=True, text=True, check=True)
-    return done.stdout.replace("\r\n", "\n")
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 
 
-async def test_curl(kvd_process: Start, tmp_path: Path) -> None:
-    async with serving(kvd_process, EngineOptions()) as (client, running):
-        url = base_url(client)
-        chat = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
-        said = await curl("-i", f"{url}/v1/chat/completions", "-d", json.dumps(chat))
-        assert said.startswith("HTTP/1.1 200 OK\n")
-        assert f"x-kvd-endpoint: {running[0].url}\n" in said
+async def curl(*arguments: str, body: bytes = b"") -> str:
+    command = ["curl", "-sS", "--noproxy", "*", *arguments]
+    run = partial(subprocess.run, command, input=body, capture_output=True, check=True)
+    ended = await trio.to_thread.run_sync(run)
+    return ended.stdout.decode()
 
-        streamed = json.dumps({**chat, "stream": True})
-        said = await curl("-N", f"{url}/v1/chat/completions", "-d", streamed)
-        assert said.endswith("data: [DONE]\n\n")
 
-        long = tmp_path / "long.json"  # so long that it waits for 100 Continue
-        long.write_text(json.dumps({**chat, "user": "x" * 2**21}))
-        for more in ((), ("-H", "transfer-encoding: chunked")):
-            where = f"{url}/v1/chat/completions"
-            said = await curl("-i", where, "-H", "expect: 100-continue", *more, "-d", f"@{long}")
-            assert said.startswith("HTTP/1.1 100 Continue\n\nHTTP/1.1 200 OK\n")
-            assert len(running[0].server.received[0]) == long.stat().st_size
+async def test_an_answer_and_its_headers(gateway: Gateway) -> None:
+    said = '{"model":"demo","max_tokens":2,"messages":[{"role":"user","content":"hi"}]}'
+    shown = await curl("-i", f"{gateway.url}/v1/chat/completions", "-d", said)
+    head, _, body = shown.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 OK\r\n")
+    assert "x-kvd-decision: overlap\r\n" in head
+    assert json.loads(body)["choices"][0]["message"]["content"] == " word0 word1"
 
-        (tmp_path / "a.wav").write_bytes(b"RIFF" + bytes(100_000))
-        form = ("-F", f"file=@{tmp_path}/a.wav", "-F", "model=demo")
-        assert "bytes" in json.loads(await curl(f"{url}/v1/audio/transcriptions", *form))["text"]
 
-        assert (await curl("-I", f"{url}/v1/models")).startswith("HTTP/1.1 200 OK\n")
-        assert (await curl("-I", url)).startswith("HTTP/1.1 404 ")
+async def test_a_stream_arrives_unbuffered(gateway: Gateway) -> None:
+    said = '{"model":"demo","max_tokens":3,"prompt":"hi","stream":true}'
+    shown = await curl("-N", f"{gateway.url}/v1/completions", "-d", said)
+    assert shown.endswith("data: [DONE]\n\n")
+    assert shown.count("data: ") == 5
+
+
+async def test_a_large_body_that_asks_first(gateway: Gateway) -> None:
+    """Above 1 MiB curl sends `Expect: 100-continue`, and waits a second for the answer."""
+    text = "word " * 500_000
+    said = json.dumps({"model": "demo", "max_tokens": 1, "prompt": text}).encode()
+    url = f"{gateway.url}/v1/completions"
+    shown = await curl("-i", url, "--data-binary", "@-", body=said)
+    assert shown.startswith("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
