@@ -117,7 +117,7 @@ class EngineServer:
             return 200, {"object": "list", "data": self._cards()}
         if method == "POST" and path in POSTED:
             return POSTED[path](self, request)
-        if path.startswith("/v1/responses/"):
+        if path.startswith("/v1/responses/") and not path.endswith("/render"):
             return self._answer_kept(method, path.split("/")[3])
         if self.options.kind == "vllm":
             return self._answer_as_vllm(path, request)

@@ -156,7 +156,12 @@ class Apis:
             Failures(conductor.REASONS, FORMS),
         )
         self.gateway = ApiServer(
-            "gateway", "kvd_gateway", config, gateway_schemas.DESCRIPTION, ClientFailures()
+            "gateway",
+            "kvd_gateway",
+            config,
+            gateway_schemas.DESCRIPTION,
+            ClientFailures(),
+            for_pages=True,
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,

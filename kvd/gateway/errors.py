@@ -69,6 +69,7 @@ OF_STATUS = {
     405: Reason.METHOD_NOT_ALLOWED,
     413: Reason.TOO_LARGE,
     415: Reason.UNSUPPORTED_ENCODING,
+    421: Reason.NOT_PERMITTED,
     500: Reason.INTERNAL,
     503: Reason.OVERLOADED,
 }

@@ -114,7 +114,9 @@ def read_head(head: bytes) -> EngineHead:
     dropped = NOT_RETURNED | _named_by_connection(headers)
     length = next((int(value) for name, value in headers if name == b"content-length"), None)
     passed = [
-        each for each in headers if each[0] not in dropped and not each[0].startswith(b"x-kvd-")
+        each
+        for each in headers
+        if each[0] not in dropped and not each[0].startswith((b"x-kvd-", b"access-control-"))
     ]
     return EngineHead(int(first[9:12]), passed, length)
 

@@ -63,6 +63,7 @@ class Authorizer:
     def set_policy(self, policy: Policy) -> None:
         """Goes on with another policy, from the next request on."""
         self._policy = policy
+        self._origins = frozenset(each.lower() for each in policy.allowed_origins)
         self.rules.replace(
             [(token.secret, token.scopes) for token in policy.tokens],
             [name.lower().encode() for name in (*policy.allowed_hosts, *self._names)],
@@ -72,6 +73,10 @@ class Authorizer:
     @property
     def asks_for_tokens(self) -> bool:
         return bool(self._policy.tokens)
+
+    def allows(self, origin: bytes) -> bool:
+        """Returns whether pages of an origin may ask."""
+        return origin.decode("latin-1").lower() in self._origins
 
     def knows(self, headers: Headers, checks_host: bool) -> bool:
         """Returns whether a request of an open route could be one of Scope.READ."""
