@@ -98,11 +98,16 @@ class EngineServer:
                 continue
             return False
         method = parser.get_method().decode()
-        if method == "POST" and request.path in api.FORMS:
-            await self._generate(stream, request, api.FORMS[request.path])
-        else:
-            status, answer = self._answer(method, request)
-            await send_json(stream, status, answer)
+        form = api.FORMS.get(request.path, api.Chat)
+        try:
+            if method == "POST" and request.path in api.FORMS:
+                await self._generate(stream, request, form)
+            else:
+                status, answer = self._answer(method, request)
+                await send_json(stream, status, answer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # Members of other types than they should have; nothing has been answered then.
+            await send_json(stream, 400, form.error(400, str(error), "BadRequestError"))
         return True
 
     # ---- what costs nothing
@@ -241,7 +246,8 @@ class EngineServer:
             await trio.sleep((len(ids) - cached) * self.options.prefill_s)
             self._publish(self.cache.serve(ids))
         bounds = [members[name] for name in form.limits if members.get(name)]
-        words = api.words(bounds[0] if bounds else api.DEFAULT_TOKENS)
+        longest = bounds[0] if bounds else api.DEFAULT_TOKENS
+        words = api.words(min(longest, self.options.max_model_len))
         used = api.Usage(len(ids), cached, len(words))
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
         worded = form(request_id, model)

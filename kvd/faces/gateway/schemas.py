@@ -32,13 +32,13 @@ from kvd.gateway.upstreams import Standing
 
 STREAM = "text/event-stream"
 ANSWER: Content = {JSON: {"schema": by_name(ANY)}, STREAM: {"schema": TEXT}}
-# OpenAI's form, and behind /v1/messages Anthropic's.
+# The gateway's own are of OpenAI's form, and behind /v1/messages of Anthropic's; engines have more.
 FAILURE = {
     "anyOf": [
         members(
             {
-                "error": members(
-                    {"message": TEXT, "type": TEXT, "param": nullable(TEXT), "code": TEXT}
+                "error": members(  # an engine's code may be a number
+                    {"message": TEXT, "type": TEXT}, {"param": nullable(TEXT), "code": {}}
                 )
             }
         ),
@@ -46,9 +46,12 @@ FAILURE = {
             {
                 "type": {"const": "error"},
                 "error": members({"type": TEXT, "message": TEXT}),
-                "request_id": TEXT,
-            }
+            },
+            {"request_id": TEXT},
         ),
+        members({"object": {"const": "error"}, "message": TEXT}),
+        members({"error": TEXT}),
+        members({"detail": ANY}),
     ]
 }
 CARD = members({"id": TEXT})
@@ -74,13 +77,17 @@ READY = in_json(row({"ready": FLAG, "serving": COUNT}))
 # Whatever an engine answers with goes on, and the gateway's own failures are of these, too.
 REFUSED = (400, 404, 429, 502, 503, 504)
 
+SOUND: Content = {"audio/*": {"schema": TEXT}}
 FORM: Content = {"multipart/form-data": {"schema": members({}, {"model": TEXT})}}
 BODY = in_json(members({}, {"model": TEXT}))
 
 OPERATIONS: Mapping[str, Operation] = {
     **{
         f"POST {path}": Operation(
-            "Is answered by an engine", {200: ANSWER}, REFUSED, FORM if api is Api.FORM else BODY
+            "Is answered by an engine",
+            {200: SOUND if path == "/v1/audio/speech" else ANSWER},
+            REFUSED,
+            FORM if api is Api.FORM else BODY,
         )
         for path, api in RELAYED.items()
     },
