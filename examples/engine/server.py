@@ -239,15 +239,14 @@ class EngineServer:
                 return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
             members["input"] = said
         ids = prompt_of(members)
-        cached = min(
-            self.cache.held(ids)[1] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
-        )
+        longest = max(0, len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token is computed
+        cached = min(self.cache.held(ids)[1] * BLOCK_SIZE, longest)
         async with self._computing:
             await trio.sleep((len(ids) - cached) * self.options.prefill_s)
             self._publish(self.cache.serve(ids))
         bounds = [members[name] for name in form.limits if members.get(name)]
-        longest = bounds[0] if bounds else api.DEFAULT_TOKENS
-        words = api.words(min(longest, self.options.max_model_len))
+        wanted = bounds[0] if bounds else api.DEFAULT_TOKENS
+        words = api.words(min(wanted, self.options.max_model_len))
         used = api.Usage(len(ids), cached, len(words))
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
         worded = form(request_id, model)

@@ -218,7 +218,7 @@ def _claude_session(user_id: object) -> str | None:
 
 
 def _bounded(session: str) -> str:
-    encoded = session.encode("utf-8", "surrogatepass")
+    encoded = session.encode()
     if len(encoded) <= MAX_SESSION_BYTES and session.isprintable():
         return session
     return f"{len(encoded)}:{crc32(encoded):08x}"

@@ -63,7 +63,7 @@ class Chains:
         if messages is None:
             return None
         context = (tenant, served.model, served.adapter, asked.salt, asked.api.value)
-        begin = [(each or "").encode("utf-8", "surrogatepass") for each in context]
+        begin = [(each or "").encode() for each in context]
         parts = [asked.spans.get(other, b"") for other in others]
         if asked.api is Api.MESSAGES:
             parts = [lasting(part) for part in parts]

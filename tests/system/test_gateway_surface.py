@@ -205,15 +205,6 @@ async def test_chats_without_tokens_are_followed_by_their_text(kvd_process: Star
         assert metrics["kvd_gateway_texts"] == 18
 
 
-async def test_texts_that_are_no_unicode_are_the_engines_to_judge(kvd_process: Start) -> None:
-    async with serving(kvd_process, EngineOptions()) as (client, _):
-        for member in ("session_id", "cache_salt", "user", "previous_response_id", "conversation"):
-            body = b'{"model":"demo","max_tokens":1,"input":"hi","%b":"\\ud800"}' % member.encode()
-            answered = await client.post("/v1/responses", body)
-            assert answered.status in (200, 400, 404), (member, answered.body)
-        assert (await client.get("/ready")).status == 200
-
-
 async def test_renders_of_other_apis(kvd_process: Start) -> None:
     two = (EngineOptions(renders=True), EngineOptions(renders=True))
     async with serving(kvd_process, *two) as (client, _):

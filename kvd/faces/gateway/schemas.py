@@ -78,8 +78,8 @@ READY = in_json(row({"ready": FLAG, "serving": COUNT}))
 REFUSED = (400, 404, 429, 502, 503, 504)
 
 SOUND: Content = {"audio/*": {"schema": TEXT}}
-FORM: Content = {"multipart/form-data": {"schema": members({}, {"model": TEXT})}}
-BODY = in_json(members({}, {"model": TEXT}))
+FORM: Content = {"multipart/form-data": {"schema": members({}, {"model": nullable(TEXT)})}}
+BODY = in_json(members({}, {"model": nullable(TEXT)}))
 
 OPERATIONS: Mapping[str, Operation] = {
     **{
