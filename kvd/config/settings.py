@@ -613,6 +613,10 @@ GATEWAY_SETTINGS = section(
     gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),
     gateway_client_s=seconds("time a client may take nothing before its connection is closed"),
     gateway_idle_s=pause("time an idle connection to an engine is kept; engines close after 5 s"),
+    gateway_filler_s=pause(
+        "time a stream may say nothing before its client is sent a comment, so that proxies on the "
+        "way keep it open; 0: never"
+    ),
 )
 
 LOG_SETTINGS = section(

@@ -75,6 +75,14 @@ OF_STATUS = {
 }
 
 
+# What is sent when a stream says nothing, and what clients pass over.
+FILLERS = {
+    Form.OPENAI: b": keep-alive\n\n",
+    Form.RESPONSES: b": keep-alive\n\n",
+    Form.ANTHROPIC: b'event: ping\ndata: {"type": "ping"}\n\n',
+}
+
+
 class GatewayError(KvdError):
     """A request that the gateway answers itself, because no engine can or may."""
 

@@ -451,6 +451,8 @@ def _forward(
     if answer.events:
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     head, chunked, persists = request.answer_head(said.status, headers, length)
+    if answer.events:
+        exchange.fill(errors.FILLERS[attempt.asked.api.errors])
     exchange.forward(head, chunked=chunked)
     return chunked, persists
 

@@ -81,6 +81,7 @@ _RELAY_HELP = {
     "sent_again": "Number of requests sent again because the kept connection had closed",
     "receives": "Number of pieces of answers passed on to clients",
     "payload_bytes": "Number of bytes of answers passed on to clients",
+    "fillers": "Number of comments sent to clients while their engines said nothing",
     "pauses": "Number of times an engine was not read because its client did not keep up",
 }
 
