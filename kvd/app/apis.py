@@ -79,7 +79,13 @@ class Gateway:
         )
         self.chains = Chains(self.stats, trio.current_time)
         self._forwarder = Forwarder(
-            self.upstreams, selections, self.exchanges, self.stats, self.tokens, self.chains
+            self.upstreams,
+            selections,
+            self.exchanges,
+            self.stats,
+            self.tokens,
+            self.chains,
+            tells=config.gateway_decision_headers,
         )
 
     async def run(self) -> None:

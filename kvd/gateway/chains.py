@@ -22,10 +22,10 @@ from kvd.gateway.stats import GatewayStats
 from kvd.gateway.upstreams import Served
 from kvd_core.prompts.conversations import Threads
 
-# Beginnings of conversations that are known by their text alone: about 100,000.
+# Memory for beginnings of conversations that are known by their text alone: about 100,000.
 TEXT_BYTES = 16 * 1024 * 1024
-MAX_RESPONSES = 262_144  # ids that are known, about 200 bytes each
-RESPONSE_S = 3600.0  # for so long
+MAX_RESPONSES = 262_144  # responses of which it is known who keeps them, about 200 bytes each
+RESPONSE_S = 3600.0  # time for which that is known
 # The id of a response at the beginning of its answer, or in the first event of one.
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[\w.:-]{1,200})"')
 

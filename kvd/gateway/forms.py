@@ -17,9 +17,9 @@ from kvd.gateway.errors import GatewayError, Reason
 from kvd.http.types import Headers, content_type
 
 MULTIPART = "multipart/form-data"
-MAX_PARTS = 64  # that are looked at
-MAX_PART_HEAD = 4096  # bytes
-MAX_VALUE = 1024  # bytes of a field's value
+MAX_PARTS = 64  # parts of a form that are looked at
+MAX_PART_HEAD = 4096  # bytes of a part's head
+MAX_VALUE = 1024  # bytes of a field's value that are read
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'(?im)^content-disposition:\s*form-data\s*;(?:.*;)?\s*name="?([^";\r\n]*)"?')
 

@@ -100,13 +100,17 @@ class Forwarder:
         stats: GatewayStats,
         tokens: Tokens,
         chains: Chains,
+        *,
+        tells: bool = True,
     ) -> None:
+        """Clients are told of decisions if it `tells`."""
         self._upstreams = upstreams
         self._selections = selections
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
         self._chains = chains
+        self._tells = tells
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
 
@@ -323,7 +327,8 @@ class Forwarder:
                         return None
                     worker_id = upstream.worker_id
                     self._chains.note_answer(attempt.asked, worker_id, answer.held)
-                    chunked, persists = _forward(request, attempt, chosen, exchange, answer)
+                    told = _decision_headers(attempt, chosen) if self._tells else []
+                    chunked, persists = _forward(request, attempt, exchange, answer, told)
                     ending = await exchange.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
         if answer is None:
@@ -337,8 +342,7 @@ class Forwarder:
         if outcome is Outcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
         if outcome not in NOT_BEGUN:
-            text = f"the engine has sent nothing for too long ({upstream.url})"
-            raise GatewayError(Reason.UPSTREAM_TIMEOUT, text)
+            raise GatewayError(Reason.UPSTREAM_TIMEOUT, "the engine has sent nothing for too long")
         attempt.failed = outcome.name.lower().replace("_", " ")
         self._stats.retries[outcome.name.lower()] += 1
         upstream.note_gone(attempt.failed)
@@ -442,12 +446,12 @@ def _decision(upstream: Upstream, tokens: PromptTokens | None, *, is_bound: bool
 
 
 def _forward(
-    request: RelayedRequest, attempt: Attempt, chosen: Chosen, exchange: Exchange, answer: Answer
+    request: RelayedRequest, attempt: Attempt, exchange: Exchange, answer: Answer, told: Headers
 ) -> tuple[bool, bool]:
     """Sends an answer on; says whether in chunks, and whether the connection persists after it."""
     said = read_head(answer.head)
     length = len(answer.held) if answer.whole else said.length
-    headers = _paced(said) + _decision_headers(attempt, chosen)
+    headers = _paced(said) + id_headers(attempt.asked.api.errors, attempt.request_id) + told
     if answer.events:
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     head, chunked, persists = request.answer_head(said.status, headers, length)
@@ -494,8 +498,7 @@ def event_error(held: bytes) -> int | None:
 
 
 def _decision_headers(attempt: Attempt, chosen: Chosen) -> Headers:
-    headers = id_headers(attempt.asked.api.errors, attempt.request_id)
-    headers += [
+    headers: Headers = [
         (b"x-kvd-endpoint", chosen.upstream.url.encode()),
         (b"x-kvd-decision", chosen.decision.encode()),
     ]

@@ -229,6 +229,14 @@ async def test_a_salt_keeps_prompts_apart(kvd_process: Start) -> None:
         assert matched == [False, True, False, False, True]
 
 
+async def test_decisions_can_be_kept_from_clients(kvd_process: Start) -> None:
+    flags = ("--gateway-decision-headers=false",)
+    async with serving(kvd_process, EngineOptions(), flags=flags) as (client, _):
+        answered = await client.post(CHAT, ASKED, {"x-request-id": "mine"})
+        assert answered.headers["x-request-id"] == "mine"
+        assert not [name for name in answered.headers if name.startswith("x-kvd-")]
+
+
 async def test_a_large_body_comes_at_its_own_pace(kvd_process: Start) -> None:
     async with serving(kvd_process, EngineOptions()) as (client, running):
         body = json.dumps({**ASKED, "user": "x" * 3_000_000}).encode()
