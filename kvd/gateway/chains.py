@@ -20,7 +20,7 @@ from collections.abc import Callable
 from kvd.gateway.asking import Api, Asked
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.upstreams import Served
-from kvd_core.prompts.conversations import Threads
+from kvd_core.prompts.conversations import Strands
 
 # Memory for beginnings of conversations that are known by their text alone: about 100,000.
 TEXT_BYTES = 16 * 1024 * 1024
@@ -46,7 +46,7 @@ class Chains:
     """The conversations and the responses that are known."""
 
     def __init__(self, stats: GatewayStats, clock: Callable[[], float]) -> None:
-        self.threads = Threads(TEXT_BYTES)
+        self.strands = Strands(TEXT_BYTES)
         self.responses: OrderedDict[str, tuple[int, float]] = OrderedDict()  # worker, its end
         self._stats = stats
         self._clock = clock
@@ -70,8 +70,8 @@ class Chains:
             messages = lasting(messages)
         if not messages.startswith(b"["):
             messages = b"[%b]" % messages
-        thread = self.threads.follow(b"\0".join([*begin, *parts]), messages)
-        return None if thread is None else f"text-{thread:016x}"
+        strand = self.strands.strand_of(b"\0".join([*begin, *parts]), messages)
+        return None if strand is None else f"text-{strand:016x}"
 
     def note_answer(self, asked: Asked, worker_id: int, held: bytes) -> None:
         """Notes where a response is kept, by the beginning of its answer."""

@@ -12,7 +12,7 @@
 // beginning counts that ends with a message: a template that writes earlier messages anew when
 // others follow makes the last blocks differ, which costs a little of the overlap and nothing else.
 //
-// Where nobody says the tokens, the same beginnings lead a next turn to its conversation's thread:
+// Where nobody says the tokens, the same beginnings lead a next turn to its conversation's strand:
 // a number, made of the beginning that was seen first.
 //
 // Invariants
@@ -21,7 +21,7 @@
 //      themselves are not kept.
 //
 // Costs (messages m, bytes b, blocks n): recall O(b) for the hashes, about 0.1 ns a byte, and m
-// probes from the last message back; remember the same and a copy of n hashes; follow both in one
+// probes from the last message back; remember the same and a copy of n hashes; strand_of both in one
 // pass; 8 bytes a block and about 150 an entry.
 #pragma once
 
@@ -55,7 +55,7 @@ struct Blocks {
 };
 
 // Which conversation a beginning is of.
-struct Thread {
+struct Strand {
   uint64_t number = 0;
 
   size_t bytes() const { return 0; }
@@ -171,16 +171,16 @@ class Conversations : public Beginnings<Blocks> {
   }
 };
 
-class Threads : public Beginnings<Thread> {
+class Strands : public Beginnings<Strand> {
  public:
   using Beginnings::Beginnings;
 
-  // Finds the thread that messages (a JSON array) go on with, or begin; false if there are none.
-  bool follow(std::string_view context, std::string_view messages, uint64_t& thread) {
+  // Finds the strand that messages (a JSON array) go on with, or begin; false if there are none.
+  bool strand_of(std::string_view context, std::string_view messages, uint64_t& strand) {
     if (!read(context, messages)) return false;
     const Known* known = longest(nullptr);
-    thread = known != nullptr ? known->value.number : whole().low;
-    keep({thread});
+    strand = known != nullptr ? known->value.number : whole().low;
+    keep({strand});
     return true;
   }
 };

@@ -28,11 +28,11 @@ cdef extern from "prompts/conversations.hpp" namespace "kvd::prompts" nogil:
         bool remember(string_view context, string_view messages, const uint64_t* local_hashes,
                       size_t blocks, uint32_t tokens) except +
 
-    cppclass CThreads "kvd::prompts::Threads":
-        CThreads(size_t max_bytes) except +
+    cppclass CStrands "kvd::prompts::Strands":
+        CStrands(size_t max_bytes) except +
         size_t size()
         uint64_t forgotten()
-        bool follow(string_view context, string_view messages, uint64_t& thread) except +
+        bool strand_of(string_view context, string_view messages, uint64_t& strand) except +
 
 # The longest known beginning of a conversation: the local and the sequence hashes of its whole
 # blocks as native u64s, its tokens, and how many bytes of messages follow it.
@@ -93,13 +93,13 @@ cdef class Conversations:
         )
 
 
-cdef class Threads:
+cdef class Strands:
     """Which conversations requests go on with, in at most `max_bytes` bytes."""
 
-    cdef CThreads* core
+    cdef CStrands* core
 
     def __cinit__(self, size_t max_bytes):
-        self.core = new CThreads(max_bytes)
+        self.core = new CStrands(max_bytes)
 
     def __dealloc__(self):
         del self.core
@@ -112,10 +112,10 @@ cdef class Threads:
         """How many beginnings have made room for others."""
         return self.core.forgotten()
 
-    def follow(self, bytes context not None, bytes messages not None):
+    def strand_of(self, bytes context not None, bytes messages not None):
         """Returns the number of the conversation that a JSON array of messages is of.
 
         It is that of its longest known beginning, a new one without any, and None without messages.
         """
-        cdef uint64_t thread = 0
-        return thread if self.core.follow(viewed(context), viewed(messages), thread) else None
+        cdef uint64_t strand = 0
+        return strand if self.core.strand_of(viewed(context), viewed(messages), strand) else None

@@ -55,11 +55,11 @@ def gateway_families(
     yield gauge("kvd_gateway_conversations_bytes", help, known.size_bytes)
     help = "Number of conversations forgotten to make room for others"
     yield counter("kvd_gateway_conversations_forgotten_total", help, known.forgotten)
-    threads = chains.threads
+    strands = chains.strands
     help = "Number of beginnings of conversations known by their text alone"
-    yield gauge("kvd_gateway_texts", help, len(threads))
+    yield gauge("kvd_gateway_texts", help, len(strands))
     help = "Number of those forgotten to make room for others"
-    yield counter("kvd_gateway_texts_forgotten_total", help, threads.forgotten)
+    yield counter("kvd_gateway_texts_forgotten_total", help, strands.forgotten)
     help = "Number of responses that clients may go on from"
     yield gauge("kvd_gateway_responses", help, len(chains.responses))
     help = "Number of those forgotten to make room for others"

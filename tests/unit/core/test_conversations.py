@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from kvd_core.base.hashing import sequence_hashes
-from kvd_core.prompts.conversations import Conversations, Recalled, Threads
+from kvd_core.prompts.conversations import Conversations, Recalled, Strands
 
 ROOM = 1 << 20
 
@@ -102,22 +102,22 @@ def test_against_a_dictionary() -> None:
 
 
 def test_a_thread_goes_on_from_its_longest_beginning() -> None:
-    threads = Threads(ROOM)
-    first = threads.follow(b"m", packed(["a"]))
+    strands = Strands(ROOM)
+    first = strands.strand_of(b"m", packed(["a"]))
     assert first is not None
-    assert threads.follow(b"m", packed(["a"])) == first
-    assert threads.follow(b"m", packed(["a", "b", "c"])) == first
-    assert threads.follow(b"m", packed(["a", "b", "c", "d"])) == first
-    others = {threads.follow(*each) for each in ((b"n", packed(["a"])), (b"m", packed(["b"])))}
+    assert strands.strand_of(b"m", packed(["a"])) == first
+    assert strands.strand_of(b"m", packed(["a", "b", "c"])) == first
+    assert strands.strand_of(b"m", packed(["a", "b", "c", "d"])) == first
+    others = {strands.strand_of(*each) for each in ((b"n", packed(["a"])), (b"m", packed(["b"])))}
     assert len({first, *others}) == 3
-    assert len(threads) == 5
-    assert threads.follow(b"m", b"[]") is None
+    assert len(strands) == 5
+    assert strands.strand_of(b"m", b"[]") is None
 
 
 def test_threads_make_room() -> None:
-    threads = Threads(2 * 152)
-    begun = [threads.follow(b"", packed([number])) for number in range(3)]
-    assert (len(threads), threads.forgotten) == (2, 1)
-    assert threads.follow(b"", packed([2, "more"])) == begun[2]
-    assert threads.follow(b"", packed([1, "more"])) != begun[1]  # forgotten meanwhile
-    assert Threads(0).follow(b"", packed([1])) == begun[1]  # made of the text alone
+    strands = Strands(2 * 152)
+    begun = [strands.strand_of(b"", packed([number])) for number in range(3)]
+    assert (len(strands), strands.forgotten) == (2, 1)
+    assert strands.strand_of(b"", packed([2, "more"])) == begun[2]
+    assert strands.strand_of(b"", packed([1, "more"])) != begun[1]  # forgotten meanwhile
+    assert Strands(0).strand_of(b"", packed([1])) == begun[1]  # made of the text alone
