@@ -3,6 +3,7 @@
     server      connections and requests, with the faults that it is told to have
     api         answers in the words of each API, whole and as streams
     kept        responses that others go on from
+    transfers   prompts that one engine computes for another
     caches      prefix caches that publish KV events
     tokenizer   texts and messages as token ids
     options     what it pretends to be, and how fast it is

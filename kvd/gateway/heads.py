@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers
 
 HOP_BY_HOP = frozenset(
@@ -89,6 +90,19 @@ def request_head(
     lines += [b"%b: %b" % each for each in more]
     lines += [b"x-request-id: " + request_id, b"host: " + authority, b"content-length: %d" % length]
     return b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method.encode(), target, b"\r\n".join(lines))
+
+
+def credentials(request: RelayedRequest, key: bytes) -> tuple[Headers, frozenset[bytes]]:
+    """Returns which key an engine is shown, if not what the client shows, and what is left out.
+
+    A key that was checked here is the gateway's own, and nobody else's to see.
+    """
+    if request.is_checked:
+        return [(b"authorization", b"Bearer " + key)] if key else [], KEY_HEADERS
+    said = dict(request.headers)
+    if b"x-api-key" in said and b"authorization" not in said:  # engines read no other header
+        return [(b"authorization", b"Bearer " + said[b"x-api-key"])], frozenset()
+    return [], frozenset()
 
 
 def own_head(method: str, path: str, authority: bytes, length: int, key: bytes = b"") -> bytes:

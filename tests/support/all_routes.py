@@ -12,6 +12,7 @@ from kvd.faces.common.openapi import with_document
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.gateway import schemas as gateway_schemas
+from kvd.faces.gateway.engines import upstream_routes
 from kvd.faces.gateway.routes import gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
@@ -49,9 +50,12 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     clocks = time.monotonic, time.time_ns
     selections = Selections(state, registry, RouterOptions(), 1.0, Random(0), *clocks)
     of_replicas = replica_sync.routes(replicas)
-    forwarder = Forwarder(nobody, selections, nobody, GatewayStats(), nobody, nobody)
+    forwarder = Forwarder(nobody, nobody, nobody, GatewayStats(), nobody, nobody, 0)
     faces = {
-        "gateway": gateway_routes(nobody, forwarder, DEFAULT_BODY_LIMIT),
+        "gateway": (
+            *gateway_routes(nobody, nobody, forwarder, DEFAULT_BODY_LIMIT),
+            *upstream_routes(nobody),
+        ),
         "indexer": indexer.routes(state, registry, Peers(), dumps, test_endpoints=True),
         "slot-tracker": slot_tracker.routes(SlotTrackers(1.0), time.monotonic) + of_replicas,
         "selection": (

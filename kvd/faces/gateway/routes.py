@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from kvd.faces.common.monitoring import HEALTH
 from kvd.gateway.asking import Api
+from kvd.gateway.choices import Choices
 from kvd.gateway.errors import OF_STATUS, Form, GatewayError, Reason
 from kvd.gateway.errors import response as error_response
 from kvd.gateway.forwarding import Forwarder
@@ -77,9 +78,16 @@ class ClientFailures(Failures):
 
 
 def gateway_routes(
-    upstreams: Upstreams, forwarder: Forwarder, body_limit: int
+    upstreams: Upstreams,
+    choices: Choices,
+    forwarder: Forwarder,
+    body_limit: int,
+    process: str | None = None,
 ) -> tuple[Route, ...]:
-    """Returns the face's routes; bodies have `body_limit` bytes at most."""
+    """Returns the face's routes; bodies have `body_limit` bytes at most.
+
+    One of several processes shows its name.
+    """
     relayed = partial(
         Route, handler=_never, hot=True, any_type=True, body_limit=body_limit, scope=Scope.GENERATE
     )
@@ -98,7 +106,7 @@ def gateway_routes(
             scope=MODELS_SCOPE,
         ),
         Route("GET", "/ready", partial(ready, upstreams), scope=Scope.OPEN),
-        Route("GET", "/status", partial(status, upstreams)),
+        Route("GET", "/status", partial(status, upstreams, choices, process)),
         HEALTH,
     )
 
@@ -155,9 +163,23 @@ def ready(upstreams: Upstreams, request: Request) -> Response:
     return Response(200 if serving else 503, body)
 
 
-def status(upstreams: Upstreams, request: Request) -> Response:
-    """Shows every engine: what it has said of itself, and how it is."""
-    return _json({"upstreams": [_shown(upstream) for upstream in upstreams]})
+def status(
+    upstreams: Upstreams, choices: Choices, process: str | None, request: Request
+) -> Response:
+    """Shows every engine: what it has said of itself, and how it is; and the kvds that choose."""
+    names = [
+        {"name": wanted.url, "addresses": len(name.urls), "problem": name.problem}
+        for wanted, name in upstreams.followed.items()
+    ]
+    shown: dict[str, object] = {
+        "upstreams": [_shown(upstream) for upstream in upstreams],
+        "names": names,
+    }
+    if (kvds := choices.shown()) is not None:
+        shown["kvds"] = kvds
+    if process is not None:
+        shown["process"] = process
+    return _json(shown)
 
 
 def _shown(upstream: Any) -> dict[str, Any]:
@@ -165,7 +187,9 @@ def _shown(upstream: Any) -> dict[str, Any]:
         "url": upstream.url,
         "worker_id": upstream.worker_id,
         "standing": upstream.standing.value,
+        "role": upstream.role,
         "problem": upstream.problem,
+        "advice": upstream.advice,
     }
     facts = upstream.facts
     if facts is not None:

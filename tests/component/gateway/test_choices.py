@@ -15,8 +15,10 @@ import trio
 from examples.engine.options import EngineOptions
 from kvd.faces.gateway.routes import gateway_routes
 from kvd.gateway.chains import Chains
+from kvd.gateway.choices import LocalChoices
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.names import Wanted
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Standing, Upstreams
@@ -57,7 +59,9 @@ async def asking(**options: Any) -> AsyncIterator[Asking]:
     state = State()
     clocks = trio.current_time, time.time_ns
     router = RouterOptions(session_affinity_ttl_s=60)
-    selections = Selections(state, Registry(state, nobody), router, 1.0, Random(0), *clocks)
+    registry = Registry(state, nobody)
+    selections = Selections(state, registry, router, 1.0, Random(0), *clocks)
+    choices = LocalChoices(selections, registry)
     select = selections.scheduler.select
 
     def noted(ask: SelectRequest, look: Any) -> Any:
@@ -68,14 +72,14 @@ async def asking(**options: Any) -> AsyncIterator[Asking]:
     exchanges, stats = Exchanges(RelayLimits()), GatewayStats()
     tokens = Tokens(exchanges, stats, 1 << 20, NOT_MY_FAULT_S)
     async with engines(EngineOptions(events=False, **options)) as (engine,):
-        upstreams = Upstreams([engine.url], exchanges, selections, Dialer())
+        upstreams = Upstreams([Wanted(engine.url)], exchanges, choices, Dialer())
         chains = Chains(stats, trio.current_time)
-        forwarder = Forwarder(upstreams, selections, exchanges, stats, tokens, chains)
+        forwarder = Forwarder(upstreams, choices, exchanges, stats, tokens, chains, 0)
         async with trio.open_nursery() as nursery:
             for part in (exchanges, upstreams, tokens):
                 nursery.start_soon(part.run)
             await until(lambda: all(one.standing is Standing.SERVING for one in upstreams))
-            routes = gateway_routes(upstreams, forwarder, 1 << 20)
+            routes = gateway_routes(upstreams, choices, forwarder, 1 << 20)
             async with serving(routes=routes) as running, running.client() as client:
                 yield Asking(client, asked)
             nursery.cancel_scope.cancel()
