@@ -1,7 +1,8 @@
-"""An engine to try kvd with: OpenAI's API over HTTP, a real prefix cache, real KV events; no model.
+"""An engine to try kvd with: OpenAI's API and Anthropic's, a prefix cache, KV events; no model.
 
     server      connections and requests, with the faults that it is told to have
-    api         OpenAI's answers, whole and as streams
+    api         answers in the words of each API, whole and as streams
+    kept        responses that others go on from
     transfers   prompts that one engine computes for another
     caches      prefix caches that publish KV events
     tokenizer   texts and messages as token ids

@@ -54,6 +54,11 @@ class Form(ABC):
     def closing(self, text: str, used: Usage, *, with_usage: bool) -> Iterator[bytes]:
         """Yields the events behind the last token, but for the last of all, `ends`."""
 
+    @staticmethod
+    def error(status: int, text: str, kind: str = "server_error") -> Members:
+        """Returns the body of an error."""
+        return error(status, text, kind)
+
 
 class _Completions(Form):
     """What the two older APIs of OpenAI have in common: events without a name."""
@@ -141,6 +146,11 @@ class Messages(Form):
         yield _named("content_block_stop", index=0)
         delta = {"stop_reason": "max_tokens", "stop_sequence": None}
         yield _named("message_delta", delta=delta, usage=self._usage(used))
+
+    @staticmethod
+    def error(status: int, text: str, kind: str = "server_error") -> Members:
+        kinds = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+        return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": text}}
 
     def _message(self, content: list[Members], stop: str | None, used: Usage) -> Members:
         return {

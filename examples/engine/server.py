@@ -18,6 +18,7 @@ import zmq
 
 from examples.engine import api
 from examples.engine.caches import BLOCK_SIZE, Engine, Publisher, SglangEngine, VllmEngine
+from examples.engine.kept import KeptResponses
 from examples.engine.options import EngineOptions, Fault
 from examples.engine.tokenizer import ids_of_messages, ids_of_text
 from examples.engine.transfers import (
@@ -34,6 +35,7 @@ from examples.engine.transfers import (
 
 RECEIVE_BYTES = 64 * 1024
 KEPT = 16  # requests of which it remembers what they said
+SPEECH = b"RIFF\x04\0\0\0WAVE"  # of every text the same
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 
@@ -92,6 +94,7 @@ class EngineServer:
         self.received: deque[bytes] = deque(maxlen=KEPT)
         self.heads: deque[dict[bytes, bytes]] = deque(maxlen=KEPT)
         self._computing = trio.Lock()  # one prefill at a time
+        self._responses = KeptResponses()
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serves one connection until either side ends it."""
@@ -118,14 +121,19 @@ class EngineServer:
                 continue
             return False
         method = parser.get_method().decode()
-        if method == "POST" and request.path in api.FORMS:
-            await self._generate(stream, request, api.FORMS[request.path])
-        elif method == "POST" and request.path == "/room":
-            here = await self.rooms.take(json.loads(request.body)["room"])
-            await send_json(stream, 200 if here else 404, {})
-        else:
-            status, answer = self._answer(method, request)
-            await send_json(stream, status, answer)
+        form = api.FORMS.get(request.path, api.Chat)
+        try:
+            if method == "POST" and request.path in api.FORMS:
+                await self._generate(stream, request, form)
+            elif method == "POST" and request.path == "/room":
+                here = await self.rooms.take(json.loads(request.body)["room"])
+                await send_json(stream, 200 if here else 404, {})
+            else:
+                status, answer = self._answer(method, request)
+                await send_json(stream, status, answer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # Members of other types than they should have; nothing has been answered then.
+            await send_json(stream, 400, form.error(400, str(error), "BadRequestError"))
         return True
 
     # ---- what costs nothing
@@ -140,13 +148,23 @@ class EngineServer:
             return 200, api.metrics(self.options.kind, BLOCK_SIZE, self.options.blocks)
         if path == "/v1/models":
             return 200, {"object": "list", "data": self._cards()}
-        if path == "/tokenize" and method == "POST":
-            return self._tokenize(json.loads(request.body))
+        if method == "POST" and path in POSTED:
+            return POSTED[path](self, request)
+        if path.startswith("/v1/responses/") and not path.endswith("/render"):
+            return self._answer_kept(method, path.split("/")[3])
         if self.options.kind == "vllm":
             return self._answer_as_vllm(path, request)
         if path == "/server_info":
             return 200, self._server_info()
         return 404, {"detail": "Not Found"}
+
+    def _answer_kept(self, method: str, name: str) -> tuple[int, Any]:
+        """Shows, cancels or forgets a response that it keeps."""
+        forgets = method == "DELETE"
+        found = self._responses.forget(name) if forgets else self._responses.show(name)
+        if found is None:
+            return 404, api.error(404, f"Response with id '{name}' not found.", "NotFoundError")
+        return 200, found
 
     def _answer_as_vllm(self, path: str, request: Request) -> tuple[int, Any]:
         if path == "/version":
@@ -164,7 +182,7 @@ class EngineServer:
         if not self.options.renders:
             return 403, api.error(403, "start with --enable-scale-out", "PermissionDeniedError")
         rendered = {"request_id": "r", "token_ids": prompt_of(members), "features": None}
-        return 200, rendered if "chat" in path else [rendered]
+        return 200, [rendered] if path == "/v1/completions/render" else rendered
 
     def _cards(self) -> list[dict[str, Any]]:
         base = self.options.model
@@ -176,8 +194,27 @@ class EngineServer:
         ]
         return [card | lengths, *adapters]
 
-    def _tokenize(self, members: dict[str, Any]) -> tuple[int, Any]:
-        ids = prompt_of(members)
+    def _count(self, request: Request) -> tuple[int, Any]:
+        return 200, {"input_tokens": len(prompt_of(json.loads(request.body)))}
+
+    def _embed(self, request: Request) -> tuple[int, Any]:
+        said = json.loads(request.body).get("input")
+        each = said if isinstance(said, list) else [said]
+        rows = [
+            {"object": "embedding", "index": at, "embedding": [float(len(str(text))), 1.0]}
+            for at, text in enumerate(each)
+        ]
+        used = {"prompt_tokens": len(each), "total_tokens": len(each)}
+        return 200, {"object": "list", "data": rows, "model": self.options.model, "usage": used}
+
+    def _hear(self, request: Request) -> tuple[int, Any]:
+        return 200, {"text": f"{len(request.body)} bytes"}
+
+    def _speak(self, request: Request) -> tuple[int, Any]:
+        return 200, SPEECH
+
+    def _tokenize(self, request: Request) -> tuple[int, Any]:
+        ids = prompt_of(json.loads(request.body))
         length = self.options.max_model_len
         return 200, {"count": len(ids), "max_model_len": length, "tokens": ids}
 
@@ -219,7 +256,7 @@ class EngineServer:
         self.heads.appendleft(request.headers)
         fault = self.options.faults.popleft() if self.options.faults else None
         if fault is not None:
-            await refuse(stream, fault, self.options.retry_after)
+            await refuse(stream, form, fault, self.options.retry_after)
         if self.dead:
             return await send_json(stream, 500, api.error(500, "EngineCore has died"))
         members = json.loads(request.body)
@@ -227,11 +264,16 @@ class EngineServer:
         model = members.get("model") or names[0]
         if model not in names:
             text = f"The model `{model}` does not exist."
-            return await send_json(stream, 404, api.error(404, text, "NotFoundError"))
+            return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
+        if form is api.Responses:
+            said = self._responses.conversation(members)
+            if said is None:
+                text = f"Response with id '{members['previous_response_id']}' not found."
+                return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
+            members["input"] = said
         ids = prompt_of(members)
-        cached = min(
-            self.cache.held(ids)[1] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
-        )
+        longest = max(0, len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token is computed
+        cached = min(self.cache.held(ids)[1] * BLOCK_SIZE, longest)
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
         room: Room | None = None
         try:
@@ -259,9 +301,13 @@ class EngineServer:
             await self._unless_left(stream, room.taken.wait, room)
             self.prefilled += 1
         bounds = [members[name] for name in form.limits if members.get(name)]
-        words = api.words(1 if room else bounds[0] if bounds else api.DEFAULT_TOKENS)
+        wanted = 1 if room else bounds[0] if bounds else api.DEFAULT_TOKENS
+        words = api.words(min(wanted, self.options.max_model_len))
         used = api.Usage(len(ids), cached, len(words))
-        answer = Answer(stream, form(request_id, model), words, used, fault)
+        worded = form(request_id, model)
+        if form is api.Responses and members.get("store") is not False:
+            self._responses.keep(worded.whole("".join(words), used), members["input"])
+        answer = Answer(stream, worded, words, used, fault)
         if self.options.kind == "vllm":
             answer.more = self._kept(members, request_id, len(ids), fault)
         if members.get("stream"):
@@ -396,13 +442,26 @@ async def _watch(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
+# What is told at once of a body.
+POSTED: dict[str, Callable[[EngineServer, Request], tuple[int, Any]]] = {
+    "/tokenize": EngineServer._tokenize,
+    "/v1/messages/count_tokens": EngineServer._count,
+    "/v1/embeddings": EngineServer._embed,
+    "/v1/audio/transcriptions": EngineServer._hear,
+    "/v1/audio/translations": EngineServer._hear,
+    "/v1/audio/speech": EngineServer._speak,
+}
+
+
 def empty_cache(options: EngineOptions) -> Engine:
     if options.kind == "vllm":
         return VllmEngine(options.blocks)
     return SglangEngine(options.blocks, options.host_blocks)
 
 
-async def refuse(stream: trio.SocketStream, fault: Fault, retry_after: str | None) -> None:
+async def refuse(
+    stream: trio.SocketStream, form: type[api.Form], fault: Fault, retry_after: str | None
+) -> None:
     """Plays the faults that come before an answer; raises Hangup if there is none then."""
     if fault is Fault.CLOSE:
         stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
@@ -415,7 +474,7 @@ async def refuse(stream: trio.SocketStream, fault: Fault, retry_after: str | Non
     if fault in (Fault.REFUSE_429, Fault.REFUSE_500, Fault.REFUSE_503):
         status = int(fault)
         more = "" if retry_after is None else f"retry-after: {retry_after}\r\n"
-        await send_json(stream, status, api.error(status, f"simulated {status}"), more)
+        await send_json(stream, status, form.error(status, f"simulated {status}"), more)
         raise Hangup
 
 
@@ -433,7 +492,8 @@ def prompt_of(members: dict[str, Any]) -> list[int]:
     if "input" in members:  # of responses: a text or messages
         said = members["input"]
         turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        return ids_of_messages(turns)
+        system = members.get("instructions")
+        return ids_of_messages([{"role": "system", "content": system}, *turns] if system else turns)
     prompt = members.get("prompt", "")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]
@@ -455,9 +515,11 @@ def json_head(
 
 
 async def send_json(stream: trio.SocketStream, status: int, answer: Any, more: str = "") -> None:
-    """Sends an answer as JSON, a text as it is."""
+    """Sends an answer as JSON, a text and a sound as they are."""
     if isinstance(answer, str):
         body, kind = answer.encode(), "text/plain"
+    elif isinstance(answer, bytes):
+        body, kind = answer, "audio/wav"
     else:
         body, kind = json.dumps(answer).encode(), "application/json"
     await stream.send_all(json_head(status, len(body), kind, more) + body)

@@ -48,8 +48,13 @@ class ApiServer:
         config: Config,
         description: Description,
         failures: Failures = PLAIN,
+        *,
+        for_pages: bool = False,
     ) -> None:
-        """Takes what this face says of its routes, and what words its failures."""
+        """Takes what this face says of its routes, and what words its failures.
+
+        With `for_pages` it answers pages of allowed origins so that they can read it.
+        """
         self.name = name
         self._description = description
         self.stats = HttpStats()  # of the addresses without TLS, once they are served
@@ -61,7 +66,7 @@ class ApiServer:
         ]
         self._limits = config.http
         self._context = ServerContext(
-            Authorizer(config.policy), self.requests.observe, failures, AccessLog(name)
+            Authorizer(config.policy), self.requests.observe, failures, AccessLog(name), for_pages
         )
         self._terms: TlsCredentials | None = None  # of TLS, if there is any
         self._servers: list[Front] = []

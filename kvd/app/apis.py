@@ -24,7 +24,7 @@ from kvd.faces.gateway import schemas as gateway_schemas
 from kvd.faces.gateway.engines import upstream_routes
 from kvd.faces.gateway.metrics import gateway_families
 from kvd.faces.gateway.processes import metrics_route
-from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
+from kvd.faces.gateway.routes import ClientFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
 from kvd.faces.selection import schemas as selection_schemas
@@ -45,6 +45,7 @@ from kvd.fleet_file.targets import (
     SlotTrackerTarget,
     UpstreamTarget,
 )
+from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices, LocalChoices
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
@@ -100,13 +101,16 @@ class Gateway:
         self.tokens = Tokens(
             self.exchanges, self.stats, config.gateway_memory_bytes, config.gateway_tokenize_s
         )
+        self.chains = Chains(self.stats, trio.current_time)
         self._forwarder = Forwarder(
             self.upstreams,
             self.choices,
             self.exchanges,
             self.stats,
             self.tokens,
+            self.chains,
             config.gateway_remote_prefill_tokens,
+            tells=config.gateway_decision_headers,
         )
 
     async def run(self) -> None:
@@ -131,7 +135,9 @@ class Gateway:
         return (*routes, metrics_route(self._siblings, sources))
 
     def families(self) -> Iterator[Family]:
-        yield from gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
+        yield from gateway_families(
+            self.upstreams, self.exchanges, self.tokens, self.chains, self.stats
+        )
         yield from self.choices.families()
 
 
@@ -206,7 +212,12 @@ class Apis:
             Failures(conductor.REASONS, FORMS),
         )
         self.gateway = ApiServer(
-            "gateway", "kvd_gateway", config, gateway_schemas.DESCRIPTION, OpenAiFailures()
+            "gateway",
+            "kvd_gateway",
+            config,
+            gateway_schemas.DESCRIPTION,
+            ClientFailures(),
+            for_pages=True,
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,

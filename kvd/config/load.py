@@ -136,6 +136,7 @@ class Config:
     gateway_body_bytes: int
     gateway_memory_bytes: int
     gateway_tokenize_s: float
+    gateway_decision_headers: bool
     relay: RelayLimits
     tls: TlsFiles | None  # of all binds that want it
     unix_rights: UnixRights

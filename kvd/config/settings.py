@@ -658,10 +658,18 @@ GATEWAY_SETTINGS = section(
         "session and load",
         DEFAULT_TOKENIZE_S,
     ),
+    gateway_decision_headers=switch(
+        "whether answers say which engine has served them and why; addresses are not for everybody",
+        True,
+    ),
     gateway_connect_s=seconds("time allowed to connect to an engine"),
     gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),
     gateway_client_s=seconds("time a client may take nothing before its connection is closed"),
     gateway_idle_s=pause("time an idle connection to an engine is kept; engines close after 5 s"),
+    gateway_filler_s=pause(
+        "time a stream may say nothing before its client is sent a comment, so that proxies on the "
+        "way keep it open; 0: never"
+    ),
 )
 
 LOG_SETTINGS = section(

@@ -29,7 +29,12 @@ CREDENTIAL = "kvd_tokens"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]+=*(?<=.{{{MIN_TOKEN_BYTES}}})", re.ASCII)
-_SCOPES = {"read": Scope.READ, "lifecycle": Scope.LIFECYCLE, "admin": Scope.ADMIN}
+_SCOPES = {
+    "read": Scope.READ,
+    "lifecycle": Scope.LIFECYCLE,
+    "admin": Scope.ADMIN,
+    "generate": Scope.GENERATE,
+}
 
 
 def credential(environ: Mapping[str, str]) -> Path | None:

@@ -7,19 +7,21 @@ as the messages of a conversation, stay the JSON that they are.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 from zlib import crc32
 
-from kvd.gateway.errors import GatewayError, Reason
+from kvd.gateway.errors import Form, GatewayError, Reason
+from kvd.gateway.forms import field_of
 from kvd.http.types import Headers
 from kvd_core.json.scan import BodyScanner
 
 # Longest session key that is kept as it is; of a longer one only a digest counts.
 MAX_SESSION_BYTES = 256
-I64_MAX = 2**63 - 1
+U32_MAX = 2**32 - 1
 
 
 class Api(Enum):
@@ -29,7 +31,16 @@ class Api(Enum):
     COMPLETIONS = "completions"
     MESSAGES = "messages"
     RESPONSES = "responses"
+    FORM = "form"  # a body of multipart/form-data, as files of audio come in
     OTHER = "other"
+
+    @property
+    def errors(self) -> Form:
+        """How its clients are told of errors."""
+        return _FORMS.get(self, Form.OPENAI)
+
+
+_FORMS = {Api.MESSAGES: Form.ANTHROPIC, Api.RESPONSES: Form.RESPONSES}
 
 
 # Members of a body that tell an engine whom to connect to or which of its ranks serves: a client
@@ -53,6 +64,8 @@ FIELDS = (
     "cache_salt",
     "session_id",
     "prompt_cache_key",
+    "conversation",
+    "previous_response_id",
     "metadata",
     "nvext",
     "priority",
@@ -70,9 +83,13 @@ CHAT_MEMBERS = (
     "media_io_kwargs",
 )
 PROMPT_MEMBERS = ("prompt", "add_special_tokens")
+# What the other APIs call the parts of a conversation.
+OTHER_MEMBERS = ("system", "instructions", "input")
 # Members with which /tokenize of an engine is known to say other tokens than are computed.
 UNTOLD = ("documents", "reasoning_effort", "truncate_prompt_tokens")
-SPANS = tuple(dict.fromkeys((*CHAT_MEMBERS, *PROMPT_MEMBERS, *UNTOLD, *FLEET_MEMBERS)))
+SPANS = tuple(
+    dict.fromkeys((*CHAT_MEMBERS, *PROMPT_MEMBERS, *OTHER_MEMBERS, *UNTOLD, *FLEET_MEMBERS))
+)
 
 SCANNER = BodyScanner({}, FIELDS, SPANS)
 
@@ -86,6 +103,8 @@ SESSION_HEADERS = (
     b"x-smg-routing-key",
 )
 AGENT_HEADER = b"x-claude-code-agent-id"
+PRIORITY_HEADER = b"x-vllm-priority"  # wins over the member of the body, as at the engine
+_NUMBER = re.compile(rb"-?\d{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +117,10 @@ class Asked:
     spans: Mapping[str, bytes]  # members that decide about the tokens, as JSON
     session: str | None = None
     salt: str | None = None
+    previous: str | None = None  # id of the response that this one follows
     expected_output_tokens: int | None = None
-    priority: int = 0
-    hints: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0  # in the terms of the engine
+    priority_jump: float | None = None  # seconds that the request counts as older, if it says so
 
     @property
     def messages(self) -> bytes:
@@ -133,7 +153,9 @@ def longest(prompts: bytes) -> bytes | None:
 
 
 def read(api: Api, headers: Headers, body: bytes) -> Asked:
-    """Reads a request with a JSON body; raises GatewayError."""
+    """Reads a request; raises GatewayError."""
+    if api is Api.FORM:
+        return Asked(api, field_of(headers, body, "model"), False, {}, session_of(headers, {}))
     try:
         members = SCANNER.scan(body)
     except (TypeError, ValueError) as error:
@@ -147,17 +169,17 @@ def read(api: Api, headers: Headers, body: bytes) -> Asked:
         raise GatewayError(Reason.INVALID_JSON, "model must be a text", param="model")
     hints = _hints(members)
     spans = {name: value for name in SPANS if isinstance(value := members.get(name), bytes)}
-    salt = members.get("cache_salt")
     return Asked(
         api,
         model,
         members.get("stream") is True,
         spans,
         session_of(headers, members),
-        salt if isinstance(salt, str) else None,
+        _text(members.get("cache_salt")),
+        _text(members.get("previous_response_id")),
         _expected_output(members, hints),
-        _whole(hints.get("priority")) or 0,
-        hints,
+        _priority(headers, members),
+        _priority_jump(hints),
     )
 
 
@@ -174,12 +196,18 @@ def session_of(headers: Headers, members: Mapping[str, object]) -> str | None:
     for found in (
         members.get("session_id"),
         members.get("prompt_cache_key"),
+        _conversation(members.get("conversation")),
         metadata.get("session_id"),
         _claude_session(metadata.get("user_id")),
     ):
         if isinstance(found, str) and found:
             return _bounded(found)
     return None
+
+
+def _conversation(conversation: object) -> object:
+    """Returns the id of a conversation that a server keeps, by itself or in an object."""
+    return conversation.get("id") if isinstance(conversation, dict) else conversation
 
 
 def _claude_session(user_id: object) -> str | None:
@@ -190,7 +218,7 @@ def _claude_session(user_id: object) -> str | None:
 
 
 def _bounded(session: str) -> str:
-    encoded = session.encode("utf-8", "surrogateescape")
+    encoded = session.encode()
     if len(encoded) <= MAX_SESSION_BYTES and session.isprintable():
         return session
     return f"{len(encoded)}:{crc32(encoded):08x}"
@@ -202,12 +230,42 @@ def _hints(members: Mapping[str, object]) -> Mapping[str, Any]:
     return hints if isinstance(hints, dict) else {}
 
 
-def _whole(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= I64_MAX:
-        return value
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _count(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return min(value, U32_MAX)
     return None
 
 
 def _expected_output(members: Mapping[str, object], hints: Mapping[str, Any]) -> int | None:
-    """Returns the length of the output that a client expects, not the most that it allows."""
-    return _whole(hints.get("osl"))
+    """Returns how long a client expects the output to be, at most as long as it allows.
+
+    An output is never longer than allowed, so a small limit says much. A large one does no harm:
+    the load of an output fades towards its expected end, and very little on the way to a far one.
+    """
+    # As engines have it, the first of these wins.
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    limits = (_count(members.get(name)) for name in names)
+    limit = next((limit for limit in limits if limit is not None), None)
+    said = [each for each in (_count(hints.get("osl")), limit) if each is not None]
+    return min(said, default=None)
+
+
+def _priority(headers: Headers, members: Mapping[str, object]) -> int:
+    for name, value in headers:
+        if name == PRIORITY_HEADER and _NUMBER.fullmatch(value):
+            return int(value)
+    said = members.get("priority")
+    return said if isinstance(said, int) and abs(said) <= U32_MAX else 0
+
+
+def _priority_jump(hints: Mapping[str, Any]) -> float | None:
+    """Returns what hints of agents say, as the selection service reads them."""
+    for name in ("latency_sensitivity", "priority"):
+        said = hints.get(name)
+        if isinstance(said, int | float) and not isinstance(said, bool):
+            return float(min(max(said, 0), U32_MAX))
+    return None

@@ -36,7 +36,7 @@ class Question:
     reservation_id: str
     allowed: frozenset[int]  # workers that could serve it and have not been tried yet
     session: str | None  # decides where nothing better is known
-    priority: int = 0
+    priority_jump: float = 0.0  # seconds that it counts as older while it waits
     expected_output_tokens: int | None = None
     phase: Phase | None = None  # of disaggregated serving; None: the whole request
 
@@ -53,6 +53,7 @@ class Placement(NamedTuple):
     dp_rank: int
     prefill_tokens: int  # of the prompt, not expected to be cached there
     by_load: bool = False  # no kvd has answered: chosen by what this process knows of loads
+    by_session: bool = False  # where its session is; a kvd elsewhere does not tell
     prefill: Placement | None = None  # who prefills, where that is another one
 
 
@@ -144,15 +145,18 @@ class LocalChoices:
             question.phase,
             reservation_id=question.reservation_id,
             constraints=None if everybody else Constraints(question.allowed),
-            strict_priority=question.priority,
+            priority_jump=question.priority_jump,
             expected_output_tokens=question.expected_output_tokens,
             lora_name=question.adapter,
             session_id=None if selections.affinity is None else question.session,
         )
+        bound = None if selections.affinity is None else selections.affinity.target(ask)
         reply = selections.scheduler.select(ask, question.look)
         if isinstance(reply, QueuedRequest):
-            return placement(await selections.scheduler.wait(reply))
-        return placement(reply.answer)
+            placed = placement(await selections.scheduler.wait(reply))
+        else:
+            placed = placement(reply.answer)
+        return placed._replace(by_session=bound is not None and bound[0] == placed.worker_id)
 
     def least_prefill_tokens(self, question: Question) -> int:
         fleet = self._selections.fleets.get(question.key)

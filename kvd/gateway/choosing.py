@@ -13,10 +13,11 @@ from functools import partial
 from itertools import count
 
 from kvd.errors import KvdError
-from kvd.gateway.asking import Asked
+from kvd.gateway.asking import Api, Asked
 from kvd.gateway.choices import Choices, Placement, Question
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body
+from kvd.gateway.probing import Kind
 from kvd.gateway.stats import Decision, GatewayStats, Way
 from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
@@ -56,6 +57,7 @@ class Attempt:
     # What came of a prompt that was to be handed over and was not, the last time.
     prefill_failure: Answer | Ending | None = None
     bound: int | None = None  # the only worker that may still be tried; None: any
+    session: str | None = None  # which it goes by where its tokens are not known
 
     def may_try(self, upstream: Upstream) -> bool:
         worker_id = upstream.worker_id
@@ -138,8 +140,8 @@ class Chooser:
             partial(self._look, attempt, engines),
             f"{self._prefix}-{next(self._counter)}",
             frozenset(one.worker_id for one in engines),
-            asked.session if attempt.tokens is None else None,
-            asked.priority,
+            attempt.session,
+            _priority_jump(asked, facts.kind),
             asked.expected_output_tokens,
             phase,
         )
@@ -150,7 +152,8 @@ class Chooser:
             return pool.look_again(attempt.prompt[0])
         tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
         if tokens is None:
-            pool.look(b"", b"", max(1, len(attempt.body) // BYTES_PER_TOKEN))
+            size = 0 if asked.api is Api.FORM else len(attempt.body)  # a file is no prompt
+            pool.look(b"", b"", max(1, size // BYTES_PER_TOKEN))
         else:
             tokens.look(pool, served.adapter, asked.salt)
             if not attempt.tried:
@@ -177,7 +180,7 @@ class Chooser:
             if upstream not in crew.alone:
                 return None
             way = Way.FALLBACK
-        decision = _decision(computing, tokens, placed)
+        decision = _decision(attempt, computing, placed)
         self._stats.decisions[decision] += 1
         return Chosen(
             upstream,
@@ -190,10 +193,22 @@ class Chooser:
         )
 
 
-def _decision(upstream: Upstream, tokens: PromptTokens | None, placed: Placement) -> Decision:
+def _priority_jump(asked: Asked, kind: Kind) -> float:
+    """Returns how many seconds older a request counts while it waits.
+
+    What it tells the engines counts as it does there: with vLLM lower numbers go first.
+    """
+    if asked.priority_jump is not None:
+        return asked.priority_jump
+    return float(max(0, -asked.priority if kind is Kind.VLLM else asked.priority))
+
+
+def _decision(attempt: Attempt, upstream: Upstream, placed: Placement) -> Decision:
     assert upstream.facts is not None
     if placed.by_load:
         return Decision.FALLBACK
-    if tokens is None:
+    if placed.by_session or attempt.bound is not None:
+        return Decision.SESSION
+    if attempt.tokens is None:
         return Decision.LOAD
     return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED

@@ -1,7 +1,7 @@
 """The gateway's own errors, in the form of the API that was asked.
 
 OpenAI's:     {"error": {"message", "type", "param", "code"}}
-Anthropic's:  {"type": "error", "error": {"type", "message"}}
+Anthropic's:  {"type": "error", "error": {"type", "message"}, "request_id"}
 
 What an engine says is never worded anew: clients recover by the text of its errors.
 """
@@ -9,11 +9,20 @@ What an engine says is never worded anew: clients recover by the text of its err
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum
 from typing import NamedTuple
 
 from kvd.errors import KvdError
 from kvd.http.types import Headers, Response
+
+
+class Form(Enum):
+    """How the clients of an API are told of errors."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"  # OpenAI's too, with events of their own
+    ANTHROPIC = "anthropic"
 
 
 class Refusal(NamedTuple):
@@ -33,13 +42,45 @@ class Reason(Enum):
     """Why the gateway refuses."""
 
     MODEL_NOT_FOUND = Refusal(404, _INVALID, "model_not_found", "not_found_error")
+    RESPONSE_NOT_FOUND = Refusal(404, _INVALID, "response_not_found", "not_found_error")
+    PREVIOUS_NOT_FOUND = Refusal(404, _INVALID, "previous_response_not_found", "not_found_error")
     UNKNOWN_URL = Refusal(404, _INVALID, "unknown_url", "not_found_error")
+    METHOD_NOT_ALLOWED = Refusal(405, _INVALID, "method_not_allowed", "not_found_error")
     INVALID_JSON = Refusal(400, _INVALID, "invalid_json", _INVALID)
+    INVALID_FORM = Refusal(400, _INVALID, "invalid_form", _INVALID)
     FORBIDDEN_PARAMETER = Refusal(400, _INVALID, "forbidden_parameter", _INVALID)
-    OVERLOADED = Refusal(429, "rate_limit_error", "overloaded", "rate_limit_error", 1)
+    BAD_REQUEST = Refusal(400, _INVALID, "bad_request", _INVALID)
+    INVALID_API_KEY = Refusal(401, _INVALID, "invalid_api_key", "authentication_error")
+    NOT_PERMITTED = Refusal(403, _INVALID, "not_permitted", "permission_error")
+    TOO_LARGE = Refusal(413, _INVALID, "request_too_large", "request_too_large")
+    UNSUPPORTED_ENCODING = Refusal(415, _INVALID, "unsupported_encoding", _INVALID)
     NO_UPSTREAM = Refusal(503, "server_error", "no_upstream", "overloaded_error", 1)
     UPSTREAM_FAILED = Refusal(502, "server_error", "upstream_failed", "api_error")
     UPSTREAM_TIMEOUT = Refusal(504, "server_error", "upstream_timeout", "api_error")
+    INTERNAL = Refusal(500, "server_error", "internal_error", "api_error")
+    OVERLOADED = Refusal(503, "server_error", "overloaded", "overloaded_error", 1)
+
+
+# With which reason the server itself refuses; others of 4xx are BAD_REQUEST.
+OF_STATUS = {
+    401: Reason.INVALID_API_KEY,
+    403: Reason.NOT_PERMITTED,
+    404: Reason.UNKNOWN_URL,
+    405: Reason.METHOD_NOT_ALLOWED,
+    413: Reason.TOO_LARGE,
+    415: Reason.UNSUPPORTED_ENCODING,
+    421: Reason.NOT_PERMITTED,
+    500: Reason.INTERNAL,
+    503: Reason.OVERLOADED,
+}
+
+
+# What is sent when a stream says nothing, and what clients pass over.
+FILLERS = {
+    Form.OPENAI: b": keep-alive\n\n",
+    Form.RESPONSES: b": keep-alive\n\n",
+    Form.ANTHROPIC: b'event: ping\ndata: {"type": "ping"}\n\n',
+}
 
 
 class GatewayError(KvdError):
@@ -52,34 +93,70 @@ class GatewayError(KvdError):
 
 
 def openai_error(error: GatewayError) -> dict[str, object]:
-    """Returns the members of OpenAI's error object."""
+    """Returns OpenAI's error object."""
+    return {"error": _openai_members(error)}
+
+
+def _openai_members(error: GatewayError) -> dict[str, object]:
     told = error.reason.value
     members = {"message": str(error), "type": told.openai_type, "param": error.param}
-    return {"error": {**members, "code": told.code}}
+    return {**members, "code": told.code}
 
 
-def anthropic_error(error: GatewayError) -> dict[str, object]:
-    """Returns the members of Anthropic's error object."""
+def anthropic_error(error: GatewayError, request_id: str) -> dict[str, object]:
+    """Returns Anthropic's error object."""
     return {
         "type": "error",
         "error": {"type": error.reason.value.anthropic_type, "message": str(error)},
+        "request_id": request_id,
     }
 
 
-def response(error: GatewayError, *, anthropic: bool) -> Response:
-    """Returns the answer to a request that is refused."""
-    members = anthropic_error(error) if anthropic else openai_error(error)
+def id_headers(form: Form, request_id: bytes) -> Headers:
+    """Returns the headers by which a client of an API knows its request."""
+    headers = [(b"x-request-id", request_id)]
+    return [*headers, (b"request-id", request_id)] if form is Form.ANTHROPIC else headers
+
+
+def response(
+    error: GatewayError, form: Form, request_id: bytes, status: int | None = None
+) -> Response:
+    """Returns the answer to a request that is refused, with the status of its reason or another."""
+    anthropic = form is Form.ANTHROPIC
+    members = anthropic_error(error, request_id.decode()) if anthropic else openai_error(error)
     told = error.reason.value
-    headers: Headers = [(b"x-kvd-error", told.code.encode())]
+    headers = [(b"x-kvd-error", told.code.encode()), *id_headers(form, request_id)]
     if told.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % told.retry_after_s))
     if error.reason is Reason.UPSTREAM_TIMEOUT:  # the work has probably been done once
         headers.append((b"x-should-retry", b"false"))
-    return Response(told.status, json.dumps(members).encode(), headers=headers)
+    return Response(status or told.status, json.dumps(members).encode(), headers=headers)
 
 
-def event(error: GatewayError, *, anthropic: bool) -> bytes:
-    """Returns the event that tells a stream's client that its answer broke off."""
-    if anthropic:
-        return b"event: error\ndata: %b\n\n" % json.dumps(anthropic_error(error)).encode()
-    return b"data: %b\n\n" % json.dumps(openai_error(error)).encode()
+def ended(tail: bytes) -> bytes | None:
+    """Returns what ends the event that a stream broke off in, behind its `tail`.
+
+    None: its data would be taken for whole then; nothing more can be told.
+    """
+    if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):
+        return b""
+    if tail.endswith((b"\n", b"\r")):
+        return b"\n"
+    last = re.split(rb"[\r\n]", tail)[-1]
+    return b"\n\n" if last.startswith((b":", b"event", b"id", b"retry")) else None
+
+
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
+
+
+def event(error: GatewayError, form: Form, request_id: bytes, tail: bytes) -> bytes:
+    """Returns the event that tells a stream's client that its answer broke off behind `tail`."""
+    if form is Form.OPENAI:
+        return b"data: %b\n\n" % json.dumps(openai_error(error)).encode()
+    if form is Form.ANTHROPIC:
+        members = anthropic_error(error, request_id.decode())
+    else:
+        sent = _SEQUENCE_NUMBER.findall(tail)
+        number = int(sent[-1]) + 1 if sent else 0
+        members = {**_openai_members(error), "type": "error", "sequence_number": number}
+    return b"event: error\ndata: %b\n\n" % json.dumps(members).encode()

@@ -27,6 +27,7 @@ class RelayLimits:
     silence_s: float = 600.0  # without a byte of the engine's: a long prefill is silent
     client_s: float = 60.0  # without a byte taken by the client
     idle_s: float = 3.0  # engines close kept connections after 5 s
+    filler_s: float = 30.0  # proxies on the way give up a silent stream after 60 s; 0: never
 
 
 class ExchangeFailed(Exception):
@@ -43,6 +44,7 @@ class Exchanges:
     def __init__(self, limits: RelayLimits) -> None:
         self.relay = Relay(self._notice)
         self.relay.set_limits(limits.connect_s, limits.silence_s, limits.client_s, limits.idle_s)
+        self.filler_s = limits.filler_s
         self._waiting: dict[int, trio.lowlevel.Task] = {}
 
     async def run(self) -> None:
@@ -122,6 +124,10 @@ class Exchange:
     def forward(self, head: bytes, *, chunked: bool) -> None:
         """Sends the answer on to the client, behind this head."""
         self._all.relay.forward(self._id, head, chunked)
+
+    def fill(self, filler: bytes) -> None:
+        """Has this sent whenever a stream says nothing for `filler_s`."""
+        self._all.relay.fill(self._id, filler, self._all.filler_s)
 
     async def ends(self) -> Ending:
         """Waits for the end of what is forwarded, and says how it went."""

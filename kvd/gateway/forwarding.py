@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from uuid import uuid4
 
 from kvd.gateway import errors
-from kvd.gateway.asking import Api, read
+from kvd.gateway.asking import Api, Asked, read
+from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
 from kvd.gateway.choosing import Attempt, Chooser, Chosen
-from kvd.gateway.errors import GatewayError, Reason
+from kvd.gateway.errors import GatewayError, Reason, id_headers
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.heads import EngineHead, read_head, request_id_of
+from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, request_id_of
 from kvd.gateway.pools import (
     Beside,
     Place,
@@ -35,13 +38,14 @@ from kvd.gateway.pools import (
     taking_over,
 )
 from kvd.gateway.probing import Kind
-from kvd.gateway.stats import Ended, GatewayStats
+from kvd.gateway.stats import Decision, Ended, GatewayStats
 from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Served, Upstream, Upstreams
+from kvd.gateway.upstreams import Served, Standing, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
+NOT_BOOKED = ""  # of a reservation that is none
 MAX_TRIES = 3  # engines that one request is sent to
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
 HOLD_BYTES = 64 * 1024
@@ -61,6 +65,9 @@ NOT_BEGUN = frozenset(
 )
 
 
+Serve = Callable[[Api, RelayedRequest, bytes], Awaitable[bool]]
+
+
 class Forwarder:
     """Serves the requests of a gateway's clients."""
 
@@ -71,14 +78,22 @@ class Forwarder:
         exchanges: Exchanges,
         stats: GatewayStats,
         tokens: Tokens,
+        chains: Chains,
         remote_tokens: int,
+        *,
+        tells: bool = True,
     ) -> None:
-        """Prefill engines compute prompts of which `remote_tokens` are cached by no other."""
+        """Prefill engines compute prompts of which `remote_tokens` are cached by no other.
+
+        Clients are told of decisions if it `tells`.
+        """
         self._upstreams = upstreams
         self._choices = choices
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
+        self._chains = chains
+        self._tells = tells
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
         self._chooser = Chooser(upstreams, choices, stats, tokens, remote_tokens, self._prefix)
@@ -88,32 +103,40 @@ class Forwarder:
 
         Raises OSError if the client is gone.
         """
+        return await self._serve_any(api, request, self._serve)
+
+    async def serve_stored(self, request: RelayedRequest) -> bool:
+        """Serves a request about a response that an engine keeps, in the same way."""
+        return await self._serve_any(Api.RESPONSES, request, self._serve_stored)
+
+    async def _serve_any(self, api: Api, request: RelayedRequest, serve: Serve) -> bool:
         self._stats.running += 1
+        request_id = request_id_of(request.headers, f"{self._prefix}-{next(self._counter)}")
         try:
-            return await self._serve(api, request)
+            return await serve(api, request, request_id)
         except GatewayError as error:
             self._stats.errors[error.reason.value.code] += 1
             self._stats.ended[Ended.REFUSED] += 1
-            answer = errors.response(error, anthropic=api is Api.MESSAGES)
-            return await request.respond(answer)
+            return await request.respond(errors.response(error, api.errors, request_id))
         except OSError:
             self._stats.ended[Ended.CLIENT_GONE] += 1
             raise
         finally:
             self._stats.running -= 1
 
-    async def _serve(self, api: Api, request: RelayedRequest) -> bool:
+    async def _serve(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
         asked = read(api, request.headers, request.body)
         served = self._served(asked.model)
         engines = self._upstreams.serving(served)
         if not engines:
             text = f"no engine that serves {asked.model or served.model} can be used now"
             raise GatewayError(Reason.NO_UPSTREAM, text)
+        keeper = self._keeper(asked, engines)
         tokens = await self._tokens.of(asked, served, request.body, engines)
-        made = f"{self._prefix}-{next(self._counter)}"
-        request_id = request_id_of(request.headers, made)
         path = request.target.partition(b"?")[0]
-        attempt = Attempt(asked, served, tokens, request_id, request.body, path)
+        attempt = Attempt(asked, served, tokens, request_id, request.body, path, bound=keeper)
+        if tokens is None:
+            attempt.session = self._chains.session(asked, served, _tenant(request))
         for _ in range(MAX_TRIES):
             chosen = await self._chooser.choose(attempt)
             if chosen is None:
@@ -128,10 +151,47 @@ class Forwarder:
         if refused is None and isinstance(failure := attempt.prefill_failure, Answer):
             refused = failure if _refuses(failure) is not None else None
         if refused is not None:
-            return await self._pass_refusal(request, refused, attempt.request_id)
+            return await self._pass_refusal(request, attempt, refused)
         raise GatewayError(
             Reason.UPSTREAM_FAILED, f"no engine has answered: {attempt.failed or 'none is left'}"
         )
+
+    async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
+        path = request.target.partition(b"?")[0]
+        name = path.split(b"/")[3].decode("latin-1")
+        worker_id = self._chains.keeper(name)
+        upstream = None if worker_id is None else self._upstreams.each.get(worker_id)
+        if upstream is None or upstream.standing is not Standing.SERVING:
+            text = f"no engine is known to keep the response {name}"
+            raise GatewayError(Reason.RESPONSE_NOT_FOUND, text)
+        assert upstream.facts is not None
+        served = Served(upstream.facts.models[0].name)
+        asked = Asked(api, None, False, {})
+        attempt = Attempt(asked, served, None, request_id, request.body, path)
+        rank = upstream.facts.ranks.start
+        chosen = Chosen(upstream, rank, NOT_BOOKED, Decision.SESSION, 0, None, None)
+        done = await self._send(request, attempt, chosen, request.body)
+        if done is not None:
+            return done
+        if attempt.refused is not None:
+            return await self._pass_refusal(request, attempt, attempt.refused)
+        raise GatewayError(Reason.UPSTREAM_FAILED, f"the engine has not answered: {attempt.failed}")
+
+    def _keeper(self, asked: Asked, engines: Sequence[Upstream]) -> int | None:
+        """Returns the worker that keeps what a request goes on from; raises GatewayError.
+
+        None of vLLM and SGLang knows the responses of another; of other servers that is not known.
+        """
+        if asked.api is not Api.RESPONSES or asked.previous is None:
+            return None
+        kinds = [one.facts.kind for one in engines if one.facts is not None]
+        keeper = self._chains.keeper(asked.previous)
+        if keeper is None and (len(engines) == 1 or Kind.OPENAI in kinds):
+            return None
+        if keeper not in [one.worker_id for one in engines]:
+            text = f"Previous response with id '{asked.previous}' not found."
+            raise GatewayError(Reason.PREVIOUS_NOT_FOUND, text, param="previous_response_id")
+        return keeper
 
     def _served(self, name: str | None) -> Served:
         """Returns what a model's name stands for; raises GatewayError."""
@@ -188,7 +248,7 @@ class Forwarder:
         elif (refusal := _refuses(said)) is not None:
             cause = refusal
         elif fault(said) is not None:
-            return await self._pass_refusal(request, said, attempt.request_id)
+            return await self._pass_refusal(request, attempt, said)
         else:
             cause = "nothing_handed_over"
         self._stats.prefill_failures[cause] += 1
@@ -231,7 +291,10 @@ class Forwarder:
                         attempt.refused = answer
                         attempt.tried.add(upstream.worker_id)
                         return None
-                    chunked, persists = _forward(request, attempt, chosen, exchange, answer)
+                    worker_id = upstream.worker_id
+                    self._chains.note_answer(attempt.asked, worker_id, answer.held)
+                    told = _decision_headers(attempt, chosen) if self._tells else []
+                    chunked, persists = _forward(request, attempt, exchange, answer, told)
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is Outcome.COMPLETE:
                         await beside.ends()
@@ -251,7 +314,7 @@ class Forwarder:
         if outcome is Outcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
         if outcome not in NOT_BEGUN:
-            text = f"the engine has sent nothing for too long ({upstream.url})"
+            text = "the engine has sent nothing for too long"
             raise GatewayError(Reason.UPSTREAM_TIMEOUT, text)
         attempt.failed = outcome.name.lower().replace("_", " ")
         self._stats.retries[outcome.name.lower()] += 1
@@ -276,11 +339,11 @@ class Forwarder:
             raise ConnectionResetError("the client left during its answer")
         self._stats.ended[Ended.BROKEN] += 1
         chosen.upstream.note_gone("it broke off an answer")
-        if answer.events:
+        if answer.events and (end := errors.ended(ending.tail)) is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
-            told = errors.event(broken, anthropic=attempt.asked.api is Api.MESSAGES)
-            ended = ending.tail.endswith((b"\n\n", b"\r\n\r\n"))
-            await request.send_piece(told if ended else b"\n\n" + told, chunked=chunked)
+            form = attempt.asked.api.errors
+            told = errors.event(broken, form, attempt.request_id, ending.tail)
+            await request.send_piece(end + told, chunked=chunked)
         return False  # without the end of the answer, so that the client sees it cut
 
     def _note_cached(self, attempt: Attempt, chosen: Chosen, tail: bytes) -> None:
@@ -305,25 +368,35 @@ class Forwarder:
         self._choices.note_cached(chosen.reservation_id, count, expected, cached, prefill=prefill)
 
     async def _pass_refusal(
-        self, request: RelayedRequest, answer: Answer, request_id: bytes
+        self, request: RelayedRequest, attempt: Attempt, answer: Answer
     ) -> bool:
         """Answers with what the last engine said that refused, as it said it."""
         said = read_head(answer.head)
-        headers = [*_paced(said), (b"x-request-id", request_id)]
+        headers = [*_paced(said), *id_headers(attempt.asked.api.errors, attempt.request_id)]
         self._stats.ended[Ended.COMPLETE] += 1
         return await request.respond(Response(said.status, answer.held, b"", headers))
 
 
+def _tenant(request: RelayedRequest) -> str:
+    """Returns what tells the sessions of a client from those of others, where each has a key."""
+    if not request.is_checked:
+        return ""
+    shown = b"\0".join(value for name, value in request.headers if name in KEY_HEADERS)
+    return f"{blake2b(shown, digest_size=8).hexdigest()}:"
+
+
 def _forward(
-    request: RelayedRequest, attempt: Attempt, chosen: Chosen, exchange: Exchange, answer: Answer
+    request: RelayedRequest, attempt: Attempt, exchange: Exchange, answer: Answer, told: Headers
 ) -> tuple[bool, bool]:
     """Sends an answer on; says whether in chunks, and whether the connection persists after it."""
     said = read_head(answer.head)
     length = len(answer.held) if answer.whole else said.length
-    headers = _paced(said) + _decision_headers(attempt, chosen)
+    headers = _paced(said) + id_headers(attempt.asked.api.errors, attempt.request_id) + told
     if answer.events:
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     head, chunked, persists = request.answer_head(said.status, headers, length)
+    if answer.events:
+        exchange.fill(errors.FILLERS[attempt.asked.api.errors])
     exchange.forward(head, chunked=chunked)
     return chunked, persists
 
@@ -377,7 +450,6 @@ def event_error(held: bytes) -> int | None:
 
 def _decision_headers(attempt: Attempt, chosen: Chosen) -> Headers:
     headers: Headers = [
-        (b"x-request-id", attempt.request_id),
         (b"x-kvd-endpoint", chosen.upstream.url.encode()),
         (b"x-kvd-decision", chosen.decision.encode()),
     ]

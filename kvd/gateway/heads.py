@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers
 
 HOP_BY_HOP = frozenset(
@@ -40,7 +41,10 @@ FLEET_HEADERS = frozenset(
     )
 )
 NOT_SENT = HOP_BY_HOP | OURS | FLEET_HEADERS
-NOT_RETURNED = HOP_BY_HOP | frozenset((b"server", b"date", b"content-length", b"x-request-id"))
+NOT_RETURNED = HOP_BY_HOP | frozenset(
+    (b"server", b"date", b"content-length", b"x-request-id", b"request-id")
+)
+KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))  # show a client's key
 MAX_REQUEST_ID = 128  # bytes of a client's x-request-id that is kept
 
 
@@ -69,13 +73,15 @@ def request_head(
     length: int,
     request_id: bytes,
     more: Iterable[tuple[bytes, bytes]] = (),
+    without: frozenset[bytes] = frozenset(),
 ) -> bytes:
     """Returns the head of a client's request as an engine gets it.
 
-    `target` is path and query; `more` are headers of the gateway's own, which win.
+    `target` is path and query; `more` are headers of the gateway's own, which win; those named in
+    `without` are left out.
     """
     more = list(more)
-    dropped = NOT_SENT | _named_by_connection(headers) | {name for name, _ in more}
+    dropped = NOT_SENT | without | _named_by_connection(headers) | {name for name, _ in more}
     lines = [
         b"%b: %b" % (name, value)
         for name, value in headers
@@ -84,6 +90,19 @@ def request_head(
     lines += [b"%b: %b" % each for each in more]
     lines += [b"x-request-id: " + request_id, b"host: " + authority, b"content-length: %d" % length]
     return b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method.encode(), target, b"\r\n".join(lines))
+
+
+def credentials(request: RelayedRequest, key: bytes) -> tuple[Headers, frozenset[bytes]]:
+    """Returns which key an engine is shown, if not what the client shows, and what is left out.
+
+    A key that was checked here is the gateway's own, and nobody else's to see.
+    """
+    if request.is_checked:
+        return [(b"authorization", b"Bearer " + key)] if key else [], KEY_HEADERS
+    said = dict(request.headers)
+    if b"x-api-key" in said and b"authorization" not in said:  # engines read no other header
+        return [(b"authorization", b"Bearer " + said[b"x-api-key"])], frozenset()
+    return [], frozenset()
 
 
 def own_head(method: str, path: str, authority: bytes, length: int, key: bytes = b"") -> bytes:
@@ -109,7 +128,9 @@ def read_head(head: bytes) -> EngineHead:
     dropped = NOT_RETURNED | _named_by_connection(headers)
     length = next((int(value) for name, value in headers if name == b"content-length"), None)
     passed = [
-        each for each in headers if each[0] not in dropped and not each[0].startswith(b"x-kvd-")
+        each
+        for each in headers
+        if each[0] not in dropped and not each[0].startswith((b"x-kvd-", b"access-control-"))
     ]
     return EngineHead(int(first[9:12]), passed, length)
 

@@ -458,8 +458,8 @@ def body_of(
         members["phase"] = question.phase.value
     if question.session is not None:
         members["session_id"] = question.session
-    if question.priority:
-        members["strict_priority"] = min(question.priority, U32_MAX)
+    if question.priority_jump:
+        members["priority_jump"] = question.priority_jump
     if question.expected_output_tokens is not None:
         members["expected_output_tokens"] = min(question.expected_output_tokens, U32_MAX)
     if allowed is not None:

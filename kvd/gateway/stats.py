@@ -62,5 +62,6 @@ class GatewayStats:
     # The same expectation for requests whose engine reported what was cached, and that.
     reported_matched_tokens: int = 0
     reported_cached_tokens: int = 0
+    responses_forgotten: int = 0  # ids of responses that made room for others
     not_remembered: int = 0  # turns beyond MAX_LATER of kvd.gateway.tokens
     running: int = 0

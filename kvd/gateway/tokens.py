@@ -14,6 +14,7 @@ for afterwards, off its way, so that the next turn is known up to here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +24,7 @@ import trio
 from kvd.gateway.asking import CHAT_MEMBERS, PROMPT_MEMBERS, UNTOLD, Api, Asked
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
-from kvd.gateway.probing import Kind
+from kvd.gateway.probing import Facts, Kind
 from kvd.gateway.stats import GatewayStats, Rung
 from kvd.gateway.upstreams import Served, Upstream
 from kvd_core.json.scan import BodyScanner
@@ -32,7 +33,15 @@ from kvd_core.selector.selector import Pool
 
 DEFAULT_TOKENIZE_S = 0.1  # time for the tokens of a text, whoever says them
 MAX_ASKED = 2  # engines that are asked for them, one after the other
-RENDER_PATHS = {Api.CHAT: "/v1/chat/completions/render", Api.COMPLETIONS: "/v1/completions/render"}
+RENDER_PATHS = {
+    Api.CHAT: "/v1/chat/completions/render",
+    Api.COMPLETIONS: "/v1/completions/render",
+    Api.MESSAGES: "/v1/messages/render",
+    Api.RESPONSES: "/v1/responses/render",
+}
+# The first version of vLLM that has them, where it had others before.
+RENDERED_SINCE = {Api.MESSAGES: (0, 29), Api.RESPONSES: (0, 30)}
+TOKENIZED = (Api.CHAT, Api.COMPLETIONS)  # /tokenize knows no others
 # Bytes of an engine's answer to a question for tokens: a million ids.
 TOKENS_BYTES = 16 * 1024 * 1024
 # Turns whose tokens are still to be asked for off their way; what is beyond is not remembered.
@@ -186,9 +195,11 @@ class Tokens:
     async def _ask_engine(self, asked: Asked, body: bytes, upstream: Upstream) -> SaidTokens | None:
         """Asks one engine; raises ExchangeFailed if it does not answer."""
         assert upstream.facts is not None
-        if upstream.facts.renders:
+        if renders(upstream.facts, asked):
             return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], body)
-        if upstream.facts.kind is Kind.OPENAI or not asked.spans.keys().isdisjoint(UNTOLD):
+        if upstream.facts.kind is Kind.OPENAI or asked.api not in TOKENIZED:
+            return None
+        if not asked.spans.keys().isdisjoint(UNTOLD):
             return None
         return await self._question(upstream, Rung.TOKENIZE, "/tokenize", question(asked))
 
@@ -205,6 +216,14 @@ class Tokens:
         finally:
             self._stats.rung_failures[rung] += found is None
         return found
+
+
+def renders(facts: Facts, asked: Asked) -> bool:
+    """Says whether an engine can render a request as a whole."""
+    if not facts.renders or asked.previous is not None:
+        return False
+    since = RENDERED_SINCE.get(asked.api)
+    return since is None or tuple(map(int, re.findall(r"\d+", facts.version)[:2])) >= since
 
 
 def remembers(asked: Asked) -> bool:

@@ -27,11 +27,10 @@ from kvd.errors import Conflict, KvdError, NotFound, Unavailable
 from kvd.gateway.canary import Canary
 from kvd.gateway.choices import Choices
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
-from kvd.gateway.heads import own_head, request_head
+from kvd.gateway.heads import credentials, own_head, request_head
 from kvd.gateway.names import FollowedName, Wanted
 from kvd.gateway.probing import Facts, Kind, NotAnEngine, Probe
 from kvd.http.relayed import RelayedRequest
-from kvd.http.types import Headers
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.worker_record import Role, WorkerRecord
@@ -107,7 +106,7 @@ class Upstream:
         Its body has `length` bytes; with None for its rank the engine chooses that itself.
         """
         assert self.facts is not None
-        own: Headers = []
+        own, without = credentials(request, self.key)
         if dp_rank is not None and len(self.facts.ranks) > 1:
             rank = dp_rank - self.facts.ranks.start  # it counts its own from 0
             own.append((b"x-data-parallel-rank", b"%d" % rank))
@@ -119,6 +118,7 @@ class Upstream:
             length,
             request_id,
             own,
+            without,
         )
 
     def note_gone(self, why: str) -> None:

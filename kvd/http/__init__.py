@@ -17,7 +17,8 @@ render, writer, answer, errors
 table                        the route of a raw path, found once for each request
 app, asgi, middleware        the Quart application of the cold routes, how a request gets there,
                              and who is told of it
-auth, permits                tokens, hosts and origins: is this request allowed
+auth, permits, pages         tokens, hosts and origins: is this request allowed, and what may
+                             pages of other origins read
 context                      what every connection of a face shares
 access, limits, options, listeners, accept, certificates
                              the access log; bounds and counters; sockets and files

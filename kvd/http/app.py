@@ -53,6 +53,13 @@ class Segment(BaseConverter):
         return value.encode("latin-1")
 
 
+class Segments(Segment):
+    """Hands on all that is left of a path."""
+
+    regex = "[^/].*"
+    part_isolating = False
+
+
 def build_app(
     routes: tuple[Route, ...],
     limits: HttpLimits,
@@ -64,13 +71,14 @@ def build_app(
     app = QuartTrio(__name__, static_folder=None)
     app.request_class = SpelledRequest
     app.url_map.merge_slashes = False
-    app.url_map.converters["segment"] = Segment
+    app.url_map.converters |= {"segment": Segment, "segments": Segments}
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["MAX_CONTENT_LENGTH"] = max(route.body_limit for route in routes)
     app.config["BODY_TIMEOUT"] = limits.body_s
     app.config["RESPONSE_TIMEOUT"] = None  # the servers bound each send; a dump may take long
     for route in routes:
-        rule = re.sub(r"{(\w+)}", r"<segment:\1>", route.path)
+        kind = "segments" if route.deep else "segment"
+        rule = re.sub(r"{(\w+)}", rf"<{kind}:\1>", route.path)
         view = _view(route, context.failures)
         app.add_url_rule(rule, f"{route.method} {route.path}", view, methods=[route.method])
     _word_failures(app, context.failures, not_found)
@@ -110,9 +118,11 @@ def _word_failures(app: QuartTrio, failures: Failures, not_found: WrongPath) -> 
     async def refused(error: HTTPException) -> quart.Response:
         """Words a path or a method that no route has, and a body that is too large, or too slow."""
         text = (error.name or INTERNAL_ERROR).lower()
+        path = quart.request.scope["raw_path"]
         if isinstance(error, NotFound):
-            text = not_found(quart.request.scope["raw_path"])
-        rendered = _rendered(failures.response(error.code or 500, text, headers=_headers()))
+            text = not_found(path)
+        told = failures.response(error.code or 500, text, headers=_headers(), path=path)
+        rendered = _rendered(told)
         if isinstance(error, MethodNotAllowed):
             rendered.headers["allow"] = ", ".join(sorted(error.valid_methods or ()))
         return rendered

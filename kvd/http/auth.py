@@ -16,6 +16,7 @@ from kvd.http.permits import VERDICTS, PermitRules
 from kvd.http.types import Headers, Route, Scope
 
 GRANTED = VERDICTS.index("granted")
+API_KEY = b"x-api-key"  # in which clients of Anthropic's API show their token
 _CHALLENGE: Headers = [(b"www-authenticate", b"Bearer")]
 _REFUSALS = {
     "missing": (401, "a bearer token is needed"),
@@ -62,11 +63,20 @@ class Authorizer:
     def set_policy(self, policy: Policy) -> None:
         """Goes on with another policy, from the next request on."""
         self._policy = policy
+        self._origins = frozenset(each.lower() for each in policy.allowed_origins)
         self.rules.replace(
             [(token.secret, token.scopes) for token in policy.tokens],
             [name.lower().encode() for name in (*policy.allowed_hosts, *self._names)],
             [origin.lower().encode() for origin in policy.allowed_origins],
         )
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        return bool(self._policy.tokens)
+
+    def allows(self, origin: bytes) -> bool:
+        """Returns whether pages of an origin may ask."""
+        return origin.decode("latin-1").lower() in self._origins
 
     def knows(self, headers: Headers, checks_host: bool) -> bool:
         """Returns whether a request of an open route could be one of Scope.READ."""
@@ -75,6 +85,8 @@ class Authorizer:
     def refusal(self, headers: Headers, route: Route | None, checks_host: bool) -> Refusal | None:
         """Returns why a request is not served, counted; a path without a route takes any token."""
         scope = Scope.ANY if route is None else route.scope
+        if route is not None and route.relays is not None:
+            headers = _with_api_key(headers)
         verdict = self.rules.judge(headers, scope, checks_host)
         if verdict == GRANTED:
             return None
@@ -84,6 +96,14 @@ class Authorizer:
         if reason == "scope":
             text = f"{text} {scope.name.lower()}" if scope.name else text
         return Refusal(status, text, _CHALLENGE if status == 401 else [])
+
+
+def _with_api_key(headers: Headers) -> Headers:
+    """Returns the headers with an `x-api-key` as what it is: a bearer token under another name."""
+    if any(name == b"authorization" for name, _ in headers):
+        return headers
+    keys = [(b"authorization", b"Bearer " + value) for name, value in headers if name == API_KEY]
+    return [*headers, *keys]
 
 
 def is_local(sock: socket.socket) -> bool:

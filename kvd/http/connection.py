@@ -25,6 +25,7 @@ from kvd.http.context import ServerContext
 from kvd.http.errors import Refusal
 from kvd.http.fast_path import FastPath, Handoff
 from kvd.http.head import HEAD_END, Head, HeadParser
+from kvd.http.pages import preflight, welcome
 from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
@@ -335,9 +336,15 @@ class Connection(Transport):
             return await self._serve_head(head)
         except Refusal as refusal:
             refusal.silent = head.method == "HEAD"
+            refusal.path, refusal.asked = head.path, head.headers
             raise
 
     async def _serve_head(self, head: Head) -> bool:
+        context = self._service.context
+        if context.for_pages:
+            welcome(context.authorizer, head)
+            if (told := preflight(head)) is not None:
+                return await self._tell_page(head, told)
         found = self._service.table.find(head.method, head.path)
         route = None if found is None else found.route
         self._check_permit(head, route)
@@ -346,6 +353,14 @@ class Connection(Transport):
         if route is not None and route.body_limit:
             return await self._answer(head, found, await self._read_body(head, route))
         return await self._answer_unread(head, found)
+
+    async def _tell_page(self, head: Head, told: Response) -> bool:
+        """Answers what a page asks beforehand; a body would be nothing that it has to say."""
+        assert isinstance(told.body, bytes)
+        persists = not head.length and persists_after(told.status, head, self.shared)
+        lines = connection_lines(head, self.shared, persists)
+        await self.send(whole_response(told, told.body, lines, silent=False))
+        return persists
 
     async def _answer(self, head: Head, found: Found | None, body: bytes) -> bool:
         if found is None or not found.route.hot:
@@ -374,7 +389,8 @@ class Connection(Transport):
         assert route.relays is not None
         self.enter(Phase.WORKING)
         started = perf_counter()
-        request = RelayedRequest(self, head, body)
+        is_checked = self._service.context.authorizer.asks_for_tokens
+        request = RelayedRequest(self, head, body, is_checked=is_checked)
         self.shared.stats.connections_waiting += 1
         try:
             return await route.relays(request)

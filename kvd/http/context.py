@@ -22,6 +22,7 @@ class ServerContext:
     observe: Observer | None = None
     failures: Failures = PLAIN
     access: AccessLog = field(default_factory=AccessLog)
+    for_pages: bool = False  # of other origins, which may read answers (http/pages.py)
 
     def note_refused(
         self, method: str, route: Route | None, refusal: Refusal, headers: Headers

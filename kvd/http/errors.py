@@ -27,6 +27,9 @@ class Refusal(Exception):
         self.status = status
         self.headers = headers or []
         self.silent = False  # for a HEAD, whose answer has no body
+        # Of the request, once its head is read:
+        self.path = b""
+        self.asked: Headers = []
 
 
 class Failures:
@@ -62,8 +65,12 @@ class Failures:
         text: str,
         details: Mapping[str, object] | None = None,
         headers: Headers | None = None,
+        path: bytes = b"",
     ) -> Response:
-        """Returns a response with that body, in the form of the body that `headers` announce."""
+        """Returns a response with that body, in the form of the body that `headers` announce.
+
+        `path` is the request's, where it is known.
+        """
         form = self._forms.get(content_type(headers or []))
         if form is None:
             return Response(status, self.body(status, text, details))

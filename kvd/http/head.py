@@ -43,6 +43,7 @@ class Head:
     length = 0  # bytes of the body, or CHUNKED
     encoded = False  # the body is said to be compressed, or the like
     complete = False
+    lines = b""  # header lines for the answer, whoever makes it
     _target = b""
     _said: dict[bytes, bytes] | None = None  # headers that decide, joined where repeated
 

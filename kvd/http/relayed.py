@@ -26,7 +26,9 @@ from kvd.http.writer import connection_lines, persists_after
 class RelayedRequest:
     """One request, read whole, and the client that waits for its answer."""
 
-    def __init__(self, transport: Transport, head: Head, body: bytes) -> None:
+    def __init__(self, transport: Transport, head: Head, body: bytes, *, is_checked: bool) -> None:
+        """Takes a request; `is_checked`: its client has shown a token of this server's."""
+        self.is_checked = is_checked
         self.method = head.method
         self.target = head.path + (b"?" + head.query if head.query else b"")
         self.headers = head.headers

@@ -36,7 +36,8 @@ class RouteTable:
     def _add(self, route: Route, method: str) -> None:
         if "{" in route.path:
             before, _, after = map(re.escape, re.split(rb"(\{\w+\})", route.path.encode()))
-            self._patterns.append((method, re.compile(before + b"([^/]+)" + after), route))
+            inside = b"(.+)" if route.deep else b"([^/]+)"
+            self._patterns.append((method, re.compile(before + inside + after), route))
             return
         key = method, route.path.encode()
         if key in self._exact:

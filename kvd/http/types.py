@@ -51,7 +51,8 @@ class Scope(IntFlag):
     READ = 1  # questions, lists, metrics: what changes nothing
     LIFECYCLE = 2  # bookings, and what becomes of them: what moves loads and sessions
     ADMIN = 4  # who serves, how it is chosen, what others copy
-    ANY = READ | LIFECYCLE | ADMIN
+    GENERATE = 8  # what the gateway has engines answer
+    ANY = READ | LIFECYCLE | ADMIN | GENERATE
 
 
 @dataclass(slots=True)
@@ -116,8 +117,9 @@ class Route:
     nobody needs a body: the handler is given none, and what a client sends is not kept.
     `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
     a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
-    it is said, which every route has to that is not a GET. A route with `relays` has its answers
-    written by somebody else (http/relayed.py); it is hot, and its `handler` is never called.
+    it is said, which every route has to that is not a GET. The placeholder of a `deep` route, at
+    its end, stands for any number of segments. A route with `relays` has its answers written by
+    somebody else (http/relayed.py); it is hot, and its `handler` is never called.
     """
 
     method: str
@@ -126,6 +128,7 @@ class Route:
     hot: bool = False
     body_limit: int = DEFAULT_BODY_LIMIT
     admission: Admission | None = None
+    deep: bool = False
     any_type: bool = False
     scope: Scope = None  # type: ignore[assignment]
     relays: Relays | None = None

@@ -23,9 +23,10 @@ def persists_after(status: int, head: Head, shared: Shared) -> bool:
 
 def connection_lines(head: Head, shared: Shared, persists: bool) -> bytes:
     """Returns the rendered header lines that every response has."""
+    lines = head.lines + shared.date_line
     if not persists:
-        return shared.date_line + CLOSE_LINE
-    return shared.date_line if head.http11 else shared.date_line + KEEP_ALIVE_LINE
+        return lines + CLOSE_LINE
+    return lines if head.http11 else lines + KEEP_ALIVE_LINE
 
 
 class ResponseWriter:

@@ -12,14 +12,17 @@
 // beginning counts that ends with a message: a template that writes earlier messages anew when
 // others follow makes the last blocks differ, which costs a little of the overlap and nothing else.
 //
+// Where nobody says the tokens, the same beginnings lead a next turn to its conversation's strand:
+// a number, made of the beginning that was seen first.
+//
 // Invariants
 //   1. `order_` has every entry once, least recently used first; `entries_` finds it by its hash;
 //   2. `bytes_` is what all entries take and is at most `max_bytes_`; entries that do not fit by
 //      themselves are not kept.
 //
 // Costs (messages m, bytes b, blocks n): recall O(b) for the hashes, about 0.1 ns a byte, and m
-// probes from the last message back; remember the same and a copy of n hashes; 8 bytes a block and
-// about 150 an entry.
+// probes from the last message back; remember the same and a copy of n hashes; strand_of both in one
+// pass; 8 bytes a block and about 150 an entry.
 #pragma once
 
 #include <xxhash.h>
@@ -43,53 +46,77 @@ struct Beginning {
   bool operator==(const Beginning& other) const { return low == other.low && high == other.high; }
 };
 
-struct Known {
-  Beginning of;
+// What a beginning is in blocks.
+struct Blocks {
   std::vector<uint64_t> local_hashes;  // of its whole blocks
   uint32_t tokens = 0;
+
+  size_t bytes() const { return local_hashes.size() * sizeof(uint64_t); }
 };
 
-// The beginning of a conversation that is known, and how much follows it.
-struct Recalled {
-  const Known* known = nullptr;  // until the next change; nullptr: nothing is known
-  size_t rest = 0;               // bytes of the messages behind it
+// Which conversation a beginning is of.
+struct Strand {
+  uint64_t number = 0;
+
+  size_t bytes() const { return 0; }
 };
 
-class Conversations {
+// Values of beginnings, each of which says how many `bytes` it takes beside itself.
+template <class Value>
+class Beginnings {
  public:
-  explicit Conversations(size_t max_bytes) : max_bytes_(max_bytes) {}
+  explicit Beginnings(size_t max_bytes) : max_bytes_(max_bytes) {}
 
   size_t size() const { return entries_.size(); }
   size_t bytes() const { return bytes_; }
   uint64_t forgotten() const { return forgotten_; }  // entries that made room for others
 
-  // Finds the longest known beginning of messages (a JSON array), and makes it the last to go.
-  Recalled recall(std::string_view context, std::string_view messages) {
-    read(context, messages);
-    for (size_t i = beginnings_.size(); i-- > 0;) {
-      const auto found = entries_.find(beginnings_[i].first);
-      if (found == entries_.end()) continue;
-      order_.splice(order_.end(), order_, found->second);
-      return {&*found->second,
-              static_cast<size_t>(messages.data() + messages.size() - beginnings_[i].second)};
-    }
-    return {};
+ protected:
+  struct Known {
+    Beginning of;
+    Value value;
+  };
+
+  // Hashes every beginning that ends with a message, each with where it ends; false without any.
+  bool read(std::string_view context, std::string_view messages) {
+    read_.clear();
+    XXH128_hash_t at = XXH3_128bits(context.data(), context.size());
+    each_element(messages.data(), messages.data() + messages.size(),
+                 [&](const char* begin, const char* end) {
+                   const XXH128_hash_t own = XXH3_128bits(begin, static_cast<size_t>(end - begin));
+                   const XXH128_hash_t both[2] = {at, own};
+                   at = XXH3_128bits(both, sizeof both);
+                   read_.push_back({{at.low64, at.high64}, end});
+                 });
+    return !read_.empty();
   }
 
-  // Notes what all of the messages are; false if they do not fit.
-  bool remember(std::string_view context, std::string_view messages, const uint64_t* local_hashes,
-                size_t blocks, uint32_t tokens) {
-    read(context, messages);
-    if (beginnings_.empty()) return false;
-    const Beginning of = beginnings_.back().first;
+  // Finds the longest known beginning of what was read, and makes it the last to go.
+  const Known* longest(const char** end) {
+    for (size_t i = read_.size(); i-- > 0;) {
+      const auto found = entries_.find(read_[i].first);
+      if (found == entries_.end()) continue;
+      order_.splice(order_.end(), order_, found->second);
+      if (end != nullptr) *end = read_[i].second;
+      return &*found->second;
+    }
+    return nullptr;
+  }
+
+  // The beginning that is all that was read.
+  const Beginning& whole() const { return read_.back().first; }
+
+  // Notes what all that was read is; false if it does not fit.
+  bool keep(Value value) {
+    const Beginning of = whole();
     if (const auto found = entries_.find(of); found != entries_.end()) forget(found->second);
-    const size_t needed = bytes_of(blocks);
+    const size_t needed = kEntryBytes + value.bytes();
     if (needed > max_bytes_) return false;
     while (bytes_ + needed > max_bytes_) {
       forget(order_.begin());
       ++forgotten_;
     }
-    order_.push_back({of, {local_hashes, local_hashes + blocks}, tokens});
+    order_.push_back({of, std::move(value)});
     entries_.emplace(of, std::prev(order_.end()));
     bytes_ += needed;
     return true;
@@ -104,33 +131,58 @@ class Conversations {
 
   static constexpr size_t kEntryBytes = 152;  // an entry's node, and its place in the table
 
-  static size_t bytes_of(size_t blocks) { return kEntryBytes + blocks * sizeof(uint64_t); }
-
-  void forget(Order::iterator entry) {
-    bytes_ -= bytes_of(entry->local_hashes.size());
+  void forget(typename Order::iterator entry) {
+    bytes_ -= kEntryBytes + entry->value.bytes();
     entries_.erase(entry->of);
     order_.erase(entry);
-  }
-
-  // Hashes every beginning that ends with a message, each with where it ends.
-  void read(std::string_view context, std::string_view messages) {
-    beginnings_.clear();
-    XXH128_hash_t at = XXH3_128bits(context.data(), context.size());
-    each_element(messages.data(), messages.data() + messages.size(),
-                 [&](const char* begin, const char* end) {
-                   const XXH128_hash_t own = XXH3_128bits(begin, static_cast<size_t>(end - begin));
-                   const XXH128_hash_t both[2] = {at, own};
-                   at = XXH3_128bits(both, sizeof both);
-                   beginnings_.push_back({{at.low64, at.high64}, end});
-                 });
   }
 
   size_t max_bytes_;
   size_t bytes_ = 0;
   uint64_t forgotten_ = 0;
   Order order_;
-  std::unordered_map<Beginning, Order::iterator, Hash> entries_;
-  std::vector<std::pair<Beginning, const char*>> beginnings_;  // of the last conversation read
+  std::unordered_map<Beginning, typename Order::iterator, Hash> entries_;
+  std::vector<std::pair<Beginning, const char*>> read_;  // of the last conversation read
+};
+
+// The beginning of a conversation that is known, and how much follows it.
+struct Recalled {
+  const Blocks* known = nullptr;  // until the next change; nullptr: nothing is known
+  size_t rest = 0;                // bytes of the messages behind it
+};
+
+class Conversations : public Beginnings<Blocks> {
+ public:
+  using Beginnings::Beginnings;
+
+  // Finds the longest known beginning of messages (a JSON array).
+  Recalled recall(std::string_view context, std::string_view messages) {
+    read(context, messages);
+    const char* end = nullptr;
+    const Known* known = longest(&end);
+    if (known == nullptr) return {};
+    return {&known->value, static_cast<size_t>(messages.data() + messages.size() - end)};
+  }
+
+  // Notes what all of the messages are; false if they do not fit.
+  bool remember(std::string_view context, std::string_view messages, const uint64_t* local_hashes,
+                size_t blocks, uint32_t tokens) {
+    return read(context, messages) && keep({{local_hashes, local_hashes + blocks}, tokens});
+  }
+};
+
+class Strands : public Beginnings<Strand> {
+ public:
+  using Beginnings::Beginnings;
+
+  // Finds the strand that messages (a JSON array) go on with, or begin; false if there are none.
+  bool strand_of(std::string_view context, std::string_view messages, uint64_t& strand) {
+    if (!read(context, messages)) return false;
+    const Known* known = longest(nullptr);
+    strand = known != nullptr ? known->value.number : whole().low;
+    keep({strand});
+    return true;
+  }
 };
 
 }  // namespace kvd::prompts

@@ -11,12 +11,12 @@ from libcpp.vector cimport vector
 from kvd_core.base.hashing cimport c_sequence_hashes
 
 cdef extern from "prompts/conversations.hpp" namespace "kvd::prompts" nogil:
-    struct Known:
+    struct Blocks:
         vector[uint64_t] local_hashes
         uint32_t tokens
 
     struct CRecalled "kvd::prompts::Recalled":
-        const Known* known
+        const Blocks* known
         size_t rest
 
     cppclass CConversations "kvd::prompts::Conversations":
@@ -27,6 +27,12 @@ cdef extern from "prompts/conversations.hpp" namespace "kvd::prompts" nogil:
         CRecalled recall(string_view context, string_view messages) except +
         bool remember(string_view context, string_view messages, const uint64_t* local_hashes,
                       size_t blocks, uint32_t tokens) except +
+
+    cppclass CStrands "kvd::prompts::Strands":
+        CStrands(size_t max_bytes) except +
+        size_t size()
+        uint64_t forgotten()
+        bool strand_of(string_view context, string_view messages, uint64_t& strand) except +
 
 # The longest known beginning of a conversation: the local and the sequence hashes of its whole
 # blocks as native u64s, its tokens, and how many bytes of messages follow it.
@@ -85,3 +91,31 @@ cdef class Conversations:
             viewed(context), viewed(messages), <const uint64_t*>PyBytes_AS_STRING(local_hashes),
             PyBytes_GET_SIZE(local_hashes) // sizeof(uint64_t), tokens,
         )
+
+
+cdef class Strands:
+    """Which conversations requests go on with, in at most `max_bytes` bytes."""
+
+    cdef CStrands* core
+
+    def __cinit__(self, size_t max_bytes):
+        self.core = new CStrands(max_bytes)
+
+    def __dealloc__(self):
+        del self.core
+
+    def __len__(self):
+        return self.core.size()
+
+    @property
+    def forgotten(self):
+        """How many beginnings have made room for others."""
+        return self.core.forgotten()
+
+    def strand_of(self, bytes context not None, bytes messages not None):
+        """Returns the number of the conversation that a JSON array of messages is of.
+
+        It is that of its longest known beginning, a new one without any, and None without messages.
+        """
+        cdef uint64_t strand = 0
+        return strand if self.core.strand_of(viewed(context), viewed(messages), strand) else None

@@ -52,6 +52,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <vector>
 
@@ -112,6 +113,7 @@ struct Stats {
   uint64_t receives = 0;       // of payload that was forwarded
   uint64_t payload_bytes = 0;  // forwarded
   uint64_t pauses = 0;         // engines that were not read because of their client
+  uint64_t fillers = 0;        // sent to clients while their engines were silent
 };
 
 struct Notice {
@@ -151,6 +153,9 @@ struct Exchange {
   int64_t begun_ns = 0;
   int64_t first_ns = 0;    // when READY was noticed
   int64_t touched_ns = 0;  // the last progress
+  std::string filler;      // sent to the client when nothing else was for `filler_ns`; 0: never
+  int64_t filler_ns = 0;
+  int64_t filled_ns = 0;  // the last time
 };
 
 inline int64_t now_ns() {
@@ -276,6 +281,12 @@ class Relay {
     return x.phase == Phase::kEnded;
   }
 
+  // Has `filler` sent, between two events of a stream, whenever nothing came for so long.
+  void fill(ExchangeId id, const char* filler, size_t size, int64_t pause_ns) {
+    at(id).filler.assign(filler, size);
+    at(id).filler_ns = pause_ns;
+  }
+
   // Forgets an exchange, whatever its phase. An engine that has not answered in full is left by
   // closing its connection, which aborts the request there.
   void drop(ExchangeId id) {
@@ -325,6 +336,11 @@ class Relay {
         }
       } else if (waits_for_engine(x.phase) && waited > limits.silence_ns) {
         end(id, Outcome::kSilence);
+      } else if (x.filler_ns != 0 && x.phase == Phase::kForwarding && waited > x.filler_ns &&
+                 now_ - x.filled_ns > x.filler_ns && is_between_events(x.tail)) {
+        x.filled_ns = now_;
+        ++stats.fillers;
+        send_frame(id, x.filler.data(), x.filler.size());
       }
     }
     for (Engine& engine : engines_) {
@@ -371,6 +387,13 @@ class Relay {
     path->sun_family = AF_UNIX;
     std::strcpy(path->sun_path, host);
     return sizeof *path;
+  }
+
+  static bool is_between_events(std::string_view sent) {
+    const auto ends = [&](std::string_view with) {
+      return sent.size() >= with.size() && sent.substr(sent.size() - with.size()) == with;
+    };
+    return ends("\n\n") || ends("\r\n\r\n") || ends("\r\r");
   }
 
   static bool waits_for_engine(Phase phase) {

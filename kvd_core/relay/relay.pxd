@@ -36,6 +36,7 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         uint64_t receives
         uint64_t payload_bytes
         uint64_t pauses
+        uint64_t fillers
 
     struct Notice:
         uint64_t id
@@ -72,6 +73,7 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         bool knows(uint64_t id)
         const Exchange& exchange(uint64_t id)
         bool forward(uint64_t id, const char* head, size_t head_size, Framing framing) except +
+        void fill(uint64_t id, const char* filler, size_t size, int64_t pause_ns) except +
         void drop(uint64_t id) except +
         bool turn(int64_t budget_ns) except +
         void sweep() except +

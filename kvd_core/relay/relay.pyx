@@ -132,6 +132,12 @@ cdef class Relay:
         self.core.forward(exchange, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head), framing)
         self.core.clear_notices()
 
+    def fill(self, uint64_t exchange, bytes filler not None, double pause_s):
+        """Has `filler` sent, between two events of a stream, when nothing came for so long."""
+        self.known(exchange)
+        cdef int64_t pause_ns = <int64_t>(pause_s * 1e9)
+        self.core.fill(exchange, PyBytes_AS_STRING(filler), PyBytes_GET_SIZE(filler), pause_ns)
+
     def ending(self, uint64_t exchange):
         """Returns how an exchange went, as an Ending."""
         cdef const Exchange* x = self.known(exchange)

@@ -11,13 +11,18 @@ from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.common.openapi import with_document
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor import schemas as conductor_schemas
+from kvd.faces.gateway import schemas as gateway_schemas
+from kvd.faces.gateway.engines import upstream_routes
+from kvd.faces.gateway.routes import gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
 from kvd.faces.selection import schemas as selection_schemas
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
-from kvd.http.types import Route
+from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.stats import GatewayStats
+from kvd.http.types import DEFAULT_BODY_LIMIT, Route
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
@@ -29,6 +34,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.wire.replica import ReplicaCounts
 
 DESCRIPTIONS = {
+    "gateway": gateway_schemas.DESCRIPTION,
     "indexer": indexer_schemas.DESCRIPTION,
     "slot-tracker": slot_tracker_schemas.DESCRIPTION,
     "selection": selection_schemas.DESCRIPTION,
@@ -44,7 +50,12 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     clocks = time.monotonic, time.time_ns
     selections = Selections(state, registry, RouterOptions(), 1.0, Random(0), *clocks)
     of_replicas = replica_sync.routes(replicas)
+    forwarder = Forwarder(nobody, nobody, nobody, GatewayStats(), nobody, nobody, 0)
     faces = {
+        "gateway": (
+            *gateway_routes(nobody, nobody, forwarder, DEFAULT_BODY_LIMIT),
+            *upstream_routes(nobody),
+        ),
         "indexer": indexer.routes(state, registry, Peers(), dumps, test_endpoints=True),
         "slot-tracker": slot_tracker.routes(SlotTrackers(1.0), time.monotonic) + of_replicas,
         "selection": (

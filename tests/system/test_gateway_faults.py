@@ -219,7 +219,7 @@ async def test_a_client_that_has_said_all_may_close_its_half(kvd_process: Start)
         body = b'{"model":"demo","max_tokens":3,"messages":[{"role":"user","content":"hello"}]}'
         stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port or 0)
         async with stream:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             await stream.send_all(head.encode() + body)
             stream.socket.shutdown(socket.SHUT_WR)
             received = b""
@@ -247,7 +247,7 @@ async def test_what_cannot_be_a_request_is_refused(
     async with serving(kvd_process, EngineOptions()) as (client, running):
         stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port or 0)
         async with stream:
-            start = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{head}\r\n\r\n"
+            start = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n"
             await stream.send_all(start.encode() + body)
             assert b" %d " % status in await stream.receive_some(65536)
         assert running[0].server.requests == 0

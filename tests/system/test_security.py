@@ -45,7 +45,7 @@ booker   lifecycle   {LIFECYCLE}   # a gateway
 keeper   admin       {ADMIN}
 """
 ROUTES = all_routes()
-ALL = [(face, route) for face, routes in ROUTES.items() for route in routes]
+ALL = [(face, route) for face in FACES for route in ROUTES[face]]
 MUTATED = scaled(500)  # requests, over all faces
 
 
@@ -561,7 +561,10 @@ def test_the_page_has_every_route_with_its_scope() -> None:
         for face in faces.split(", ")
     }
     assert written == {
-        (face, route.method, route.path, str(route.scope.name).lower()) for face, route in ALL
+        (face, route.method, route.path, str(route.scope.name).lower())
+        for face, routes in ROUTES.items()
+        for route in routes
+        if not route.scope & Scope.GENERATE  # of which docs/gateway.md has the paths
     }
 
 

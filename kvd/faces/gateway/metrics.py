@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from kvd.gateway.chains import Chains
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
@@ -13,7 +14,11 @@ from kvd.telemetry.metrics import Family, by_label, counter, gauge
 
 
 def gateway_families(
-    upstreams: Upstreams, exchanges: Exchanges, tokens: Tokens, stats: GatewayStats
+    upstreams: Upstreams,
+    exchanges: Exchanges,
+    tokens: Tokens,
+    chains: Chains,
+    stats: GatewayStats,
 ) -> Iterator[Family]:
     """Yields the metrics of requests, of engines and of the relay."""
     of_requests = (
@@ -62,6 +67,15 @@ def gateway_families(
     yield gauge("kvd_gateway_conversations_bytes", help, known.size_bytes)
     help = "Number of conversations forgotten to make room for others"
     yield counter("kvd_gateway_conversations_forgotten_total", help, known.forgotten)
+    strands = chains.strands
+    help = "Number of beginnings of conversations known by their text alone"
+    yield gauge("kvd_gateway_texts", help, len(strands))
+    help = "Number of those forgotten to make room for others"
+    yield counter("kvd_gateway_texts_forgotten_total", help, strands.forgotten)
+    help = "Number of responses that clients may go on from"
+    yield gauge("kvd_gateway_responses", help, len(chains.responses))
+    help = "Number of those forgotten to make room for others"
+    yield counter("kvd_gateway_responses_forgotten_total", help, stats.responses_forgotten)
     help = "Number of turns not remembered because too many were waiting for their tokens"
     yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
     yield gauge("kvd_gateway_running_requests", "Number of requests under way", stats.running)
@@ -79,6 +93,7 @@ _RELAY_HELP = {
     "sent_again": "Number of requests sent again because the kept connection had closed",
     "receives": "Number of pieces of answers passed on to clients",
     "payload_bytes": "Number of bytes of answers passed on to clients",
+    "fillers": "Number of comments sent to clients while their engines said nothing",
     "pauses": "Number of times an engine was not read because its client did not keep up",
 }
 

@@ -6,15 +6,20 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
+from urllib.parse import unquote
+from uuid import uuid4
 
 from kvd.faces.common.monitoring import HEALTH
 from kvd.gateway.asking import Api
 from kvd.gateway.choices import Choices
-from kvd.gateway.errors import GatewayError, Reason, openai_error
+from kvd.gateway.errors import OF_STATUS, Form, GatewayError, Reason
+from kvd.gateway.errors import response as error_response
 from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.heads import request_id_of
 from kvd.gateway.upstreams import Standing, Upstreams
 from kvd.http.errors import Failures
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.errors import Refusal as ServerRefusal
+from kvd.http.types import Headers, Request, Response, Route, Scope
 
 # Paths that engines answer, each with the API that its prompt and its errors are of.
 RELAYED: Mapping[str, Api] = {
@@ -23,7 +28,11 @@ RELAYED: Mapping[str, Api] = {
     "/v1/messages": Api.MESSAGES,
     "/v1/messages/count_tokens": Api.MESSAGES,
     "/v1/responses": Api.RESPONSES,
+    "/v1/audio/transcriptions": Api.FORM,
+    "/v1/audio/translations": Api.FORM,
+    "/v1/audio/speech": Api.OTHER,
     "/v1/embeddings": Api.OTHER,
+    "/v2/embed": Api.OTHER,
     "/v1/score": Api.OTHER,
     "/score": Api.OTHER,
     "/v1/rerank": Api.OTHER,
@@ -34,21 +43,38 @@ RELAYED: Mapping[str, Api] = {
     "/tokenize": Api.OTHER,
     "/detokenize": Api.OTHER,
 }
+# What clients ask about a response that an engine keeps.
+STORED = (
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
+)
+# Who may use engines may see which models there are; so may who watches.
+MODELS_SCOPE = Scope.GENERATE | Scope.READ
 
 
-class OpenAiFailures(Failures):
-    """Words what the server itself refuses as OpenAI's clients expect it."""
+class ClientFailures(Failures):
+    """Words what the server itself refuses as the clients of each API expect it."""
 
-    _CODES: Mapping[int, Reason] = {404: Reason.UNKNOWN_URL}
+    def response(
+        self,
+        status: int,
+        text: str,
+        details: Mapping[str, object] | None = None,
+        headers: Headers | None = None,
+        path: bytes = b"",
+    ) -> Response:
+        error = GatewayError(OF_STATUS.get(status, Reason.BAD_REQUEST), text)
+        anthropic = path.startswith(b"/v1/messages")
+        request_id = request_id_of(headers or [], uuid4().hex)
+        form = Form.ANTHROPIC if anthropic else Form.OPENAI
+        return error_response(error, form, request_id, status)
 
-    def _members(
-        self, status: int, text: str, details: Mapping[str, object] | None
-    ) -> dict[str, object]:
-        if status in self._CODES:
-            return openai_error(GatewayError(self._CODES[status], text))
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        code = {413: "request_too_large", 415: "unsupported_encoding"}.get(status)
-        return {"error": {"message": text, "type": kind, "param": None, "code": code}}
+    def refused(self, refusal: ServerRefusal) -> Response:
+        told = self.response(refusal.status, str(refusal), headers=refusal.asked, path=refusal.path)
+        known = {name for name, _ in told.headers}
+        told.headers += [each for each in refusal.headers if each[0] not in known]
+        return told
 
 
 def gateway_routes(
@@ -62,23 +88,23 @@ def gateway_routes(
 
     One of several processes shows its name.
     """
-    relayed = tuple(
-        Route(
-            "POST",
-            path,
-            _never,
-            hot=True,
-            body_limit=body_limit,
-            any_type=True,
-            scope=Scope.OPEN,
-            relays=partial(forwarder.serve, api),
-        )
-        for path, api in RELAYED.items()
+    relayed = partial(
+        Route, handler=_never, hot=True, any_type=True, body_limit=body_limit, scope=Scope.GENERATE
     )
     return (
-        *relayed,
-        Route("GET", "/v1/models", partial(list_models, upstreams), scope=Scope.OPEN),
-        Route("GET", "/v1/models/{model}", partial(show_model, upstreams), scope=Scope.OPEN),
+        *(
+            relayed("POST", path, relays=partial(forwarder.serve, api))
+            for path, api in RELAYED.items()
+        ),
+        *(relayed(method, path, relays=forwarder.serve_stored) for method, path in STORED),
+        Route("GET", "/v1/models", partial(list_models, upstreams), scope=MODELS_SCOPE),
+        Route(
+            "GET",
+            "/v1/models/{model}",
+            partial(show_model, upstreams),
+            deep=True,
+            scope=MODELS_SCOPE,
+        ),
         Route("GET", "/ready", partial(ready, upstreams), scope=Scope.OPEN),
         Route("GET", "/status", partial(status, upstreams, choices, process)),
         HEALTH,
@@ -90,32 +116,43 @@ def _never(request: Request) -> NoReturn:
 
 
 def list_models(upstreams: Upstreams, request: Request) -> Response:
-    """Lists the models of all engines, each once."""
+    """Lists the models of all engines, each once, as clients of both APIs read lists."""
     cards = list(_cards(upstreams))
-    return _json({"object": "list", "data": cards})
+    ends = {
+        "first_id": cards[0]["id"] if cards else None,
+        "last_id": cards[-1]["id"] if cards else None,
+    }
+    return _json({"object": "list", "data": cards, **ends, "has_more": False})
 
 
 def show_model(upstreams: Upstreams, request: Request) -> Response:
     """Shows one model."""
-    from urllib.parse import unquote
-
     name = unquote(request.captured.decode("latin-1"))
     for card in _cards(upstreams):
         if card["id"] == name:
             return _json(card)
     error = GatewayError(Reason.MODEL_NOT_FOUND, f"The model `{name}` does not exist.", "model")
-    return Response(404, json.dumps(openai_error(error)).encode())
+    return error_response(error, Form.OPENAI, request_id_of(request.headers, uuid4().hex))
 
 
 def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
-    """Yields a card for each name: the first engine's, with the shortest context of all."""
+    """Yields a card for each name: the first engine's, as far as it holds for all.
+
+    The context is the shortest, the age the greatest; where their files differ, none are named.
+    """
     found: dict[str, dict[str, Any]] = {}
     for upstream in upstreams:
         for card in upstream.facts.models if upstream.facts is not None else ():
             known = found.setdefault(card.name, dict(card.members))
-            lengths = [each for each in (known.get("max_model_len"), card.max_model_len) if each]
-            if lengths:
-                known["max_model_len"] = min(lengths)
+            for name, value in (
+                ("max_model_len", card.max_model_len),
+                ("created", card.members.get("created")),
+            ):
+                numbers = [each for each in (known.get(name), value) if isinstance(each, int)]
+                if numbers:
+                    known[name] = min(numbers)
+            if known.get("root") != card.members.get("root"):
+                known["root"] = None
     yield from found.values()
 
 

@@ -25,20 +25,36 @@ from kvd.faces.common.schemas import (
     one_of,
     row,
 )
-from kvd.faces.gateway.routes import RELAYED
+from kvd.faces.gateway.routes import RELAYED, STORED
+from kvd.gateway.asking import Api
 from kvd.gateway.probing import Kind
 from kvd.gateway.upstreams import Standing
 from kvd.selection.worker_record import Role
 
 STREAM = "text/event-stream"
 ANSWER: Content = {JSON: {"schema": by_name(ANY)}, STREAM: {"schema": TEXT}}
-FAILURE = members(
-    {
-        "error": members(
-            {"message": TEXT, "type": TEXT, "param": nullable(TEXT), "code": nullable(TEXT)}
-        )
-    }
-)
+# The gateway's own are of OpenAI's form, and behind /v1/messages of Anthropic's; engines have more.
+FAILURE = {
+    "anyOf": [
+        members(
+            {
+                "error": members(  # an engine's code may be a number
+                    {"message": TEXT, "type": TEXT}, {"param": nullable(TEXT), "code": {}}
+                )
+            }
+        ),
+        members(
+            {
+                "type": {"const": "error"},
+                "error": members({"type": TEXT, "message": TEXT}),
+            },
+            {"request_id": TEXT},
+        ),
+        members({"object": {"const": "error"}, "message": TEXT}),
+        members({"error": TEXT}),
+        members({"detail": ANY}),
+    ]
+}
 CARD = members({"id": TEXT})
 UPSTREAM = row(
     {
@@ -67,19 +83,41 @@ READY = in_json(row({"ready": FLAG, "serving": COUNT}))
 # Whatever an engine answers with goes on, and the gateway's own failures are of these, too.
 REFUSED = (400, 404, 429, 502, 503, 504)
 
+SOUND: Content = {"audio/*": {"schema": TEXT}}
+FORM: Content = {"multipart/form-data": {"schema": members({}, {"model": nullable(TEXT)})}}
+BODY = in_json(members({}, {"model": nullable(TEXT)}))
+
 OPERATIONS: Mapping[str, Operation] = {
     **{
         f"POST {path}": Operation(
             "Is answered by an engine",
-            {200: ANSWER},
+            {200: SOUND if path == "/v1/audio/speech" else ANSWER},
             REFUSED,
-            in_json(members({}, {"model": TEXT})),
+            FORM if api is Api.FORM else BODY,
         )
-        for path in RELAYED
+        for path, api in RELAYED.items()
+    },
+    **{
+        f"{method} {path}": Operation(
+            "Is answered by the engine that keeps the response", {200: ANSWER}, REFUSED
+        )
+        for method, path in STORED
     },
     "GET /v1/models": Operation(
         "Lists the models of all engines",
-        {200: in_json(row({"object": {"const": "list"}, "data": array(CARD)}))},
+        {
+            200: in_json(
+                row(
+                    {
+                        "object": {"const": "list"},
+                        "data": array(CARD),
+                        "first_id": nullable(TEXT),
+                        "last_id": nullable(TEXT),
+                        "has_more": {"const": False},
+                    }
+                )
+            )
+        },
     ),
     "GET /v1/models/{model}": Operation("Shows a model", {200: in_json(CARD)}, (404,)),
     "GET /ready": Operation("Says whether a request could be served", {200: READY, 503: READY}),

@@ -284,6 +284,42 @@ async def test_what_was_sent_before_an_engine_broke_reaches_the_client_first() -
         assert b"data: 2\n\n" in await received(stream, b"da\r\n")
 
 
+async def test_a_silent_stream_is_filled_between_events_alone() -> None:
+    filler = b": keep-alive\n\n"
+    half, rest = trio.Event(), trio.Event()
+
+    async def slow(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        await stream.send_all(STREAM + chunks(b"data: 1\n\n"))
+        await half.wait()
+        await stream.send_all(chunks(b"data: 2"))
+        await rest.wait()
+        await stream.send_all(chunks(b"\n\n") + b"0\r\n\r\n")
+
+    limits = RelayLimits(filler_s=1e-6)
+    async with relaying(slow, limits=limits) as (exchanges, engine, _), client() as (fd, stream):
+        relay = exchanges.relay
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            assert await exchange.begins() is not None
+            exchange.fill(filler)
+            exchange.forward(STREAM, chunked=True)
+            relay.sweep()
+            relay.sweep()
+            half.set()
+            got = await received(stream, b"data: 2\r\n")
+            filled = relay.stats()["fillers"]
+            assert filled >= 2
+            relay.sweep()
+            assert relay.stats()["fillers"] == filled
+            rest.set()
+            ending = await exchange.ends()
+            got += await received(stream, b"0\r\n\r\n")
+        assert ending.outcome is Outcome.COMPLETE
+        assert ending.tail == b"data: 1\n\ndata: 2\n\n"  # as the engine has said it
+        told = dechunked(got.removeprefix(STREAM))
+        assert told == b"data: 1\n\n" + filler * filled + b"data: 2\n\n"
+
+
 async def test_silence_ends_an_exchange() -> None:
     async def silent(stream: trio.SocketStream) -> None:
         await read_request(stream)

@@ -372,7 +372,7 @@ async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
 
 
 def test_a_question_has_what_was_asked_for() -> None:
-    question = Question("m", "a", 4, look([1, 2**64 - 1]), "r", frozenset(), "s", 2**40, 2**40)
+    question = Question("m", "a", 4, look([1, 2**64 - 1]), "r", frozenset(), "s", 2.5, 2**40)
     pool = Pool(None, Ledger(), 4)
     question.look(pool)
     local = [1, 2**64 - 1]
@@ -384,7 +384,7 @@ def test_a_question_has_what_was_asked_for() -> None:
         "sequence_hashes": sequence_hashes(local),
         "lora_name": "a",
         "session_id": "s",
-        "strict_priority": 2**32 - 1,
+        "priority_jump": 2.5,
         "expected_output_tokens": 2**32 - 1,
         "allowed_worker_ids": [1, 2],
     }

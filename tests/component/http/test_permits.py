@@ -43,6 +43,7 @@ def test_a_token_is_good_for_its_scopes_alone() -> None:
         Scope.READ: "granted",
         Scope.LIFECYCLE: "granted",
         Scope.ADMIN: "scope",
+        Scope.GENERATE: "scope",
     }
     assert judged(rules, SECRET, Scope.ANY) == "granted"
     assert judged(rules, b"nonsense", Scope.OPEN) == "granted"

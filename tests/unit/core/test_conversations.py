@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from kvd_core.base.hashing import sequence_hashes
-from kvd_core.prompts.conversations import Conversations, Recalled
+from kvd_core.prompts.conversations import Conversations, Recalled, Strands
 
 ROOM = 1 << 20
 
@@ -99,3 +99,25 @@ def test_against_a_dictionary() -> None:
             step_of = model[context, tuple(said[: known[-1]])]
             assert found is not None
             assert (found.local_hashes, found.tokens) == (hashes(step_of), step_of)
+
+
+def test_a_thread_goes_on_from_its_longest_beginning() -> None:
+    strands = Strands(ROOM)
+    first = strands.strand_of(b"m", packed(["a"]))
+    assert first is not None
+    assert strands.strand_of(b"m", packed(["a"])) == first
+    assert strands.strand_of(b"m", packed(["a", "b", "c"])) == first
+    assert strands.strand_of(b"m", packed(["a", "b", "c", "d"])) == first
+    others = {strands.strand_of(*each) for each in ((b"n", packed(["a"])), (b"m", packed(["b"])))}
+    assert len({first, *others}) == 3
+    assert len(strands) == 5
+    assert strands.strand_of(b"m", b"[]") is None
+
+
+def test_threads_make_room() -> None:
+    strands = Strands(2 * 152)
+    begun = [strands.strand_of(b"", packed([number])) for number in range(3)]
+    assert (len(strands), strands.forgotten) == (2, 1)
+    assert strands.strand_of(b"", packed([2, "more"])) == begun[2]
+    assert strands.strand_of(b"", packed([1, "more"])) != begun[1]  # forgotten meanwhile
+    assert Strands(0).strand_of(b"", packed([1])) == begun[1]  # made of the text alone

@@ -1,0 +1,51 @@
+"""What pages of other origins may read of a face that is for them, too (Fetch, "CORS protocol").
+
+A page of an allowed origin is told so in every answer, and when it asks beforehand:
+
+    OPTIONS /v1/chat/completions                 204
+    origin: https://chat.example                 access-control-allow-origin: https://chat.example
+    access-control-request-method: POST          access-control-allow-methods: GET, POST, DELETE
+
+All others are refused by the rules of authorization, unless a route is open to everybody.
+"""
+
+from __future__ import annotations
+
+from kvd.http.auth import Authorizer
+from kvd.http.head import Head
+from kvd.http.types import Response
+
+MAX_AGE_S = 600  # for which a page need not ask again
+READABLE = b"x-request-id, retry-after, x-kvd-decision, x-kvd-matched-tokens, x-kvd-prompt-tokens"
+_ORIGIN, _METHOD, _HEADERS = (
+    b"origin",
+    b"access-control-request-method",
+    b"access-control-request-headers",
+)
+
+
+def welcome(authorizer: Authorizer, head: Head) -> None:
+    """Has the answer say that a page of its origin may read it, if that is allowed."""
+    for name, value in head.headers:
+        if name == _ORIGIN and authorizer.allows(value):
+            head.lines = (
+                b"access-control-allow-origin: %b\r\naccess-control-expose-headers: %b\r\n"
+                b"vary: origin\r\n" % (value, READABLE)
+            )
+
+
+def preflight(head: Head) -> Response | None:
+    """Returns the answer to a page that asks beforehand, None for any other request."""
+    said = dict(head.headers)
+    if head.method != "OPTIONS" or not head.lines or _METHOD not in said:
+        return None
+    return Response(
+        204,
+        b"",
+        b"",
+        [
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-allow-headers", said.get(_HEADERS, b"authorization, content-type")),
+            (b"access-control-max-age", b"%d" % MAX_AGE_S),
+        ],
+    )

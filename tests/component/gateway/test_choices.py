@@ -1,0 +1,118 @@
+"""What the selection service is asked on behalf of a client, by what that has said."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions
+from kvd.faces.gateway.routes import gateway_routes
+from kvd.gateway.chains import Chains
+from kvd.gateway.choices import LocalChoices
+from kvd.gateway.exchanges import Exchanges, RelayLimits
+from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.names import Wanted
+from kvd.gateway.stats import GatewayStats
+from kvd.gateway.tokens import Tokens
+from kvd.gateway.upstreams import Standing, Upstreams
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
+from kvd.net.dialing import Dialer
+from kvd.selection.options import RouterOptions
+from kvd.selection.requests import SelectRequest
+from kvd.selection.service import Selections
+from tests.support.gateways import engines
+from tests.support.serving import Client, serving
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
+
+CHAT = "/v1/chat/completions"
+
+
+class Asking:
+    """A client of a gateway, and what its selection service was asked, the last first."""
+
+    def __init__(self, client: Client, asked: list[SelectRequest]) -> None:
+        self._client = client
+        self._asked = asked
+
+    async def about(self, path: str = CHAT, **members: Any) -> SelectRequest:
+        """Returns the selection for a request, which also has `headers`."""
+        headers = members.pop("headers", {})
+        body = json.dumps({"max_tokens": 2, "messages": [], **members}).encode()
+        reply = await self._client.request("POST", path, body, **headers)
+        assert reply.status == 200, reply.body
+        return self._asked.pop()
+
+
+@asynccontextmanager
+async def asking(**options: Any) -> AsyncIterator[Asking]:
+    """Yields a client of a gateway with one engine, of which all that it caches is predicted."""
+    nobody: Any = None  # no engine here publishes anything
+    asked: list[SelectRequest] = []
+    state = State()
+    clocks = trio.current_time, time.time_ns
+    router = RouterOptions(session_affinity_ttl_s=60)
+    registry = Registry(state, nobody)
+    selections = Selections(state, registry, router, 1.0, Random(0), *clocks)
+    choices = LocalChoices(selections, registry)
+    select = selections.scheduler.select
+
+    def noted(ask: SelectRequest, look: Any) -> Any:
+        asked.append(ask)
+        return select(ask, look)
+
+    selections.scheduler.select = noted  # type: ignore[method-assign]
+    exchanges, stats = Exchanges(RelayLimits()), GatewayStats()
+    tokens = Tokens(exchanges, stats, 1 << 20, NOT_MY_FAULT_S)
+    async with engines(EngineOptions(events=False, **options)) as (engine,):
+        upstreams = Upstreams([Wanted(engine.url)], exchanges, choices, Dialer())
+        chains = Chains(stats, trio.current_time)
+        forwarder = Forwarder(upstreams, choices, exchanges, stats, tokens, chains, 0)
+        async with trio.open_nursery() as nursery:
+            for part in (exchanges, upstreams, tokens):
+                nursery.start_soon(part.run)
+            await until(lambda: all(one.standing is Standing.SERVING for one in upstreams))
+            routes = gateway_routes(upstreams, choices, forwarder, 1 << 20)
+            async with serving(routes=routes) as running, running.client() as client:
+                yield Asking(client, asked)
+            nursery.cancel_scope.cancel()
+
+
+async def test_the_length_of_the_output() -> None:
+    async with asking() as gateway:
+        assert (await gateway.about()).expected_output_tokens == 2
+        assert (await gateway.about(max_completion_tokens=1)).expected_output_tokens == 1
+        hints = {"agent_hints": {"osl": 1}}
+        assert (await gateway.about(nvext=hints)).expected_output_tokens == 1
+        assert (await gateway.about(max_tokens=None)).expected_output_tokens is None
+
+
+@pytest.mark.parametrize(("kind", "first"), [("vllm", -3), ("sglang", 3)])
+async def test_what_goes_first_at_the_engine_waits_less(kind: str, first: int) -> None:
+    async with asking(kind=kind) as gateway:
+        assert (await gateway.about()).priority_jump == 0
+        assert (await gateway.about(priority=first)).priority_jump == 3
+        assert (await gateway.about(priority=-first)).priority_jump == 0
+        headers = {"x-vllm-priority": str(first)}
+        assert (await gateway.about(headers=headers)).priority_jump == 3
+        hints = {"agent_hints": {"latency_sensitivity": 1.5, "priority": 9}}
+        assert (await gateway.about(priority=first, nvext=hints)).priority_jump == 1.5
+
+
+async def test_sessions_count_where_no_tokens_are_known() -> None:
+    async with asking() as gateway:
+        headers = {"x-session-id": "s"}
+        assert (await gateway.about(headers=headers)).session_id is None
+        assert (await gateway.about(headers=headers, documents=[])).session_id == "s"
+        assert (await gateway.about("/v1/messages", headers=headers)).session_id == "s"
+        told = {"messages": [{"role": "user", "content": "hi"}]}
+        text = (await gateway.about("/v1/messages", **told)).session_id
+        assert text is not None and text.startswith("text-")
+        assert (await gateway.about("/v1/embeddings", input="hi")).session_id is None

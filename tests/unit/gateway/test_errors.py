@@ -1,0 +1,53 @@
+"""How a stream's client is told that its answer broke off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvd.gateway.errors import Form, GatewayError, Reason, ended, event
+
+BROKEN = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
+
+
+@pytest.mark.parametrize(
+    ("tail", "end"),
+    [
+        (b"", b""),
+        (b"data: 1\n\n", b""),
+        (b"data: 1\r\n\r\n", b""),
+        (b"data: 1\r\r", b""),
+        (b"data: 1\n\ndata: {}\n", b"\n"),
+        (b"data: 1\r\n\r\nevent: x\r\n", b"\n"),
+        (b"data: 1\n\n: keep-al", b"\n\n"),
+        (b"data: 1\n\nevent: respo", b"\n\n"),
+        (b'data: 1\n\ndata: {"x', None),
+        (b"data: 1\n\nda", None),
+        (b"x" * 4096, None),  # of an event longer than what is kept
+    ],
+)
+def test_an_event_ends_only_if_it_is_not_taken_for_whole(tail: bytes, end: bytes | None) -> None:
+    assert ended(tail) == end
+
+
+def test_events_are_in_the_form_of_the_api() -> None:
+    said = event(BROKEN, Form.OPENAI, b"r", b"")
+    assert json.loads(said.removeprefix(b"data: "))["error"]["code"] == "upstream_failed"
+    tail = b'data: {"type":"response.output_text.delta","sequence_number": 41}\n\n'
+    name, data, *_ = event(BROKEN, Form.RESPONSES, b"r", tail).split(b"\n")
+    assert name == b"event: error"
+    assert json.loads(data.removeprefix(b"data: ")) == {
+        "type": "error",
+        "message": "the engine broke off its answer",
+        "code": "upstream_failed",
+        "param": None,
+        "sequence_number": 42,
+    }
+    name, data, *_ = event(BROKEN, Form.ANTHROPIC, b"r", tail).split(b"\n")
+    assert name == b"event: error"
+    assert json.loads(data.removeprefix(b"data: ")) == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "the engine broke off its answer"},
+        "request_id": "r",
+    }
