@@ -79,7 +79,7 @@ async def test_the_fleet_file_is_followed(kvd_process: Start, tmp_path: Path) ->
     fleet = tmp_path / "fleet.toml"
     async with engines(EngineOptions(), EngineOptions()) as (one, other):
         fleet.write_text(f'[[upstream]]\nurl = "{one.url}"\n')
-        async with gateway_of(kvd_process, [], ("--fleet-file", str(fleet))) as client:
+        async with gateway_of(kvd_process, [], ("--fleet-file", str(fleet)), count=1) as client:
             await wait_serving(client, 1)
             renamed = tmp_path / "new.toml"
             renamed.write_text(f'[[upstream]]\nurl = "{other.url}"\n')

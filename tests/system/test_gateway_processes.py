@@ -46,10 +46,10 @@ class Fleet:
     def started(self) -> set[tuple[str, str]]:
         return {(name, restarts) for name, _, restarts in STARTED.findall(self.server.stderr)}
 
-    async def ask(self) -> httpx.Response:
+    async def ask(self, headers: dict[str, str] | None = None) -> httpx.Response:
         """Asks on a connection of its own, which any of the processes may get."""
         async with self.client() as client:
-            return await client.post(CHAT, json=BODY)
+            return await client.post(CHAT, json=BODY, headers=headers)
 
     def client(self) -> httpx.AsyncClient:
         url = self.server.base_url
@@ -215,12 +215,13 @@ def test_an_address_in_use_ends_all_with_one_line(face: str) -> None:
 
 async def test_tokens_hold_between_the_processes(kvd_process: Start, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("operator read,admin,lifecycle 0123456789abcdef\n")
+    tokens.write_text("operator read,generate 0123456789abcdef\n")
     tokens.chmod(0o600)
     async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
-        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+        shown = {"authorization": "Bearer 0123456789abcdef"}
+        assert (await gateways.ask()).status_code == 401
+        assert (await gateways.ask(shown)).headers["x-kvd-decision"] == "overlap"
         async with gateways.client() as client:
-            shown = {"authorization": "Bearer 0123456789abcdef"}
             metrics = parse((await client.get("/metrics", headers=shown)).text)
         assert metrics['kvd_process_up{process="kvd"}'] == 1
 
@@ -231,7 +232,7 @@ async def test_sighup_has_all_processes_reload(kvd_process: Start, tmp_path: Pat
     tokens.write_text("old read 0123456789abcdef\n")
     tokens.chmod(0o600)
     async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
-        tokens.write_text("new read fedcba9876543210\n")
+        tokens.write_text("new read,generate fedcba9876543210\n")
         gateways.server.process.send_signal(signal.SIGHUP)
         await until(lambda: gateways.server.stderr.count("event=reloaded changed=tokens_file") == 3)
         async with gateways.client() as client:
@@ -240,7 +241,7 @@ async def test_sighup_has_all_processes_reload(kvd_process: Start, tmp_path: Pat
                 answer = await client.get("/metrics", headers=shown)
                 assert answer.status_code == status
         assert parse(answer.text)['kvd_process_up{process="kvd"}'] == 1
-        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+        assert (await gateways.ask(shown)).headers["x-kvd-decision"] == "overlap"
 
 
 async def test_a_gateway_asks_a_kvd_elsewhere(kvd_process: Start, tmp_path: Path) -> None:

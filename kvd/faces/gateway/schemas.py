@@ -135,7 +135,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /upstreams": Operation(
         "Adds an engine",
         {201: ADDED},
-        (400, 409, 503),
+        (400, 409, 422, 503),
         in_json(members({"url": TEXT}, {"role": nullable(one_of(Role.PREFILL))})),
     ),
     "DELETE /upstreams/{worker_id}": Operation(
