@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 import time
@@ -101,19 +102,21 @@ class EngineServer:
         self.address = stream.socket.getsockname()[:2]
         async with stream:
             try:
-                while await self._serve_request(stream):
-                    pass
+                # A new connection may wait for its first request for as long as it likes.
+                more = await self._serve_request(stream, math.inf)
+                while more:
+                    more = await self._serve_request(stream, self.options.idle_s)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 self.aborted += 1
             except Hangup:
                 pass
 
-    async def _serve_request(self, stream: trio.SocketStream) -> bool:
-        """Serves one request; returns whether there was one."""
+    async def _serve_request(self, stream: trio.SocketStream, idle_s: float) -> bool:
+        """Serves one request; returns whether there was one within `idle_s`."""
         request = Request()
         parser = httptools.HttpRequestParser(request)
         while not request.whole:
-            with trio.move_on_after(self.options.idle_s):
+            with trio.move_on_after(idle_s):
                 data = await stream.receive_some(RECEIVE_BYTES)
                 if not data:
                     return False
