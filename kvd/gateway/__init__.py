@@ -3,7 +3,9 @@
     upstreams   the engines behind the gateway: who they are, whether they are well
     probing     what an engine says of itself: models, block size, ranks, where its events are
     asking      what a request wants: model, prompt, session, limits
+    forms       fields of multipart bodies
     tokens      the prompt's token ids, from the request or from an engine
+    chains      which conversation a request goes on with, where nobody says its tokens
     choices     who chooses and books: this process, or
     remote      kvds elsewhere, which are told of engines, and by
     steps       what becomes of bookings

@@ -85,7 +85,7 @@ class Authorizer:
     def refusal(self, headers: Headers, route: Route | None, checks_host: bool) -> Refusal | None:
         """Returns why a request is not served, counted; a path without a route takes any token."""
         scope = Scope.ANY if route is None else route.scope
-        if route is not None and route.relays is not None:
+        if scope & Scope.GENERATE and route is not None:
             headers = _with_api_key(headers)
         verdict = self.rules.judge(headers, scope, checks_host)
         if verdict == GRANTED:

@@ -113,7 +113,7 @@ async def test_keys_of_the_gateway_go_no_further(
             head = running[0].server.heads[0]
             assert head[b"authorization"] == b"Bearer " + ENGINE_KEY.encode()
             assert b"x-api-key" not in head
-        models = await send(client, "GET", "/v1/models", headers={"authorization": f"Bearer {KEY}"})
+        models = await send(client, "GET", "/v1/models", headers=shown(KEY))
         assert models.status == 200
         assert (await client.get("/v1/models")).status == 401
         watched = await send(client, "GET", "/status", headers={"authorization": f"Bearer {KEY}"})
