@@ -53,7 +53,7 @@ class TrieVerifier {
       children_xor_[node.parent] ^= id;
       check_rank_refs(id, node);
     });
-    require(trie_.children_.is_spread(trie_), "children are near their homes");
+    require(trie_.is_spread(), "children are near their homes");
     require(nodes == trie_.node_count(), "nodes are counted");
     require(blocks == trie_.block_count(), "blocks are counted");
     require(rank_refs == trie_.rank_ref_count() && rank_refs == passing_.size(),
