@@ -28,7 +28,6 @@
 #include <cstdint>
 
 #include "base/arena.hpp"
-#include "base/compare.hpp"
 #include "base/keyed.hpp"
 
 namespace kvd {
@@ -36,6 +35,19 @@ namespace kvd {
 using NodeId = uint32_t;
 
 constexpr uint32_t kNone = 0xffffffffu;
+
+// How many of the first `n` hashes are equal. Eight at a time, because a loop that may end at each
+// element is not vectorised.
+inline size_t equal_length(const uint64_t* a, const uint64_t* b, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    uint64_t differ = 0;
+    for (size_t k = i; k < i + 8; ++k) differ |= a[k] ^ b[k];
+    if (differ != 0) break;
+  }
+  while (i < n && a[i] == b[i]) ++i;
+  return i;
+}
 
 template <class Owner, class Node>
 class Chains {

@@ -1,6 +1,6 @@
 // A compressed radix tree over blocks, with the holders of every block.
 //
-// A node is a chain of consecutive blocks, stored once:
+// A node is a chain of consecutive blocks (base/chains.hpp), stored once:
 //
 //   root ──┬─ node 4  local  [ 91c0.. | 7ad2.. | 03fe.. | 55aa.. ]     4 blocks
 //          │          block  [   12   |   13   |   14   |   15   ]
@@ -20,7 +20,7 @@
 //
 // Invariants
 //   1. blocks[n.block[i]] == (n, i) for every node n and i < n.len;
-//   2. a node other than the root has len >= 1; siblings differ in local[0];
+//   2. those of base/chains.hpp; a node other than the root has len >= 1;
 //   3. a non-root node with exactly one child satisfies len + child.len > kMaxChain (else they
 //      would be one node): churn cannot leave a trail of fragments;
 //   4. the last block of a leaf is held in some layer (else it is trimmed);
@@ -405,6 +405,8 @@ class Tree : public Chains<Tree, Node> {
     return id;
   }
 
+  //   P: first_child 9, 9 <=> 5     link(P, 4)          =>   P: first_child 4, 4 <=> 9 <=> 5
+  //                                 unlink(9)           =>   P: first_child 5
   void link(NodeId parent, NodeId id) {
     Node& p = nodes_[parent];
     Node& n = nodes_[id];
@@ -425,7 +427,10 @@ class Tree : public Chains<Tree, Node> {
     --p.children;
   }
 
-  // Puts `id` where `old` is among its siblings, so that no traversal passes over it.
+  // Puts `id` where `old` is among its siblings, so that no traversal passes over it; `old` is
+  // linked anew, or freed.
+  //
+  //   P: first_child 9, 9 <=> 5     take_place(9, 4)    =>   P: first_child 4, 4 <=> 5
   void take_place(NodeId old, NodeId id) {
     const Node& o = nodes_[old];
     Node& n = nodes_[id];

@@ -6,27 +6,27 @@
 //          │          └─ node 5  [ 5e.. ]                   rank 2: 1, rank 5: 1   two end here
 //          └─ node 6  ...
 //
-// A node is a run of consecutive blocks, in one buffer of exactly its size. Nodes are split where
+// A node is a chain (base/chains.hpp) in one buffer of exactly its size. Nodes are split where
 // prompts branch and where a request ends, so a request covers whole nodes, and all it needs to
 // know is the last of them. A block is the path to it: [1,1,1] are three blocks, and the 3 below
 // [1,2] is another one than the 3 below [9,2], whatever lineage the hashes claim.
 //
-// When a node is split the lower part keeps its id; when two are merged, the lower one does. So
-// neither the requests that end in it nor the table entries of its children need to change.
+// When a node is split the tail keeps its id; when two are merged, the child does. So neither the
+// requests that end in it nor the table entries of its children need to change.
 //
 // Invariants
-//   1. siblings differ in their first hash; `children_` has every node under (parent, first hash);
-//   2. a node has 1 to kMaxRun blocks and at least one rank;
+//   1. those of base/chains.hpp;
+//   2. a node has 1 to kMaxChain blocks and at least one rank;
 //   3. a RankRef counts the live requests of its rank that end in the node or below, so the ranks
 //      of a node include those of its children;
 //   4. a node with one child in which no request ends could not be merged with it: they weigh
-//      differently for some rank, or exceed kMaxRun together. So churn leaves no fragments. There may
+//      differently for some rank, or exceed kMaxChain together. So churn leaves no fragments. There may
 //      be some from a moment without memory for a merge, which `has_fragments` says;
 //   5. `child_xor` is the xor of the ids of the children: with one child, its id.
 //
 // Costs (blocks n asked for, nodes m on the way, ranks p of a node): find O(n) as plain arrays
 // and one table probe a node; insert, erase O(m log p), O(p) a node where a rank comes or goes,
-// O(blocks gained); split and merge O(kMaxRun + p).
+// O(blocks gained); split and merge O(kMaxChain + p).
 // The root is no node, and has no ranks.
 //
 // Where memory ends, insert throws std::bad_alloc, and the prompts are those of before. Erase and weigh
@@ -72,7 +72,7 @@ class Trie : public Chains<Trie, Node> {
  public:
   // Blocks of a node: bounds what a split or a merge copies (32 KB, about 2 us), whatever the length
   // of prompts.
-  static constexpr uint32_t kMaxRun = 4096;
+  static constexpr uint32_t kMaxChain = 4096;
 
   // How far a prompt is in the trie.
   struct Place {
@@ -111,7 +111,7 @@ class Trie : public Chains<Trie, Node> {
   uint64_t rank_refs_needed(const Place& at, size_t n) const {
     const bool splits = at.node != kRoot && at.inside < nodes_[at.node].len;
     const uint64_t copied = splits ? nodes_[at.node].ranks.size() : 0;
-    return at.nodes + copied + (n - at.depth) / kMaxRun + 2;
+    return at.nodes + copied + (n - at.depth) / kMaxChain + 2;
   }
 
   // Sends a request of the rank down a prompt that was found at `at`. Returns the node it ends in
@@ -136,7 +136,7 @@ class Trie : public Chains<Trie, Node> {
         ++rank_refs_;
       }
       for (size_t from = at.depth; from < n;) {
-        const size_t len = std::min<size_t>(n - from, kMaxRun);
+        const size_t len = std::min<size_t>(n - from, kMaxChain);
         end = grow(end, hashes + from, static_cast<uint32_t>(len), rank);
         gained += len;
         from += len;
@@ -168,6 +168,13 @@ class Trie : public Chains<Trie, Node> {
 
   // Gives the blocks at the end of a request that the rank has no other request through another
   // weight. Calls changed(blocks, old weight) for them, from the end upwards.
+  //
+  //   rank 5 gives its request that ends in 6 the weight 0.5
+  //
+  //   before   root ── 4 [a b]  rank 5: 2 requests, 1 ──┬─ 9 [c d]  rank 5: 1 request, 1
+  //                                                     └─ 6 [x y]  rank 5: 1 request, 1
+  //   after    4 and 9 as before, 6 [x y]  rank 5: 1 request, 0.5: changed(2, 1); in 4 another
+  //            request of the rank goes on to 9
   template <class Changed>
   void weigh(NodeId end, RankId rank, double weight, Changed&& changed) {
     for (NodeId id = end, parent; id != kRoot; id = parent) {
@@ -214,7 +221,7 @@ class Trie : public Chains<Trie, Node> {
     if (nodes_.live() == 0) give_back();
   }
 
-  // The hashes of one run behind those of another, or null where there is no memory.
+  // The hashes of one chain behind those of another, or null where there is no memory.
   static uint64_t* joined(const uint64_t* head, uint32_t head_len, const uint64_t* tail,
                           uint32_t tail_len) {
     auto* hashes = static_cast<uint64_t*>(try_heap((head_len + tail_len) * sizeof(uint64_t)));
@@ -246,6 +253,12 @@ class Trie : public Chains<Trie, Node> {
     return id;
   }
 
+  // A node knows how many children it has and the xor of their ids:
+  //
+  //   4: 9, 6            2 children, 9 ^ 6
+  //   link(4, 5)         3 children, 9 ^ 6 ^ 5
+  //   unlink(6)          2 children, 9 ^ 5
+  //   take_place(9, 7)   2 children, 7 ^ 5         9 is linked anew, or freed
   void link(NodeId parent, NodeId id) {
     nodes_[id].parent = parent;
     if (parent == kRoot) return;
@@ -311,14 +324,14 @@ class Trie : public Chains<Trie, Node> {
   //      ends 0            ends 1                 ends 1
   //
   // Not where a request ends in 4, where 4 has further children, where a rank weighs 1 in 4 and 0.5
-  // in 9, or where both are longer than kMaxRun together.
+  // in 9, or where both are longer than kMaxChain together.
   void merge_with_only_child(NodeId id) {
     Node& head = nodes_[id];
     if (head.children != 1 || head.ends != 0) return;
     const NodeId below = head.child_xor;
     Node& tail = nodes_[below];
     // All requests go on to the child, so the ranks are the same.
-    if (head.len + tail.len > kMaxRun || !head.ranks.weighs_like(tail.ranks)) return;
+    if (head.len + tail.len > kMaxChain || !head.ranks.weighs_like(tail.ranks)) return;
     uint64_t* const hashes = joined(head.hashes, head.len, tail.hashes, tail.len);
     if (hashes == nullptr) {
       has_fragments_ = true;
