@@ -130,7 +130,9 @@ class Match {
       // Nobody stands at `from`, so nobody can go on behind it either.
       if (!moved) return false;
       if (frequencies_.size() < to) frequencies_.resize(to, 0);
-      for (uint32_t i = from; i < to; ++i) frequencies_[i] += holders;
+      // By value: what the lambdas above refer to would be read anew for each block.
+      std::for_each(frequencies_.begin() + from, frequencies_.begin() + to,
+                    [holders](uint32_t& of_block) { of_block += holders; });
       return true;
     });
   }
