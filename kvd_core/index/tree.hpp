@@ -195,8 +195,7 @@ class Tree : public Chains<Tree, Node> {
   // Follows `locals` from `at` as far as the tree goes; writes the ids of the blocks met and
   // returns their number. `at` ends behind the last of them.
   //
-  //   at behind b, locals c d x      P ── [a b c] ── [d e]   =>   behind d, 2 met
-  //               │at                          │        │at
+  //   locals c d x, `at` is │      P ── [a b│c] ── [d e]   =>   P ── [a b c] ── [d│e]     2 met
   size_t walk(Position& at, const uint64_t* locals, size_t n, BlockId* out) const {
     const Chain& chain = nodes_[at.node].chain;
     const size_t most = std::min<size_t>(chain.len() - at.offset, n);
