@@ -7,7 +7,7 @@ visitor.hpp            a visitor for callers without lambdas
 hash.hpp, hashing      hashes of blocks, in C++ and for Python
 msgpack.hpp            a reading cursor over msgpack
 steps.hpp              how much a slice of long work may still do
-compare.hpp            how far two sequences agree
+chains.hpp             chains of blocks that go on in each other: the way down, split, merge
 recent                 digests of a stream's last batches
 draws                  random numbers in bulk
 sampling               which requests observers are told of

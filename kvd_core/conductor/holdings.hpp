@@ -30,8 +30,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/compare.hpp"
 #include "conductor/conductor.hpp"
+#include "index/path.hpp"
 
 namespace kvd {
 
@@ -43,12 +43,13 @@ class Holdings {
   void by_tokens(Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space,
                  Plain&& plain) {
     reset(conductor, n);
-    size_t met = find_path(conductor.index(), locals, n);
+    const Tree& tree = conductor.index().tree();
+    path_.find(tree, locals, n);
+    size_t met = path_.met();
     const uint64_t* own = met != n && conductor.anything_loose() ? plain() : nullptr;
-    if (own != nullptr &&
-        conductor.explain(last_met(conductor.index()), locals, own, met, n, space)) {
-      path_.clear();
-      met = find_path(conductor.index(), locals, n);
+    if (own != nullptr && conductor.explain(path_.last(tree), locals, own, met, n, space)) {
+      path_.find(tree, locals, n);
+      met = path_.met();
     }
     take_runs(conductor);
     if (met == n || !conductor.anything_loose()) return;
@@ -77,7 +78,8 @@ class Holdings {
   void by_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n,
                     uint64_t space) {
     reset(conductor, n);
-    const size_t met = find_sequences(conductor, sequences, n, space);
+    find_sequences(conductor, sequences, n, space);
+    const size_t met = path_.met();
     take_runs(conductor);
     if (met != n && conductor.anything_loose()) take_loose(conductor, sequences, met, n, space);
   }
@@ -123,11 +125,6 @@ class Holdings {
   }
 
  private:
-  struct Step {
-    NodeId node;
-    uint32_t start;  // blocks of the prompt before this chain
-    uint32_t count;  // blocks matched in this chain
-  };
   struct Span {  // blocks of the prompt that a rank holds on a layer
     LayerId layer;
     uint32_t from, to;
@@ -148,7 +145,6 @@ class Holdings {
     for (const RankId id : touched_) head_[id] = kNone;
     touched_.clear();
     spans_.clear();
-    path_.clear();
     const Index& index = conductor.index();
     index_ = &index;
     if (head_.size() < index.rank_end()) head_.resize(index.rank_end(), kNone);
@@ -160,91 +156,41 @@ class Holdings {
     }
   }
 
-  size_t find_path(const Index& index, const uint64_t* locals, size_t n) {
-    const Tree& tree = index.tree();
-    NodeId node = Tree::kRoot;
-    size_t i = 0;
-    while (i < n) {
-      node = tree.child(node, locals[i]);
-      if (node == kNone) break;
-      const Chain& chain = tree.node(node).chain;
-      const size_t most = std::min<size_t>(chain.len(), n - i);
-      const size_t met = equal_length(chain.local(), locals + i, most);
-      path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
-      i += met;
-      if (met < chain.len()) break;
-    }
-    return i;
-  }
-
-  BlockId last_met(const Index& index) const {
-    if (path_.empty()) return kNone;
-    return index.tree().node(path_.back().node).chain.block()[path_.back().count - 1];
-  }
-
-  size_t find_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n,
-                        uint64_t space) {
+  void find_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n,
+                      uint64_t space) {
     const Tree& tree = conductor.index().tree();
     const Sequences& known = conductor.sequences();
-    NodeId node = Tree::kRoot;
-    size_t i = 0;
-    while (i < n) {
-      const BlockId block = known.find(known.key(space, sequences[i]));
-      if (block == kNone) break;
-      const Block& at = tree.block(block);
-      if (at.offset != 0 || tree.node(at.node).parent != node) break;
-      node = at.node;
-      const Chain& chain = tree.node(node).chain;
-      const size_t most = std::min<size_t>(chain.len(), n - i);
-      size_t met = 1;
-      while (met < most && known.key_of(chain.block()[met]) == known.key(space, sequences[i + met]))
-        ++met;
-      path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
-      i += met;
-      if (met < chain.len()) break;
-    }
-    return i;
+    path_.find(
+        tree, n,
+        [&](NodeId above, size_t start) {
+          const BlockId block = known.find(known.key(space, sequences[start]));
+          if (block == kNone) return kNone;
+          const Block& at = tree.block(block);
+          return at.offset == 0 && tree.node(at.node).parent == above ? at.node : kNone;
+        },
+        [&](const Node& node, size_t start, size_t most) {
+          const BlockId* blocks = node.chain.block();
+          size_t met = 1;
+          while (met < most &&
+                 known.key_of(blocks[met]) == known.key(space, sequences[start + met]))
+            ++met;
+          return met;
+        });
   }
 
-  // Neighbouring runs of equal sets come as one.
   void take_runs(const Conductor& conductor) {
     const Index& index = conductor.index();
-    struct Open {
-      SetId set = RankSets::kEmptySet;
-      uint32_t from = 0, to = 0;
-    };
-    std::array<Open, kMaxLayers> open;
-    LayerMask opened = 0;
-    const auto close = [&](LayerId layer) {
-      const Open& o = open[layer];
-      if (o.set == RankSets::kEmptySet) return;
-      for (const RankId id : index.tree().sets().members(o.set)) {
-        const Rank& rank = index.rank(id);
-        if (rank.live && ((groups_ >> layer & 1) == 0 || !rank.windows.empty()))
-          add(id, layer, o.from, o.to);
-      }
-    };
-    for (const Step& step : path_) {
-      uint32_t start = 0;
-      LayerId last = kNone;
-      for (const Run& run : index.tree().node(step.node).runs) {
-        if (run.layer != last) start = 0;
-        last = run.layer;
-        if (((counted_ | groups_) >> run.layer & 1) == 0 || start >= step.count) continue;
-        const uint32_t end = std::min(run.end, step.count);
-        Open& o = open[run.layer];
-        if (o.set == run.set && o.to == step.start + start) {
-          o.to = step.start + end;
-        } else {
-          close(run.layer);
-          o = {run.set, step.start + start, step.start + end};
-          opened |= 1u << run.layer;
-        }
-        start = end;
-      }
-    }
+    const Tree& tree = index.tree();
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-      if ((opened >> layer & 1) != 0) close(layer);
+      if (((counted_ | groups_) >> layer & 1) == 0) continue;
+      const bool grouped = (groups_ >> layer & 1) != 0;
+      path_.each_run(tree, layer, [&](SetId set, uint32_t from, uint32_t to) {
+        for (const RankId id : tree.sets().members(set)) {
+          const Rank& rank = index.rank(id);
+          if (rank.live && (!grouped || !rank.windows.empty())) add(id, layer, from, to);
+        }
+        return true;
+      });
     }
   }
 
@@ -526,7 +472,7 @@ class Holdings {
 
   static inline const std::vector<std::pair<uint32_t, RankId>> kNoRanks{};
 
-  std::vector<Step> path_;
+  Path path_;
   std::vector<uint32_t> head_;  // by rank: its last span, kNone without one
   std::vector<RankId> touched_;
   std::vector<Span> spans_;

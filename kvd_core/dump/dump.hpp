@@ -49,7 +49,6 @@ class Dump {
     } else {
       format_ = std::make_unique<TextFormat>();
     }
-    watcher_.next = tree().node(Tree::kRoot).first_child;
     tree().watch(&watcher_);
   }
   Dump(const Dump&) = delete;

@@ -13,7 +13,7 @@ predicted.hpp                blocks that are thought to be cached, beside events
 predictions                  `Predictions`: the same where there are no events
 stream.hpp, cache_groups.hpp
                              from the events of one worker to operations
-match.hpp, answer.hpp, tiered_answer.hpp
-                             a question: the walk, and its answer as JSON
+path.hpp, match.hpp, answer.hpp, tiered_answer.hpp
+                             a question: the walk, what it finds, and its answer as JSON
 worker.hpp, verify.hpp       a worker and its ranks; every invariant, checked
 """

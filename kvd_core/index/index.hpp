@@ -211,8 +211,7 @@ class Index {
     placements_ = placements;
     if (sequences_ != nullptr) return;
     sequences_ = std::make_unique<Sequences>(seed);
-    unsequenced_.next = seed == kBaseSeed ? tree_.node(Tree::kRoot).first_child : kNone;
-    if (unsequenced_.next == kNone) return;
+    if (seed != kBaseSeed || tree_.node_count() == 0) return;
     sequences_->reserve(tree_.block_count());
     tree_.watch(&unsequenced_);
   }

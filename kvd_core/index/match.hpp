@@ -26,8 +26,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/compare.hpp"
 #include "index/index.hpp"
+#include "index/path.hpp"
 
 namespace kvd {
 
@@ -52,8 +52,9 @@ class Match {
   }
 
   void add(const Index& index, const uint64_t* locals, size_t n, Only only) {
-    find_path(index, locals, n);
-    if (index.explain(last_met(index), locals, met(), n)) find_path(index, locals, n);
+    const Tree& tree = index.tree();
+    path_.find(tree, locals, n);
+    if (index.explain(path_.last(tree), locals, path_.met(), n)) path_.find(tree, locals, n);
     match_device(index, only);
     apply_windows(index, only);
     match_below(index, only);
@@ -70,66 +71,11 @@ class Match {
   const std::vector<uint32_t>& frequencies() const { return frequencies_; }
 
  private:
-  struct Step {
-    NodeId node;
-    uint32_t start;  // blocks of the prompt before this chain
-    uint32_t count;  // blocks matched in this chain
-  };
   struct Entry {
     Depth depth;
     uint32_t before_external = 0;  // blocks; where any rank holds a block on that tier
     bool touched = false;
   };
-
-  void find_path(const Index& index, const uint64_t* locals, size_t n) {
-    path_.clear();
-    const Tree& tree = index.tree();
-    NodeId node = Tree::kRoot;
-    size_t i = 0;
-    while (i < n) {
-      node = tree.child(node, locals[i]);
-      if (node == kNone) return;
-      const Chain& chain = tree.node(node).chain;
-      const size_t most = std::min<size_t>(chain.len(), n - i);
-      const size_t met = equal_length(chain.local(), locals + i, most);
-      path_.push_back({node, static_cast<uint32_t>(i), static_cast<uint32_t>(met)});
-      i += met;
-      if (met < chain.len()) return;
-    }
-  }
-
-  size_t met() const { return path_.empty() ? 0 : path_.back().start + path_.back().count; }
-
-  BlockId last_met(const Index& index) const {
-    if (path_.empty()) return kNone;
-    return index.tree().node(path_.back().node).chain.block()[path_.back().count - 1];
-  }
-
-  // Calls visit(set, from, to) for the runs of a layer along the path, in prompt positions;
-  // neighbouring runs of equal sets come as one. Stops early when `visit` returns false.
-  template <class Visit>
-  void each_run(const Index& index, LayerId layer, Visit&& visit) const {
-    SetId set = RankSets::kEmptySet;
-    uint32_t from = 0, to = 0;
-    for (const Step& step : path_) {
-      uint32_t start = 0;
-      for (const Run& run : index.tree().node(step.node).runs) {
-        if (run.layer > layer || start >= step.count) break;
-        if (run.layer < layer) continue;
-        const uint32_t end = std::min(run.end, step.count);
-        if (run.set == set && step.start + start == to) {
-          to = step.start + end;
-        } else {
-          if (set != RankSets::kEmptySet && !visit(set, from, to)) return;
-          set = run.set;
-          from = step.start + start;
-          to = step.start + end;
-        }
-        start = end;
-      }
-    }
-    if (set != RankSets::kEmptySet) visit(set, from, to);
-  }
 
   static bool counts(const Rank& rank, Only only) {
     return rank.live && !rank.hidden &&
@@ -164,7 +110,7 @@ class Match {
   }
 
   void match_device(const Index& index, Only only) {
-    each_run(index, kDeviceLayer, [&](SetId set, uint32_t from, uint32_t to) {
+    path_.each_run(index.tree(), kDeviceLayer, [&](SetId set, uint32_t from, uint32_t to) {
       uint32_t holders = 0;
       bool moved = false;
       for (const RankId member : index.tree().sets().members(set)) {
@@ -184,7 +130,9 @@ class Match {
       // Nobody stands at `from`, so nobody can go on behind it either.
       if (!moved) return false;
       if (frequencies_.size() < to) frequencies_.resize(to, 0);
-      for (uint32_t i = from; i < to; ++i) frequencies_[i] += holders;
+      // By value: what the lambdas above refer to would be read anew for each block.
+      std::for_each(frequencies_.begin() + from, frequencies_.begin() + to,
+                    [holders](uint32_t& of_block) { of_block += holders; });
       return true;
     });
   }
@@ -254,7 +202,7 @@ class Match {
 
   void extend(const Index& index, LayerId layer, Only only, uint32_t Depth::* field) {
     if (index.held(layer) == 0) return;
-    each_run(index, layer, [&](SetId set, uint32_t from, uint32_t to) {
+    path_.each_run(index.tree(), layer, [&](SetId set, uint32_t from, uint32_t to) {
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
         if (!counts(rank, only)) continue;
@@ -302,7 +250,7 @@ class Match {
         best = std::max(best, length);
       }
     };
-    each_run(index, window.layer, [&](SetId set, uint32_t from, uint32_t to) {
+    path_.each_run(index.tree(), window.layer, [&](SetId set, uint32_t from, uint32_t to) {
       if (!index.tree().sets().contains(set, id)) return true;
       if (from != end) {
         close();
@@ -315,7 +263,7 @@ class Match {
     return best;
   }
 
-  std::vector<Step> path_;
+  Path path_;
   std::vector<Entry> depth_;
   std::vector<RankId> touched_;
   std::vector<uint32_t> frequencies_;

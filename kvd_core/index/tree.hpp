@@ -1,6 +1,6 @@
 // A compressed radix tree over blocks, with the holders of every block.
 //
-// A node is a chain of consecutive blocks, stored once:
+// A node is a chain of consecutive blocks (base/chains.hpp), stored once:
 //
 //   root ──┬─ node 4  local  [ 91c0.. | 7ad2.. | 03fe.. | 55aa.. ]     4 blocks
 //          │          block  [   12   |   13   |   14   |   15   ]
@@ -20,7 +20,7 @@
 //
 // Invariants
 //   1. blocks[n.block[i]] == (n, i) for every node n and i < n.len;
-//   2. a node other than the root has len >= 1; siblings differ in local[0];
+//   2. those of base/chains.hpp; a node other than the root has len >= 1;
 //   3. a non-root node with exactly one child satisfies len + child.len > kMaxChain (else they
 //      would be one node): churn cannot leave a trail of fragments;
 //   4. the last block of a leaf is held in some layer (else it is trimmed);
@@ -37,16 +37,14 @@
 #include <vector>
 
 #include "base/arena.hpp"
+#include "base/chains.hpp"
 #include "index/ranksets.hpp"
 
 namespace kvd {
 
-using NodeId = uint32_t;
 using BlockId = uint32_t;
 using LayerId = uint32_t;
 using LayerMask = uint32_t;  // bit l: layer l
-
-constexpr uint32_t kNone = 0xffffffffu;
 
 struct Block {
   uint64_t name;    // the engine hash under which it was first stored
@@ -139,6 +137,10 @@ struct Node {
   NodeId prev = kNone;
   uint32_t children = 0;
 
+  uint64_t first_hash() const { return chain.local()[0]; }
+  const uint64_t* chain_hashes() const { return chain.local(); }
+  uint32_t chain_len() const { return chain.len(); }
+
   uint32_t& free_link() { return next; }
 };
 
@@ -154,7 +156,7 @@ struct Watcher {
   uint64_t moves = 0;   // how often `next` was changed under its owner's feet
 };
 
-class Tree {
+class Tree : public Chains<Tree, Node> {
  public:
   static constexpr NodeId kRoot = 0;
   // Longest chain, in blocks: bounds the cost of a split or a merge to some microseconds while
@@ -164,9 +166,8 @@ class Tree {
   // themselves, and a probe table of so many entries still has a 32-bit number of slots.
   static constexpr uint32_t kMaxBlocks = 1u << 30;
 
-  Tree() : nodes_(1), blocks_(0, kMaxBlocks) { nodes_.take(); }
+  Tree() : Chains(1), blocks_(0, kMaxBlocks) { nodes_.take(); }
 
-  const Node& node(NodeId id) const { return nodes_[id]; }
   const Block& block(BlockId id) const { return blocks_[id]; }
   RankSets& sets() { return sets_; }
   const RankSets& sets() const { return sets_; }
@@ -191,28 +192,22 @@ class Tree {
     return above.block()[above.len() - 1];
   }
 
-  NodeId child(NodeId parent, uint64_t local_hash) const {
-    const uint32_t at = children_.find(child_hash(parent, local_hash), [&](uint32_t id) {
-      return nodes_[id].parent == parent && nodes_[id].chain.local()[0] == local_hash;
-    });
-    return at == ProbeTable::kEmpty ? kNone : children_.at(at);
-  }
-
   // Follows `locals` from `at` as far as the tree goes; writes the ids of the blocks met and
   // returns their number. `at` ends behind the last of them.
+  //
+  //   locals c d x, `at` is │      P ── [a b│c] ── [d e]   =>   P ── [a b c] ── [d│e]     2 met
   size_t walk(Position& at, const uint64_t* locals, size_t n, BlockId* out) const {
-    size_t i = 0;
-    while (i < n) {
-      const Chain& chain = nodes_[at.node].chain;
-      while (at.offset < chain.len() && i < n && chain.local()[at.offset] == locals[i]) {
-        out[i++] = chain.block()[at.offset++];
-      }
-      if (i == n || at.offset < chain.len()) break;
-      const NodeId below = child(at.node, locals[i]);
-      if (below == kNone) break;
-      at = {below, 0};
-    }
-    return i;
+    const Chain& chain = nodes_[at.node].chain;
+    const size_t most = std::min<size_t>(chain.len() - at.offset, n);
+    const size_t here = equal_length(chain.local() + at.offset, locals, most);
+    std::copy_n(chain.block() + at.offset, here, out);
+    at.offset += static_cast<uint32_t>(here);
+    if (at.offset < chain.len()) return here;
+    return here +
+           descend(at.node, locals + here, n - here, [&](NodeId id, size_t start, size_t met) {
+             std::copy_n(nodes_[id].chain.block(), met, out + here + start);
+             at = {id, static_cast<uint32_t>(met)};
+           });
   }
 
   // Adds blocks behind `at`, where `walk` has just ended; they are held by nobody yet.
@@ -236,7 +231,7 @@ class Tree {
       nodes_[tip].chain.reserve(static_cast<uint32_t>(room));
       nodes_[tip].chain.push(locals[i], new_block(tip, 0, names[i]));
       out[i] = nodes_[tip].chain.block()[0];
-      children_.insert(child_hash(nodes_[tip].parent, locals[i]), tip, *this);
+      insert_child(tip);
       ++i;
       i += extend(tip, locals + i, names + i, n - i, out + i);
     }
@@ -360,9 +355,12 @@ class Tree {
     return id == kRoot ? kNone : nodes_[id].next;
   }
 
-  // A watched traversal survives any mutation between its steps: it may see a block twice, and
-  // never misses one that was there all the time.
-  void watch(Watcher* w) { watchers_.push_back(w); }
+  // Begins a traversal: `next` is the first node. It survives any mutation between its steps: it may see
+  // a block twice, and never misses one that was there all the time.
+  void watch(Watcher* w) {
+    w->next = successor(kRoot);
+    watchers_.push_back(w);
+  }
   void unwatch(Watcher* w) {
     for (size_t i = 0; i < watchers_.size(); ++i) {
       if (watchers_[i] == w) watchers_.erase(watchers_.begin() + static_cast<std::ptrdiff_t>(i--));
@@ -372,20 +370,12 @@ class Tree {
   // Frees a piece of memory that is not needed any more; false when there is none.
   bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets_.shrink(); }
 
-  bool is_spread() const { return children_.is_spread(*this); }
-
-  uint64_t hash_of(NodeId id) const {
-    return child_hash(nodes_[id].parent, nodes_[id].chain.local()[0]);
-  }
-
   size_t bytes() const {
     return nodes_.bytes() + blocks_.bytes() + children_.bytes() + sets_.bytes() + chain_bytes();
   }
 
  private:
-  uint64_t child_hash(NodeId parent, uint64_t local_hash) const {
-    return hash_(local_hash, parent);
-  }
+  friend class Chains<Tree, Node>;
 
   size_t chain_bytes() const {  // an estimate: the sum would cost a walk over all nodes
     return size_t{blocks_.live()} * (sizeof(uint64_t) + sizeof(BlockId)) +
@@ -414,6 +404,8 @@ class Tree {
     return id;
   }
 
+  //   P: first_child 9, 9 <=> 5     link(P, 4)          =>   P: first_child 4, 4 <=> 9 <=> 5
+  //                                 unlink(9)           =>   P: first_child 5
   void link(NodeId parent, NodeId id) {
     Node& p = nodes_[parent];
     Node& n = nodes_[id];
@@ -434,7 +426,10 @@ class Tree {
     --p.children;
   }
 
-  // Puts `id` where `old` is among its siblings, so that no traversal passes over it.
+  // Puts `id` where `old` is among its siblings, so that no traversal passes over it; `old` is
+  // linked anew, or freed.
+  //
+  //   P: first_child 9, 9 <=> 5     take_place(9, 4)    =>   P: first_child 4, 4 <=> 5
   void take_place(NodeId old, NodeId id) {
     const Node& o = nodes_[old];
     Node& n = nodes_[id];
@@ -444,11 +439,6 @@ class Tree {
     if (n.prev != kNone) nodes_[n.prev].next = id;
     if (n.next != kNone) nodes_[n.next].prev = id;
     if (nodes_[n.parent].first_child == old) nodes_[n.parent].first_child = id;
-  }
-
-  void forget_child(NodeId id) {
-    const uint32_t at = children_.find(hash_of(id), [&](uint32_t v) { return v == id; });
-    children_.erase(at, *this);
   }
 
   void free_node(NodeId id) {
@@ -468,7 +458,7 @@ class Tree {
         ++w->moves;
       }
     }
-    forget_child(id);
+    erase_child(id);
     unlink(id);
     for (const Run& run : nodes_[id].runs) sets_.unref(run.set);
     free_node(id);
@@ -483,23 +473,18 @@ class Tree {
     }
   }
 
-  //   P ── [a b c d e] ── kids        P ── [a b] ── [c d e] ── kids
-  //           id             =>           head         id
-  // The tail keeps its id, so its children need no change. Returns the head.
+  // Splits a node behind its first `at` blocks and returns the head, a new node.
   NodeId split(NodeId id, uint32_t at) {
-    forget_child(id);
     const NodeId head = nodes_.take();
     Node& n = nodes_[id];
     Node& h = nodes_[head];
-    take_place(id, head);
-    h.chain.append(n.chain, 0, at);
-    Chain tail;
-    tail.append(n.chain, at, n.chain.len());
-    n.chain.swap(tail);
-    split_runs(n, h, at);
-    link(head, id);
-    children_.insert(hash_of(head), head, *this);
-    children_.insert(hash_of(id), id, *this);
+    split_node(id, head, [&] {
+      h.chain.append(n.chain, 0, at);
+      Chain tail;
+      tail.append(n.chain, at, n.chain.len());
+      n.chain.swap(tail);
+      split_runs(n, h, at);
+    });
     place(head);
     place(id);
     for (Watcher* w : watchers_) {
@@ -544,9 +529,7 @@ class Tree {
     if (!runs.empty() && runs.back().set == RankSets::kEmptySet) runs.pop_back();
   }
 
-  //   P ── [a b] ── [c d e] ── kids        P ── [a b c d e] ── kids
-  //          id       child          =>              child
-  // The child keeps its id, so its children need no change.
+  // Merges a node with its only child, unless both are longer than kMaxChain together.
   void merge_with_only_child(NodeId id) {
     Node& n = nodes_[id];
     if (id == kRoot || n.children != 1) return;
@@ -558,16 +541,14 @@ class Tree {
       if (w->next == id) w->next = below;
       if (w->next == below) ++w->moves;
     }
-    forget_child(id);
-    forget_child(below);
-    Chain whole;
-    whole.append(n.chain, 0, n.chain.len());
-    const uint32_t shift = n.chain.len();
-    whole.append(c.chain, 0, c.chain.len());
-    c.chain.swap(whole);
-    merge_runs(n, c, shift);
-    take_place(id, below);
-    children_.insert(hash_of(below), below, *this);
+    merge_nodes(id, below, [&] {
+      const uint32_t shift = n.chain.len();
+      Chain whole;
+      whole.append(n.chain, 0, shift);
+      whole.append(c.chain, 0, c.chain.len());
+      c.chain.swap(whole);
+      merge_runs(n, c, shift);
+    });
     place(below);
     free_node(id);
   }
@@ -672,10 +653,7 @@ class Tree {
     }
   }
 
-  Arena<Node> nodes_;
   Arena<Block> blocks_;
-  ProbeTable children_;  // (parent, local[0]) -> node
-  KeyedHash hash_;
   RankSets sets_;
   std::vector<Run> edited_;
   std::vector<Watcher*> watchers_;

@@ -16,6 +16,13 @@ inline char* put(char* to, std::string_view text) {
   return to + text.size();
 }
 
-inline char* put(char* to, uint64_t value) { return std::to_chars(to, to + kMaxDigits, value).ptr; }
+// Most numbers of an answer have one digit: they do without the search for how many there are.
+inline char* put(char* to, uint64_t value) {
+  if (value < 10) {
+    *to = static_cast<char>('0' + value);
+    return to + 1;
+  }
+  return std::to_chars(to, to + kMaxDigits, value).ptr;
+}
 
 }  // namespace kvd

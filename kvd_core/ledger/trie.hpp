@@ -6,27 +6,27 @@
 //          │          └─ node 5  [ 5e.. ]                   rank 2: 1, rank 5: 1   two end here
 //          └─ node 6  ...
 //
-// A node is a run of consecutive blocks, in one buffer of exactly its size. Nodes are split where
+// A node is a chain (base/chains.hpp) in one buffer of exactly its size. Nodes are split where
 // prompts branch and where a request ends, so a request covers whole nodes, and all it needs to
 // know is the last of them. A block is the path to it: [1,1,1] are three blocks, and the 3 below
 // [1,2] is another one than the 3 below [9,2], whatever lineage the hashes claim.
 //
-// When a node is split the lower part keeps its id; when two are merged, the lower one does. So
-// neither the requests that end in it nor the table entries of its children need to change.
+// When a node is split the tail keeps its id; when two are merged, the child does. So neither the
+// requests that end in it nor the table entries of its children need to change.
 //
 // Invariants
-//   1. siblings differ in their first hash; `children_` has every node under (parent, first hash);
-//   2. a node has 1 to kMaxRun blocks and at least one rank;
+//   1. those of base/chains.hpp;
+//   2. a node has 1 to kMaxChain blocks and at least one rank;
 //   3. a RankRef counts the live requests of its rank that end in the node or below, so the ranks
 //      of a node include those of its children;
 //   4. a node with one child in which no request ends could not be merged with it: they weigh
-//      differently for some rank, or exceed kMaxRun together. So churn leaves no fragments. There may
+//      differently for some rank, or exceed kMaxChain together. So churn leaves no fragments. There may
 //      be some from a moment without memory for a merge, which `has_fragments` says;
 //   5. `child_xor` is the xor of the ids of the children: with one child, its id.
 //
 // Costs (blocks n asked for, nodes m on the way, ranks p of a node): find O(n) as plain arrays
 // and one table probe a node; insert, erase O(m log p), O(p) a node where a rank comes or goes,
-// O(blocks gained); split and merge O(kMaxRun + p).
+// O(blocks gained); split and merge O(kMaxChain + p).
 // The root is no node, and has no ranks.
 //
 // Where memory ends, insert throws std::bad_alloc, and the prompts are those of before. Erase and weigh
@@ -41,15 +41,14 @@
 #include <new>
 
 #include "base/arena.hpp"
-#include "base/compare.hpp"
-#include "base/keyed.hpp"
+#include "base/chains.hpp"
 #include "ledger/rank_refs.hpp"
 
 namespace kvd::ledger {
 
-using NodeId = uint32_t;
+using kvd::kNone;
+using kvd::NodeId;
 
-constexpr uint32_t kNone = 0xffffffffu;
 constexpr NodeId kRoot = kNone;
 
 struct Node {
@@ -62,14 +61,18 @@ struct Node {
   NodeId child_xor;
   RankRefs ranks;  // that pass through
 
+  uint64_t first_hash() const { return first; }
+  const uint64_t* chain_hashes() const { return hashes; }
+  uint32_t chain_len() const { return len; }
+
   uint32_t& free_link() { return len; }
 };
 
-class Trie {
+class Trie : public Chains<Trie, Node> {
  public:
   // Blocks of a node: bounds what a split or a merge copies (32 KB, about 2 us), whatever the length
   // of prompts.
-  static constexpr uint32_t kMaxRun = 4096;
+  static constexpr uint32_t kMaxChain = 4096;
 
   // How far a prompt is in the trie.
   struct Place {
@@ -79,14 +82,13 @@ class Trie {
     size_t nodes = 0;     // on the way
   };
 
-  Trie() = default;
+  Trie() : Chains(0) {}
   Trie(const Trie&) = delete;
   Trie& operator=(const Trie&) = delete;
   ~Trie() {
     each([&](NodeId id) { std::free(nodes_[id].hashes); });
   }
 
-  const Node& node(NodeId id) const { return nodes_[id]; }
   uint32_t node_count() const { return nodes_.live(); }
   uint64_t block_count() const { return blocks_; }
   uint64_t rank_ref_count() const { return rank_refs_; }
@@ -97,17 +99,11 @@ class Trie {
 
   Place find(const uint64_t* hashes, size_t n) const {
     Place at;
-    while (at.depth < n) {
-      const NodeId next = child(at.node, hashes[at.depth]);
-      if (next == kNone) break;
-      const Node& node = nodes_[next];
-      const size_t most = std::min<size_t>(node.len, n - at.depth);
-      at.inside = static_cast<uint32_t>(equal_length(node.hashes, hashes + at.depth, most));
-      at.node = next;
-      at.depth += at.inside;
+    at.depth = descend(kRoot, hashes, n, [&](NodeId id, size_t, size_t met) {
+      at.node = id;
+      at.inside = static_cast<uint32_t>(met);
       ++at.nodes;
-      if (at.inside < node.len) break;
-    }
+    });
     return at;
   }
 
@@ -115,7 +111,7 @@ class Trie {
   uint64_t rank_refs_needed(const Place& at, size_t n) const {
     const bool splits = at.node != kRoot && at.inside < nodes_[at.node].len;
     const uint64_t copied = splits ? nodes_[at.node].ranks.size() : 0;
-    return at.nodes + copied + (n - at.depth) / kMaxRun + 2;
+    return at.nodes + copied + (n - at.depth) / kMaxChain + 2;
   }
 
   // Sends a request of the rank down a prompt that was found at `at`. Returns the node it ends in
@@ -140,14 +136,14 @@ class Trie {
         ++rank_refs_;
       }
       for (size_t from = at.depth; from < n;) {
-        const size_t len = std::min<size_t>(n - from, kMaxRun);
+        const size_t len = std::min<size_t>(n - from, kMaxChain);
         end = grow(end, hashes + from, static_cast<uint32_t>(len), rank);
         gained += len;
         from += len;
       }
     } catch (const std::bad_alloc&) {
       withdraw(end, without, rank, [](uint32_t, double) {});
-      if (without != kRoot) merge(without);
+      if (without != kRoot) merge_with_only_child(without);
       throw;
     }
     if (end != kRoot) ++nodes_[end].ends;
@@ -172,6 +168,13 @@ class Trie {
 
   // Gives the blocks at the end of a request that the rank has no other request through another
   // weight. Calls changed(blocks, old weight) for them, from the end upwards.
+  //
+  //   rank 5 gives its request that ends in 6 the weight 0.5
+  //
+  //   before   root ── 4 [a b]  rank 5: 2 requests, 1 ──┬─ 9 [c d]  rank 5: 1 request, 1
+  //                                                     └─ 6 [x y]  rank 5: 1 request, 1
+  //   after    4 and 9 as before, 6 [x y]  rank 5: 1 request, 0.5: changed(2, 1); in 4 another
+  //            request of the rank goes on to 9
   template <class Changed>
   void weigh(NodeId end, RankId rank, double weight, Changed&& changed) {
     for (NodeId id = end, parent; id != kRoot; id = parent) {
@@ -181,7 +184,7 @@ class Trie {
       if (ref->requests != 1) return;
       changed(node.len, ref->weight);
       ref->weight = weight;
-      merge(id);
+      merge_with_only_child(id);
     }
   }
 
@@ -193,24 +196,9 @@ class Trie {
     }
   }
 
-  NodeId child(NodeId parent, uint64_t first) const {
-    const uint32_t at = slot(parent, first);
-    return at == ProbeTable::kEmpty ? kNone : children_.at(at);
-  }
-
-  // For the table of children.
-  uint64_t hash_of(NodeId id) const { return hash_of(nodes_[id].parent, nodes_[id].first); }
-
  private:
+  friend class Chains<Trie, Node>;
   friend class TrieVerifier;
-
-  uint64_t hash_of(NodeId parent, uint64_t first) const { return hash_(first, parent); }
-
-  uint32_t slot(NodeId parent, uint64_t first) const {
-    return children_.find(hash_of(parent, first), [&](NodeId id) {
-      return nodes_[id].first == first && nodes_[id].parent == parent;
-    });
-  }
 
   // Takes one request of the rank off the nodes from `end` up to below `stop`, one above it.
   template <class Lost>
@@ -227,13 +215,13 @@ class Trie {
       if (node.ranks.size() == 0) {
         remove(id);
       } else {
-        merge(id);
+        merge_with_only_child(id);
       }
     }
     if (nodes_.live() == 0) give_back();
   }
 
-  // The hashes of one run behind those of another, or null where there is no memory.
+  // The hashes of one chain behind those of another, or null where there is no memory.
   static uint64_t* joined(const uint64_t* head, uint32_t head_len, const uint64_t* tail,
                           uint32_t tail_len) {
     auto* hashes = static_cast<uint64_t*>(try_heap((head_len + tail_len) * sizeof(uint64_t)));
@@ -250,8 +238,9 @@ class Trie {
     node.len = len;
   }
 
-  // A new node, for which `adopt` will find room. Throws and changes nothing where there is no memory.
-  NodeId take(NodeId parent, const uint64_t* hashes, uint32_t len) {
+  // A new node, for which the table of children will find room. Throws and changes nothing where there
+  // is no memory.
+  NodeId take(const uint64_t* hashes, uint32_t len) {
     children_.make_room(1, *this);
     nodes_.make_room();
     uint64_t* own = joined(hashes, len, nullptr, 0);
@@ -259,66 +248,73 @@ class Trie {
     const NodeId id = nodes_.take();
     Node& node = nodes_[id];
     node.hashes = nullptr;
-    node.parent = parent;
     node.ends = node.children = node.child_xor = 0;
     set_hashes(node, own, len);
     return id;
   }
 
-  void adopt(NodeId parent, NodeId id) {
-    children_.insert(hash_of(id), id, *this);
+  // A node knows how many children it has and the xor of their ids:
+  //
+  //   4: 9, 6            2 children, 9 ^ 6
+  //   link(4, 5)         3 children, 9 ^ 6 ^ 5
+  //   unlink(6)          2 children, 9 ^ 5
+  //   take_place(9, 7)   2 children, 7 ^ 5         9 is linked anew, or freed
+  void link(NodeId parent, NodeId id) {
+    nodes_[id].parent = parent;
     if (parent == kRoot) return;
     ++nodes_[parent].children;
     nodes_[parent].child_xor ^= id;
   }
 
-  void disown(NodeId parent, NodeId id) {
-    children_.erase(slot(parent, nodes_[id].first), *this);
+  void unlink(NodeId id) {
+    const NodeId parent = nodes_[id].parent;
     if (parent == kRoot) return;
     --nodes_[parent].children;
     nodes_[parent].child_xor ^= id;
   }
 
+  void take_place(NodeId old, NodeId id) {
+    const NodeId parent = nodes_[old].parent;
+    nodes_[id].parent = parent;
+    if (parent != kRoot) nodes_[parent].child_xor ^= old ^ id;
+  }
+
   NodeId grow(NodeId parent, const uint64_t* hashes, uint32_t len, RankId rank) {
-    const NodeId id = take(parent, hashes, len);
+    const NodeId id = take(hashes, len);
     nodes_[id].ranks.insert(rank, heap_);
     ++rank_refs_;
     blocks_ += len;
-    adopt(parent, id);
+    link(parent, id);
+    insert_child(id);
     return id;
   }
 
-  // Splits a node behind its first `at` blocks and returns the upper part, a new node. All requests
-  // of the lower part came through the upper one, so both have the same ranks; none ends in the
-  // upper one.
+  // Splits a node behind its first `at` blocks and returns the head, a new node. All requests of the
+  // tail came through the head, so both have the same ranks; none ends in the head.
   //
   //   P ── 9 [a b c d] ── kids        P ── 4 [a b] ──── 9 [c d] ── kids
   //      rank 2, 5  ends 1       =>      rank 2, 5         rank 2, 5
   //                                      ends 0            ends 1
   NodeId split(NodeId id, uint32_t at) {
     const NodeId parent = nodes_[id].parent;
-    const NodeId upper = take(parent, nodes_[id].hashes, at);
-    Node& lower = nodes_[id];
-    const uint32_t rest = lower.len - at;
-    uint64_t* const hashes = joined(lower.hashes + at, rest, nullptr, 0);
+    const NodeId head = take(nodes_[id].hashes, at);
+    Node& tail = nodes_[id];
+    const uint32_t rest = tail.len - at;
+    uint64_t* const hashes = joined(tail.hashes + at, rest, nullptr, 0);
     try {
       if (hashes == nullptr) throw std::bad_alloc();
-      nodes_[upper].ranks.copy(lower.ranks, heap_);
+      nodes_[head].ranks.copy(tail.ranks, heap_);
     } catch (const std::bad_alloc&) {
       std::free(hashes);
-      give(upper);
+      give(head);
       throw;
     }
-    rank_refs_ += lower.ranks.size();
-    disown(parent, id);
-    set_hashes(lower, hashes, rest);
-    lower.parent = upper;
-    adopt(parent, upper);
-    adopt(upper, id);
+    rank_refs_ += tail.ranks.size();
+    split_node(id, head, [&] { set_hashes(tail, hashes, rest); });
     // Shorter than the node was, the parts may fit to what it was too long for.
-    merge(id);
-    if (parent != kRoot) merge(parent);
-    return upper;
+    merge_with_only_child(id);
+    if (parent != kRoot) merge_with_only_child(parent);
+    return head;
   }
 
   // Merges a node with its child if that can be: the child keeps its id.
@@ -328,31 +324,27 @@ class Trie {
   //      ends 0            ends 1                 ends 1
   //
   // Not where a request ends in 4, where 4 has further children, where a rank weighs 1 in 4 and 0.5
-  // in 9, or where both are longer than kMaxRun together.
-  void merge(NodeId id) {
-    Node& upper = nodes_[id];
-    if (upper.children != 1 || upper.ends != 0) return;
-    const NodeId below = upper.child_xor;
-    Node& lower = nodes_[below];
+  // in 9, or where both are longer than kMaxChain together.
+  void merge_with_only_child(NodeId id) {
+    Node& head = nodes_[id];
+    if (head.children != 1 || head.ends != 0) return;
+    const NodeId below = head.child_xor;
+    Node& tail = nodes_[below];
     // All requests go on to the child, so the ranks are the same.
-    if (upper.len + lower.len > kMaxRun || !upper.ranks.weighs_like(lower.ranks)) return;
-    uint64_t* const hashes = joined(upper.hashes, upper.len, lower.hashes, lower.len);
+    if (head.len + tail.len > kMaxChain || !head.ranks.weighs_like(tail.ranks)) return;
+    uint64_t* const hashes = joined(head.hashes, head.len, tail.hashes, tail.len);
     if (hashes == nullptr) {
       has_fragments_ = true;
       return;
     }
-    const NodeId parent = upper.parent;
-    disown(id, below);
-    disown(parent, id);
-    set_hashes(lower, hashes, upper.len + lower.len);
-    lower.parent = parent;
-    adopt(parent, below);
-    rank_refs_ -= upper.ranks.size();
+    merge_nodes(id, below, [&] { set_hashes(tail, hashes, head.len + tail.len); });
+    rank_refs_ -= head.ranks.size();
     give(id);
   }
 
   void remove(NodeId id) {
-    disown(nodes_[id].parent, id);
+    erase_child(id);
+    unlink(id);
     blocks_ -= nodes_[id].len;
     give(id);
   }
@@ -371,9 +363,6 @@ class Trie {
     while (nodes_.shrink()) {}
   }
 
-  Arena<Node> nodes_;
-  ProbeTable children_;  // (parent, first hash) -> node
-  KeyedHash hash_;
   uint64_t blocks_ = 0;
   uint64_t rank_refs_ = 0;
   size_t heap_ = 0;  // bytes of the buffers of `ranks`

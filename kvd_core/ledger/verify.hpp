@@ -45,7 +45,7 @@ class TrieVerifier {
       blocks += node.len;
       rank_refs += node.ranks.size();
       heap += node.ranks.bytes();
-      require(node.len >= 1 && node.len <= Trie::kMaxRun, "2: runs are bounded");
+      require(node.len >= 1 && node.len <= Trie::kMaxChain, "2: chains are bounded");
       require(node.first == node.hashes[0], "the first hash is at hand");
       require(trie_.child(node.parent, node.first) == id, "1: children are found");
       require(node.ends == ends_[id], "ends are counted");
@@ -53,7 +53,7 @@ class TrieVerifier {
       children_xor_[node.parent] ^= id;
       check_rank_refs(id, node);
     });
-    require(trie_.children_.is_spread(trie_), "children are near their homes");
+    require(trie_.is_spread(), "children are near their homes");
     require(nodes == trie_.node_count(), "nodes are counted");
     require(blocks == trie_.block_count(), "blocks are counted");
     require(rank_refs == trie_.rank_ref_count() && rank_refs == passing_.size(),
@@ -95,7 +95,7 @@ class TrieVerifier {
             "5: children are counted");
     if (node.children != 1 || node.ends != 0 || trie_.has_fragments()) return;
     const Node& child = trie_.node(node.child_xor);
-    require(node.len + child.len > Trie::kMaxRun || !node.ranks.weighs_like(child.ranks),
+    require(node.len + child.len > Trie::kMaxChain || !node.ranks.weighs_like(child.ranks),
             "4: an only child is merged");
   }
 

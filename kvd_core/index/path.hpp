@@ -1,0 +1,85 @@
+// How a prompt goes through the tree: the chains on its way, and who holds what of them.
+//
+//   prompt   h0 h1 h2 h3 h4 h5 h6        steps: node 4 from 0 on: 4 blocks, node 9 from 4 on: 2
+//   DEVICE   {1,2}: h0-h4   {2}: h5      node 4 {1,2} to 4; node 9 {1,2} to 1, {2} to 2
+//
+// Costs: find O(blocks), compared as plain arrays; each_run O(runs on the path up to the layer's).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "index/tree.hpp"
+
+namespace kvd {
+
+class Path {
+ public:
+  // Meets a prompt by its local hashes.
+  void find(const Tree& tree, const uint64_t* locals, size_t n) {
+    steps_.clear();
+    tree.descend(Tree::kRoot, locals, n, Append{steps_});
+  }
+
+  // The same by what `next` and `equal` of Chains::descend say.
+  template <class Next, class Equal>
+  void find(const Tree& tree, size_t n, Next&& next, Equal&& equal) {
+    steps_.clear();
+    tree.descend(Tree::kRoot, n, next, equal, Append{steps_});
+  }
+
+  // Blocks of the prompt.
+  size_t met() const { return steps_.empty() ? 0 : steps_.back().start + steps_.back().count; }
+
+  // The last block that was met, or kNone.
+  BlockId last(const Tree& tree) const {
+    if (steps_.empty()) return kNone;
+    return tree.node(steps_.back().node).chain.block()[steps_.back().count - 1];
+  }
+
+  // Calls visit(set, from, to) for the runs of a layer, in prompt positions; neighbouring runs of
+  // equal sets come as one. Stops early when `visit` returns false.
+  template <class Visit>
+  void each_run(const Tree& tree, LayerId layer, Visit&& visit) const {
+    SetId set = RankSets::kEmptySet;
+    uint32_t from = 0, to = 0;
+    for (const Step& step : steps_) {
+      uint32_t start = 0;
+      for (const Run& run : tree.node(step.node).runs) {
+        if (run.layer > layer || start >= step.count) break;
+        if (run.layer < layer) continue;
+        const uint32_t end = std::min(run.end, step.count);
+        if (run.set == set && step.start + start == to) {
+          to = step.start + end;
+        } else {
+          if (set != RankSets::kEmptySet && !visit(set, from, to)) return;
+          set = run.set;
+          from = step.start + start;
+          to = step.start + end;
+        }
+        start = end;
+      }
+    }
+    if (set != RankSets::kEmptySet) visit(set, from, to);
+  }
+
+ private:
+  struct Step {
+    NodeId node;
+    uint32_t start;  // blocks of the prompt before this chain
+    uint32_t count;  // blocks matched in this chain
+  };
+
+  struct Append {
+    std::vector<Step>& steps;
+    void operator()(NodeId node, size_t start, size_t met) const {
+      steps.push_back({node, static_cast<uint32_t>(start), static_cast<uint32_t>(met)});
+    }
+  };
+
+  std::vector<Step> steps_;
+};
+
+}  // namespace kvd
