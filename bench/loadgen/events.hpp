@@ -79,6 +79,12 @@ class Batch {
     count_++;
   }
 
+  void cleared() {
+    events_.array(1);
+    events_.short_text("AllBlocksCleared");
+    count_++;
+  }
+
   size_t events() const { return count_; }
   size_t blocks_stored() const { return blocks_; }
 
