@@ -1,15 +1,13 @@
-"""`python -m examples.demo`: a real daemon, two simulated engines and a router that asks it.
+"""`python -m examples.demo`: a real daemon in front of two simulated engines, at work.
 
     __main__   flags, signals, the exit code
     daemon     `kvd serve` as a child process
-    traffic    the engines registered, the conversations, the live line
-    fleet      engines behind one daemon, and the router
-    engines    prefix caches that publish KV events
+    traffic    the engines, the conversations, the live line
     workload   the conversations
     client     HTTP
     display    what the terminal shows
 
-Nothing here imports kvd: the engines register over HTTP and publish over ZMQ; the router asks
-/query for each turn of a conversation, sends the turn to the engine that is cheapest, and checks
-the answer against what the engines really hold.
+Nothing here imports kvd. The engines are those of `examples.engine`; kvd asks them what they are,
+listens to their KV events and is their gateway. The demo talks to it as any client would, and holds
+what kvd expected to be cached against what the engine says that it had.
 """

@@ -1,6 +1,6 @@
-"""Starts `kvd serve` with the flags given, and shows it at work until a signal.
+"""Starts `kvd serve` in front of two simulated engines, and shows it at work until a signal.
 
-SIGINT and SIGTERM end the engines, then the daemon; a second signal ends both at once. Exit codes:
+SIGINT and SIGTERM end the daemon, then the engines; a second signal ends both at once. Exit codes:
 that of the daemon, 1 if it refuses the engines, 2 for an address that the demo cannot use.
 """
 
@@ -18,9 +18,12 @@ import trio
 
 from examples.demo.client import HungUp
 from examples.demo.daemon import Daemon
-from examples.demo.traffic import run_traffic
+from examples.demo.display import Addresses
+from examples.demo.traffic import run_traffic, simulated_engines
 
-DEFAULT_BIND = "127.0.0.1:8090"  # that of kvd's indexer
+# Of each address: its flag, where it is by default, and what it is.
+GATEWAY = ("gateway-bind", "127.0.0.1:8080", "gateway")
+INDEXER = ("indexer-bind", "127.0.0.1:8090", "KV indexer")
 HANG_UP_S = 5.0  # at most this long after a daemon's last answer its process ends
 EXIT_REFUSED = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -29,23 +32,25 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m examples.demo",
-        description="Starts kvd with two simulated engines and shows it at work.",
+        description="Starts kvd in front of two simulated engines and shows it at work.",
         epilog="All other flags are those of `kvd serve`.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--indexer-bind",
-        metavar="HOST:PORT",
-        default=os.environ.get("KVD_INDEXER_BIND") or DEFAULT_BIND,
-        help=f"address of the KV indexer (default $KVD_INDEXER_BIND, then {DEFAULT_BIND})",
-    )
+    for flag, default, what in (GATEWAY, INDEXER):
+        variable = "KVD_" + flag.replace("-", "_").upper()
+        parser.add_argument(
+            f"--{flag}",
+            metavar="HOST:PORT",
+            default=os.environ.get(variable) or default,
+            help=f"address of the {what} (default ${variable}, then {default})",
+        )
     args, others = parser.parse_known_args(argv)
-    bind: str = args.indexer_bind
-    if not is_host_and_port(bind):
-        parser.error(f"the engines need an --indexer-bind of HOST:PORT, not {bind}")
+    binds: tuple[str, str] = args.gateway_bind, args.indexer_bind
+    for (flag, _, _), bind in zip((GATEWAY, INDEXER), binds, strict=True):
+        if not is_host_and_port(bind):
+            parser.error(f"the demo needs a --{flag} of HOST:PORT, not {bind}")
     try:
-        with closing(Daemon([*others, "--indexer-bind", bind])) as daemon:
-            return trio.run(run, daemon, f"http://{bind}")
+        return trio.run(run, binds, others)
     except KeyboardInterrupt:  # the second one, or before the first was waited for
         return EXIT_INTERRUPTED
 
@@ -58,21 +63,27 @@ def is_host_and_port(bind: str) -> bool:
         return False
 
 
-async def run(daemon: Daemon, base_url: str) -> int:
-    """Runs the demo on a daemon that has just been started; returns the exit code."""
+async def run(binds: tuple[str, str], others: Sequence[str]) -> int:
+    """Runs the demo, given where gateway and KV indexer are to be; returns the exit code."""
     refusal = None
+    gateway, indexer = binds
+    addresses = Addresses(f"http://{gateway}", f"http://{indexer}")
+    places = ["--gateway-bind", gateway, "--indexer-bind", indexer]
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(end_on_signal, signals, nursery.cancel_scope)
-            nursery.start_soon(end_with, daemon, nursery.cancel_scope)
-            await daemon.ready()
-            try:
-                refusal = await run_traffic(base_url)
-            except* HungUp:  # a daemon that ends hangs up, and its end cancels this
-                await trio.sleep(HANG_UP_S)
-                raise
-            nursery.cancel_scope.cancel()
-    code = await daemon.stop()
+        async with simulated_engines() as (engines, urls):
+            arguments = [*others, *places, "--upstreams", ",".join(urls)]
+            with closing(Daemon(arguments)) as daemon:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(end_on_signal, signals, nursery.cancel_scope)
+                    nursery.start_soon(end_with, daemon, nursery.cancel_scope)
+                    await daemon.ready()
+                    try:
+                        refusal = await run_traffic(addresses, engines)
+                    except* HungUp:  # a daemon that ends hangs up, and its end cancels this
+                        await trio.sleep(HANG_UP_S)
+                        raise
+                    nursery.cancel_scope.cancel()
+                code = await daemon.stop()
     if refusal is not None:
         print(f"demo: {refusal}", file=sys.stderr)
         return EXIT_REFUSED

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
 
 import httptools
 import trio
@@ -14,6 +18,36 @@ class HungUp(Exception):
     """The daemon is not there, or not any more."""
 
 
+class Refused(Exception):
+    """The daemon's answer is an error, which it words itself."""
+
+
+class Answer:
+    """One response; the methods are what httptools calls while it parses it."""
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.complete = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode().lower()] = value.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def shown(self) -> str:
+        """Returns its head, without what every server says, and its body."""
+        lines = [f"{name}: {value}" for name, value in self.headers.items() if "x-" in name]
+        return "\n".join([*lines, "", self.body.decode()])
+
+
 class Client:
     """One keep-alive connection; one request at a time."""
 
@@ -21,16 +55,14 @@ class Client:
         self._stream = stream
         self._host = host
 
-    async def request(
-        self, method: str, path: str, value: object | None = None
-    ) -> tuple[int, bytes]:
-        """Sends `value` as JSON, if any; returns status and body. Raises HungUp."""
+    async def request(self, method: str, path: str, value: object | None = None) -> Answer:
+        """Sends `value` as JSON, if any. Raises HungUp, and Refused for a status other than 200."""
         body = b"" if value is None else json.dumps(value).encode()
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        answer = _Answer()
+        answer = Answer()
         parser = httptools.HttpResponseParser(answer)
         try:
             await self._stream.send_all(head.encode() + body)
@@ -41,18 +73,18 @@ class Client:
                 parser.feed_data(data)
         except trio.BrokenResourceError as error:
             raise HungUp(f"{self._host} reset {method} {path}") from error
-        return parser.get_status_code(), bytes(answer.body)
+        if (status := parser.get_status_code()) != 200:
+            raise Refused(f"{path} answered {status}: {answer.body.decode()}")
+        return answer
 
 
-class _Answer:
-    """What httptools calls while it parses one response."""
-
-    def __init__(self) -> None:
-        self.body = bytearray()
-        self.complete = False
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        self.complete = True
+@asynccontextmanager
+async def connected(base_url: str) -> AsyncIterator[Client]:
+    """Opens a connection to the server of a URL. Raises HungUp if there is none."""
+    url = urlsplit(base_url)
+    try:
+        stream = await trio.open_tcp_stream(url.hostname or "", url.port or 80)
+    except OSError as error:
+        raise HungUp(str(error)) from error
+    async with stream:
+        yield Client(stream, url.netloc)

@@ -8,14 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+Shown = tuple[dict[str, object], str]  # a request's body, and the answer to it
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Base URLs of the daemon's gateway and of its KV indexer."""
+
+    gateway: str
+    indexer: str
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The daemon's own totals since its start, and what it holds now."""
+    """The daemon's total of events since its start, and the blocks it holds now."""
 
     events: int
     blocks: int
-    queries: int
 
 
 def parse_totals(metrics: str) -> Totals:
@@ -28,46 +37,55 @@ def parse_totals(metrics: str) -> Totals:
     return Totals(
         events=total("kvd_events_total"),
         blocks=total("kvd_index_blocks"),
-        queries=total("kvd_questions_total"),
     )
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What the demo itself has counted: its turns and how good the daemon's answers were."""
+    """What the demo itself has counted: its turns and how good the daemon's choices were."""
 
     turns: int = 0
-    right: int = 0  # turns whose answer was exactly what the engines hold
+    right: int = 0  # turns of which kvd expected as many cached tokens as the engine had
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
 
-def introduction(
-    base_url: str, engines: Sequence[str], question: dict[str, object], answer: bytes
-) -> str:
-    """Returns the text shown once traffic flows; `answer` is the daemon's to `question`."""
+def introduction(addresses: Addresses, engines: Sequence[str], chat: Shown, query: Shown) -> str:
+    """Returns the text shown once traffic flows: what to paste, and what was answered to it."""
     listed = "\n".join(f"  {engine}" for engine in engines)
     return f"""
-kvd is up. KV indexer: {base_url}   (Ctrl-C stops it)
+kvd is up. Gateway: {addresses.gateway}   KV indexer: {addresses.indexer}   (Ctrl-C stops it)
 
-Two simulated engines publish KV events to it over ZMQ, in the formats of the real ones:
+Two simulated engines with OpenAI's API, which publish KV events as the real ones do:
 {listed}
 
-Which of them has this prompt in its cache, and how much of it? Paste in another terminal:
+The gateway sends a request where its prompt is cached. Paste in another terminal:
 
-curl -s {base_url}/query -H 'Content-Type: application/json' \\
-  -d '{json.dumps(question, separators=(",", ":"))}'
+{_curl("-i ", addresses.gateway + "/v1/chat/completions", chat[0])}
 
-The answer at this moment, counted in tokens:
+What it answered a moment ago; the first lines are headers, and say who served it and why:
 
-{answer.decode()}
+{chat[1]}
 
-More to ask: {base_url}/workers  {base_url}/metrics  {base_url}/dump
+The KV indexer tells a router of your own which engine has a prompt, and how much of it:
 
-Below: "cached" is the share of prompt tokens that an engine need not compute, because the demo's
-router sends each prompt where kvd says; "exact" are answers equal to what the engines really hold.
+{_curl("", addresses.indexer + "/query", query[0])}
+
+Its answer at this moment, counted in tokens:
+
+{query[1]}
+
+More to ask: {addresses.gateway}/status  {addresses.indexer}/metrics  {addresses.indexer}/dump
+
+Below: "cached" is the share of prompt tokens that an engine need not compute, because it has them;
+"exact" are answers of which kvd had expected just the cached tokens that the engine then reported.
 
 """
+
+
+def _curl(flags: str, url: str, body: dict[str, object]) -> str:
+    text = json.dumps(body, separators=(",", ":"))
+    return f"curl -s {flags}{url} -H 'Content-Type: application/json' \\\n  -d '{text}'"
 
 
 class LiveLine:
@@ -87,9 +105,8 @@ class LiveLine:
 def live_text(before: Totals, now: Totals, seconds: float, traffic: Traffic) -> str:
     """Returns the live line for the `seconds` that lie between the two readings."""
     events = (now.events - before.events) / seconds
-    queries = (now.queries - before.queries) / seconds
     cached = 100 * traffic.cached_tokens // max(traffic.prompt_tokens, 1)
     return (  # short enough for 80 columns, as a wrapped line cannot be written over
-        f"{events:.0f} events/s, {now.blocks} blocks, {queries:.0f} queries/s, "
+        f"{events:.0f} events/s, {now.blocks} blocks, "
         f"{cached}% cached, {traffic.right}/{traffic.turns} answers exact"
     )

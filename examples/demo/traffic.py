@@ -1,96 +1,169 @@
-"""Has simulated engines serve conversations behind a daemon, and shows how well it answers."""
+"""Has a daemon in front of simulated engines serve conversations, and shows how well it does."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
-from typing import TextIO
-from urllib.parse import urlsplit
+from typing import Any, TextIO
 
 import trio
 import zmq
 
-from examples.demo.client import Client, HungUp
-from examples.demo.display import LiveLine, Totals, Traffic, introduction, live_text, parse_totals
-from examples.demo.engines import BLOCK_SIZE, Publisher, SglangEngine, VllmEngine
-from examples.demo.fleet import Fleet, Worker, question
+from examples.demo.client import Answer, Client, Refused, connected
+from examples.demo.display import (
+    Addresses,
+    LiveLine,
+    Totals,
+    Traffic,
+    introduction,
+    live_text,
+    parse_totals,
+)
+from examples.demo.workload import Workload
+from examples.engine.caches import BLOCK_SIZE
+from examples.engine.options import EngineOptions
+from examples.engine.server import EngineServer
+from examples.engine.tokenizer import ids_of_messages
 
-VLLM_BLOCKS = 192  # device blocks; too few for all live conversations, so that blocks are evicted
-SGLANG_BLOCKS = 96
-SGLANG_HOST_BLOCKS = 160
+MODEL = "demo"
+BLOCKS = {"vllm": 192, "sglang": 96}  # too few for all live conversations: blocks are evicted
+PREFILL_S = 100e-6  # per prompt token that an engine computes
+STEP_S = 2e-3  # per token that it generates
+ANSWER_TOKENS = 12
+TURN_PAUSE_S = 0.05  # time for a step's events to reach the index before the next turn
+STATUS_PAUSE_S = 0.05  # between two questions whether the engines can be used
 WARM_UP_TURNS = 24  # enough for every system prompt to be cached somewhere
 SAMPLE_TOKENS = 5 * BLOCK_SIZE  # a whole system prompt and more, yet short enough to paste
-FAREWELL_S = 1.0  # at most this long the engines try to unregister at the end
 SEED = 1  # the same conversations at every start
 
 
-async def run_traffic(base_url: str, out: TextIO = sys.stdout) -> str:
-    """Runs until cancelled; returns only if the daemon refuses an engine, with what it says.
+class Driver:
+    """A client of the gateway: one conversation's turn after the other."""
 
-    `base_url` is that of the daemon's KV indexer. Cancel it before the daemon stops answering.
+    def __init__(self, client: Client) -> None:
+        self.traffic = Traffic()
+        self._client = client
+        self._workload = Workload(Random(SEED))
+
+    async def turn(self) -> tuple[dict[str, object], Answer]:
+        """Has the next turn of some conversation answered; returns what was asked, and the answer.
+
+        What kvd expected to be cached is held against what the engine says that it had.
+        """
+        conversation = self._workload.ask()
+        request: dict[str, object] = {
+            "model": MODEL,
+            "messages": list(conversation.messages),
+            "max_tokens": ANSWER_TOKENS,
+        }
+        answer = await self._client.request("POST", "/v1/chat/completions", request)
+        members = answer.json()
+        conversation.messages.append(members["choices"][0]["message"])
+        used = members["usage"]
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        self.traffic.turns += 1
+        self.traffic.right += int(answer.headers["x-kvd-matched-tokens"]) == cached
+        self.traffic.prompt_tokens += used["prompt_tokens"]
+        self.traffic.cached_tokens += cached
+        await trio.sleep(TURN_PAUSE_S)
+        return request, answer
+
+
+async def run_traffic(
+    addresses: Addresses, engines: Sequence[EngineServer], out: TextIO = sys.stdout
+) -> str:
+    """Runs until cancelled; returns only if the daemon refuses to serve, with what it says.
+
+    Cancel it before the daemon stops answering.
     """
-    async with simulated_fleet(base_url) as (fleet, workers):
-        if (refusal := await fleet.register()) is not None:
-            return refusal
-        start = await read_totals(base_url), trio.current_time()
-        for _ in range(WARM_UP_TURNS):
-            await fleet.turn()
-        sample = fleet.latest_tokens[:SAMPLE_TOKENS]
-        answer = await fleet.ask(sample)
-        out.write(introduction(base_url, list(map(str, workers)), question(sample), answer))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(show_live, base_url, fleet.traffic, start, LiveLine(out))
-            while True:
-                await fleet.turn()
+    refusal = ""
+    try:
+        async with connected(addresses.gateway) as client, connected(addresses.indexer) as indexer:
+            serving = await all_serving(client)
+            for engine in engines:
+                assert engine.publisher is not None
+                await engine.publisher.subscribed()
+            start = await read_totals(indexer), trio.current_time()
+            driver = Driver(client)
+            for _ in range(WARM_UP_TURNS):
+                request, answer = await driver.turn()
+            question: dict[str, object] = {
+                "model_name": MODEL,
+                "token_ids": sample(request["messages"]),
+            }
+            found = await indexer.request("POST", "/query", question)
+            chat, query = (request, answer.shown()), (question, found.body.decode())
+            out.write(introduction(addresses, serving, chat, query))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(show_live, indexer, driver.traffic, start, LiveLine(out))
+                while True:
+                    await driver.turn()
+    except* Refused as refusals:
+        refusal = str(refusals.exceptions[0])
+    return refusal
+
+
+def sample(messages: Any) -> list[int]:
+    """Returns token ids to ask the indexer for: the beginning of a prompt."""
+    return ids_of_messages(messages)[:SAMPLE_TOKENS]
+
+
+async def all_serving(client: Client) -> list[str]:
+    """Waits until the gateway serves with every engine; returns a line for each.
+
+    Raises Refused if it cannot use one.
+    """
+    while True:
+        rows = (await client.request("GET", "/status")).json()["upstreams"]
+        for row in rows:
+            if row["problem"] is not None:
+                raise Refused(f"{row['url']}: {row['problem']}")
+        if all(row["standing"] == "serving" for row in rows):
+            return [
+                f"{row['url']}  {row['engine']:<6}  worker {row['worker_id']}, "
+                f"{row['blocks']} blocks of {row['block_size']} tokens"
+                for row in rows
+            ]
+        await trio.sleep(STATUS_PAUSE_S)
 
 
 @asynccontextmanager
-async def simulated_fleet(base_url: str) -> AsyncIterator[tuple[Fleet, list[Worker]]]:
-    """Opens the engines' sockets and a connection to the daemon; unregisters them at the end."""
-    engines = [VllmEngine(VLLM_BLOCKS), SglangEngine(SGLANG_BLOCKS, SGLANG_HOST_BLOCKS)]
+async def simulated_engines() -> AsyncIterator[tuple[list[EngineServer], list[str]]]:
+    """Serves the engines on free ports; yields them with their URLs."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        workers = [Worker(n, engine, Publisher(context)) for n, engine in enumerate(engines, 1)]
-        async with connected(base_url) as client:
-            fleet = Fleet(client, workers, Random(SEED))
-            try:
-                yield fleet, workers
-            finally:
-                with trio.move_on_after(FAREWELL_S, shield=True), suppress(HungUp):
-                    async with connected(base_url) as fresh:
-                        await fleet.unregister(fresh)
+        async with trio.open_nursery() as nursery:
+            engines, urls = [], []
+            for kind, blocks in BLOCKS.items():
+                options = EngineOptions(
+                    MODEL, kind=kind, blocks=blocks, prefill_s=PREFILL_S, step_s=STEP_S
+                )
+                engine = EngineServer(options, context)
+                serve = partial(trio.serve_tcp, engine.serve, 0, host="127.0.0.1")
+                (listener,) = await nursery.start(serve)
+                engines.append(engine)
+                port = listener.socket.getsockname()[1]
+                urls.append(f"http://127.0.0.1:{port}")
+            yield engines, urls
+            nursery.cancel_scope.cancel()
     finally:
         context.destroy(linger=0)
 
 
-@asynccontextmanager
-async def connected(base_url: str) -> AsyncIterator[Client]:
-    url = urlsplit(base_url)
-    try:
-        stream = await trio.open_tcp_stream(url.hostname or "", url.port or 80)
-    except OSError as error:
-        raise HungUp(str(error)) from error
-    async with stream:
-        yield Client(stream, url.netloc)
-
-
-async def read_totals(base_url: str) -> Totals:
-    async with connected(base_url) as client:
-        status, body = await client.request("GET", "/metrics")
-    if status != 200:
-        raise RuntimeError(f"/metrics answered {status}: {body.decode()}")
-    return parse_totals(body.decode())
+async def read_totals(indexer: Client) -> Totals:
+    return parse_totals((await indexer.request("GET", "/metrics")).body.decode())
 
 
 async def show_live(
-    base_url: str, traffic: Traffic, start: tuple[Totals, float], line: LiveLine
+    indexer: Client, traffic: Traffic, start: tuple[Totals, float], line: LiveLine
 ) -> None:
     """Shows the live line until cancelled; its first rates are those since `start` (totals, s)."""
     before, since_s = start
     while True:
-        now, now_s = await read_totals(base_url), trio.current_time()
+        now, now_s = await read_totals(indexer), trio.current_time()
         line.show(live_text(before, now, now_s - since_s, traffic))
         before, since_s = now, now_s
         await trio.sleep(line.period_s)

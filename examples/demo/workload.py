@@ -1,15 +1,15 @@
 """Makes up the demo's traffic: conversations that share system prompts and grow turn by turn.
 
-A token is a hash of a word, so that prompts are readable and token ids look like a tokenizer's.
+Texts have no apostrophes: they are shown between those, to be pasted into a shell.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from zlib import crc32
 
-VOCABULARY = 32_000
+Message = dict[str, str]
+
 LIVE_CONVERSATIONS = 12
 MAX_TURNS = 6
 
@@ -39,27 +39,12 @@ QUESTIONS = (
     "Thanks, and what would it cost for three people with one bicycle?",
 )
 
-REPLIES = (
-    "I have looked it up for you. The second entry is the one that matters here, the others "
-    "are older and were closed last month. Shall I open it again?",
-    "There are two ways. The first one is quicker but needs a change in between, the second takes "
-    "longer and is safe even when something is late. I would take the second.",
-    "The cause is most likely the order of the two calls: the value is read before it is written. "
-    "Swap them, run the test again, and tell me what it prints.",
-    "I am not sure yet. Could you give me the number that is printed on the lower side, and the "
-    "day when you first noticed it? Then I can say more.",
-)
-
-
-def tokenize(text: str) -> list[int]:
-    return [crc32(word.encode()) % VOCABULARY for word in text.split()]
-
 
 @dataclass(slots=True)
 class Conversation:
-    """The tokens of one dialogue so far, and how many turns it still has."""
+    """The messages of one dialogue so far, and how many turns it still has."""
 
-    tokens: list[int]
+    messages: list[Message]
     turns_left: int
 
 
@@ -71,24 +56,20 @@ class Workload:
         self._live = [self._start() for _ in range(LIVE_CONVERSATIONS)]
 
     def ask(self) -> Conversation:
-        """Returns a conversation whose tokens end with a new question."""
+        """Returns a conversation that ends with a new question."""
         index = self._random.randrange(len(self._live))
         if self._live[index].turns_left == 0:
             self._live[index] = self._start()
         conversation = self._live[index]
         conversation.turns_left -= 1
-        conversation.tokens += self._say(QUESTIONS)
+        conversation.messages.append({"role": "user", "content": self._question()})
         return conversation
 
-    def reply(self, conversation: Conversation) -> None:
-        """Appends what the model says."""
-        conversation.tokens += self._say(REPLIES)
-
     def _start(self) -> Conversation:
-        system = tokenize(self._random.choice(SYSTEM_PROMPTS))
-        return Conversation(system, self._random.randint(1, MAX_TURNS))
+        system = {"role": "system", "content": self._random.choice(SYSTEM_PROMPTS)}
+        return Conversation([system], self._random.randint(1, MAX_TURNS))
 
-    def _say(self, sentences: tuple[str, ...]) -> list[int]:
+    def _question(self) -> str:
         """Two sentences and a number, so that two conversations hardly ever stay the same."""
-        first, second = self._random.sample(sentences, 2)
-        return tokenize(f"{first} {self._random.randrange(10_000)} {second}")
+        first, second = self._random.sample(QUESTIONS, 2)
+        return f"{first} {self._random.randrange(10_000)} {second}"

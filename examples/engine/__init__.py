@@ -2,9 +2,9 @@
 
     server      connections and requests, with the faults that it is told to have
     api         OpenAI's answers, whole and as streams
+    caches      prefix caches that publish KV events
     tokenizer   texts and messages as token ids
     options     what it pretends to be, and how fast it is
 
-`python -m examples.engine --port 8000` runs one; the cache and the events are those of
-`examples.demo.engines`.
+`python -m examples.engine --port 8000` runs one.
 """

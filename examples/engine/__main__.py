@@ -25,6 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=usual.model, help="name of its model")
     parser.add_argument("--blocks", type=int, default=usual.blocks, help="blocks of its KV cache")
     parser.add_argument(
+        "--host-blocks",
+        type=int,
+        default=usual.host_blocks,
+        help="blocks of its second tier, in host memory (sglang)",
+    )
+    parser.add_argument(
         "--prefill-us", type=float, default=0.0, help="microseconds per prompt token to compute"
     )
     parser.add_argument(
@@ -36,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=args.model,
         kind=args.kind,
         blocks=args.blocks,
+        host_blocks=args.host_blocks,
         prefill_s=args.prefill_us / 1e6,
         step_s=args.step_us / 1e6,
         events=not args.no_events,

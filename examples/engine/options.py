@@ -32,6 +32,7 @@ class EngineOptions:
     adapters: tuple[str, ...] = ()
     kind: str = "vllm"  # or sglang
     blocks: int = 4096  # of its KV cache
+    host_blocks: int = 0  # of its second tier, in host memory; sglang only
     max_model_len: int = 131_072
     prefill_s: float = 0.0  # per token that is computed
     step_s: float = 0.0  # per token that is generated

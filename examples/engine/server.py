@@ -13,8 +13,8 @@ import httptools
 import trio
 import zmq
 
-from examples.demo.engines import BLOCK_SIZE, Publisher, SglangEngine, VllmEngine
 from examples.engine import api
+from examples.engine.caches import BLOCK_SIZE, Engine, Publisher, SglangEngine, VllmEngine
 from examples.engine.options import EngineOptions, Fault
 from examples.engine.tokenizer import ids_of_messages, ids_of_text
 
@@ -62,8 +62,7 @@ class EngineServer:
     ) -> None:
         """Publishes in `context`; without one, or without events, nothing is published."""
         self.options = options
-        kind = VllmEngine if options.kind == "vllm" else SglangEngine
-        self.cache = kind(options.blocks)
+        self.cache = empty_cache(options)
         self.publisher = Publisher(context) if context is not None and options.events else None
         self.requests = 0  # that generate, as far as they came
         self.aborted = 0  # that their clients gave up
@@ -176,7 +175,7 @@ class EngineServer:
 
     def reset(self) -> None:
         """Forgets all that is cached."""
-        self.cache = type(self.cache)(self.options.blocks)
+        self.cache = empty_cache(self.options)
         if self.publisher is not None:
             self.publisher.publish([{"type": "AllBlocksCleared"}], time.time())
 
@@ -197,7 +196,7 @@ class EngineServer:
             return await send_json(stream, 404, api.error(404, text, "NotFoundError"))
         ids = prompt_of(members)
         cached = min(
-            self.cache.held(ids)[0] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            self.cache.held(ids)[1] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
         )
         async with self._computing:
             await trio.sleep((len(ids) - cached) * self.options.prefill_s)
@@ -279,6 +278,12 @@ class Answer:
             return await self._stream.send_all(data)
         for at in range(len(data)):
             await self._stream.send_all(data[at : at + 1])
+
+
+def empty_cache(options: EngineOptions) -> Engine:
+    if options.kind == "vllm":
+        return VllmEngine(options.blocks)
+    return SglangEngine(options.blocks, options.host_blocks)
 
 
 async def refuse(stream: trio.SocketStream, fault: Fault) -> None:

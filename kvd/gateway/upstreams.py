@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from hashlib import blake2b
 
 import trio
-import xxhash
 
 from kvd.errors import KvdError, NotFound
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
@@ -254,7 +254,8 @@ def _upstream(url: str, key: bytes) -> Upstream:
     if target.tls:
         raise ValueError("upstreams are reached by http: only")
     # 53 bits, so that every reader of JSON keeps them.
-    worker_id = xxhash.xxh3_64_intdigest(target.authority.encode()) >> 11
+    digest = blake2b(target.authority.encode(), digest_size=8).digest()
+    worker_id = int.from_bytes(digest, "big") >> 11
     return Upstream(url, target, worker_id, key)
 
 

@@ -1,0 +1,1 @@
+"""Has nothing for Python: the ledger calls it from Cython."""

@@ -7,10 +7,12 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -20,8 +22,17 @@ import pytest
 import trio
 import zmq
 
-from examples.demo.display import LiveLine, Totals, Traffic, introduction, live_text, parse_totals
-from examples.demo.engines import (
+from examples.demo.display import (
+    Addresses,
+    LiveLine,
+    Totals,
+    Traffic,
+    introduction,
+    live_text,
+    parse_totals,
+)
+from examples.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, Workload
+from examples.engine.caches import (
     BLOCK_SIZE,
     Block,
     Engine,
@@ -31,7 +42,7 @@ from examples.demo.engines import (
     VllmEngine,
     chains,
 )
-from examples.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, VOCABULARY, Workload, tokenize
+from examples.engine.tokenizer import ids_of_messages
 from tests.support.ports import find_free_port
 from tests.support.processes import (
     START_DEADLINE_S,
@@ -88,12 +99,10 @@ def engines() -> list[Engine]:
 @pytest.mark.parametrize("engine", engines(), ids=lambda engine: type(engine).__name__)
 def test_an_engines_events_say_what_it_holds(engine: Engine) -> None:
     workload, replica, kinds = Workload(Random(2)), Replica(), set()
-    for event in engine.first_events():
-        replica.apply(event)
     for _ in range(TURNS):
-        conversation = workload.ask()
-        assert engine.held(conversation.tokens) == replica.reach(conversation.tokens)
-        for event in engine.serve(conversation.tokens):
+        tokens = ids_of_messages(workload.ask().messages)
+        assert engine.held(tokens) == replica.reach(tokens)
+        for event in engine.serve(tokens):
             kinds.add((event["type"], event["medium"]))
             replica.apply(event)
         assert len(replica.tiers["GPU"]) <= engine.device_blocks
@@ -144,15 +153,14 @@ def test_conversations_grow_stay_bounded_and_share_their_beginning() -> None:
     workload = Workload(Random(3))
     for _ in range(TURNS):
         conversation = workload.ask()
-        before = list(conversation.tokens)
-        workload.reply(conversation)
-        assert conversation.tokens[: len(before)] == before
-        assert len(conversation.tokens) < 1000
+        roles = [message["role"] for message in conversation.messages]
+        assert roles == ["system", *["user"] * (len(roles) - 1)]
+        assert len(roles) <= 1 + MAX_TURNS
+        assert "'" not in json.dumps(conversation.messages)
     live = workload._live
     assert len(live) == LIVE_CONVERSATIONS
     assert all(0 <= conversation.turns_left <= MAX_TURNS for conversation in live)
-    assert len({tuple(conversation.tokens[:32]) for conversation in live}) <= 3
-    assert tokenize("one two one") == [token % VOCABULARY for token in tokenize("one two one")]
+    assert len({conversation.messages[0]["content"] for conversation in live}) <= 3
 
 
 async def test_batches_arrive_as_the_real_frames() -> None:
@@ -175,8 +183,8 @@ async def test_batches_arrive_as_the_real_frames() -> None:
 
 def test_the_live_line_tells_rates_and_shares() -> None:
     traffic = Traffic(turns=7, right=6, prompt_tokens=200, cached_tokens=150)
-    text = live_text(Totals(10, 5, 3), Totals(30, 8, 5), 2.0, traffic)
-    assert text == ("10 events/s, 8 blocks, 1 queries/s, 75% cached, 6/7 answers exact")
+    text = live_text(Totals(10, 5), Totals(30, 8), 2.0, traffic)
+    assert text == "10 events/s, 8 blocks, 75% cached, 6/7 answers exact"
 
 
 def test_off_a_terminal_the_live_line_is_a_line() -> None:
@@ -186,8 +194,13 @@ def test_off_a_terminal_the_live_line_is_a_line() -> None:
 
 
 def test_the_introduction_is_to_be_pasted() -> None:
-    question = {"model_name": "demo", "token_ids": [1, 2]}
-    text = introduction("http://h:1", ["instance 1"], question, b'{"scores":{}}')
+    chat: dict[str, object] = {"model": "demo", "messages": []}
+    query: dict[str, object] = {"model_name": "demo", "token_ids": [1, 2]}
+    addresses = Addresses("http://g:1", "http://h:1")
+    text = introduction(addresses, ["one"], (chat, "x-kvd-tokens: ids"), (query, '{"scores":{}}'))
+    assert "curl -s -i http://g:1/v1/chat/completions" in text
+    assert """-d '{"model":"demo","messages":[]}'""" in text
+    assert "\nx-kvd-tokens: ids\n" in text
     assert "curl -s http://h:1/query" in text
     assert """-d '{"model_name":"demo","token_ids":[1,2]}'""" in text
     assert '\n{"scores":{}}\n' in text
@@ -200,10 +213,8 @@ kvd_events_total{type="stored"} 3
 kvd_events_total{type="removed"} 2
 kvd_events_ignored_total{reason="medium"} 100
 kvd_index_blocks 7
-kvd_questions_total 5
-kvd_questions_matched_total 4
 """
-    assert parse_totals(metrics) == Totals(events=5, blocks=7, queries=5)
+    assert parse_totals(metrics) == Totals(events=5, blocks=7)
 
 
 class Demo(Server):
@@ -212,8 +223,9 @@ class Demo(Server):
     def __init__(self, folder: Path, port: int, *flags: str) -> None:
         others = ("SLOT_TRACKER", "SELECTION", "CONDUCTOR")
         environ = clean_environment(**{f"KVD_{name}_BIND": "off" for name in others})
-        bind = () if "--indexer-bind" in flags else ("--indexer-bind", f"127.0.0.1:{port}")
-        command = ["setsid", sys.executable, "-m", "examples.demo", *bind, *flags]
+        places = {"--indexer-bind": port, "--gateway-bind": find_free_port()}
+        binds = [(flag, f"127.0.0.1:{at}") for flag, at in places.items() if flag not in flags]
+        command = ["setsid", sys.executable, "-m", "examples.demo", *chain(*binds), *flags]
         super().__init__(command, folder, port, environ)
 
     def wait_live(self) -> None:
@@ -256,18 +268,26 @@ def start(tmp_path: Path) -> Iterator[Start]:
         one.stop()
 
 
+def paste(command: str) -> httpx.Response:
+    """Sends what a curl command sends that was shown."""
+    *_, url, header, value, data, body = shlex.split(command.replace("\\\n", " "))
+    assert (header, value, data) == ("-H", "Content-Type: application/json", "-d")
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(url, content=body, headers=headers, trust_env=False, verify=False)
+
+
 def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> None:
     demo = start()
     demo.wait_live()
     daemon = demo.daemon()
     shown = demo.stdout
-    question = json.loads(shown.split("-d '")[1].split("'")[0])
-    answer = httpx.post(
-        f"{demo.base_url}/query", json=question, trust_env=False, verify=False
-    ).json()
-    assert max(one["longest_matched"] for one in answer["instances"].values()) > 0
+    commands = re.findall(r"^curl .*\\\n.*$", shown, re.MULTILINE)
+    chat, query = map(paste, commands)
+    assert chat.headers["x-kvd-decision"] == "overlap"
+    instances = query.json()["instances"].values()
+    assert max(one["longest_matched"] for one in instances) > 0
     printed = next(line for line in shown.splitlines() if line.startswith('{"scores"'))
-    assert json.loads(printed)["instances"].keys() <= {"1", "2"}
+    assert len(json.loads(printed)["instances"]) == 2
     turns, exact = _live_figures(shown)
     assert turns >= 1
     assert exact == turns, shown
@@ -325,12 +345,13 @@ def test_an_address_in_use_is_said_and_ends_the_demo(start: Start) -> None:
     [
         (("--indexer-bind", "0.0.0.0:{port}"), 78, "0.0.0.0"),
         (("--no-such-flag",), 2, "--no-such-flag"),
-        (("--indexer-bind", "unix:/tmp/kvd.sock"), 2, "need an --indexer-bind of HOST:PORT"),
-        (("--indexer-bind", "tls:127.0.0.1:{port}"), 2, "need an --indexer-bind of HOST:PORT"),
-        (("--indexer-bind", "off"), 2, "need an --indexer-bind of HOST:PORT"),
-        (("--indexer-bind", "127.0.0.1:0"), 2, "need an --indexer-bind of HOST:PORT"),
-        (("--tokens-file", "{tokens}"), 1, "demo: /register answered 401"),
-        (("--outgoing-allow", "10.0.0.0/8"), 1, "demo: /register answered 400: .*outgoing_allow"),
+        (("--indexer-bind", "unix:/tmp/kvd.sock"), 2, "needs a --indexer-bind of HOST:PORT"),
+        (("--indexer-bind", "tls:127.0.0.1:{port}"), 2, "needs a --indexer-bind of HOST:PORT"),
+        (("--indexer-bind", "off"), 2, "needs a --indexer-bind of HOST:PORT"),
+        (("--indexer-bind", "127.0.0.1:0"), 2, "needs a --indexer-bind of HOST:PORT"),
+        (("--gateway-bind", "off"), 2, "needs a --gateway-bind of HOST:PORT"),
+        (("--tokens-file", "{tokens}"), 1, "demo: /status answered 401"),
+        (("--outgoing-allow", "10.0.0.0/8"), 1, "demo: http://127.*outgoing_allow"),
     ],
 )
 def test_what_cannot_be_demonstrated_is_said(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -137,6 +139,15 @@ def test_pure_packages_stay_pure(package: str) -> None:
         if module == package or module.startswith(f"{package}."):
             used = {name for target in imports(path) for name in (target, target.split(".")[0])}
             assert not used & FORBIDDEN[package], f"{module} imports {used & FORBIDDEN[package]}"
+
+
+def test_what_is_imported_is_installed() -> None:
+    """Tests have more packages than users: what only those install must not be needed."""
+    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    installed = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in declared}
+    known = {"zmq" if name == "pyzmq" else name for name in installed} | {"kvd", "kvd_core"}
+    used = {each.partition(".")[0] for path in MODULES.values() for each in imports(path)}
+    assert not used - known - sys.stdlib_module_names
 
 
 def test_who_knows_the_wall_clock() -> None:

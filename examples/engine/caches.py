@@ -2,7 +2,7 @@
 
 What is real: the chained block hashes, the events' members and their order, the ZMQ frames
 [topic, sequence number, msgpack batch], least-recently-used eviction, leaf first. What is not:
-there is no model, a reply is made up by the caller.
+there is no model.
 
     vLLM 0.33    sha256 over pickle, its last 8 bytes unsigned; one BlockRemoved a block
     SGLang 0.5   sha256 over the tokens, its first 8 bytes signed; a chain of blocks leaves in one
@@ -51,8 +51,6 @@ class Engine(ABC):
     its children; so the first of the order is a leaf.
     """
 
-    label: str
-
     def __init__(self, device_blocks: int, host_blocks: int = 0) -> None:
         self._device: OrderedDict[bytes, Block] = OrderedDict()
         self._host: OrderedDict[bytes, Block] = OrderedDict()
@@ -62,10 +60,6 @@ class Engine(ABC):
     def __len__(self) -> int:
         """Returns how many blocks are on the device."""
         return len(self._device)
-
-    def first_events(self) -> list[Event]:
-        """Returns what the engine publishes before it has served anything."""
-        return []
 
     def held(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Returns how many leading blocks are on the device, and on device then host."""
@@ -124,8 +118,6 @@ class Engine(ABC):
 class VllmEngine(Engine):
     """vLLM 0.33: events as maps with attention groups; no host tier."""
 
-    label = "vLLM 0.33"
-
     def _digest(self, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
         return sha256(pickle.dumps((parent or VLLM_NONE_HASH, tokens, None), protocol=5)).digest()
 
@@ -156,11 +148,6 @@ class VllmEngine(Engine):
 
 class SglangEngine(Engine):
     """SGLang 0.5 with a write-back host tier."""
-
-    label = "SGLang 0.5"
-
-    def first_events(self) -> list[Event]:
-        return [{"type": "AllBlocksCleared"}]
 
     def _digest(self, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
         return sha256((parent or b"") + pack(f"<{len(tokens)}I", *tokens)).digest()
