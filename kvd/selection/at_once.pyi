@@ -1,0 +1,12 @@
+from kvd.selection.candidates import Fleet
+from kvd.selection.service import Selections
+
+class AtOnce:
+    booked_at: float
+    def __init__(self, selections: Selections) -> None: ...
+    def suits(
+        self, fleet: Fleet | None, reservation_id: str | None, session_id: str | None
+    ) -> bool: ...
+    def select(
+        self, fleet: Fleet, reservation_id: str, expected: int | None = None
+    ) -> tuple[int, int, int] | None: ...
