@@ -11,6 +11,7 @@ from types import TracebackType
 
 import trio
 
+from kvd.http.idle_poll import polled_when_idle
 from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, Outcome, Relay
 
 # Time of a row of events before other tasks run.
@@ -49,10 +50,12 @@ class Exchanges:
         """Moves bytes until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep)
-            while True:
-                await trio.lowlevel.wait_readable(self.relay.fileno())
-                while self.relay.serve_ready(TURN_NS) == SOME:
-                    await trio.lowlevel.checkpoint()
+            with polled_when_idle(self.relay, TURN_NS) as between:
+                while True:
+                    await trio.lowlevel.wait_readable(self.relay.fileno())
+                    between.warm = True
+                    while self.relay.serve_ready(TURN_NS) == SOME:
+                        await trio.lowlevel.checkpoint()
 
     async def _sweep(self) -> None:
         while True:

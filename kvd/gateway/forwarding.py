@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 from uuid import uuid4
 
 from kvd.errors import KvdError, NotFound
@@ -32,7 +31,8 @@ from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.selection.requests import Constraints, QueuedRequest, SelectRequest
+from kvd.selection.at_once import AtOnce, Booked
+from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd_core.relay.relay import Answer, Ending, Outcome
 from kvd_core.selector.selector import Pool
@@ -94,6 +94,7 @@ class Forwarder:
     ) -> None:
         self._upstreams = upstreams
         self._selections = selections
+        self._at_once = AtOnce(selections)
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
@@ -171,18 +172,30 @@ class Forwarder:
         key = PartitionKey(served.model, DEFAULT_TENANT)
         fleet = self._selections.fleets.get(key)  # none while its only worker is made anew
         everybody = fleet is not None and allowed == fleet.workers.keys()
-        selection = SelectRequest(
-            key,
-            self._selections.settings(key),
-            reservation_id=reservation_id,
-            constraints=None if everybody else Constraints(allowed),
-            strict_priority=asked.priority,
-            expected_output_tokens=asked.expected_output_tokens,
-            lora_name=served.adapter,
-            session_id=self._session(attempt),
-        )
+        look: Look = partial(self._look, attempt, list(usable.values()))
+        session = self._session(attempt)
         try:
-            look = partial(self._look, attempt, list(usable.values()))
+            if (
+                fleet is not None
+                and everybody
+                and self._at_once.suits(fleet, reservation_id, session)
+            ):
+                look(fleet.pool)
+                expected = asked.expected_output_tokens
+                booked = self._at_once.select(fleet, reservation_id, expected)
+                if booked is not None:
+                    return self._chosen(attempt, booked, reservation_id)
+                look = has_looked
+            selection = SelectRequest(
+                key,
+                self._selections.settings(key),
+                reservation_id=reservation_id,
+                constraints=None if everybody else Constraints(allowed),
+                strict_priority=asked.priority,
+                expected_output_tokens=asked.expected_output_tokens,
+                lora_name=served.adapter,
+                session_id=session,
+            )
             reply = self._selections.scheduler.select(selection, look)
             if isinstance(reply, QueuedRequest):
                 rendered = await self._selections.scheduler.wait(reply)
@@ -190,13 +203,9 @@ class Forwarder:
                 rendered = reply.answer
         except KvdError as error:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        answer = json.loads(rendered)
-        # Engines may have come and gone while the request was queued.
-        upstream = self._upstreams.each.get(answer["worker_id"])
-        if upstream is None:
-            self._free(reservation_id)
-            raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
-        return self._chosen(attempt, upstream, answer, reservation_id)
+        said = json.loads(rendered)
+        members = said["worker_id"], said["dp_rank"], said["effective_prefill_tokens"]
+        return self._chosen(attempt, Booked(*members), reservation_id)
 
     def _session(self, attempt: Attempt) -> str | None:
         """Returns the session that binds a request: only where nothing better is known of it."""
@@ -214,23 +223,17 @@ class Forwarder:
         if not attempt.tried:
             self._tokens.note(asked, served, attempt.body, tokens, pool, engines)
 
-    def _chosen(
-        self,
-        attempt: Attempt,
-        upstream: Upstream,
-        answer: Mapping[str, Any],
-        reservation_id: str,
-    ) -> Chosen:
+    def _chosen(self, attempt: Attempt, booked: Booked, reservation_id: str) -> Chosen:
+        # Engines may have come and gone while the request was queued.
+        upstream = self._upstreams.each.get(booked.worker_id)
+        if upstream is None:
+            self._free(reservation_id)
+            raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
         tokens = attempt.tokens
         decision = _decision(upstream, tokens)
         self._stats.decisions[decision] += 1
-        return Chosen(
-            upstream,
-            answer["dp_rank"],
-            reservation_id,
-            decision,
-            0 if tokens is None else tokens.count - answer["effective_prefill_tokens"],
-        )
+        matched = 0 if tokens is None else tokens.count - booked.prefill_tokens
+        return Chosen(upstream, booked.dp_rank, reservation_id, decision, matched)
 
     async def _try(self, request: RelayedRequest, attempt: Attempt, chosen: Chosen) -> bool | None:
         """Sends the request to the engine that was chosen; None if another one may be tried."""
@@ -339,6 +342,10 @@ class Forwarder:
             self._selections.reservations.free(reservation_id)
 
 
+def has_looked(pool: Pool) -> None:
+    """Does nothing: the pool has looked at the prompt already."""
+
+
 def _decision(upstream: Upstream, tokens: PromptTokens | None) -> Decision:
     assert upstream.facts is not None
     if tokens is None:
@@ -384,6 +391,8 @@ def event_error(held: bytes) -> int | None:
 
     Engines that have begun to answer with 200 say in this way that they are overloaded.
     """
+    if b'"error"' not in held:
+        return None
     for line in held.splitlines():
         if line.startswith(b"data:"):
             try:

@@ -23,7 +23,7 @@ from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.context import ServerContext
 from kvd.http.errors import Refusal
-from kvd.http.fast_path import FastPath, Handoff
+from kvd.http.fast_path import FastPath, Handoff, PlainRequest
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
@@ -149,7 +149,7 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_outcome", "_owed", "_retired", "_service", "_task", "checks_host")
+    __slots__ = ("_asked", "_outcome", "_owed", "_retired", "_service", "_task", "checks_host")
 
     def __init__(self, stream: Stream, shared: Shared, service: Service, checks_host: bool) -> None:
         super().__init__(stream, shared)
@@ -157,6 +157,7 @@ class Connection(Transport):
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
+        self._asked: PlainRequest | None = None  # a request that came through the fast path
         self._owed = False  # a part of a body that nobody reads is still to come
         self._retired = False
 
@@ -237,7 +238,7 @@ class Connection(Transport):
     async def _serve(self) -> None:
         self.enter(Phase.IDLE)
         try:
-            while await self._fill() and await self._serve_request(await self._read_head()):
+            while await self._fill() and await self._serve_next():
                 self.enter(Phase.IDLE)
                 await trio.lowlevel.checkpoint()
             if self._owed or self._unread():  # its client did not expect this end
@@ -257,9 +258,9 @@ class Connection(Transport):
         return not self._retired
 
     async def _fill_parked(self) -> bool:
-        while not self.buffer:
+        while not self.buffer and self._asked is None:
             left = await self._park()
-            self.buffer = left.received
+            self.buffer, self._asked = left.received, left.request
             if left.unsent:
                 await self._deliver(left.unsent, left.undo)
             if not left.persists:
@@ -285,6 +286,17 @@ class Connection(Transport):
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
         self._service.fast_path.unpark(self.fd)
         return trio.lowlevel.Abort.SUCCEEDED
+
+    async def _serve_next(self) -> bool:
+        """Serves the request that has come; returns whether the connection persists."""
+        if self._asked is None:
+            return await self._serve_request(await self._read_head())
+        (route, path, query, headers, body), self._asked = self._asked, None
+        self.shared.stats.requests += 1
+        self.note_granted(route.scope)
+        head = Head()
+        head.method, head.path, head.query, head.headers = route.method, path, query, headers
+        return await self._relay(head, route, body)
 
     async def _read_head(self) -> Head | None:
         """Returns the next head, None when the client has left in the middle."""

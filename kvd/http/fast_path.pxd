@@ -42,6 +42,7 @@ cdef class FastPath:
     cdef int _serve_ready(self, int64_t budget_ns) except -1
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
+    cdef _handed_over(self, route)
     cdef bytes _told(self, connection, route, int status, double seconds, bytes response)
     cdef _serve_other(self, connection, int fd, route, Text captured, error)
     cdef bint _granted(self, connection, route)

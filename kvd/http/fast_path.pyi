@@ -1,13 +1,22 @@
 from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
+from kvd.http.idle_poll import Lane
 from kvd.http.permits import PermitRules
+
+class PlainRequest(NamedTuple):
+    route: Any
+    path: bytes
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
 
 class Handoff(NamedTuple):
     received: bytes
     unsent: bytes
     persists: bool
     undo: Callable[[], None] | None = None
+    request: PlainRequest | None = None
 
 def plain_head(
     data: bytes,
@@ -44,7 +53,7 @@ class FastPath:
     def close(self) -> None: ...
 
 def serve_between(
-    fast_paths: list[FastPath],
+    lanes: list[Lane],
     others: int,
     runnable: Sized,
     seconds: float,

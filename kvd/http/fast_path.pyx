@@ -85,8 +85,12 @@ cdef extern from "<stdio.h>" nogil:
 
 # What a connection's task is woken with: `received` bytes not consumed, `unsent` bytes of a
 # response, whether the connection may carry another request (not after the client's end), and what
-# is to be called if the response cannot be sent, or None.
-Handoff = namedtuple("Handoff", ("received", "unsent", "persists", "undo"), defaults=(None,))
+# is to be called if the response cannot be sent, or None; and a PlainRequest, or None.
+Handoff = namedtuple(
+    "Handoff", ("received", "unsent", "persists", "undo", "request"), defaults=(None, None)
+)
+# A whole request that was granted, of a route whose answers are relayed.
+PlainRequest = namedtuple("PlainRequest", ("route", "path", "query", "headers", "body"))
 
 _LEFT = object()  # not answered here
 
@@ -319,6 +323,8 @@ cdef class FastPath:
         cdef bytes response
         cdef int64_t started = _now_ns()
         cdef HotHandler handler
+        if route.relays is not None:
+            return self._handed_over(route)
         asked = route.handler
         try:
             if not isinstance(asked, HotHandler) or not self._suits(<HotHandler>asked, captured):
@@ -343,6 +349,17 @@ cdef class FastPath:
             return self._send_answer(fd, lines, response, handler)
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error
+
+    cdef _handed_over(self, route):
+        """Returns what a task is woken with for a whole request whose answer is relayed."""
+        cdef Text path = self._head.route
+        cdef size_t method = <const char*>memchr(path.begin, c" ", path.size) + 1 - path.begin
+        path.begin += method
+        path.size -= method
+        body = PyBytes_FromStringAndSize(self._buffer + self._head.size, self._head.length)
+        query = as_bytes(self._head.query)
+        asked = PlainRequest(route, as_bytes(path), query, headers_of(self._head), body)
+        return Handoff(b"", b"", True, None, asked)
 
     cdef bytes _told(self, connection, route, int status, double seconds, bytes response):
         """Tells of an answer that is about to be sent; returns the lines of its head."""
@@ -419,11 +436,11 @@ cdef int _undo(HotHandler handler) except -1:
     return 0
 
 
-def serve_between(list fast_paths not None, int others, runnable not None, double seconds,
+def serve_between(list lanes not None, int others, runnable not None, double seconds,
                   double linger_s, int64_t budget_ns):
-    """Serves fast paths for as long as they alone have something to do.
+    """Serves lanes for as long as they alone have something to do.
 
-    That ends when `others`, a descriptor that is readable when the fast paths' are, is readable for
+    That ends when `others`, a descriptor that is readable when the lanes' are, is readable for
     another reason or still is after a turn; when something stands in `runnable`; and after
     `linger_s` without a request, or `seconds` in all. Returns whether there was anything to do,
     and whether `others` is readable.
@@ -443,8 +460,8 @@ def serve_between(list fast_paths not None, int others, runnable not None, doubl
         if ready <= 0:
             break
         done = kNothing
-        for fast_path in fast_paths:
-            done = max(done, (<FastPath?>fast_path)._serve_ready(budget_ns))
+        for lane in lanes:
+            done = max(done, <int>lane.serve_ready(budget_ns))
         if done == kNothing:
             return served, True
         served = True

@@ -1,5 +1,12 @@
+from typing import NamedTuple
+
 from kvd.selection.candidates import Fleet
 from kvd.selection.service import Selections
+
+class Booked(NamedTuple):
+    worker_id: int
+    dp_rank: int
+    prefill_tokens: int
 
 class AtOnce:
     booked_at: float
@@ -9,4 +16,4 @@ class AtOnce:
     ) -> bool: ...
     def select(
         self, fleet: Fleet, reservation_id: str, expected: int | None = None
-    ) -> tuple[int, int, int] | None: ...
+    ) -> Booked | None: ...

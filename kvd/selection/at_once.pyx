@@ -11,6 +11,11 @@ from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport Admission, kAdded
 from kvd_core.selector.settings cimport kDirect
 
+from collections import namedtuple
+
+# A rank that was chosen for a prompt and booked: worker id, dp rank, tokens to be prefilled there.
+Booked = namedtuple("Booked", ("worker_id", "dp_rank", "prefill_tokens"))
+
 cdef enum:
     kWhole = 0  # the phase of a usual request, as kvd.selection.stats numbers them
 
@@ -47,9 +52,8 @@ cdef class AtOnce:
     def select(self, fleet not None, str reservation_id not None, expected=None):
         """Chooses for the prompt that the fleet's pool has looked at, and books it.
 
-        expected: tokens of output, if anything is known of them. Returns worker id, dp rank, and
-        how many tokens are to be prefilled there; None, and nothing has changed, if only the
-        scheduler can say who serves it.
+        expected: tokens of output, if anything is known of them. Returns a Booked; None, and
+        nothing has changed, if only the scheduler can say who serves it.
         """
         cdef uint32_t output = kNone if expected is None else min(expected, U32_MAX - 1)
         cdef int64_t chosen = self.serve(fleet, reservation_id, output)
@@ -58,7 +62,7 @@ cdef class AtOnce:
         cdef Pool pool = fleet.pool
         cdef Settings settings = fleet.settings
         c = pool.candidates[chosen]
-        return c.worker_id, c.dp_rank, pool.effective_tokens_of(&settings.c, chosen)
+        return Booked(c.worker_id, c.dp_rank, pool.effective_tokens_of(&settings.c, chosen))
 
     cdef int64_t serve(self, fleet, str reservation_id, uint32_t expected) except? -2:
         cdef Pool pool = fleet.pool

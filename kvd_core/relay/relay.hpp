@@ -114,6 +114,8 @@ struct Stats {
   uint64_t pauses = 0;         // engines that were not read because of their client
 };
 
+enum class Served : uint8_t { kNothing, kAll, kSome };  // kSome: more may be waiting
+
 struct Notice {
   ExchangeId id;
   bool ready;  // else it has ended
@@ -288,13 +290,13 @@ class Relay {
     --live_;
   }
 
-  // Serves what has come, for `budget_ns` nanoseconds at most; true if more may be there.
-  bool turn(int64_t budget_ns) {
+  // Serves what has come, for `budget_ns` nanoseconds at most.
+  Served turn(int64_t budget_ns) {
     epoll_event events[kEvents];
     const int64_t end = now_ns() + budget_ns;
-    for (;;) {
+    for (Served served = Served::kNothing;; served = Served::kAll) {
       const int count = epoll_wait(epoll_, events, kEvents, 0);
-      if (count <= 0) return false;
+      if (count <= 0) return served;
       now_ = now_ns();
       for (int i = 0; i < count; ++i) {
         const uint64_t tag = events[i].data.u64;
@@ -306,7 +308,7 @@ class Relay {
           on_engine(id, events[i].events);
         }
       }
-      if (now_ns() >= end) return true;
+      if (now_ns() >= end) return Served::kSome;
     }
   }
 

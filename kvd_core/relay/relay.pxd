@@ -37,6 +37,9 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         uint64_t payload_bytes
         uint64_t pauses
 
+    enum class Served:
+        pass
+
     struct Notice:
         uint64_t id
         bool ready
@@ -73,7 +76,7 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         const Exchange& exchange(uint64_t id)
         bool forward(uint64_t id, const char* head, size_t head_size, Framing framing) except +
         void drop(uint64_t id) except +
-        bool turn(int64_t budget_ns) except +
+        Served turn(int64_t budget_ns) except +
         void sweep() except +
 
 
