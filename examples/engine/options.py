@@ -38,5 +38,6 @@ class EngineOptions:
     step_s: float = 0.0  # per token that is generated
     events: bool = True  # it publishes what it caches
     renders: bool = False  # it has vLLM's render routes
+    retry_after: str | None = None  # what it says with a 429 or 503
     idle_s: float = 5.0  # a connection without a request is closed after that
     faults: deque[Fault] = field(default_factory=deque)

@@ -187,7 +187,7 @@ class EngineServer:
         self.heads.appendleft(request.headers)
         fault = self.options.faults.popleft() if self.options.faults else None
         if fault is not None:
-            await refuse(stream, fault)
+            await refuse(stream, fault, self.options.retry_after)
         members = json.loads(request.body)
         names = (self.options.model, *self.options.adapters)
         model = members.get("model") or names[0]
@@ -286,7 +286,7 @@ def empty_cache(options: EngineOptions) -> Engine:
     return SglangEngine(options.blocks, options.host_blocks)
 
 
-async def refuse(stream: trio.SocketStream, fault: Fault) -> None:
+async def refuse(stream: trio.SocketStream, fault: Fault, retry_after: str | None) -> None:
     """Plays the faults that come before an answer; raises Hangup if there is none then."""
     if fault is Fault.CLOSE:
         stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
@@ -298,7 +298,8 @@ async def refuse(stream: trio.SocketStream, fault: Fault) -> None:
         await hang_up_behind(stream, b"\x16\x03\x01 this is not HTTP\r\n\r\n")
     if fault in (Fault.REFUSE_429, Fault.REFUSE_500, Fault.REFUSE_503):
         status = int(fault)
-        await send_json(stream, status, api.error(status, f"simulated {status}"))
+        more = "" if retry_after is None else f"retry-after: {retry_after}\r\n"
+        await send_json(stream, status, api.error(status, f"simulated {status}"), more)
         raise Hangup
 
 
@@ -323,17 +324,18 @@ def framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def json_head(status: int, length: int, content_type: str = "application/json") -> bytes:
-    head = (
-        f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n"
-    )
-    return head.encode()
+def json_head(
+    status: int, length: int, content_type: str = "application/json", more: str = ""
+) -> bytes:
+    """Returns the head of an answer; `more` are further lines of it."""
+    lines = f"content-type: {content_type}\r\ncontent-length: {length}\r\n{more}"
+    return f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode()
 
 
-async def send_json(stream: trio.SocketStream, status: int, answer: Any) -> None:
+async def send_json(stream: trio.SocketStream, status: int, answer: Any, more: str = "") -> None:
     """Sends an answer as JSON, a text as it is."""
     if isinstance(answer, str):
         body, kind = answer.encode(), "text/plain"
     else:
         body, kind = json.dumps(answer).encode(), "application/json"
-    await stream.send_all(json_head(status, len(body), kind) + body)
+    await stream.send_all(json_head(status, len(body), kind, more) + body)

@@ -134,19 +134,30 @@ async def serving(
     start: Callable[..., Server], *options: EngineOptions, flags: Sequence[str] = ()
 ) -> AsyncIterator[tuple[Client, list[Running]]]:
     """Yields a client of a gateway that serves all of these engines, and the engines."""
-    async with engines(*options) as running:
-        named = [part for each in running for part in ("--upstream", each.url)]
-        named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
-        server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
-        async with httpx.AsyncClient(
-            base_url=server.base_url, trust_env=False, verify=False, timeout=60
-        ) as http:
-            client = Client(http)
-            await wait_serving(client, len(running))
-            for each in running:
-                if each.server.publisher is not None:
-                    await each.server.publisher.subscribed()
-            yield client, running
+    async with (
+        engines(*options) as running,
+        gateway_of(start, [each.url for each in running], flags) as client,
+    ):
+        for each in running:
+            if each.server.publisher is not None:
+                await each.server.publisher.subscribed()
+        yield client, running
+
+
+@asynccontextmanager
+async def gateway_of(
+    start: Callable[..., Server], urls: Sequence[str], flags: Sequence[str] = ()
+) -> AsyncIterator[Client]:
+    """Yields a client of a gateway that serves all engines at these URLs."""
+    named = [part for url in urls for part in ("--upstream", url)]
+    named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
+    server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
+    async with httpx.AsyncClient(
+        base_url=server.base_url, trust_env=False, verify=False, timeout=60
+    ) as http:
+        client = Client(http)
+        await wait_serving(client, len(urls))
+        yield client
 
 
 async def wait_serving(client: Client, count: int) -> None:

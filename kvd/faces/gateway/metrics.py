@@ -17,7 +17,7 @@ def gateway_families(
 ) -> Iterator[Family]:
     """Yields the metrics of requests, of engines and of the relay."""
     of_requests = (
-        ("requests", "requests, by how they ended", "outcome", stats.ended),
+        ("relayed_requests", "requests for engines, by how they ended", "outcome", stats.ended),
         ("errors", "requests that the gateway refused, by code", "code", stats.errors),
         ("retries", "requests sent to another engine, by cause", "cause", stats.retries),
         ("prompts", "prompts, by the source of their token ids", "source", stats.rungs),

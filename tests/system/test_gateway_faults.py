@@ -1,0 +1,272 @@
+"""Engines that die, hang and come back under traffic: how many requests fail, exactly.
+
+A request of which no byte has reached its client never fails because one engine did.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions, Fault
+from tests.support.gateways import (
+    CHAT,
+    Answered,
+    Client,
+    gateway_of,
+    serving,
+    wait_metric,
+    wait_serving,
+)
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
+
+Start = Callable[..., Server]
+PROMPT = " ".join(f"w{number}" for number in range(60))
+ENGINES = 4
+CLIENTS = 16
+STEP_US = 2000  # so that a stream of 24 tokens takes some 50 ms, in which its engine can die
+TOKENS = 24
+
+
+class Engine:
+    """A simulated engine as a process of its own, so that it can be killed and stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port = find_free_port()
+        self.start()
+
+    def start(self) -> None:
+        flags = ("--port", str(self.port), "--step-us", str(STEP_US), "--prefill-us", "20")
+        command = [sys.executable, "-m", "examples.engine", *flags]
+        self._server = Server(command, self._folder, self.port, clean_environment())
+        self._server.wait_healthy()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def signal(self, number: signal.Signals) -> None:
+        self._server.process.send_signal(number)
+
+    def end(self) -> None:
+        self._server.process.kill()
+        self._server.process.wait()
+
+
+@asynccontextmanager
+async def fleet(start: Start, folder: Path) -> AsyncIterator[tuple[Client, list[Engine]]]:
+    """Yields a client of a gateway in front of engines that are processes."""
+    engines = [Engine(folder) for _ in range(ENGINES)]
+    try:
+        async with gateway_of(start, [each.url for each in engines]) as client:
+            yield client, engines
+    finally:
+        for each in engines:
+            each.end()
+
+
+class Load:
+    """Clients that ask one thing after the other, every second one for a stream."""
+
+    def __init__(self, client: Client, requests: int) -> None:
+        self._client = client
+        self._left = requests
+        self.outcomes: Counter[str] = Counter()
+        self.answered = 0
+        self._random = random.Random(7)
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(CLIENTS):
+                nursery.start_soon(self._ask)
+
+    async def until(self, answered: int) -> None:
+        while self.answered < answered:  # noqa: ASYNC110 - a count that tasks change
+            await trio.sleep(0.001)
+
+    async def _ask(self) -> None:
+        while self._left:
+            self._left -= 1
+            stream = bool(self._left % 2)
+            text = f"{self._random.randrange(40)} {PROMPT}"
+            answered = await self._client.chat(text, stream=stream, max_tokens=TOKENS)
+            self.outcomes[outcome(answered, stream=stream)] += 1
+            self.answered += 1
+
+
+def outcome(answered: Answered, *, stream: bool) -> str:
+    """Says what became of a request: `whole`, `cut` behind its first event, or its status."""
+    if answered.status != 200:
+        return str(answered.status)
+    if not stream:
+        return "whole" if answered.clean else "cut answer"
+    if answered.clean:
+        return "whole" if answered.body.endswith(b"data: [DONE]\n\n") else "quietly short"
+    return "cut" if answered.body.startswith(b"data: ") else "cut without a byte"
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_an_engine_is_killed_under_load(
+    kvd_process: Start, tmp_path: Path, comes_back: bool
+) -> None:
+    """Streams that had begun are cut, and seen cut; all others are answered elsewhere."""
+    async with fleet(kvd_process, tmp_path) as (client, engines):
+        load = Load(client, 400)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load.run)
+            await load.until(60)
+            for victim in engines[:2]:
+                at = load.answered
+                victim.end()
+                await load.until(at + 80)
+                if comes_back:
+                    await trio.to_thread.run_sync(victim.start)
+                    await load.until(at + 120)
+        assert load.outcomes.keys() <= {"whole", "cut"}
+        assert load.outcomes.total() == 400
+        assert load.outcomes["cut"] <= CLIENTS * 2
+        metrics = await client.metrics()
+        broken = metrics.get('kvd_gateway_relayed_requests_total{outcome="broken"}', 0)
+        assert broken == load.outcomes["cut"]
+        if comes_back:
+            await wait_serving(client, ENGINES)
+
+
+async def test_all_engines_end_and_come_back_one_by_one(kvd_process: Start, tmp_path: Path) -> None:
+    """A rolling restart: what has no byte yet waits for nobody and fails nowhere."""
+    async with fleet(kvd_process, tmp_path) as (client, engines):
+        load = Load(client, 1200)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load.run)
+            await load.until(40)
+            for each in engines:
+                each.end()
+                await trio.to_thread.run_sync(each.start)
+                await wait_serving(client, ENGINES)
+        assert load.outcomes.keys() <= {"whole", "cut"}
+
+
+async def test_a_stopped_engine_holds_up_its_own_requests_only(
+    kvd_process: Start, tmp_path: Path
+) -> None:
+    """SIGSTOP: the kernel still takes connections and requests, and nobody answers."""
+    engines = [Engine(tmp_path) for _ in range(2)]
+    try:
+        flags = ("--gateway-silence-s", "1")
+        async with gateway_of(kvd_process, [each.url for each in engines], flags) as client:
+            engines[0].signal(signal.SIGSTOP)
+            met: Counter[tuple[int, str]] = Counter()
+            async with trio.open_nursery() as nursery:
+
+                async def ask(number: int) -> None:
+                    ids = [number * 100 + at for at in range(64)]
+                    body = {"model": "demo", "prompt": ids, "max_tokens": 2}
+                    answered = await client.post("/v1/completions", body)
+                    met[answered.status, answered.headers.get("x-should-retry", "")] += 1
+
+                for number in range(8):
+                    nursery.start_soon(ask, number)
+            assert met.keys() == {(200, ""), (504, "false")}
+            engines[0].signal(signal.SIGCONT)
+            await wait_serving(client, 2)
+    finally:
+        for each in engines:
+            each.end()
+
+
+@pytest.mark.parametrize("idle_ms", [1, 5, 20])
+async def test_engines_that_close_idle_connections_at_once(
+    kvd_process: Start, idle_ms: int
+) -> None:
+    """A kept connection closes under a request now and then; nobody notices."""
+    async with serving(kvd_process, EngineOptions(idle_s=idle_ms / 1000)) as (client, _):
+        for number in range(60):
+            answered = await client.chat(PROMPT, stream=bool(number % 2))
+            assert (answered.status, answered.clean) == (200, True)
+            await trio.sleep(idle_ms / 1000 * (number % 3) / 2)  # about when it closes
+
+
+@pytest.mark.parametrize("retry_after", [None, "7"])
+async def test_a_refusal_of_all_says_when_to_come_again(
+    kvd_process: Start, retry_after: str | None
+) -> None:
+    three = EngineOptions(), EngineOptions(), EngineOptions()
+    async with serving(kvd_process, *three) as (client, running):
+        for each in running:
+            each.server.options.faults.append(Fault.REFUSE_503)
+            each.server.options.retry_after = retry_after
+        answered = await client.chat(PROMPT)
+        assert answered.status == 503
+        assert answered.headers["retry-after"] == (retry_after or "1")
+        assert sum(each.server.requests for each in running) == 2  # the next one, once
+
+
+async def test_a_client_that_has_said_all_may_close_its_half(kvd_process: Start) -> None:
+    """As `nc -N` does; a client that has gone looks the same until something is sent to it."""
+    async with serving(kvd_process, EngineOptions()) as (client, _):
+        body = b'{"model":"demo","max_tokens":3,"messages":[{"role":"user","content":"hello"}]}'
+        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port or 0)
+        async with stream:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            await stream.send_all(head.encode() + body)
+            stream.socket.shutdown(socket.SHUT_WR)
+            received = b""
+            while piece := await stream.receive_some(65536):
+                received += piece
+        # nobody reads on a closed half: either it was answered, or given up without a word
+        assert received == b"" or received.startswith(b"HTTP/1.1 200 ")
+        assert (await client.chat(PROMPT)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        ("Content-Length: 99999999999", b"{}", 413),
+        ("Content-Length: 9999999999999999999999", b"{}", 400),
+        ("Transfer-Encoding: chunked", b"zz\r\n", 400),
+        ("X-Long: " + "a" * 100_000 + "\r\nContent-Length: 2", b"{}", 431),
+        ("Content-Length: 2\r\nContent-Length: 3", b"{}", 400),
+        ("Content-Length: 2\r\nTransfer-Encoding: chunked", b"{}", 400),
+    ],
+)
+async def test_what_cannot_be_a_request_is_refused(
+    kvd_process: Start, head: str, body: bytes, status: int
+) -> None:
+    async with serving(kvd_process, EngineOptions()) as (client, running):
+        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port or 0)
+        async with stream:
+            start = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{head}\r\n\r\n"
+            await stream.send_all(start.encode() + body)
+            assert b" %d " % status in await stream.receive_some(65536)
+        assert running[0].server.requests == 0
+        assert (await client.chat(PROMPT)).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stream_of_a_client_that_reads_slowly_is_whole(
+    kvd_process: Start, stream: bool
+) -> None:
+    """Much more than the buffers hold: the engine waits."""
+    tokens = 20_000
+    async with serving(kvd_process, EngineOptions()) as (client, running):
+        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": tokens, "stream": stream}
+        received = b""
+        async with client.http.stream("POST", "/v1/completions", json=body) as response:
+            async for piece in response.aiter_raw(4096):
+                received += piece
+                if len(received) % (64 * 4096) == 0:
+                    await trio.sleep(0.005)
+        assert received.count(b"word19999") == 1
+        assert running[0].server.aborted == 0
+        await wait_metric(client, 'kvd_gateway_relayed_requests_total{outcome="complete"}', 1)
