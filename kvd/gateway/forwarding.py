@@ -31,7 +31,7 @@ from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.selection.at_once import AtOnce, Booked
+from kvd.selection.at_once import AtOnce, Booked, StepsAtOnce
 from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd_core.relay.relay import Answer, Ending, Outcome
@@ -94,7 +94,7 @@ class Forwarder:
     ) -> None:
         self._upstreams = upstreams
         self._selections = selections
-        self._at_once = AtOnce(selections)
+        self._at_once, self._steps = AtOnce(selections), StepsAtOnce(selections)
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
@@ -335,11 +335,11 @@ class Forwarder:
 
     def _prefilled(self, reservation_id: str) -> None:
         with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
-            self._selections.reservations.prefill_complete(reservation_id)
+            self._steps.prefill_complete(reservation_id)
 
     def _free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above
-            self._selections.reservations.free(reservation_id)
+            self._steps.free(reservation_id)
 
 
 def has_looked(pool: Pool) -> None:

@@ -40,6 +40,9 @@ MAX_LATER = 256
 ASKING_LATER = 2  # at a time
 BYTES_PER_TOKEN = 4  # of messages whose tokens nobody has said, for their weight alone
 
+# Members that decide about a chat's tokens beside its messages.
+DECIDING = frozenset((*CHAT_MEMBERS, *UNTOLD)) - {"messages"}
+
 SCANNER = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
 TOKENS, TOKEN_IDS = 0, 1  # its arrays
 
@@ -214,10 +217,11 @@ def remembers(asked: Asked) -> bool:
 
 def context_of(asked: Asked, served: Served) -> bytes:
     """Returns what beside the messages decides about the tokens."""
-    others = (name for name in (*CHAT_MEMBERS, *UNTOLD) if name != "messages")
-    members = (
-        b"%b:%b" % (name.encode(), asked.spans[name]) for name in others if name in asked.spans
-    )
+    members = [
+        b"%b:%b" % (name.encode(), value)  # in the scanner's order, whatever the body's is
+        for name, value in asked.spans.items()
+        if name in DECIDING
+    ]
     return b"\0".join((served.model.encode(), (served.adapter or "").encode(), *members))
 
 

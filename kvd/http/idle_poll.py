@@ -32,8 +32,10 @@ from kvd.telemetry.logs import get_logger
 # Time without a request after which trio waits again: clients that ask less often wake trio.
 LINGER_S = 0.05
 
-# Trio has no public name for its set of descriptors and its tasks that can run.
+# Trio has no public name for its set of descriptors, for what ends a wait on that at once (a task
+# that calls what `run_sync_soon` takes costs more), and for its tasks that can run.
 EPOLL = "_core._run.GLOBAL_RUN_CONTEXT.runner.io_manager._epoll"
+WAKE = "_core._run.GLOBAL_RUN_CONTEXT.runner.io_manager.force_wakeup"
 RUNNABLE = "_core._run.GLOBAL_RUN_CONTEXT.runner.runq"
 
 log = get_logger(__name__)
@@ -54,6 +56,7 @@ class IdlePoller(trio.abc.Instrument):
     def __init__(self, budget_ns: int) -> None:
         try:
             self._others = attrgetter(EPOLL)(trio).fileno()
+            self._wake = attrgetter(WAKE)(trio)
             self._runnable = attrgetter(RUNNABLE)(trio)
             self.usable = True
         except AttributeError as error:
@@ -77,7 +80,7 @@ class IdlePoller(trio.abc.Instrument):
             # Trio would log a bug in here and go on without the instrument.
             self._token.run_sync_soon(_crash, error)
         if not awake:  # trio would sleep for `timeout`, which is out of date
-            self._token.run_sync_soon(_look_again, idempotent=True)
+            self._wake()
 
 
 @contextmanager
@@ -101,10 +104,6 @@ def polled_when_idle(lane: Lane, budget_ns: int) -> Iterator[IdlePoller]:
             if here.usable:
                 trio.lowlevel.remove_instrument(here)
             _current.set(None)
-
-
-def _look_again() -> None:
-    """Is called in trio's next pass, which it thereby brings about."""
 
 
 def _crash(error: Exception) -> NoReturn:

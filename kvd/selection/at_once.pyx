@@ -1,6 +1,8 @@
 # distutils: language = c++
 """Selections that need no more than the choice and the ledger: nobody waits before them, no replica
 is to be told, no session is bound. Every other is the scheduler's (kvd.selection.scheduler).
+Likewise steps of reservations that only the ledger has to know of; every other is that of
+kvd.selection.reservations.
 
 Costs: 1 µs beside looking, choosing and booking; the scheduler takes 14 µs.
 """
@@ -13,6 +15,8 @@ from kvd_core.selector.settings cimport kDirect
 
 from collections import namedtuple
 
+from kvd.selection.phases import PREFILL_SUFFIX
+
 # A rank that was chosen for a prompt and booked: worker id, dp rank, tokens to be prefilled there.
 Booked = namedtuple("Booked", ("worker_id", "dp_rank", "prefill_tokens"))
 
@@ -20,6 +24,7 @@ cdef enum:
     kWhole = 0  # the phase of a usual request, as kvd.selection.stats numbers them
 
 cdef uint32_t U32_MAX = 0xffffffff
+cdef string PREFILL = PREFILL_SUFFIX.encode()
 
 
 cdef class AtOnce:
@@ -103,3 +108,58 @@ cdef class AtOnce:
         if self.observers and self.sample.takes(reservation_id):
             self.reservations.observe_begin(fleet, reservation_id)
         return True
+
+
+cdef class StepsAtOnce:
+    """Steps of reservations."""
+
+    def __init__(self, selections not None):
+        """Takes the daemon's selections."""
+        self.reservations = selections.reservations
+        self.scheduler = selections.scheduler
+        self.live = selections.reservations.live
+        self.replicas = selections.reservations.steps.subscribers
+        self.observers = selections.reservations.moments.subscribers
+        self.sample = selections.reservations.sample
+        self.leases = {} if selections.affinity is None else selections.affinity.leases
+
+    cpdef int prefill_complete(self, str reservation_id) except -1:
+        cdef Ledger ledger = self.ledger_of(reservation_id)
+        cdef RequestId live = self.request_of(ledger, reservation_id)
+        if live == kNone:
+            self.reservations.prefill_complete(reservation_id)
+        else:
+            ledger.complete(live)
+        return 0
+
+    cpdef int free(self, str reservation_id) except -1:
+        cdef Ledger ledger = None
+        if not self.leases or reservation_id not in self.leases:
+            ledger = self.ledger_of(reservation_id)
+        cdef RequestId live = self.request_of(ledger, reservation_id)
+        if live == kNone:
+            self.reservations.free(reservation_id)
+        else:
+            ledger.end(live)
+            del self.live[reservation_id]
+        return 0
+
+    cdef Ledger ledger_of(self, str reservation_id):
+        fleet = self.live.get(reservation_id)
+        if fleet is None or self.replicas:
+            return None
+        if self.observers and self.sample.takes(reservation_id):
+            return None
+        if self.scheduler.held and len(fleet.queue):
+            return None
+        return fleet.ledger
+
+    cdef RequestId request_of(self, Ledger ledger, str reservation_id) except? 0xffffffff:
+        if ledger is None:
+            return kNone
+        cdef string_view id = utf8(reservation_id)
+        self.prefill_id.assign(id.data(), id.size())
+        self.prefill_id.append(PREFILL)
+        if ledger.find_request(string_view(self.prefill_id)) != kNone:
+            return kNone
+        return ledger.find_request(id)

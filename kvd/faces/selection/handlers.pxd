@@ -6,7 +6,7 @@ from libcpp.string cimport string
 from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Text
-from kvd.selection.at_once cimport AtOnce
+from kvd.selection.at_once cimport AtOnce, StepsAtOnce
 from kvd_core.base.draws cimport Draws
 from kvd_core.base.sampling cimport Sample
 from kvd_core.ledger.ledger cimport Ledger
@@ -71,17 +71,7 @@ cdef class SelectHandler(PromptHandler):
     cdef bytes scheduled(self, ask, retry, request)
 
 cdef class ReservationHandler(HotHandler):
-    cdef object reservations, scheduler  # parts of the selections
-    cdef dict live
-    cdef list replicas, observers
-    cdef Sample sample
-    cdef dict leases         # of sessions, by reservation id: their end is told
-    cdef string prefill_id   # scratch: the id of a booking
-
-    # The ledger of the fleet that a reservation is booked in, None for `reservations`.
-    cdef Ledger ledger_of(self, str reservation_id)
-    # The number of a reservation in it, kNone without one and if its prefill is booked apart.
-    cdef RequestId request_of(self, Ledger ledger, const Text& captured)
+    cdef StepsAtOnce steps
 
 cdef class PrefillCompleteHandler(ReservationHandler):
     pass

@@ -14,9 +14,6 @@ ways have the body read once, by the same reader and `choosing.request_of`; they
 Pool, and count and word a booking by kvd.selection.serving. On the fast path, a selection for the
 scheduler is left to its task, as it may have to wait.
 
-A step of a reservation that only its ledger has to know of is likewise taken here, every other by
-kvd.selection.reservations.
-
 Costs: those of kvd.selection.at_once, and scanning the body.
 """
 from libc.stddef cimport size_t
@@ -103,7 +100,6 @@ cdef int N_SELECT_FIELDS = len(SELECT_FIELDS)
 cdef str MODEL = DEFAULT_MODEL
 
 cdef bytes OK = b'{"status":"ok"}'
-cdef string PREFILL = PREFILL_SUFFIX.encode()
 
 
 cdef class PromptReader(BodyReader):
@@ -371,46 +367,15 @@ cdef class ReservationHandler(HotHandler):
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
-        self.reservations = selections.reservations
-        self.scheduler = selections.scheduler
-        self.live = selections.reservations.live
-        self.replicas = selections.reservations.steps.subscribers
-        self.observers = selections.reservations.moments.subscribers
-        self.sample = selections.reservations.sample
-        self.leases = {} if selections.affinity is None else selections.affinity.leases
+        self.steps = StepsAtOnce(selections)
         self.bodiless = True
-
-    cdef Ledger ledger_of(self, str reservation_id):
-        fleet = self.live.get(reservation_id)
-        if fleet is None or self.replicas:
-            return None
-        if self.observers and self.sample.takes(reservation_id):
-            return None
-        if self.scheduler.held and len(fleet.queue):
-            return None
-        return fleet.ledger
-
-    cdef RequestId request_of(self, Ledger ledger, const Text& captured):
-        if ledger is None:
-            return kNone
-        self.prefill_id.assign(captured.begin, captured.size)
-        self.prefill_id.append(PREFILL)
-        if ledger.find_request(string_view(self.prefill_id)) != kNone:
-            return kNone
-        return ledger.find_request(string_view(captured.begin, captured.size))
 
 
 cdef class PrefillCompleteHandler(ReservationHandler):
     """Ends the prefill of a reservation, once or again."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        reservation_id = segment(captured)
-        cdef Ledger ledger = self.ledger_of(reservation_id)
-        cdef RequestId live = self.request_of(ledger, captured)
-        if live == kNone:
-            self.reservations.prefill_complete(reservation_id)
-        else:
-            ledger.complete(live)
+        self.steps.prefill_complete(segment(captured))
         return OK
 
 
@@ -418,16 +383,7 @@ cdef class FreeHandler(ReservationHandler):
     """Ends a reservation."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        reservation_id = segment(captured)
-        cdef Ledger ledger = None
-        if not self.leases or reservation_id not in self.leases:
-            ledger = self.ledger_of(reservation_id)
-        cdef RequestId live = self.request_of(ledger, captured)
-        if live == kNone:
-            self.reservations.free(reservation_id)
-        else:
-            ledger.end(live)
-            del self.live[reservation_id]
+        self.steps.free(segment(captured))
         return OK
 
 
