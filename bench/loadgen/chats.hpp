@@ -54,11 +54,13 @@ class Questions {
 class FollowUps : public Questions {
  public:
   explicit FollowUps(const Options& options)
-      : options_(options), frames_(options.integer("frames", 1)) {
+      : options_(options),
+        frames_(options.integer("frames", 1)),
+        first_(uint64_t(options.integer("seed", 0)) << 40) {
     const size_t bytes = size_t(options.integer("body-bytes", 512)) - kRest;
     for (long chat = 0; chat < options.integer("chats", 1); chat++)
-      known_.push_back(message("system", words(uint64_t(chat), bytes / 2)) + "," +
-                       message("user", words(uint64_t(chat) + (1 << 20), bytes / 2)));
+      known_.push_back(message("system", words(first_ + uint64_t(2 * chat), bytes / 2)) + "," +
+                       message("user", words(first_ + uint64_t(2 * chat + 1), bytes / 2)));
   }
 
   bool introduced() const { return asked_ >= known_.size() && open_ == 0; }
@@ -71,8 +73,8 @@ class FollowUps : public Questions {
     open_++;
     body = first ? chat_body(options_, 1, known)
                  : chat_body(options_, frames_,
-                             known + "," + message("assistant", words(asked_, 60)) + "," +
-                                 message("user", words(asked_ + (1ull << 40), 100)));
+                             known + "," + message("assistant", words(first_ - 2 * asked_, 60)) +
+                                 "," + message("user", words(first_ - 2 * asked_ - 1, 100)));
     return true;
   }
 
@@ -83,6 +85,7 @@ class FollowUps : public Questions {
 
   const Options& options_;
   long frames_;
+  uint64_t first_;  // number of its texts
   std::vector<std::string> known_;
   size_t asked_ = 0, open_ = 0;
   bool introduced_ = false;
@@ -97,12 +100,13 @@ class Rounds : public Questions {
         frames_(options.integer("frames", 1)),
         turns_(options.integer("turns", 1)),
         message_bytes_(size_t(options.integer("turn-tokens", 1)) * kTokenBytes),
-        random_(uint64_t(options.integer("seed", 0))),
+        first_(uint64_t(options.integer("seed", 0)) << 40),
+        random_(first_),
         order_(size_t(options.integer("chats", 1))) {
     const long prompts = options.integer("prompts", 1);
     const size_t bytes = size_t(options.integer("system-tokens", 1)) * kTokenBytes;
     for (size_t chat = 0; chat < order_.size(); chat++)
-      chats_.push_back(message("system", words(chat % size_t(prompts), bytes)));
+      chats_.push_back(message("system", words(first_ + chat % size_t(prompts), bytes)));
     std::iota(order_.begin(), order_.end(), size_t(0));
   }
 
@@ -116,7 +120,7 @@ class Rounds : public Questions {
     if (at_ == 0) std::shuffle(order_.begin(), order_.end(), random_);
     const size_t chat = order_[at_++];
     std::string& messages = chats_[chat];
-    const uint64_t number = (chat + 1) << 20 | uint64_t(turn_) << 1;
+    const uint64_t number = first_ + ((chat + 1) << 20) + (uint64_t(turn_) << 1);
     if (turn_ > 0) messages += "," + message("assistant", words(number, message_bytes_));
     messages += "," + message("user", words(number + 1, message_bytes_));
     body = chat_body(options_, frames_, messages);
@@ -133,6 +137,7 @@ class Rounds : public Questions {
   const Options& options_;
   long frames_, turns_, turn_ = 0;
   size_t message_bytes_;
+  uint64_t first_;  // number of its texts
   std::mt19937_64 random_;
   std::vector<size_t> order_;
   std::vector<std::string> chats_;  // messages so far

@@ -248,7 +248,7 @@ class SimEngine {
   void reset() {
     cache_.clear();
     requests_ = questions_ = prompt_tokens_ = cached_tokens_ = 0;
-    Batch batch;
+    Batch batch(Batch::Form::kMaps);
     batch.cleared();
     publisher_.publish(0, batch.take());
   }
@@ -257,7 +257,7 @@ class SimEngine {
 
   bool generate(Client& client, const std::string& body) {
     const Tokens tokens = tokens_of(body);
-    Batch batch;
+    Batch batch(Batch::Form::kMaps);
     const size_t cached = cache_.serve(tokens, batch) * block_size_;
     if (batch.events()) publisher_.publish(0, batch.take());
     requests_++;

@@ -103,13 +103,14 @@ class StreamReader {
 class StreamLoad {
  public:
   StreamLoad(const Options& options, Questions& questions)
-      : url_(options.text("url")),
-        questions_(questions),
+      : questions_(questions),
         server_(options.integer("pid", 0)),
         rate_(options.number("rate")),
         epoll_(epoll_create1(0)) {
+    const std::vector<std::string> urls = split(options.text("url"));
     for (long i = 0; i < options.integer("conns", 1); i++) {
       connections_.push_back(std::make_unique<Connection>());
+      connections_.back()->url = urls[size_t(i) % urls.size()];
       connect_anew(*connections_.back());
       idle_.push_back(connections_.back().get());
     }
@@ -177,6 +178,7 @@ class StreamLoad {
   static constexpr double kStall = 60;  // seconds without an answer that are an error
 
   struct Connection {
+    std::string url;
     int fd = -1;
     std::string request;
     size_t sent = 0;
@@ -185,9 +187,18 @@ class StreamLoad {
     StreamReader reader;
   };
 
+  static std::vector<std::string> split(const std::string& list) {
+    std::vector<std::string> parts(1);
+    for (char c : list) {
+      if (c == ',') parts.emplace_back();
+      else parts.back().push_back(c);
+    }
+    return parts;
+  }
+
   void connect_anew(Connection& connection) {
     if (connection.fd >= 0) close(connection.fd);
-    connection.fd = connect_to(url_);
+    connection.fd = connect_to(connection.url);
     fcntl(connection.fd, F_SETFL, O_NONBLOCK);
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLET;
@@ -288,7 +299,7 @@ class StreamLoad {
     }
   }
 
-  std::string url_, body_;
+  std::string body_;
   Questions& questions_;
   ServerProcess server_;
   double rate_;

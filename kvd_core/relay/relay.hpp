@@ -61,7 +61,7 @@ namespace kvd::relay {
 
 constexpr size_t kReceive = 64 * 1024;  // bytes of one receive
 constexpr size_t kWindow = 256 * 1024;  // bytes that may wait for a client
-constexpr size_t kTail = 4 * 1024;      // bytes of the payload's end that are kept, at least
+constexpr size_t kTail = 1024;          // bytes of the payload's end that are kept, at least
 constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head
 constexpr size_t kMaxIdle = 1024;       // kept connections of one engine
 constexpr int kNoSocket = -1;
