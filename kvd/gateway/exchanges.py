@@ -12,6 +12,7 @@ from types import TracebackType
 import trio
 
 from kvd.http.idle_poll import polled_when_idle
+from kvd.http.untasked import Signal, has_task, told
 from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, Outcome, Relay
 
 # Time of a row of events before other tasks run.
@@ -44,7 +45,7 @@ class Exchanges:
     def __init__(self, limits: RelayLimits) -> None:
         self.relay = Relay(self._notice)
         self.relay.set_limits(limits.connect_s, limits.silence_s, limits.client_s, limits.idle_s)
-        self._waiting: dict[int, trio.lowlevel.Task] = {}
+        self._waiting: dict[int, trio.lowlevel.Task | Signal] = {}
 
     async def run(self) -> None:
         """Moves bytes until it is cancelled."""
@@ -81,7 +82,15 @@ class Exchanges:
     async def changed(self, exchange: int) -> None:
         """Waits until an exchange is ready or has ended."""
         if self.relay.ready(exchange) or self.relay.ended(exchange):
-            await trio.lowlevel.checkpoint()
+            if has_task():
+                await trio.lowlevel.checkpoint()
+            return
+        if not has_task():
+            self._waiting[exchange] = signal = Signal()
+            try:
+                await told(signal)
+            finally:
+                self._waiting.pop(exchange, None)
             return
         self._waiting[exchange] = trio.lowlevel.current_task()
 
@@ -92,9 +101,11 @@ class Exchanges:
         await trio.lowlevel.wait_task_rescheduled(forget)
 
     def _notice(self, exchange: int) -> None:
-        task = self._waiting.pop(exchange, None)
-        if task is not None:
-            trio.lowlevel.reschedule(task)
+        waiting = self._waiting.pop(exchange, None)
+        if isinstance(waiting, Signal):
+            waiting.tell()
+        elif waiting is not None:
+            trio.lowlevel.reschedule(waiting)
 
 
 class Exchange:

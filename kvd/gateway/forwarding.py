@@ -30,6 +30,7 @@ from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
+from kvd.http.untasked import in_task
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.selection.at_once import AtOnce, Booked, StepsAtOnce
 from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
@@ -198,6 +199,7 @@ class Forwarder:
             )
             reply = self._selections.scheduler.select(selection, look)
             if isinstance(reply, QueuedRequest):
+                await in_task()
                 rendered = await self._selections.scheduler.wait(reply)
             else:
                 rendered = reply.answer

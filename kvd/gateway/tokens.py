@@ -26,6 +26,7 @@ from kvd.gateway.heads import own_head
 from kvd.gateway.probing import Kind
 from kvd.gateway.stats import GatewayStats, Rung
 from kvd.gateway.upstreams import Served, Upstream
+from kvd.http.untasked import in_task
 from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled
 from kvd_core.selector.selector import Pool
@@ -127,7 +128,10 @@ class Tokens:
         self, asked: Asked, served: Served, body: bytes, engines: Sequence[Upstream]
     ) -> PromptTokens | None:
         """Returns what is known of a request's prompt, None if nobody says it in time."""
-        found = self._recall(asked, served) or await self._ask(asked, body, engines)
+        found = self._recall(asked, served)
+        if found is None:
+            await in_task()
+            found = await self._ask(asked, body, engines)
         self._stats.rungs[Rung.NONE if found is None else found.rung] += 1
         return found
 

@@ -30,6 +30,7 @@ from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Stream, Transport
 from kvd.http.types import Headers, Request, Response, Route, Scope
+from kvd.http.untasked import IN_TASK, Untasked
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
 
@@ -70,6 +71,7 @@ class Service:
             Connection.note_answered,
             Connection.log_answered,
             Connection.wake,
+            Connection.relay,
             context.authorizer.rules,
         )
         self.observe = context.observe
@@ -149,7 +151,7 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_asked", "_outcome", "_owed", "_retired", "_service", "_task", "checks_host")
+    __slots__ = ("_outcome", "_owed", "_rest", "_retired", "_service", "_task", "checks_host")
 
     def __init__(self, stream: Stream, shared: Shared, service: Service, checks_host: bool) -> None:
         super().__init__(stream, shared)
@@ -157,7 +159,7 @@ class Connection(Transport):
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
-        self._asked: PlainRequest | None = None  # a request that came through the fast path
+        self._rest: Untasked | None = None  # of a relayed request that has begun without the task
         self._owed = False  # a part of a body that nobody reads is still to come
         self._retired = False
 
@@ -235,6 +237,41 @@ class Connection(Transport):
         self._outcome = outcome
         trio.lowlevel.reschedule(self._task)
 
+    def relay(self, asked: PlainRequest) -> Handoff | Exception | None:
+        """Begins to serve a request whose answer is relayed; returns what to wake the task with."""
+        self.shared.stats.requests += 1
+        self.note_granted(asked.route.scope)
+        head = Head()
+        head.method, head.headers = asked.route.method, asked.headers
+        head.path, head.query = asked.path, asked.query
+        self._rest = Untasked(self._relay(head, asked.route, asked.body))
+        return self._go_on(self._rest)
+
+    def _go_on(self, rest: Untasked) -> Handoff | Exception | None:
+        """Goes on with a relayed request until it waits for a signal, or for its task."""
+        try:
+            signal = rest.step()
+        except StopIteration as end:
+            self._rest = None
+            if not end.value:
+                return Handoff(b"", b"", False)
+            self.enter(Phase.IDLE)
+            return self._service.fast_path.park(self, self.fd)
+        except Exception as error:
+            self._rest = None
+            return error
+        if signal is IN_TASK:
+            self._rest = None
+            return Handoff(b"", b"", True, None, rest)
+        signal.tell = self._tell
+        return None
+
+    def _tell(self) -> None:
+        assert self._rest is not None
+        outcome = self._go_on(self._rest)
+        if outcome is not None:
+            self.wake(outcome)
+
     async def _serve(self) -> None:
         self.enter(Phase.IDLE)
         try:
@@ -258,9 +295,9 @@ class Connection(Transport):
         return not self._retired
 
     async def _fill_parked(self) -> bool:
-        while not self.buffer and self._asked is None:
+        while not self.buffer and self._rest is None:
             left = await self._park()
-            self.buffer, self._asked = left.received, left.request
+            self.buffer, self._rest = left.received, left.rest
             if left.unsent:
                 await self._deliver(left.unsent, left.undo)
             if not left.persists:
@@ -285,18 +322,17 @@ class Connection(Transport):
 
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
         self._service.fast_path.unpark(self.fd)
+        if self._rest is not None:
+            self._rest.close()
+            self._rest = None
         return trio.lowlevel.Abort.SUCCEEDED
 
     async def _serve_next(self) -> bool:
         """Serves the request that has come; returns whether the connection persists."""
-        if self._asked is None:
+        if self._rest is None:
             return await self._serve_request(await self._read_head())
-        (route, path, query, headers, body), self._asked = self._asked, None
-        self.shared.stats.requests += 1
-        self.note_granted(route.scope)
-        head = Head()
-        head.method, head.path, head.query, head.headers = route.method, path, query, headers
-        return await self._relay(head, route, body)
+        rest, self._rest = self._rest, None
+        return await rest.rest()
 
     async def _read_head(self) -> Head | None:
         """Returns the next head, None when the client has left in the middle."""

@@ -3,6 +3,7 @@ from typing import Any, NamedTuple
 
 from kvd.http.idle_poll import Lane
 from kvd.http.permits import PermitRules
+from kvd.http.untasked import Untasked
 
 class PlainRequest(NamedTuple):
     route: Any
@@ -16,7 +17,7 @@ class Handoff(NamedTuple):
     unsent: bytes
     persists: bool
     undo: Callable[[], None] | None = None
-    request: PlainRequest | None = None
+    rest: Untasked | None = None
 
 def plain_head(
     data: bytes,
@@ -43,6 +44,7 @@ class FastPath:
         note: Callable[[Any, Any, int, float], None],
         log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],
         wake: Callable[[Any, Handoff | Exception], None],
+        relay: Callable[[Any, PlainRequest], Handoff | Exception | None],
         permits: PermitRules,
     ) -> None: ...
     def fileno(self) -> int: ...

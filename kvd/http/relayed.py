@@ -20,6 +20,7 @@ from kvd.http.head import Head
 from kvd.http.render import CHUNKED_LINE, chunk, response_head, whole_response
 from kvd.http.transport import RECEIVE_BYTES, Phase, Transport
 from kvd.http.types import Headers, Response
+from kvd.http.untasked import in_task
 from kvd.http.writer import connection_lines, persists_after
 
 
@@ -38,6 +39,7 @@ class RelayedRequest:
     async def respond(self, response: Response) -> bool:
         """Sends an answer that is made here; returns whether the connection persists."""
         assert isinstance(response.body, bytes)
+        await in_task()
         shared = self._transport.shared
         self.status = response.status
         persists = persists_after(response.status, self._head, shared)
@@ -64,6 +66,7 @@ class RelayedRequest:
 
     async def send_piece(self, data: bytes, *, chunked: bool) -> None:
         """Sends a last piece behind what a borrower has sent."""
+        await in_task()
         await self._transport.send(chunk(data) if chunked else data)
 
     def lent(self) -> AbstractAsyncContextManager[int]:

@@ -132,7 +132,7 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
 
 
 def lane_of(wake: Any) -> FastPath:
-    return FastPath({}, [], print, print, print, wake, PermitRules())
+    return FastPath({}, [], print, print, print, wake, print, PermitRules())
 
 
 async def test_the_instrument_goes_with_the_last_lane() -> None:
