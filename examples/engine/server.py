@@ -20,7 +20,6 @@ from examples.engine.tokenizer import ids_of_messages, ids_of_text
 
 RECEIVE_BYTES = 64 * 1024
 KEPT = 16  # requests of which it remembers what they said
-GENERATING = {"/v1/chat/completions": True, "/v1/completions": False}  # by path: is it a chat?
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 
@@ -95,8 +94,8 @@ class EngineServer:
                 continue
             return False
         method = parser.get_method().decode()
-        if method == "POST" and request.path in GENERATING:
-            await self._generate(stream, request, chat=GENERATING[request.path])
+        if method == "POST" and request.path in api.FORMS:
+            await self._generate(stream, request, api.FORMS[request.path])
         else:
             status, answer = self._answer(method, request)
             await send_json(stream, status, answer)
@@ -181,7 +180,9 @@ class EngineServer:
 
     # ---- what generates
 
-    async def _generate(self, stream: trio.SocketStream, request: Request, *, chat: bool) -> None:
+    async def _generate(
+        self, stream: trio.SocketStream, request: Request, form: type[api.Form]
+    ) -> None:
         self.requests += 1
         self.received.appendleft(request.body)
         self.heads.appendleft(request.headers)
@@ -201,10 +202,11 @@ class EngineServer:
         async with self._computing:
             await trio.sleep((len(ids) - cached) * self.options.prefill_s)
             self._publish(self.cache.serve(ids))
-        words = api.words(members.get("max_tokens") or api.DEFAULT_TOKENS)
-        used = api.usage(len(ids), cached, len(words))
+        bounds = [members[name] for name in form.limits if members.get(name)]
+        words = api.words(bounds[0] if bounds else api.DEFAULT_TOKENS)
+        used = api.Usage(len(ids), cached, len(words))
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
-        answer = Answer(stream, chat, request_id, model, words, used, fault)
+        answer = Answer(stream, form(request_id, model), words, used, fault)
         if members.get("stream"):
             options = members.get("stream_options") or {}
             await answer.stream(self.options.step_s, with_usage=bool(options.get("include_usage")))
@@ -223,21 +225,19 @@ class Answer:
     def __init__(
         self,
         stream: trio.SocketStream,
-        chat: bool,
-        request_id: str,
-        model: str,
-        text: list[str],
-        used: dict[str, Any],
+        form: api.Form,
+        words: list[str],
+        used: api.Usage,
         fault: Fault | None,
     ) -> None:
         self._stream = stream
-        self._of = chat, request_id, model
-        self._text = text
+        self._form = form
+        self._words = words
         self._used = used
         self._fault = fault
 
     async def whole(self) -> None:
-        body = json.dumps(api.whole_answer(*self._of, "".join(self._text), self._used)).encode()
+        body = json.dumps(self._form.whole("".join(self._words), self._used)).encode()
         head = json_head(200, len(body))
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
@@ -255,9 +255,10 @@ class Answer:
         if self._fault is Fault.ERROR_EVENT:
             told = api.event(api.error(503, "the queue is full", "Service Unavailable"))
             return await self._send(head + framed(told + api.DONE) + b"0\r\n\r\n")
-        await self._send(head)
-        for at, (word, first) in enumerate(api.pieces(self._text)):
-            data = framed(api.chunk(*self._of, word, first=first))
+        form, used = self._form, self._used
+        await self._send(head + b"".join(map(framed, form.opening(used))))
+        for at, word in enumerate(self._words):
+            data = framed(form.piece(word, first=at == 0))
             if at == 1 and self._fault is Fault.AFTER_EVENT:
                 raise Hangup
             if at == 1 and self._fault is Fault.IN_EVENT:
@@ -265,10 +266,10 @@ class Answer:
             await self._send(data)
             if step_s:
                 await trio.sleep(step_s)
-        await self._send(framed(api.chunk(*self._of, None, first=False)))
-        if with_usage:
-            await self._send(framed(api.usage_event(self._of[1], self._of[2], self._used)))
-        await self._send(framed(api.DONE))
+        for told in form.closing("".join(self._words), used, with_usage=with_usage):
+            await self._send(framed(told))
+        if form.ends:
+            await self._send(framed(form.ends))
         if self._fault is Fault.AFTER_DONE:
             raise Hangup
         await self._send(b"0\r\n\r\n")
@@ -311,7 +312,13 @@ async def hang_up_behind(stream: trio.SocketStream, data: bytes) -> None:
 def prompt_of(members: dict[str, Any]) -> list[int]:
     """Returns the token ids of a request's prompt."""
     if "messages" in members:
-        return ids_of_messages(members["messages"])
+        system = members.get("system")  # Anthropic's
+        before = [{"role": "system", "content": system}] if system else []
+        return ids_of_messages([*before, *members["messages"]])
+    if "input" in members:  # of responses: a text or messages
+        said = members["input"]
+        turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        return ids_of_messages(turns)
     prompt = members.get("prompt", "")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]
