@@ -12,9 +12,9 @@
 Proxies and engines live together; each row asks one proxy after the other, in every round anew, so
 that what slows the machine for longer slows all of them. The load are next turns of known
 conversations (loadgen/chats.hpp), so that a gateway that remembers them needs no tokenizer; an
-answer's frames have 200 bytes. The shares of cached tokens are what the engines' own caches had, with
-fresh engines and proxies for each workload. CPU is user and system time of the proxy's process.
-Prints Markdown.
+answer's frames have 200 bytes. Shares of cached tokens are those of the engines' own caches, with
+fresh engines and proxies for each workload and round. CPU is user and system time of the proxy's
+process. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from statistics import median
 import machine
 from errors import BenchError
 from generator import Generator, Option, Result, build
-from servers import Contender, Server, free_port, running, running_on
+from servers import Contender, Server, free_ports, running, running_on
 
 HERE = Path(__file__).resolve().parent
 ENGINES = 4
@@ -128,10 +128,10 @@ PREFILL_US = 20  # of a token that is not cached, in these workloads
 
 @dataclass
 class Proxy:
-    """A contender, and how it is started on a port before engines."""
+    """A contender."""
 
     name: str
-    command: Callable[[int, Sequence[Engine]], tuple[str, ...]]
+    command: Command
     version: str
     results: dict[str, list[float]] = field(default_factory=dict)  # by the row's title
 
@@ -180,9 +180,13 @@ class Target:
 # ---- contenders
 
 
-def kvd(port: int, engines: Sequence[Engine]) -> tuple[str, ...]:
+# How it is started before engines, on the first of two ports; the other is for its metrics.
+Command = Callable[[Sequence[int], "Sequence[Engine]"], tuple[str, ...]]
+
+
+def kvd(ports: Sequence[int], engines: Sequence[Engine]) -> tuple[str, ...]:
     off = ("--indexer-bind", "--slot-tracker-bind", "--selection-bind", "--conductor-bind")
-    command = [sys.executable, "-m", "kvd", "gateway", "--port", str(port)]
+    command = [sys.executable, "-m", "kvd", "gateway", "--port", str(ports[0])]
     for flag in off:
         command += [flag, "off"]
     for engine in engines:
@@ -190,21 +194,21 @@ def kvd(port: int, engines: Sequence[Engine]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def nginx(folder: Path) -> Callable[[int, Sequence[Engine]], tuple[str, ...]]:
-    def command(port: int, engines: Sequence[Engine]) -> tuple[str, ...]:
+def nginx(folder: Path) -> Command:
+    def command(ports: Sequence[int], engines: Sequence[Engine]) -> tuple[str, ...]:
         servers = " ".join(f"server {engine.server.address};" for engine in engines)
         file = folder / "nginx.conf"
-        file.write_text(NGINX.format(folder=folder, servers=servers, port=port))
+        file.write_text(NGINX.format(folder=folder, servers=servers, port=ports[0]))
         return ("nginx", "-c", str(file), "-e", str(folder / "nginx.error"))
 
     return command
 
 
-def router(start: Sequence[str], policy: str) -> Callable[[int, Sequence[Engine]], tuple[str, ...]]:
-    def command(port: int, engines: Sequence[Engine]) -> tuple[str, ...]:
+def router(start: Sequence[str], policy: str) -> Command:
+    def command(ports: Sequence[int], engines: Sequence[Engine]) -> tuple[str, ...]:
         urls = [engine.url for engine in engines]
-        line = [*start, "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
-        line += ["--prometheus-port", str(free_port()), "--worker-urls", *urls]
+        line = [*start, "--host", "127.0.0.1", "--port", str(ports[0]), "--policy", policy]
+        line += ["--prometheus-port", str(ports[1]), "--worker-urls", *urls]
         if policy == "kv_aware":
             for engine in engines:
                 line += ["--kv-event-source", f"{engine.url}={engine.events()}"]
@@ -257,10 +261,10 @@ def engines_of(binary: Path, logs: Path, **options: Option) -> Iterator[list[Eng
 
 @contextmanager
 def started(proxy: Proxy, engines: Sequence[Engine], logs: Path) -> Iterator[Target]:
-    port = free_port()
+    ports = free_ports(2)
     name = proxy.name.replace(" ", "-")
-    contender = Contender(name, proxy.command(port, engines), HERE.parent)
-    with running_on(contender, port, logs) as server:
+    contender = Contender(name, proxy.command(ports, engines), HERE.parent)
+    with running_on(contender, ports[0], logs) as server:
         _wait_answers(server)
         yield Target(server.address, server.pid)
 

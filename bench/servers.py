@@ -63,11 +63,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, each another one."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _healthy(port: int) -> bool:
@@ -105,7 +107,7 @@ def _check_alone(server: Server) -> None:
 @contextmanager
 def running(contender: Contender, log_directory: Path) -> Iterator[Server]:
     """A healthy server; raises BenchError if it does not start or dies before the end."""
-    port = free_port()
+    (port,) = free_ports(1)
     on_port = replace(contender, command=(*contender.command, "--port", str(port)))
     with running_on(on_port, port, log_directory) as server:
         yield server
