@@ -35,9 +35,10 @@ inline std::string message(const char* role, const std::string& content) {
 
 // A body that asks for an answer to these messages.
 inline std::string chat_body(const Options& options, long frames, const std::string& messages) {
-  return "{\"model\":\"" + options.text("model") + "\",\"stream\":true,\"max_tokens\":" +
-         std::to_string(frames) + ",\"seed\":" + std::to_string(options.integer("pace-us", 0)) +
-         ",\"messages\":[" + messages + "]}";
+  return "{\"model\":\"" + options.text("model") +
+         "\",\"stream\":true,\"max_tokens\":" + std::to_string(frames) +
+         ",\"seed\":" + std::to_string(options.integer("pace-us", 0)) + ",\"messages\":[" +
+         messages + "]}";
 }
 
 // Gives the next body, or nothing to whoever asks too early or too late.

@@ -31,7 +31,8 @@ constexpr size_t kFrameBytes = 200;  // of a stream's event, with its blank line
 // One event of a stream, which is padded to kFrameBytes.
 inline std::string stream_frame(const std::string& model) {
   std::string frame =
-      "data: {\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"" +
+      "data: "
+      "{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"" +
       model + "\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\"";
   const std::string end = "\"},\"finish_reason\":null}]}\n\n";
   return frame + std::string(kFrameBytes - frame.size() - end.size(), 'x') + end;
@@ -100,12 +101,12 @@ class SimEngine {
  private:
   struct Client {
     int fd;
-    uint64_t number;      // of the connection: descriptors are used again
+    uint64_t number;  // of the connection: descriptors are used again
     std::string received;
     std::string unsent;
-    long left = 0;        // frames of the answer under way
+    long left = 0;  // frames of the answer under way
     double pace_s = 0;
-    bool begun = false;   // its head has been sent
+    bool begun = false;  // its head has been sent
   };
   struct Due {
     double at;
@@ -168,7 +169,8 @@ class SimEngine {
     const size_t length = length_of(client.received.c_str(), end);
     if (client.received.size() < end + 4 + length) return true;
     const size_t space = client.received.find(' ');
-    std::string path = client.received.substr(space + 1, client.received.find(' ', space + 1) - space - 1);
+    std::string path =
+        client.received.substr(space + 1, client.received.find(' ', space + 1) - space - 1);
     path.resize(std::min(path.size(), path.find('?')));
     const std::string body = client.received.substr(end + 4, length);
     client.received.clear();  // no client here pipelines
@@ -179,8 +181,9 @@ class SimEngine {
 
   static size_t length_of(const char* head, size_t size) {
     static const std::string name = "\ncontent-length:";
-    for (const char* at = head; (at = static_cast<const char*>(
-             memchr(at, '\n', size - size_t(at - head)))) != nullptr; at++)
+    for (const char* at = head;
+         (at = static_cast<const char*>(memchr(at, '\n', size - size_t(at - head)))) != nullptr;
+         at++)
       if (!strncasecmp(at, name.c_str(), name.size()))
         return std::strtoull(at + name.size(), nullptr, 10);
     return 0;
@@ -201,18 +204,22 @@ class SimEngine {
         {"/health", [](SimEngine&) { return "{}"; }},
         {"/ready", [](SimEngine&) { return "{}"; }},
         {"/version", [](SimEngine&) { return "{\"version\":\"0.33.0\"}"; }},
-        {"/v1/models", [](SimEngine& e) {
+        {"/v1/models",
+         [](SimEngine& e) {
            return "{\"object\":\"list\",\"data\":[{\"id\":\"" + e.model_ +
-                  "\",\"object\":\"model\",\"created\":1,\"owned_by\":\"vllm\",\"root\":\"" + e.model_ +
-                  "\",\"parent\":null,\"max_model_len\":131072}]}";
+                  "\",\"object\":\"model\",\"created\":1,\"owned_by\":\"vllm\",\"root\":\"" +
+                  e.model_ + "\",\"parent\":null,\"max_model_len\":131072}]}";
          }},
-        {"/metrics", [](SimEngine& e) {
+        {"/metrics",
+         [](SimEngine& e) {
            return "vllm:cache_config_info{block_size=\"" + std::to_string(e.block_size_) +
                   "\",engine=\"0\",num_gpu_blocks=\"" + std::to_string(e.blocks_) + "\"} 1.0\n";
          }},
-        {"/kv_event_sources", [](SimEngine& e) {
+        {"/kv_event_sources",
+         [](SimEngine& e) {
            return "{\"0\":{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"topic\":\"\","
-                  "\"endpoint\":\"" + e.publisher_.endpoint(0) + "\",\"replay_endpoint\":null}}";
+                  "\"endpoint\":\"" +
+                  e.publisher_.endpoint(0) + "\",\"replay_endpoint\":null}}";
          }},
     };
     const auto found = kSaid.find(path);
@@ -235,13 +242,14 @@ class SimEngine {
     std::string ids;
     for (uint32_t token : tokens) ids += (ids.empty() ? "" : ",") + std::to_string(token);
     questions_++;
-    return "{\"count\":" + std::to_string(tokens.size()) + ",\"max_model_len\":131072,\"tokens\":[" +
-           ids + "]}";
+    return "{\"count\":" + std::to_string(tokens.size()) +
+           ",\"max_model_len\":131072,\"tokens\":[" + ids + "]}";
   }
 
   std::string stats() const {
-    return "{\"requests\":" + std::to_string(requests_) + ",\"questions\":" +
-           std::to_string(questions_) + ",\"prompt_tokens\":" + std::to_string(prompt_tokens_) +
+    return "{\"requests\":" + std::to_string(requests_) +
+           ",\"questions\":" + std::to_string(questions_) +
+           ",\"prompt_tokens\":" + std::to_string(prompt_tokens_) +
            ",\"cached_tokens\":" + std::to_string(cached_tokens_) + "}";
   }
 
@@ -264,7 +272,8 @@ class SimEngine {
     prompt_tokens_ += tokens.size();
     cached_tokens_ += cached;
     const long frames = std::max(1L, member(body, "max_tokens", 1));
-    if (body.find("\"stream\":true") == std::string::npos && body.find("\"stream\": true") == std::string::npos)
+    if (body.find("\"stream\":true") == std::string::npos &&
+        body.find("\"stream\": true") == std::string::npos)
       return send_answer(client, 200, whole_answer());
     client.left = frames;
     client.pace_s = double(member(body, "seed", 0)) * 1e-6;
@@ -277,7 +286,8 @@ class SimEngine {
   }
 
   std::string whole_answer() const {
-    return "{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion\",\"created\":1,\"model\":\"" + model_ +
+    return "{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion\",\"created\":1,\"model\":\"" +
+           model_ +
            "\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"x\"},"
            "\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":1,"
            "\"total_tokens\":2}}";
@@ -358,7 +368,8 @@ class SimEngine {
     }
     const ssize_t sent = send(client.fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN) return false;
-    if (sent < ssize_t(bytes.size())) client.unsent = bytes.substr(size_t(std::max(sent, ssize_t(0))));
+    if (sent < ssize_t(bytes.size()))
+      client.unsent = bytes.substr(size_t(std::max(sent, ssize_t(0))));
     return true;
   }
 

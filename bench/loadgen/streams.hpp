@@ -161,7 +161,8 @@ class StreamLoad {
     line.count("requests", requests_).number("rps", double(requests_) / elapsed_);
     line.count("asked", first_us_.size()).count("missed", missed_);
     line.count("open", connections_.size() - idle_.size());
-    line.number("first_us", quantile(first_us_, 0.5)).number("first_p99_us", quantile(first_us_, 0.99));
+    line.number("first_us", quantile(first_us_, 0.5))
+        .number("first_p99_us", quantile(first_us_, 0.99));
     line.number("frames", frames).number("frames_per_s", frames / elapsed_);
     line.number("own_cpu_share", own_cpu_ / elapsed_);
     if (server_.known()) {
@@ -234,7 +235,8 @@ class StreamLoad {
     connection.request =
         "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\naccept: application/json\r\n"
         "content-type: application/json\r\nuser-agent: kvbench\r\nauthorization: Bearer none\r\n"
-        "content-length: " + std::to_string(body_.size()) + "\r\n\r\n" + body_;
+        "content-length: " +
+        std::to_string(body_.size()) + "\r\n\r\n" + body_;
     connection.sent = 0;
     connection.busy = true;
     connection.reader.reset();

@@ -3,17 +3,16 @@
     step ──> told(signal) ── signal.tell() ──> step ──> ... ──> the result
        └───> in_task() ──> `rest`, awaited in a task, runs what is left
 
-To wake a task costs a pass of trio, and code and data that a process has not used for a while are
-no longer in the caches: where requests come one by one, half of a relayed request's time. So its
-coroutine is stepped by whoever has the news. It says `await in_task()` before anything that wants a
-task: deadlines, nurseries, waits for sockets. What forgets to say so fails at once, as trio finds no
-task there.
+To wake a task costs a pass of trio. So the coroutine of a relayed request is stepped by whoever has
+the news. It says `await in_task()` before anything that wants a task: deadlines, nurseries, waits
+for sockets. What forgets to say so fails at once, because trio finds no task there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
-from types import coroutine
+from operator import attrgetter
+from types import SimpleNamespace, coroutine
 from typing import Any, Final
 
 import trio
@@ -29,7 +28,13 @@ class Signal:
 
 IN_TASK: Final = Signal()  # never told: the coroutine wants a task
 
-_RUN = trio._core._run.GLOBAL_RUN_CONTEXT  # trio has no public name for it
+# Where trio says which task runs: it has no public name. Without it, what forgets `in_task` would
+# find the task of whoever steps.
+RUN = "_core._run.GLOBAL_RUN_CONTEXT"
+try:
+    _run: Any = attrgetter(RUN)(trio)
+except AttributeError:
+    _run = SimpleNamespace()
 
 _stepping = False
 
@@ -64,9 +69,9 @@ class Untasked:
         """Runs it until it waits; returns for what. Raises StopIteration with its result."""
         global _stepping
         assert not _stepping
-        task = getattr(_RUN, "task", None)
+        task = getattr(_run, "task", None)
         if task is not None:
-            del _RUN.task
+            del _run.task
         _stepping = True
         try:
             signal: Signal = self._coroutine.send(None)
@@ -74,7 +79,7 @@ class Untasked:
         finally:
             _stepping = False
             if task is not None:
-                _RUN.task = task
+                _run.task = task
 
     def close(self) -> None:
         """Ends it where it waits."""
