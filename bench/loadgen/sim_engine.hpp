@@ -192,8 +192,6 @@ class SimEngine {
   // ---- what engines say of themselves
 
   const std::string* answer_to(const std::string& path, const std::string& body) {
-    const std::string endpoint = publisher_.endpoint(0), url = "127.0.0.1:" + std::to_string(port_);
-    const std::string page = std::to_string(block_size_);
     if (path == "/tokenize") return &(said_ = tokenized(body));
     if (path == "/bench/stats") return &(said_ = stats());
     if (path == "/bench/reset") {

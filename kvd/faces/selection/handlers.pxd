@@ -1,16 +1,12 @@
 # distutils: language = c++
 """Data sheet of the selection service's hot handlers."""
 from libc.stdint cimport uint32_t, uint64_t
-from libcpp.string cimport string
 
 from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Text
 from kvd.selection.at_once cimport AtOnce, StepsAtOnce
 from kvd_core.base.draws cimport Draws
-from kvd_core.base.sampling cimport Sample
-from kvd_core.ledger.ledger cimport Ledger
-from kvd_core.ledger.types cimport RequestId
 from kvd_core.selector.selector cimport Pool
 
 

@@ -18,8 +18,6 @@ Costs: those of kvd.selection.at_once, and scanning the body.
 """
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libcpp.string cimport string
-from libcpp.string_view cimport string_view
 
 from kvd.faces.common.reader cimport segment
 from kvd.http.permits cimport Text
@@ -38,7 +36,6 @@ from kvd.faces.selection import choosing, prompts
 from kvd.faces.selection.members import retry_of
 from kvd.model import PartitionKey
 from kvd.selection.candidates import schedulable
-from kvd.selection.phases import PREFILL_SUFFIX
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.worker_record import DEFAULT_MODEL
 
