@@ -26,7 +26,7 @@ from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.heads import EngineHead, read_head, request_head, request_id_of
 from kvd.gateway.stats import Decision, Ended, GatewayStats
-from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
+from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
@@ -80,6 +80,7 @@ class Attempt:
     tried: set[int] = field(default_factory=set)  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
+    later: Later | None = None  # the tokens to ask for once the answer has begun
 
 
 class Forwarder:
@@ -223,7 +224,7 @@ class Forwarder:
             return
         tokens.look(pool, served.adapter, asked.salt)
         if not attempt.tried:
-            self._tokens.note(asked, served, attempt.body, tokens, pool, engines)
+            attempt.later = self._tokens.note(asked, served, attempt.body, tokens, pool, engines)
 
     def _chosen(self, attempt: Attempt, booked: Booked, reservation_id: str) -> Chosen:
         # Engines may have come and gone while the request was queued.
@@ -267,6 +268,9 @@ class Forwarder:
                         attempt.refused = answer
                         return None
                     chunked, persists = _forward(request, attempt, chosen, exchange, answer)
+                    if attempt.later is not None:
+                        self._tokens.ask_later(attempt.later)
+                        attempt.later = None
                     ending = await exchange.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
         if answer is None:

@@ -96,6 +96,7 @@ class Later:
     served: Served
     body: bytes
     pool: Pool
+    engines: Sequence[Upstream]
 
 
 class Tokens:
@@ -114,9 +115,7 @@ class Tokens:
         self._stats = stats
         self._turn = 0
         self._tokenize_s = tokenize_s
-        self._put_later, self._later = trio.open_memory_channel[tuple[Later, Sequence[Upstream]]](
-            MAX_LATER
-        )
+        self._put_later, self._later = trio.open_memory_channel[Later](MAX_LATER)
 
     async def run(self) -> None:
         """Asks for the tokens of turns that were served from memory, until it is cancelled."""
@@ -143,19 +142,24 @@ class Tokens:
         tokens: PromptTokens,
         pool: Pool,
         engines: Sequence[Upstream],
-    ) -> None:
-        """Remembers a prompt that the pool has just looked at, or has its tokens asked for."""
+    ) -> Later | None:
+        """Remembers a prompt that the pool has just looked at, or returns what to ask for later."""
         if not remembers(asked):
-            return
+            return None
         if tokens.rung is not Rung.MEMORY:
             self._remember(asked, served, pool, tokens.count)
-            return
+            return None
         assert isinstance(tokens, RecalledTokens)
-        if tokens.recalled.rest > 1:  # beyond the bracket at their end
-            try:
-                self._put_later.send_nowait((Later(asked, served, body, pool), engines))
-            except trio.WouldBlock:
-                self._stats.not_remembered += 1
+        if tokens.recalled.rest <= 1:  # the bracket at their end
+            return None
+        return Later(asked, served, body, pool, engines)
+
+    def ask_later(self, later: Later) -> None:
+        """Has the tokens of a turn asked for whose answer has begun: no client waits for them."""
+        try:
+            self._put_later.send_nowait(later)
+        except trio.WouldBlock:
+            self._stats.not_remembered += 1
 
     def _recall(self, asked: Asked, served: Served) -> PromptTokens | None:
         if not remembers(asked):
@@ -168,8 +172,8 @@ class Tokens:
         self.conversations.remember(context_of(asked, served), asked.messages, hashes, count)
 
     async def _ask_later(self) -> None:
-        async for later, engines in self._later:
-            found = await self._ask(later.asked, later.body, engines)
+        async for later in self._later:
+            found = await self._ask(later.asked, later.body, later.engines)
             if found is not None:
                 found.look(later.pool, later.served.adapter, None)
                 self._remember(later.asked, later.served, later.pool, found.count)
